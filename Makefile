@@ -1,0 +1,29 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPT ?= Why is the sky blue?
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/.demo  ## Answer a question with the default model, with and without the cache.
+	$(BIN)/infer generate --chat --compare --max-new-tokens 64 "$(PROMPT)"
+
+test: $(VENV)/.dev  ## Run all tests.
+	$(BIN)/pytest
+
+check: $(VENV)/.dev  ## Lint, format and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:  ## Remove the virtual environment and caches.
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

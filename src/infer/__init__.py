@@ -1,0 +1,48 @@
+"""KV-cached generation with language models: exact, readable, visible, fast."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infer.cache import GrowingCache, KVCache
+    from infer.config import ModelConfig
+    from infer.engine.generate import GenerationResult, generate, stream
+    from infer.engine.params import SamplingParams
+    from infer.loader import Tokenizer, load_model, render_chat_template
+
+_HOMES = {
+    "GenerationResult": "infer.engine.generate",
+    "GrowingCache": "infer.cache",
+    "KVCache": "infer.cache",
+    "ModelConfig": "infer.config",
+    "SamplingParams": "infer.engine.params",
+    "Tokenizer": "infer.loader",
+    "generate": "infer.engine.generate",
+    "load_model": "infer.loader",
+    "render_chat_template": "infer.loader",
+    "stream": "infer.engine.generate",
+}
+
+__all__ = [
+    "GenerationResult",
+    "GrowingCache",
+    "KVCache",
+    "ModelConfig",
+    "SamplingParams",
+    "Tokenizer",
+    "generate",
+    "load_model",
+    "render_chat_template",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `infer --help` should not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,203 @@
+"""The cache protocol, and what every cache shares.
+
+A forward pass over n tokens goes: `positions(n)` once, `attend` once per layer, `advance(n)` once. All layers
+therefore write at the same position, and nothing counts as filled before the whole pass is through: a pass that
+fails leaves `seq_len` as it was, and the next one writes over what it left.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from typing import NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from infer.config import ModelConfig
+from infer.machine import resolve_device, resolve_dtype
+from infer.ops.attention import Mask, attention, span_mask
+
+
+class Cache(Protocol):
+    """What models and the engine ask of a cache."""
+
+    @property
+    def seq_len(self) -> int: ...  # positions filled
+    @property
+    def capacity(self) -> int: ...  # positions it can hold
+    @property
+    def memory_bytes(self) -> int: ...
+    def positions(self, n: int) -> Tensor: ...  # [B, n], of the next n queries
+    def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...  # n new -> all S
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+    ) -> Tensor: ...  # [B, Hq, n, D]
+    def advance(self, n: int) -> None: ...  # once per forward, by the Decoder
+    def truncate(self, seq_len: int) -> None: ...  # rewind; refuses, never corrupts
+    def reset(self) -> None: ...
+
+
+class CacheShape(NamedTuple):
+    """The shape of the key tensor, and of the value tensor, of a full cache."""
+
+    num_layers: int
+    batch_size: int
+    num_kv_heads: int
+    max_seq_len: int
+    head_dim: int
+
+
+class BaseCache(ABC):
+    """A cache whose rows all have the same length and whose keys lie in the order of their positions."""
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.seq_len = 0
+        self._masks: dict[tuple[int, int | None], Mask] = {}  # of this forward pass, by (n, window)
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        *,
+        batch_size: int = 1,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "auto",
+    ) -> Self:
+        """An empty cache. "auto" chooses as `load_model` does."""
+        shape = CacheShape(num_layers, batch_size, num_kv_heads, max_seq_len, head_dim)
+        for name, size in shape._asdict().items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, not {size}")
+        device = resolve_device(device)
+        return cls._empty(shape, resolve_dtype(dtype, device), device)
+
+    @classmethod
+    def from_model_config(
+        cls,
+        config: ModelConfig,
+        max_seq_len: int,
+        *,
+        batch_size: int = 1,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "auto",
+    ) -> Self:
+        """An empty cache for a model of this config."""
+        return cls.allocate(
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            config.computed_head_dim,
+            max_seq_len,
+            batch_size=batch_size,
+            dtype=dtype,
+            device=device,
+        )
+
+    @classmethod
+    @abstractmethod
+    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self: ...
+
+    @property
+    def capacity(self) -> int:
+        return self.shape.max_seq_len
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Bytes held by keys and values."""
+
+    @abstractmethod
+    def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v [B, Hkv, n, D] behind what is filled; return all keys and values [B, Hkv, seq_len + n, D]."""
+
+    def positions(self, n: int) -> Tensor:
+        self._check_room(n)
+        return torch.arange(self.seq_len, self.seq_len + n, device=self.device).expand(
+            self.shape.batch_size, n
+        )
+
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Store k and v, then attend from q [B, Hq, n, D] to every key the rule makes visible."""
+        n = q.shape[2]
+        keys, values = self.update(layer_idx, k, v)
+        # The first query looks furthest back; keys before its window are no one's.
+        first = 0 if window is None else max(0, self.seq_len - window + 1)
+        if first:
+            keys, values = keys[:, :, first:], values[:, :, first:]
+        if (n, window) not in self._masks:
+            self._masks[n, window] = span_mask(self.seq_len, n, first, window, q.device)
+        return attention(q, keys, values, scale=scale, mask=self._masks[n, window])
+
+    def advance(self, n: int) -> None:
+        self._check_room(n)
+        self._move_to(self.seq_len + n)
+
+    def truncate(self, seq_len: int) -> None:
+        """Forget everything from position seq_len on."""
+        if not 0 <= seq_len <= self.seq_len:
+            raise ValueError(f"cannot truncate to {seq_len}: the cache holds {self.seq_len} positions")
+        self._move_to(seq_len)
+
+    def reset(self) -> None:
+        self._move_to(0)
+
+    def _move_to(self, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self._masks.clear()
+
+    def _check_room(self, n: int) -> None:
+        if n < 0:
+            raise ValueError(f"cannot move by {n} positions")
+        if self.seq_len + n > self.capacity:
+            raise ValueError(
+                f"KV cache overflow: {self.seq_len} positions filled, {n} more asked for, capacity {self.capacity}"
+            )
+
+    def _check_update(self, layer_idx: int, k: Tensor, v: Tensor) -> int:
+        """Everything that could go wrong with a write, before anything is written. Returns n."""
+        num_layers, batch_size, num_kv_heads, _, head_dim = self.shape
+        if not 0 <= layer_idx < num_layers:
+            raise ValueError(f"layer {layer_idx} of a cache with {num_layers} layers")
+        n = k.shape[2] if k.dim() == 4 else -1
+        expected = (batch_size, num_kv_heads, n, head_dim)
+        if k.shape != expected or v.shape != expected:
+            raise ValueError(
+                f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit the cache: "
+                f"expected [batch {batch_size}, kv_heads {num_kv_heads}, n, head_dim {head_dim}]"
+            )
+        if k.dtype != self.dtype or v.dtype != self.dtype:
+            raise ValueError(f"k is {k.dtype} and v is {v.dtype}, but the cache holds {self.dtype}")
+        if k.device != self.device or v.device != self.device:
+            raise ValueError(f"k is on {k.device} and v on {v.device}, but the cache is on {self.device}")
+        self._check_room(n)
+        return n
+
+
+class NoCache(BaseCache):
+    """No cache is a cache too: it keeps nothing, so that every forward pass starts at position 0."""
+
+    def __init__(self, batch_size: int = 1, device: torch.device | str = "cpu") -> None:
+        unlimited = CacheShape(0, batch_size, 0, sys.maxsize, 0)
+        super().__init__(unlimited, torch.float32, torch.device(device))
+
+    @classmethod
+    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
+        return cls(shape.batch_size, device)
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0
+
+    def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k, v
+
+    def advance(self, n: int) -> None:
+        self._masks.clear()

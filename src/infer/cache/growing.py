@@ -1,0 +1,46 @@
+"""The growing cache: each new position is concatenated. The shortest cache there is, to teach from and compare with.
+
+It copies everything it holds at each step, so a sequence of n tokens costs O(n^2) copied bytes where `KVCache`
+writes each position once.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from infer.cache.base import BaseCache, CacheShape
+
+
+class GrowingCache(BaseCache):
+    """Holds exactly what was written, up to max_seq_len positions."""
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, dtype, device)
+        empty = torch.empty(
+            shape.batch_size, shape.num_kv_heads, 0, shape.head_dim, dtype=dtype, device=device
+        )
+        self.k = [empty] * shape.num_layers  # each [B, Hkv, filled, D]
+        self.v = [empty] * shape.num_layers
+
+    @classmethod
+    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
+        return cls(shape, dtype, device)
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(t.nbytes for t in self.k + self.v)
+
+    def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self._check_update(layer_idx, k, v)
+        # Only what is filled: a forward pass that failed may have left more.
+        self.k[layer_idx] = torch.cat((self.k[layer_idx][:, :, : self.seq_len], k), dim=2)
+        self.v[layer_idx] = torch.cat((self.v[layer_idx][:, :, : self.seq_len], v), dim=2)
+        return self.k[layer_idx], self.v[layer_idx]
+
+    def _move_to(self, seq_len: int) -> None:
+        super()._move_to(seq_len)
+        self.k = [k[:, :, :seq_len] for k in self.k]
+        self.v = [v[:, :, :seq_len] for v in self.v]

@@ -1,0 +1,57 @@
+"""The contiguous cache: all memory taken up front, each new position written in its place."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from infer.cache.base import BaseCache, CacheShape
+from infer.machine import available_memory
+
+
+class KVCache(BaseCache):
+    """Keys (after QK-norm and RoPE) and values of all layers, preallocated.
+
+    k, v: [num_layers, batch, num_kv_heads, max_seq_len, head_dim]; seq_len: how many positions are filled.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, seq_len: int = 0) -> None:
+        if k.dim() != 5 or k.shape != v.shape or k.dtype != v.dtype or k.device != v.device:
+            raise ValueError(
+                f"k and v must be alike, [layers, batch, kv_heads, max_seq_len, head_dim]; got "
+                f"k {tuple(k.shape)} {k.dtype} on {k.device}, v {tuple(v.shape)} {v.dtype} on {v.device}"
+            )
+        super().__init__(CacheShape(*k.shape), k.dtype, k.device)
+        if not 0 <= seq_len <= self.capacity:
+            raise ValueError(f"seq_len {seq_len} is outside 0..{self.capacity}")
+        self.k = k
+        self.v = v
+        self.seq_len = seq_len
+        self._layers = list(zip(k.unbind(), v.unbind(), strict=True))  # views, made once
+
+    @classmethod
+    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
+        needed = 2 * torch.Size(shape).numel() * dtype.itemsize
+        free = available_memory(device)
+        if free is not None and needed > free:
+            raise ValueError(
+                f"a cache of {shape.max_seq_len} positions needs {needed / 1e9:.2f} GB, "
+                f"but {free / 1e9:.2f} GB are free on {device}: ask for fewer positions"
+            )
+        return cls(
+            torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        n = self._check_update(layer_idx, k, v)
+        keys, values = self._layers[layer_idx]  # [B, Hkv, max_seq_len, D]
+        keys.narrow(2, self.seq_len, n).copy_(k)
+        values.narrow(2, self.seq_len, n).copy_(v)
+        end = self.seq_len + n
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)

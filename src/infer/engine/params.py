@@ -1,0 +1,74 @@
+"""How to generate. This module needs no torch, so that the command line can offer these options at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _option(default: Any, help: str) -> Any:
+    """A field with the words that `infer --help` prints for it."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling settings, checked when made. Filters apply in the order temperature, top_k, top_p, min_p."""
+
+    temperature: float = _option(0.0, "0 takes the likeliest token; higher is more varied.")
+    top_k: int | None = _option(None, "Sample from the k likeliest tokens only.")
+    top_p: float = _option(1.0, "Sample from the likeliest tokens that together have this probability.")
+    min_p: float = _option(0.0, "Drop tokens less likely than this fraction of the likeliest.")
+    repetition_penalty: float = _option(1.0, "Divide the logits of tokens seen so far; 1 is off.")
+    presence_penalty: float = _option(0.0, "Subtract from the logits of tokens generated so far.")
+    frequency_penalty: float = _option(0.0, "Subtract once for each time a token was generated.")
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, metadata={"help": "Add BIAS to a token's logit, as ID:BIAS; may be repeated."}
+    )
+    stop: str | Sequence[str] = _option((), "End before this text, which is not printed; may be repeated.")
+    ignore_eos: bool = _option(False, "Go on after the end-of-sequence token.")
+    seed: int | None = _option(None, "Makes sampling repeatable.")
+    max_new_tokens: int = _option(256, "Generate at most this many tokens.")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        _check("temperature", self.temperature, "0 or more", lambda x: x >= 0)
+        _check(
+            "top_k", self.top_k, "a whole number, 0 or more (0: off)", lambda x: _is_int(x) and x >= 0, None
+        )
+        _check("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
+        _check("min_p", self.min_p, "from 0 to 1", lambda x: 0 <= x <= 1)
+        _check("repetition_penalty", self.repetition_penalty, "above 0", lambda x: x > 0)
+        _check("presence_penalty", self.presence_penalty, "a finite number", lambda x: True)
+        _check("frequency_penalty", self.frequency_penalty, "a finite number", lambda x: True)
+        _check(
+            "max_new_tokens",
+            self.max_new_tokens,
+            "a whole number, 1 or more",
+            lambda x: _is_int(x) and x >= 1,
+        )
+        _check("seed", self.seed, "a whole number", _is_int, None)
+        for token_id, bias in self.logit_bias.items():
+            if not _is_int(token_id) or token_id < 0 or math.isnan(bias):
+                raise ValueError(f"logit_bias maps token ids to numbers, not {token_id!r} to {bias!r}")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"a stop string must be a non-empty text, not {text!r}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check(name: str, value: Any, allowed: str, holds: Any, *also: Any) -> None:
+    if value in also:
+        return
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or not holds(value)
+    ):
+        raise ValueError(f"{name} must be {allowed}, not {value!r}")

@@ -1,0 +1,81 @@
+"""From logits to a token: pure functions.
+
+A draw is a function of (seed, position) and the logits, so it does not depend on the cache, the batch, or how many
+draws came before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infer.engine.params import SamplingParams
+
+
+def sample(logits: Tensor, tokens: Sequence[int], prompt_len: int, params: SamplingParams, seed: int) -> int:
+    """The token to follow `tokens`, of which the first prompt_len are the prompt. logits: [V]."""
+    logits = penalise(logits.float(), tokens, prompt_len, params)
+    if params.temperature == 0:
+        return int(logits.argmax())
+    probabilities = filtered(logits, params).double()
+    # Invert the cumulative distribution. Tokens of probability 0 end where they begin, so `right` passes over them.
+    cumulative = probabilities.cumsum(0)
+    draw = uniform(seed, len(tokens)) * cumulative[-1]
+    token = int(torch.searchsorted(cumulative, draw.reshape(1), right=True))
+    return min(token, int(probabilities.nonzero()[-1]))
+
+
+def penalise(logits: Tensor, tokens: Sequence[int], prompt_len: int, params: SamplingParams) -> Tensor:
+    """Apply penalties and bias. Repetition looks at prompt and output, presence and frequency at the output alone."""
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(tokens)), device=logits.device)
+        scores = logits[seen]
+        scores = torch.where(
+            scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty
+        )
+        logits = logits.index_put((seen,), scores)
+    if (params.presence_penalty or params.frequency_penalty) and len(tokens) > prompt_len:
+        counts = Counter(tokens[prompt_len:])
+        index = torch.tensor(list(counts), device=logits.device)
+        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
+        logits = logits.index_add(0, index, -(params.presence_penalty + params.frequency_penalty * times))
+    if params.logit_bias:
+        index = torch.tensor(list(params.logit_bias), device=logits.device)
+        bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+        logits = logits.index_add(0, index, bias)
+    return logits
+
+
+def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities [V] after temperature, top_k, top_p and min_p."""
+    logits = logits / params.temperature
+    if params.top_k and params.top_k < logits.shape[-1]:
+        kth = logits.topk(params.top_k).values[-1]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probabilities = logits.softmax(-1)
+    if params.top_p < 1:
+        ranked, order = probabilities.sort(descending=True)
+        before = ranked.cumsum(-1) - ranked  # probability of all likelier tokens
+        probabilities = probabilities.index_fill(0, order[before >= params.top_p], 0)
+    if params.min_p > 0:
+        probabilities = probabilities.masked_fill(probabilities < params.min_p * probabilities.max(), 0)
+    return probabilities / probabilities.sum()
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) keyed by (seed, position): splitmix64's finaliser over both."""
+    bits = _mix((_mix(seed & _U64) + position * 0x9E3779B97F4A7C15) & _U64)
+    return (bits >> 11) / 2**53
+
+
+_U64 = 2**64 - 1
+
+
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _U64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _U64
+    return x ^ (x >> 31)

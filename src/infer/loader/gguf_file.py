@@ -1,0 +1,228 @@
+"""GGUF files: metadata, then tensors, quantised or not.
+
+The header is parsed here rather than by the `gguf` package, whose reader takes seconds over a vocabulary of 50,000
+entries and maps the whole file into memory; that package does the dequantisation.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.config import ModelConfig
+from infer.loader.checkpoint import TokenizerParts
+from infer.models.registry import check_supported
+
+BLOCK_WEIGHTS = 1 << 22  # dequantised at a time: 16 MB of float32
+
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+
+# GGUF names -> Decoder names, without .weight and .bias.
+NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_DIVISORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    shape: tuple[int, ...]  # slowest dimension first, as torch has it
+    type: int
+    offset: int  # from the start of the file
+    nbytes: int
+
+
+class GGUFFile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata, self._tensors = read_header(path)
+        arch = self.metadata.get("general.architecture")
+        check_supported(str(arch))
+        divisors: tuple[float, ...] = ()
+        if ROPE_DIVISORS in self._tensors:
+            divisors = tuple(next(self._read(ROPE_DIVISORS)).tolist())
+        try:
+            self.config = ModelConfig.from_gguf(self.metadata, self._tensors.keys(), divisors)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: {error}") from None
+        self._stored = {decoder_name(name): name for name in self._tensors if name != ROPE_DIVISORS}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self._tensors[stored].shape for name, stored in self._stored.items()}
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        # llama.cpp stores the rows of q and k paired for interleaved RoPE: put each head's halves back in order.
+        heads = {
+            "q_proj": self.config.num_attention_heads,
+            "k_proj": self.config.num_key_value_heads,
+        }.get(name.split(".")[-2])
+        if heads is None or self.config.model_type != "llama":
+            yield from self._read(self._stored[name])
+            return
+        rows = torch.cat(list(self._read(self._stored[name])))
+        paired = rows.view(heads, self.config.computed_head_dim // 2, 2, -1)
+        yield paired.transpose(1, 2).reshape(rows.shape)
+
+    def _read(self, stored: str) -> Iterator[Tensor]:
+        """The tensor's rows as float32, a block at a time."""
+        from gguf.quants import dequantize
+
+        tensor = self._tensors[stored]
+        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        row_bytes = tensor.nbytes // rows
+        rows_per_block = max(1, BLOCK_WEIGHTS * rows // int(np.prod(tensor.shape)))
+        with self.path.open("rb") as file:
+            file.seek(tensor.offset)
+            for start in range(0, rows, rows_per_block):
+                count = min(rows_per_block, rows - start)
+                raw = np.fromfile(file, dtype=np.uint8, count=count * row_bytes).reshape(count, row_bytes)
+                weights = dequantize(raw, _quantisation(tensor.type)).astype(np.float32, copy=False)
+                yield torch.from_numpy(weights.reshape(-1, *tensor.shape[1:]))
+
+    def tokenizer_parts(self) -> TokenizerParts:
+        from infer.loader.gguf_tokenizer import build_tokenizer
+
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        if tokens is None:
+            raise ValueError(f"{self.path} holds no tokenizer")
+
+        def token(kind: str) -> str | None:
+            token_id = self.metadata.get(f"tokenizer.ggml.{kind}_token_id")
+            return None if token_id is None else tokens[token_id]
+
+        template = self.metadata.get("tokenizer.chat_template")
+        return TokenizerParts(build_tokenizer(self.metadata), template, token("bos"), token("eos"))
+
+
+def decoder_name(stored: str) -> str:
+    """blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight; a name it does not know stays as it is."""
+    stem, _, kind = stored.rpartition(".")
+    if stem in NAMES:
+        return f"{NAMES[stem]}.{kind}"
+    prefix, _, rest = stem.partition(".")
+    layer, _, part = rest.partition(".")
+    if prefix == "blk" and part in LAYER_NAMES:
+        return f"layers.{layer}.{LAYER_NAMES[part]}.{kind}"
+    return stored
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    size = path.stat().st_size
+    if size < 24:
+        raise ValueError(f"{path} is not a GGUF file: it has only {size} bytes")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        magic, version = struct.unpack_from("<4sI", data)
+        if magic != b"GGUF":
+            raise ValueError(f"{path} is not a GGUF file: it starts with {magic!r}")
+        if version not in (2, 3):
+            raise ValueError(
+                f"{path} is GGUF version {version} (or big-endian); versions 2 and 3 can be read"
+            )
+        try:
+            metadata, tensors = _parse(_Reader(data, 8))
+        except (struct.error, UnicodeDecodeError, KeyError, IndexError, OverflowError):
+            raise ValueError(f"{path} is damaged or cut short: its header does not end") from None
+    if metadata.get("split.count", 1) > 1:
+        raise ValueError(
+            f"{path} is one part of {metadata['split.count']}: join them with llama-gguf-split --merge"
+        )
+    end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
+    if end > size:
+        raise ValueError(f"{path} is cut short: its tensors end at byte {end:,}, the file at {size:,}")
+    return metadata, tensors
+
+
+class _Reader:
+    def __init__(self, data: mmap.mmap, offset: int) -> None:
+        self.data = data
+        self.offset = offset
+
+    def scalars(self, code: str, count: int) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{count}{code}", self.data, self.offset)
+        self.offset += struct.calcsize(f"<{count}{code}")
+        return values
+
+    def scalar(self, code: str) -> Any:
+        return self.scalars(code, 1)[0]
+
+    def string(self) -> str:
+        length = self.scalar("Q")
+        end = self.offset + length
+        if end > len(self.data):
+            raise struct.error("string beyond the end of the file")
+        text = self.data[self.offset : end].decode("utf-8")
+        self.offset = end
+        return text
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.scalar(SCALARS[kind])
+        element, count = self.scalar("I"), self.scalar("Q")
+        if element in SCALARS:
+            return list(self.scalars(SCALARS[element], count))
+        return [self.value(element) for _ in range(count)]
+
+
+def _parse(reader: _Reader) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    tensor_count, metadata_count = reader.scalars("Q", 2)
+    metadata = {}
+    for _ in range(metadata_count):
+        key = reader.string()
+        metadata[key] = reader.value(reader.scalar("I"))
+    infos = []
+    for _ in range(tensor_count):
+        name = reader.string()
+        dims = reader.scalars("Q", reader.scalar("I"))
+        infos.append((name, tuple(reversed(dims)), reader.scalar("I"), reader.scalar("Q")))
+    alignment = metadata.get("general.alignment", 32)
+    start = -(-reader.offset // alignment) * alignment
+    tensors = {}
+    for name, shape, kind, offset in infos:
+        tensors[name] = StoredTensor(shape, kind, start + offset, _nbytes(name, shape, kind))
+    return metadata, tensors
+
+
+def _nbytes(name: str, shape: tuple[int, ...], kind: int) -> int:
+    from gguf import GGML_QUANT_SIZES
+
+    block, block_bytes = GGML_QUANT_SIZES[_quantisation(kind)]
+    if shape[-1] % block:
+        raise ValueError(f"{name}: rows of {shape[-1]} weights are not whole blocks of {block}")
+    return int(np.prod(shape)) // block * block_bytes
+
+
+@cache
+def _quantisation(kind: int) -> Any:
+    """The type by that number, if the `gguf` package can dequantise it."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    try:
+        quantisation = GGMLQuantizationType(kind)
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[quantisation][1]), dtype=np.uint8), quantisation)
+    except (ValueError, NotImplementedError):
+        raise ValueError(
+            f"tensors of GGUF type {kind} cannot be read by the installed gguf package"
+        ) from None
+    return quantisation

@@ -1,0 +1,130 @@
+"""Tokenizers rebuilt from GGUF metadata: the vocabulary is there, the rules behind it go by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _gpt2(*, single_digits: bool = False) -> pre_tokenizers.PreTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if not single_digits:
+        return byte_level
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+
+
+# How text is cut before merging, by `tokenizer.ggml.pre`.
+PRE_TOKENIZERS = {
+    "default": _gpt2,
+    "gpt-2": _gpt2,
+    "smollm": lambda: _gpt2(single_digits=True),
+    "llama3": lambda: _split(LLAMA3_SPLIT),
+    "llama-v3": lambda: _split(LLAMA3_SPLIT),
+    "llama-bpe": lambda: _split(LLAMA3_SPLIT),
+    "qwen2": lambda: _split(QWEN2_SPLIT),
+}
+# These vocabularies take a whole word that has a token before trying to merge towards it, and start with BOS.
+LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer = _byte_level(metadata)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(metadata)
+    else:
+        raise ValueError(
+            f"GGUF tokenizer {kind!r} is not supported: only gpt2 (byte-level BPE) and llama are"
+        )
+    _add_special_tokens(tokenizer, metadata)
+    _add_bos(tokenizer, metadata, default=kind == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3)
+    return tokenizer
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise ValueError(
+            f"GGUF pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
+        )
+    vocab = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = tokenizers.Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in LLAMA3))
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = tokenizers.Tokenizer(
+        BPE(
+            vocab=vocab,
+            merges=merges_from_scores(vocab, metadata["tokenizer.ggml.scores"]),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    # A leading space, as SentencePiece adds it, and "▁" for every space.
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    replace = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
+    decode: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(decode + [decoders.Strip(" ", 1, 0)] * prefix)
+    return tokenizer
+
+
+def merges_from_scores(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece joins the pair whose union scores best: every way to cut each token in two, best token first."""
+    merges = []
+    for token, i in vocab.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                merges.append((-scores[i], i, left, right))
+    return [(left, right) for _, _, left, right in sorted(merges, key=lambda merge: merge[:2])]
+
+
+def _add_special_tokens(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any]) -> None:
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    pairs = list(zip(metadata["tokenizer.ggml.tokens"], types, strict=False))
+    special = [
+        AddedToken(t, special=True, normalized=False) for t, kind in pairs if kind in (CONTROL, UNKNOWN)
+    ]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in pairs if kind == USER_DEFINED])
+
+
+def _add_bos(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], *, default: bool) -> None:
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", default):
+        return
+    token = metadata["tokenizer.ggml.tokens"][bos]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, bos)]
+    )

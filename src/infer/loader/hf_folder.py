@@ -1,0 +1,121 @@
+"""Hugging Face folders: config.json, one or several safetensors files, tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from infer.config import ModelConfig
+from infer.loader.checkpoint import TokenizerParts
+from infer.models.registry import check_supported
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class HFFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        raw = read_json(path / "config.json")
+        check_supported(str(raw.get("model_type")))
+        generation = path / "generation_config.json"
+        try:
+            self.config = ModelConfig.from_hf(raw, read_json(generation) if generation.exists() else None)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path / 'config.json'}: {error}") from None
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """Which file holds which tensor, by the name it has there."""
+        index = self.path / INDEX
+        if index.exists():
+            names = read_json(index).get("weight_map", {})
+            files = {name: self.path / file for name, file in names.items()}
+        elif (self.path / SINGLE).exists():
+            with open_safetensors(self.path / SINGLE) as file:
+                files = dict.fromkeys(file.keys(), self.path / SINGLE)
+        else:
+            raise FileNotFoundError(f"{self.path} has no weights: neither {SINGLE} nor {INDEX} is there")
+        for missing in sorted({file for file in files.values() if not file.exists()}):
+            raise FileNotFoundError(f"{missing} is missing, but {INDEX} names it")
+        return files
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """Names as the Decoder has them -> names in the files."""
+        return {name.removeprefix("model."): name for name in self._files}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        by_file: dict[Path, list[str]] = {}
+        for name, stored in self._names.items():
+            by_file.setdefault(self._files[stored], []).append(name)
+        shapes = {}
+        for path, names in by_file.items():
+            with open_safetensors(path) as file:
+                stored_here = set(file.keys())
+                for name in names:
+                    if self._names[name] not in stored_here:
+                        raise ValueError(f"{path} lacks {self._names[name]}, which {INDEX} promises")
+                    shapes[name] = tuple(file.get_slice(self._names[name]).get_shape())
+        return shapes
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        # The file is opened for each tensor: pages of a mapping count as memory until it is closed.
+        stored = self._names[name]
+        with open_safetensors(self._files[stored]) as file:
+            yield file.get_tensor(stored)
+
+    def tokenizer_parts(self) -> TokenizerParts:
+        import tokenizers
+
+        path = self.path / "tokenizer.json"
+        if not path.exists():
+            raise FileNotFoundError(f"{self.path} has no tokenizer.json")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(f"{path} is not a tokenizer: {error}") from None
+        settings = self.path / "tokenizer_config.json"
+        config = read_json(settings) if settings.exists() else {}
+        return TokenizerParts(
+            backend,
+            self._chat_template(config),
+            _content(config.get("bos_token")),
+            _content(config.get("eos_token")),
+        )
+
+    def _chat_template(self, config: dict[str, Any]) -> str | None:
+        path = self.path / "chat_template.jinja"
+        if path.exists():
+            return path.read_text(encoding="utf-8")
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+        return template
+
+
+def open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or cut short: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} should hold a JSON object, not {type(contents).__name__}")
+    return contents
+
+
+def _content(token: str | dict[str, str] | None) -> str | None:
+    return token["content"] if isinstance(token, dict) else token

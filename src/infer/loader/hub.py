@@ -1,0 +1,71 @@
+"""Models on the Hugging Face hub, or wherever HF_ENDPOINT points, kept in the hub's own cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from infer.loader.hf_folder import INDEX, SINGLE, read_json
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
+SETTINGS = ["config.json", "generation_config.json", "tokenizer*.json", "*.jinja"]
+WEIGHTS = ["model*.safetensors", INDEX]
+
+
+def is_hub_name(name: str) -> bool:
+    return bool(HUB_ID.fullmatch(name) or HUB_GGUF.fullmatch(name))
+
+
+def fetch(name: str, *, weights: bool) -> Path:
+    """The folder of `owner/name`, or the file of `owner/name/FILE.gguf`: from the cache if it is all there."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        if gguf := HUB_GGUF.fullmatch(name):
+            repo, file = gguf.groups()
+            try:
+                return Path(hf_hub_download(repo, file, local_files_only=True))
+            except LocalEntryNotFoundError:
+                return Path(hf_hub_download(repo, file))
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+            if _is_complete(folder, weights):
+                return folder
+        except LocalEntryNotFoundError:
+            pass
+        return Path(snapshot_download(name, allow_patterns=SETTINGS + WEIGHTS * weights))
+    except GatedRepoError:
+        raise OSError(
+            f"{name} is gated: accept its terms on its hub page, then run `hf auth login`"
+        ) from None
+    except RepositoryNotFoundError:
+        raise FileNotFoundError(f"the hub has no model {name} that you may read") from None
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise OSError(f"could not fetch {name} from the hub: {reason}") from None
+
+
+def cached_models() -> list[tuple[str, int]]:
+    """Hub ids that the hub's cache holds weights of, with their bytes on disk."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    return sorted((repo.repo_id, repo.size_on_disk) for repo in repos if repo.repo_type == "model")
+
+
+def _is_complete(folder: Path, weights: bool) -> bool:
+    """A fetch that was interrupted leaves a folder too."""
+    if not all((folder / name).exists() for name in ("config.json", "tokenizer.json")):
+        return False
+    if not weights or (folder / SINGLE).exists():
+        return True
+    index = folder / INDEX
+    return index.exists() and all(
+        (folder / file).exists() for file in set(read_json(index)["weight_map"].values())
+    )

@@ -1,0 +1,109 @@
+"""Fill a model with a checkpoint's weights, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infer.config import ModelConfig
+from infer.loader.checkpoint import Checkpoint
+from infer.loader.find import open_checkpoint
+from infer.machine import available_memory, resolve_device, resolve_dtype
+from infer.models.common import Decoder
+from infer.models.registry import build_model
+from infer.ops.linear import FusedLinear
+
+
+def load_model(
+    name_or_path: str | Path, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "auto"
+) -> tuple[Decoder, ModelConfig]:
+    """Load a model for inference.
+
+    name_or_path: a folder, a GGUF file, a built-in short name, or a hub id. Weights go straight into their final
+    dtype on their final device, so that memory peaks at the model's size plus one tensor.
+    """
+    device = resolve_device(device)
+    dtype = resolve_dtype(dtype, device)
+    checkpoint = open_checkpoint(name_or_path)
+    with torch.device("meta"):
+        model = build_model(checkpoint.config)
+    slots = checkpoint_slots(model)
+    check_tensors(checkpoint, slots)
+    check_memory(model, dtype, device)
+    _materialise(model, dtype, device)
+    parameters = dict(model.named_parameters())
+    for name, slot in slots.items():
+        row = slot.start
+        for block in checkpoint.blocks(name):
+            parameters[slot.parameter].data[row : row + len(block)].copy_(block)
+            row += len(block)
+    return model.eval(), checkpoint.config
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a checkpoint's tensor goes: the rows of a parameter from `start` on."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+
+
+def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
+    """A slot for each tensor that a checkpoint must have, by its name there."""
+    slots = {}
+    for name, parameter in model.named_parameters():
+        module_name, _, kind = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        if not isinstance(module, FusedLinear):
+            slots[name] = Slot(name, 0, tuple(parameter.shape))
+            continue
+        start = 0
+        for part, rows in module.parts.items():
+            part_name = f"{module_name.rpartition('.')[0]}.{part}.{kind}"
+            slots[part_name] = Slot(name, start, (rows, *parameter.shape[1:]))
+            start += rows
+    return slots
+
+
+def check_tensors(checkpoint: Checkpoint, slots: Mapping[str, Slot]) -> None:
+    """Refuse a checkpoint that does not hold exactly what the model needs, before anything is allocated."""
+    shapes = checkpoint.shapes()
+    unused = [name for name in shapes if name not in slots and not _is_redundant(name, checkpoint.config)]
+    for what, names in (("lacks", [name for name in slots if name not in shapes]), ("has unknown", unused)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(f"{checkpoint.path} {what} tensors: {', '.join(names[:3])}{more}")
+    for name, slot in slots.items():
+        if shapes[name] != slot.shape:
+            raise ValueError(
+                f"{checkpoint.path}: {name} has shape {list(shapes[name])}, but the config asks for {list(slot.shape)}"
+            )
+
+
+def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    needed = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    free = available_memory(device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"the weights need {needed / 1e9:.2f} GB in {str(dtype).removeprefix('torch.')}, "
+            f"but {free / 1e9:.2f} GB are free on {device}"
+        )
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Tensors that some checkpoints carry although they follow from the rest."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+
+
+def _materialise(model: Decoder, dtype: torch.dtype, device: torch.device) -> None:
+    """Give each parameter of a model on the meta device memory of its own."""
+    for name, parameter in list(model.named_parameters()):
+        module_name, _, leaf = name.rpartition(".")
+        empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+        setattr(model.get_submodule(module_name), leaf, nn.Parameter(empty, requires_grad=False))
+    model.tie_weights()

@@ -1,0 +1,46 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from infer.loader.find import open_checkpoint
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint: a folder, a GGUF file, a built-in short name, or a hub id."""
+
+    def __init__(self, name_or_path: str | Path) -> None:
+        parts = open_checkpoint(name_or_path, weights=False).tokenizer_parts()
+        self._backend = parts.backend
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self.chat_template = parts.chat_template
+        self.bos_token = parts.bos_token
+        self.eos_token = parts.eos_token
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return None if self.bos_token is None else self.token_to_id(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return None if self.eos_token is None else self.token_to_id(self.eos_token)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self._backend.id_to_token(token_id)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """add_special_tokens: put BOS in front where the model has one; not after `render_chat_template`."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

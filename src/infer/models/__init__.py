@@ -1,0 +1,1 @@
+"""The models: `common` holds the forward pass they share, each other file what differs."""

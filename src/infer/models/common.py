@@ -1,0 +1,121 @@
+"""The one forward pass that every model shares.
+
+    tokens -> embed -> [ block ] x num_hidden_layers -> norm -> lm_head -> logits
+
+Shapes: B rows, n new tokens, Hq query heads, Hkv key/value heads, D head_dim, C hidden_size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from infer.cache.base import Cache, NoCache
+from infer.config import ModelConfig
+from infer.ops.linear import FusedLinear
+from infer.ops.norm import RMSNorm
+from infer.ops.rope import Rope, apply_rope
+
+Tables = tuple[Tensor, Tensor]  # cos, sin
+
+
+class Attention(nn.Module):
+    """Project, rotate, and leave the rest to the cache: it stores k and v and knows which keys are visible."""
+
+    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.window = config.window(layer_idx)
+        self.head_dim = config.computed_head_dim
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.scale = self.head_dim**-0.5
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = FusedLinear(
+            config.hidden_size,
+            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            bias=config.attention_bias,
+        )
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+
+    def forward(self, x: Tensor, rope: Tables, cache: Cache) -> Tensor:
+        batch, n, _ = x.shape
+        heads = self.qkv_proj(x).view(batch, n, -1, self.head_dim).transpose(1, 2)  # [B, Hq + 2 Hkv, n, D]
+        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k = apply_rope(qk, *rope).split([self.num_heads, self.num_kv_heads], dim=1)
+        out = cache.attend(self.layer_idx, q, k, v, scale=self.scale, window=self.window)  # [B, Hq, n, D]
+        return self.o_proj(out.transpose(1, 2).reshape(batch, n, -1))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = FusedLinear(
+            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias
+        )
+        self.down_proj = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer_idx)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rope: Tables, cache: Cache) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer. Parameters are named as in Hugging Face checkpoints, fused ones apart."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(self.block(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rope = Rope(config.rope, config.computed_head_dim)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Let the head share the embedding's weights where the config says so; again after they are replaced."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor, kv_cache: Cache | None = None) -> Tensor:
+        """input_ids [B, n] -> logits: [B, n, V] without a cache, [B, 1, V] of the last position with one."""
+        batch, n = input_ids.shape
+        cache = NoCache(batch, input_ids.device) if kv_cache is None else kv_cache
+        rope = self.rope(cache.positions(n))
+        x = self.embed_tokens(input_ids)  # [B, n, C]
+        for layer in self.layers:
+            x = layer(x, rope, cache)
+        cache.advance(n)
+        if kv_cache is not None:
+            x = x[:, -1:]  # generation samples from the last position alone
+        return self.lm_head(self.norm(x))  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype

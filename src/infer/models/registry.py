@@ -1,0 +1,23 @@
+"""Which class runs which `model_type`."""
+
+from __future__ import annotations
+
+from infer.config import ModelConfig
+from infer.models.common import Decoder
+from infer.models.llama import Llama
+
+MODELS: dict[str, type[Decoder]] = {
+    "llama": Llama,
+}
+
+
+def check_supported(model_type: str) -> None:
+    if model_type not in MODELS:
+        raise ValueError(
+            f"architecture {model_type!r} is not supported; supported: {', '.join(sorted(MODELS))}"
+        )
+
+
+def build_model(config: ModelConfig) -> Decoder:
+    check_supported(config.model_type)
+    return MODELS[config.model_type](config)

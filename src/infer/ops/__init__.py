@@ -1,0 +1,1 @@
+"""The arithmetic: attention, norm, rope and linear in plain torch."""

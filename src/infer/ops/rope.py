@@ -1,0 +1,62 @@
+"""Rotary position embedding, in the rotate-half layout.
+
+Dimension i of a head is paired with dimension i + D/2, and each pair is turned by the angle
+`position * inv_freq[i]`. A dot product of two turned vectors then depends on their distance alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from infer.config import RopeConfig
+
+
+class Rope:
+    """cos and sin tables for any positions, in float32: bf16 cannot tell position 1000 from 1001."""
+
+    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+        self.inv_freq = inverse_frequencies(config, head_dim)
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [B, n] -> cos, sin [B, 1, n, D]; sin carries the sign of rotate-half."""
+        if self.inv_freq.device != positions.device:
+            self.inv_freq = self.inv_freq.to(positions.device)
+        angles = positions[:, None, :, None].float() * self.inv_freq  # [B, 1, n, D/2]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [B, H, n, D]: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)  # (x2, x1)
+    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """[D/2], float32, on the CPU also while a model is being built on the meta device."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    inv_freq = 1.0 / config.theta**exponents
+    if config.scaling == "linear":
+        inv_freq = inv_freq / config.factor
+    elif config.scaling == "llama3":
+        inv_freq = _llama3(inv_freq, config)
+    if config.divisors:
+        if len(config.divisors) != len(inv_freq):
+            raise ValueError(f"{len(config.divisors)} RoPE divisors for {len(inv_freq)} frequencies")
+        inv_freq = inv_freq / torch.tensor(config.divisors, device="cpu")
+    return inv_freq
+
+
+def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
+    """Keep high frequencies, divide low ones by `factor`, and blend between, as Llama 3.1 and later were trained."""
+    wavelength = 2 * math.pi / inv_freq
+    original, low, high = (
+        config.original_max_position_embeddings,
+        config.low_freq_factor,
+        config.high_freq_factor,
+    )
+    keep = ((original / wavelength - low) / (high - low)).clamp(0, 1)  # 1: as is, 0: divided
+    return keep * inv_freq + (1 - keep) * inv_freq / config.factor
