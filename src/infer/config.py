@@ -29,9 +29,7 @@ class RopeConfig:
         settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         scaling = settings.get("rope_type", settings.get("type", "default"))
         if scaling not in ("default", "linear", "llama3"):
-            raise ValueError(
-                f"RoPE scaling {scaling!r} is not supported: only default, linear and llama3 are"
-            )
+            raise ValueError(f"RoPE scaling {scaling!r} is not supported: only default, linear and llama3 are")
         theta = float(settings.get("rope_theta", raw.get("rope_theta", cls.theta)))
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         if scaling == "default":
@@ -117,14 +115,10 @@ class ModelConfig:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         if "quantization_config" in raw:
             method = raw["quantization_config"].get("quant_method", "unknown")
-            raise ValueError(
-                f"safetensors quantised with {method!r} are not supported: use the original or a GGUF"
-            )
+            raise ValueError(f"safetensors quantised with {method!r} are not supported: use the original or a GGUF")
         activation = raw.get("hidden_act", "silu")
         if activation != "silu":
-            raise ValueError(
-                f"hidden_act {activation!r} is not supported for {raw['model_type']}: only silu is"
-            )
+            raise ValueError(f"hidden_act {activation!r} is not supported for {raw['model_type']}: only silu is")
         return cls(
             **{name: raw[name] for name in _REQUIRED_IN_HF},
             num_key_value_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
@@ -156,9 +150,7 @@ class ModelConfig:
         heads, hidden = get("attention.head_count"), get("embedding_length")
         head_dim = get("attention.key_length", hidden // heads)
         if get("rope.dimension_count", head_dim) != head_dim:
-            raise ValueError(
-                f"RoPE over {get('rope.dimension_count')} of {head_dim} dimensions is not supported"
-            )
+            raise ValueError(f"RoPE over {get('rope.dimension_count')} of {head_dim} dimensions is not supported")
         scaling = get("rope.scaling.type", "none")
         if scaling not in ("none", "linear"):
             raise ValueError(f"RoPE scaling {scaling!r} is not supported in GGUF files: only linear is")
@@ -183,9 +175,7 @@ class ModelConfig:
             mlp_bias="blk.0.ffn_down.bias" in tensor_names,
             tie_word_embeddings="output.weight" not in tensor_names,
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=_unique(
-                *(metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom"))
-            ),
+            eos_token_ids=_unique(*(metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom"))),
         )
 
 

@@ -25,13 +25,9 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
     if resolved.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA GPU here: use cpu")
-        resolved = torch.device(
-            "cuda", torch.cuda.current_device() if resolved.index is None else resolved.index
-        )
+        resolved = torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
         if resolved.index >= torch.cuda.device_count():
-            raise ValueError(
-                f"there is no {resolved}: this machine has {torch.cuda.device_count()} CUDA GPU(s)"
-            )
+            raise ValueError(f"there is no {resolved}: this machine has {torch.cuda.device_count()} CUDA GPU(s)")
     return resolved
 
 

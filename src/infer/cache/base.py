@@ -118,9 +118,7 @@ class BaseCache(ABC):
 
     def positions(self, n: int) -> Tensor:
         self._check_room(n)
-        return torch.arange(self.seq_len, self.seq_len + n, device=self.device).expand(
-            self.shape.batch_size, n
-        )
+        return torch.arange(self.seq_len, self.seq_len + n, device=self.device).expand(self.shape.batch_size, n)
 
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None

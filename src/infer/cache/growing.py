@@ -19,9 +19,7 @@ class GrowingCache(BaseCache):
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, dtype, device)
-        empty = torch.empty(
-            shape.batch_size, shape.num_kv_heads, 0, shape.head_dim, dtype=dtype, device=device
-        )
+        empty = torch.empty(shape.batch_size, shape.num_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
         self.k = [empty] * shape.num_layers  # each [B, Hkv, filled, D]
         self.v = [empty] * shape.num_layers
 

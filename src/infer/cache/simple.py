@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class KVCache(BaseCache):
         self.k = k
         self.v = v
         self.seq_len = seq_len
-        self._layers = list(zip(k.unbind(), v.unbind(), strict=True))  # views, made once
+        self._views = Views(0, (), (), (), ())
 
     @classmethod
     def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
@@ -40,9 +40,7 @@ class KVCache(BaseCache):
                 f"a cache of {shape.max_seq_len} positions needs {needed / 1e9:.2f} GB, "
                 f"but {free / 1e9:.2f} GB are free on {device}: ask for fewer positions"
             )
-        return cls(
-            torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-        )
+        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 
     @property
     def memory_bytes(self) -> int:
@@ -50,8 +48,33 @@ class KVCache(BaseCache):
 
     def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         n = self._check_update(layer_idx, k, v)
-        keys, values = self._layers[layer_idx]  # [B, Hkv, max_seq_len, D]
-        keys.narrow(2, self.seq_len, n).copy_(k)
-        values.narrow(2, self.seq_len, n).copy_(v)
-        end = self.seq_len + n
-        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
+        if n != self._views.n:
+            self._views = self._slice(n)
+        views = self._views
+        views.new_k[layer_idx].copy_(k)
+        views.new_v[layer_idx].copy_(v)
+        return views.k[layer_idx], views.v[layer_idx]
+
+    def _move_to(self, seq_len: int) -> None:
+        super()._move_to(seq_len)
+        self._views = Views(0, (), (), (), ())
+
+    def _slice(self, n: int) -> Views:
+        start, end = self.seq_len, self.seq_len + n
+        return Views(
+            n,
+            self.k[:, :, :, start:end].unbind(),
+            self.v[:, :, :, start:end].unbind(),
+            self.k[:, :, :, :end].unbind(),
+            self.v[:, :, :, :end].unbind(),
+        )
+
+
+class Views(NamedTuple):
+    """Views of every layer for the forward pass under way: cutting them all at once is cheaper than one by one."""
+
+    n: int
+    new_k: tuple[Tensor, ...]  # each [B, Hkv, n, D]: where the pass writes
+    new_v: tuple[Tensor, ...]
+    k: tuple[Tensor, ...]  # each [B, Hkv, seq_len + n, D]: what it reads
+    v: tuple[Tensor, ...]

@@ -146,9 +146,7 @@ def generate(
     return collect(prompt_token_ids, steps, cache.memory_bytes)
 
 
-def collect(
-    prompt_token_ids: Sequence[int], steps: Sequence[GeneratedToken], cache_bytes: int
-) -> GenerationResult:
+def collect(prompt_token_ids: Sequence[int], steps: Sequence[GeneratedToken], cache_bytes: int) -> GenerationResult:
     """The result of a stream that has been read."""
     return GenerationResult(
         prompt_token_ids=list(prompt_token_ids),
@@ -178,9 +176,7 @@ def check_request(
     for where, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
         wrong = [i for i in ids if not 0 <= i < config.vocab_size]
         if wrong:
-            raise ValueError(
-                f"token id {wrong[0]} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}"
-            )
+            raise ValueError(f"token id {wrong[0]} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}")
     needed = f"{len(tokens)} prompt tokens + {params.max_new_tokens} new tokens = {len(tokens) + params.max_new_tokens}"
     if len(tokens) + params.max_new_tokens > config.max_position_embeddings:
         raise ValueError(

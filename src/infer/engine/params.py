@@ -35,9 +35,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         _check("temperature", self.temperature, "0 or more", lambda x: x >= 0)
-        _check(
-            "top_k", self.top_k, "a whole number, 0 or more (0: off)", lambda x: _is_int(x) and x >= 0, None
-        )
+        _check("top_k", self.top_k, "a whole number, 0 or more (0: off)", lambda x: _is_int(x) and x >= 0, None)
         _check("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
         _check("min_p", self.min_p, "from 0 to 1", lambda x: 0 <= x <= 1)
         _check("repetition_penalty", self.repetition_penalty, "above 0", lambda x: x > 0)
@@ -65,10 +63,5 @@ def _is_int(value: Any) -> bool:
 def _check(name: str, value: Any, allowed: str, holds: Any, *also: Any) -> None:
     if value in also:
         return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or not holds(value)
-    ):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not holds(value):
         raise ValueError(f"{name} must be {allowed}, not {value!r}")

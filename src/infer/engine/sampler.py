@@ -33,9 +33,7 @@ def penalise(logits: Tensor, tokens: Sequence[int], prompt_len: int, params: Sam
     if params.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(tokens)), device=logits.device)
         scores = logits[seen]
-        scores = torch.where(
-            scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty
-        )
+        scores = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
         logits = logits.index_put((seen,), scores)
     if (params.presence_penalty or params.frequency_penalty) and len(tokens) > prompt_len:
         counts = Counter(tokens[prompt_len:])

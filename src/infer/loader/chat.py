@@ -62,9 +62,7 @@ def render_chat_template(
     elif model_type in TEMPLATES:
         template = TEMPLATES[model_type]
     else:
-        raise ValueError(
-            f"no chat template for model_type {model_type!r}: give a tokenizer, or {', '.join(TEMPLATES)}"
-        )
+        raise ValueError(f"no chat template for model_type {model_type!r}: give a tokenizer, or {', '.join(TEMPLATES)}")
     import jinja2
 
     try:

@@ -134,17 +134,13 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         if magic != b"GGUF":
             raise ValueError(f"{path} is not a GGUF file: it starts with {magic!r}")
         if version not in (2, 3):
-            raise ValueError(
-                f"{path} is GGUF version {version} (or big-endian); versions 2 and 3 can be read"
-            )
+            raise ValueError(f"{path} is GGUF version {version} (or big-endian); versions 2 and 3 can be read")
         try:
             metadata, tensors = _parse(_Reader(data, 8))
         except (struct.error, UnicodeDecodeError, KeyError, IndexError, OverflowError):
             raise ValueError(f"{path} is damaged or cut short: its header does not end") from None
     if metadata.get("split.count", 1) > 1:
-        raise ValueError(
-            f"{path} is one part of {metadata['split.count']}: join them with llama-gguf-split --merge"
-        )
+        raise ValueError(f"{path} is one part of {metadata['split.count']}: join them with llama-gguf-split --merge")
     end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
     if end > size:
         raise ValueError(f"{path} is cut short: its tensors end at byte {end:,}, the file at {size:,}")
@@ -222,7 +218,5 @@ def _quantisation(kind: int) -> Any:
         quantisation = GGMLQuantizationType(kind)
         dequantize(np.zeros((1, GGML_QUANT_SIZES[quantisation][1]), dtype=np.uint8), quantisation)
     except (ValueError, NotImplementedError):
-        raise ValueError(
-            f"tensors of GGUF type {kind} cannot be read by the installed gguf package"
-        ) from None
+        raise ValueError(f"tensors of GGUF type {kind} cannot be read by the installed gguf package") from None
     return quantisation

@@ -55,9 +55,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     elif kind == "llama":
         tokenizer = _sentencepiece(metadata)
     else:
-        raise ValueError(
-            f"GGUF tokenizer {kind!r} is not supported: only gpt2 (byte-level BPE) and llama are"
-        )
+        raise ValueError(f"GGUF tokenizer {kind!r} is not supported: only gpt2 (byte-level BPE) and llama are")
     _add_special_tokens(tokenizer, metadata)
     _add_bos(tokenizer, metadata, default=kind == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3)
     return tokenizer
@@ -66,9 +64,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
 def _byte_level(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
-        raise ValueError(
-            f"GGUF pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
-        )
+        raise ValueError(f"GGUF pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
     vocab = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = tokenizers.Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in LLAMA3))
@@ -113,9 +109,7 @@ def merges_from_scores(vocab: Mapping[str, int], scores: list[float]) -> list[tu
 def _add_special_tokens(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any]) -> None:
     types = metadata.get("tokenizer.ggml.token_type", [])
     pairs = list(zip(metadata["tokenizer.ggml.tokens"], types, strict=False))
-    special = [
-        AddedToken(t, special=True, normalized=False) for t, kind in pairs if kind in (CONTROL, UNKNOWN)
-    ]
+    special = [AddedToken(t, special=True, normalized=False) for t, kind in pairs if kind in (CONTROL, UNKNOWN)]
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in pairs if kind == USER_DEFINED])
 

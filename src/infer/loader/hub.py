@@ -37,9 +37,7 @@ def fetch(name: str, *, weights: bool) -> Path:
             pass
         return Path(snapshot_download(name, allow_patterns=SETTINGS + WEIGHTS * weights))
     except GatedRepoError:
-        raise OSError(
-            f"{name} is gated: accept its terms on its hub page, then run `hf auth login`"
-        ) from None
+        raise OSError(f"{name} is gated: accept its terms on its hub page, then run `hf auth login`") from None
     except RepositoryNotFoundError:
         raise FileNotFoundError(f"the hub has no model {name} that you may read") from None
     except OSError as error:
@@ -66,6 +64,4 @@ def _is_complete(folder: Path, weights: bool) -> bool:
     if not weights or (folder / SINGLE).exists():
         return True
     index = folder / INDEX
-    return index.exists() and all(
-        (folder / file).exists() for file in set(read_json(index)["weight_map"].values())
-    )
+    return index.exists() and all((folder / file).exists() for file in set(read_json(index)["weight_map"].values()))

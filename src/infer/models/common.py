@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from infer.cache.base import Cache, NoCache
 from infer.config import ModelConfig
-from infer.ops.linear import FusedLinear
+from infer.ops.linear import FusedLinear, Linear
+from infer.ops.module import Module
 from infer.ops.norm import RMSNorm
 from infer.ops.rope import Rope, apply_rope
 
 Tables = tuple[Tensor, Tensor]  # cos, sin
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Project, rotate, and leave the rest to the cache: it stores k and v and knows which keys are visible."""
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
@@ -37,34 +38,32 @@ class Attention(nn.Module):
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             bias=config.attention_bias,
         )
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias)
 
     def forward(self, x: Tensor, rope: Tables, cache: Cache) -> Tensor:
         batch, n, _ = x.shape
         heads = self.qkv_proj(x).view(batch, n, -1, self.head_dim).transpose(1, 2)  # [B, Hq + 2 Hkv, n, D]
-        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        q, k = apply_rope(qk, *rope).split([self.num_heads, self.num_kv_heads], dim=1)
+        qk, v = heads.split_with_sizes([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
+        q, k = apply_rope(qk, *rope).split_with_sizes([self.num_heads, self.num_kv_heads], 1)
         out = cache.attend(self.layer_idx, q, k, v, scale=self.scale, window=self.window)  # [B, Hq, n, D]
         return self.o_proj(out.transpose(1, 2).reshape(batch, n, -1))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
+class MLP(Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size = config.intermediate_size
-        self.gate_up_proj = FusedLinear(
-            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias
-        )
-        self.down_proj = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj = FusedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias)
+        self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate, up = self.gate_up_proj(x).split_with_sizes(self.gate_up_proj.sizes, -1)
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class Block(Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
@@ -79,10 +78,10 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
-class Decoder(nn.Module):
+class Decoder(Module):
     """A decoder-only transformer. Parameters are named as in Hugging Face checkpoints, fused ones apart."""
 
-    block: type[nn.Module] = Block
+    block: type[Module] = Block
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -90,7 +89,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(self.block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.rope = Rope(config.rope, config.computed_head_dim)
         self.tie_weights()
 

@@ -13,9 +13,7 @@ MODELS: dict[str, type[Decoder]] = {
 
 def check_supported(model_type: str) -> None:
     if model_type not in MODELS:
-        raise ValueError(
-            f"architecture {model_type!r} is not supported; supported: {', '.join(sorted(MODELS))}"
-        )
+        raise ValueError(f"architecture {model_type!r} is not supported; supported: {', '.join(sorted(MODELS))}")
 
 
 def build_model(config: ModelConfig) -> Decoder:

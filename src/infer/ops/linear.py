@@ -6,14 +6,24 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from infer.ops.module import Module
 
-class FusedLinear(nn.Linear):
+
+class Linear(Module, nn.Linear):
+    """y = W x (+ b)."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+
+
+class FusedLinear(Linear):
     """Several projections of one input, stacked into a single product.
 
     At batch 1 a product costs one read of its weights plus a fixed overhead: one large read beats three small ones.
     `parts` names the stacked projections in order, with their output sizes, as checkpoints store them.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> None:
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias)
         self.parts = dict(parts)
+        self.sizes = list(parts.values())

@@ -1,0 +1,37 @@
+"""A leaner nn.Module.
+
+A decode step on a CPU is hundreds of small calls between products that stream the weights through every processor
+cache, so each Python frame starts cold. torch's own `__call__` and `__getattr__` then take 5 ms of a 35 ms step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+
+class Module(nn.Module):
+    """An nn.Module whose children are plain attributes and whose call is its forward, unless it has hooks."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self.__dict__[name] = param
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            self.__dict__[name] = value
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # Moving a module may replace its parameters.
+        super()._apply(fn, recurse)
+        self.__dict__.update(self._parameters)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            return super().__call__(*args, **kwargs)
+        return self.forward(*args, **kwargs)
