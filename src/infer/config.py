@@ -105,7 +105,7 @@ class ModelConfig:
         """Read a checkpoint's config without reading its weights."""
         from infer.loader import open_checkpoint  # the one upward import: the loader builds on this module
 
-        return open_checkpoint(name_or_path).config
+        return open_checkpoint(name_or_path, weights=False).config
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -99,9 +99,14 @@ def stream(
     params = params or SamplingParams()
     tokens = list(prompt_token_ids)
     device = _device(model, device)
-    check_request(model.config, tokens, params, cache)
+    check_request(model.config, tokens, params, None if cache is None else cache.capacity)
     if cache is None:
         cache = make_cache(model, len(tokens) + params.max_new_tokens, device, use_kv_cache=use_kv_cache)
+    if cache.seq_len >= len(tokens):
+        raise ValueError(
+            f"the cache holds {cache.seq_len} positions and the prompt has {len(tokens)} tokens: nothing is left to "
+            "feed; truncate the cache to what the prompt begins with, less at least one token"
+        )
     seed = secrets.randbits(63) if params.seed is None else params.seed
     text = TextStream(tokenizer, params.stop)
     prompt_len = len(tokens)
@@ -168,28 +173,22 @@ def make_cache(model: Model, max_seq_len: int, device: torch.device, *, use_kv_c
 
 
 def check_request(
-    config: ModelConfig, tokens: Sequence[int], params: SamplingParams, cache: Cache | None = None
+    config: ModelConfig, tokens: Sequence[int], params: SamplingParams, capacity: int | None = None
 ) -> None:
-    """Refuse what cannot be generated, before any work."""
+    """Refuse what cannot be generated, before any work. capacity: of the cache, if it is there already."""
     if not tokens:
         raise ValueError("the prompt is empty: it needs at least one token")
     for where, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
         wrong = [i for i in ids if not 0 <= i < config.vocab_size]
         if wrong:
             raise ValueError(f"token id {wrong[0]} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}")
-    needed = f"{len(tokens)} prompt tokens + {params.max_new_tokens} new tokens = {len(tokens) + params.max_new_tokens}"
-    if len(tokens) + params.max_new_tokens > config.max_position_embeddings:
-        raise ValueError(
-            f"{needed} positions exceed the model's context of {config.max_position_embeddings}: "
-            "shorten the prompt or lower max_new_tokens"
-        )
-    if cache is not None and len(tokens) + params.max_new_tokens > cache.capacity:
-        raise ValueError(f"{needed} positions exceed the cache's capacity of {cache.capacity}")
-    if cache is not None and cache.seq_len >= len(tokens):
-        raise ValueError(
-            f"the cache holds {cache.seq_len} positions and the prompt has {len(tokens)} tokens: nothing is left to "
-            "feed; truncate the cache to what the prompt begins with, less at least one token"
-        )
+    needed = len(tokens) + params.max_new_tokens
+    for what, limit in (("model's context", config.max_position_embeddings), ("cache's capacity", capacity)):
+        if limit is not None and needed > limit:
+            raise ValueError(
+                f"{len(tokens)} prompt tokens + {params.max_new_tokens} new tokens = {needed} positions exceed the "
+                f"{what} of {limit}: shorten the prompt or lower max_new_tokens"
+            )
 
 
 def _device(model: Model, device: str | torch.device | None) -> torch.device:

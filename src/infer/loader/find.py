@@ -33,7 +33,7 @@ def locate(name: str, *, weights: bool) -> Path:
     if is_hub_name(name):
         return fetch(name, weights=weights)
     raise FileNotFoundError(
-        f"no model {name!r}: it is neither a path, nor a built-in name ({', '.join(BUILTIN)}), nor a hub id (owner/name)"
+        f"no model {name!r}: it is not a path, nor a built-in name ({', '.join(BUILTIN)}), nor a hub id (owner/name)"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tokenizers
@@ -35,7 +35,7 @@ def _gpt2(*, single_digits: bool = False) -> pre_tokenizers.PreTokenizer:
 
 
 # How text is cut before merging, by `tokenizer.ggml.pre`.
-PRE_TOKENIZERS = {
+PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": _gpt2,
     "gpt-2": _gpt2,
     "smollm": lambda: _gpt2(single_digits=True),

@@ -2,10 +2,13 @@
 
     tokens -> embed -> [ block ] x num_hidden_layers -> norm -> lm_head -> logits
 
-Shapes: B rows, n new tokens, Hq query heads, Hkv key/value heads, D head_dim, C hidden_size.
+Shapes: B rows of n new tokens, T = B * n tokens in all; Hq query heads, Hkv key/value heads, D head_dim, C hidden_size.
+Activations are [T, C]: only attention cares which token belongs to which row.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +21,14 @@ from infer.ops.module import Module
 from infer.ops.norm import RMSNorm
 from infer.ops.rope import Rope, apply_rope
 
-Tables = tuple[Tensor, Tensor]  # cos, sin
+
+class Pass(NamedTuple):
+    """What all layers share in one forward pass."""
+
+    batch: int
+    n: int
+    rope: tuple[Tensor, Tensor]  # cos, sin
+    cache: Cache
 
 
 class Attention(Module):
@@ -40,13 +50,12 @@ class Attention(Module):
         )
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias)
 
-    def forward(self, x: Tensor, rope: Tables, cache: Cache) -> Tensor:
-        batch, n, _ = x.shape
-        heads = self.qkv_proj(x).view(batch, n, -1, self.head_dim).transpose(1, 2)  # [B, Hq + 2 Hkv, n, D]
+    def forward(self, x: Tensor, residual: Tensor, step: Pass) -> Tensor:
+        heads = self.qkv_proj(x).view(step.batch, step.n, -1, self.head_dim).transpose(1, 2)  # [B, Hq + 2 Hkv, n, D]
         qk, v = heads.split_with_sizes([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
-        q, k = apply_rope(qk, *rope).split_with_sizes([self.num_heads, self.num_kv_heads], 1)
-        out = cache.attend(self.layer_idx, q, k, v, scale=self.scale, window=self.window)  # [B, Hq, n, D]
-        return self.o_proj(out.transpose(1, 2).reshape(batch, n, -1))  # type: ignore[no-any-return]
+        q, k = apply_rope(qk, *step.rope).split_with_sizes([self.num_heads, self.num_kv_heads], 1)
+        out = step.cache.attend(self.layer_idx, q, k, v, scale=self.scale, window=self.window)  # [B, Hq, n, D]
+        return self.o_proj(out.transpose(1, 2).reshape(x.shape[0], -1), residual)  # type: ignore[no-any-return]
 
 
 class MLP(Module):
@@ -58,13 +67,13 @@ class MLP(Module):
         self.gate_up_proj = FusedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias)
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).split_with_sizes(self.gate_up_proj.sizes, -1)
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up, residual)  # type: ignore[no-any-return]
 
 
 class Block(Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the last product of each adds the residual."""
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
@@ -73,9 +82,9 @@ class Block(Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: Tables, cache: Cache) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, step: Pass) -> Tensor:
+        x = self.self_attn(self.input_layernorm(x), x, step)
+        return self.mlp(self.post_attention_layernorm(x), x)  # type: ignore[no-any-return]
 
 
 class Decoder(Module):
@@ -102,14 +111,14 @@ class Decoder(Module):
         """input_ids [B, n] -> logits: [B, n, V] without a cache, [B, 1, V] of the last position with one."""
         batch, n = input_ids.shape
         cache = NoCache(batch, input_ids.device) if kv_cache is None else kv_cache
-        rope = self.rope(cache.positions(n))
-        x = self.embed_tokens(input_ids)  # [B, n, C]
+        step = Pass(batch, n, self.rope(cache.positions(n)), cache)
+        x = self.embed_tokens(input_ids.flatten())  # [T, C]
         for layer in self.layers:
-            x = layer(x, rope, cache)
+            x = layer(x, step)
         cache.advance(n)
         if kv_cache is not None:
-            x = x[:, -1:]  # generation samples from the last position alone
-        return self.lm_head(self.norm(x))  # type: ignore[no-any-return]
+            x = x.view(batch, n, -1)[:, -1]  # [B, C]: generation samples from the last position alone
+        return self.lm_head(self.norm(x)).view(batch, -1, self.config.vocab_size)  # type: ignore[no-any-return]
 
     @property
     def device(self) -> torch.device:

@@ -20,7 +20,7 @@ def visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
 
 
 def span_mask(start: int, n: int, first_key: int, window: int | None, device: torch.device) -> Mask:
-    """The rule for queries at start..start+n-1 over keys at first_key..start+n-1, without a tensor where none is needed."""
+    """The rule for queries start..start+n-1 over keys first_key..start+n-1; a tensor only where one is needed."""
     end = start + n
     if window is None or window >= end - first_key:
         if n == 1:
@@ -34,7 +34,6 @@ def span_mask(start: int, n: int, first_key: int, window: int | None, device: to
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask) -> Tensor:
     """q [B, Hq, n, D] over k, v [B, Hkv, S, D] -> [B, Hq, n, D]; each KV head serves Hq/Hkv query heads in place."""
-    causal = isinstance(mask, str)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=None if causal else mask, is_causal=causal, scale=scale, enable_gqa=True
-    )
+    if isinstance(mask, str):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)

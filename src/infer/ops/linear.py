@@ -10,10 +10,18 @@ from infer.ops.module import Module
 
 
 class Linear(Module, nn.Linear):
-    """y = W x (+ b)."""
+    """y = W x (+ b) (+ residual)."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [T, in] -> [T, out]"""
+        if residual is None:
+            return F.linear(x, self.weight, self.bias)
+        if self.bias is not None:
+            residual = residual + self.bias
+        return torch.addmm(residual, x, self.weight.t())
 
 
 class FusedLinear(Linear):
@@ -26,4 +34,3 @@ class FusedLinear(Linear):
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias)
         self.parts = dict(parts)
-        self.sizes = list(parts.values())

@@ -27,7 +27,7 @@ class Module(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Moving a module may replace its parameters.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.__dict__.update(self._parameters)
         return self
 

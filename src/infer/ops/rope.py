@@ -32,7 +32,8 @@ class Rope:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn x [B, H, n, D]: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)  # (x2, x1)
-    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
+    turned = torch.addcmul(x * cos, swapped, sin)  # in float32
+    return turned if turned.dtype is x.dtype else turned.to(x.dtype)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

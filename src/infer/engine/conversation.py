@@ -1,0 +1,58 @@
+"""A chat whose cache is kept between turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from infer.cache.base import Cache
+from infer.engine.generate import GeneratedToken, Model, check_request, stream
+from infer.engine.params import SamplingParams
+from infer.engine.text import Decodes
+
+Message = dict[str, str]
+Encode = Callable[[list[Message]], list[int]]
+
+
+class Conversation:
+    """Each turn renders the whole chat anew, and prefills only what the cache does not hold of it yet.
+
+    What the two have in common is found by comparing token ids, so a template that rewrites earlier turns, or text
+    that comes back as other tokens than were generated, costs some prefill but never correctness.
+    """
+
+    def __init__(
+        self, model: Model, tokenizer: Decodes, encode: Encode, cache: Cache, system: str | None = None
+    ) -> None:
+        """encode: from messages to the token ids of the prompt."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.encode = encode
+        self.cache = cache
+        self.system = system
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        self._ids: list[int] = []  # of which the cache holds the first cache.seq_len
+        self.cache.reset()
+
+    def reply(self, text: str, params: SamplingParams | None = None) -> Iterator[GeneratedToken]:
+        """Answer the user's next message. Stopping early keeps what was said until then."""
+        params = params or SamplingParams()
+        prompt = self.encode([*self.messages, {"role": "user", "content": text}])
+        check_request(self.model.config, prompt, params, self.cache.capacity)
+        # At least one token must be fed, to have logits to sample from.
+        self.cache.truncate(min(_common_prefix(prompt, self._ids[: self.cache.seq_len]), len(prompt) - 1))
+        self._ids = list(prompt)
+        answer = ""
+        try:
+            for token in stream(self.model, self.tokenizer, prompt, params, cache=self.cache):
+                self._ids.append(token.token_id)
+                answer += token.text
+                yield token
+        finally:
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
