@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from infer.ops.module import Module
 
-
 ZERO = torch.zeros(1)
 
 
