@@ -1,0 +1,34 @@
+"""The `infer` command. Torch and the rest are imported by the commands that need them: `--help` answers at once."""
+
+import sys
+
+import typer
+
+from infer.cli import catalogue, measure, talk
+from infer.cli.common import say
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="KV-cached generation with language models: exact, readable, visible, fast.",
+)
+for command in (
+    talk.generate,
+    talk.chat,
+    catalogue.pull,
+    catalogue.models,
+    catalogue.info,
+    measure.verify,
+    measure.bench,
+):
+    app.command()(command)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line; what the user can mend is one line, and exit status 2."""
+    try:
+        app(args)
+    except (ValueError, OSError, ImportError) as error:
+        say(f"error: {error}")
+        sys.exit(2)

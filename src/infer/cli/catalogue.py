@@ -1,0 +1,48 @@
+"""`infer pull`, `infer models` and `infer info`: what there is, and what it will need."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from infer.cli.common import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelArgument
+
+
+def pull(name: Annotated[str, typer.Argument(help="A built-in name or a hub id.", metavar="NAME")]) -> None:
+    """Fetch a model, so that it can be used offline."""
+    from infer.loader.find import locate
+
+    print(locate(name, weights=True))
+
+
+def models(as_json: JsonOption = False) -> None:
+    """List built-in models and what is cached."""
+    from infer.loader.builtin import BUILTIN
+    from infer.loader.hub import cached_models
+
+    rows = [(m.name, m.size, m.is_cached, f"built in: {m.title}, {m.license}") for m in BUILTIN.values()]
+    rows += [(name, size, True, "from the hub") for name, size in cached_models()]
+    if as_json:
+        keys = ("name", "bytes", "cached", "source")
+        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows]))
+        return
+    for name, size, cached, source in rows:
+        print(f"{name:<24} {size / 1e6:>8.0f} MB   {'cached' if cached else 'not yet fetched':<16} {source}")
+
+
+def info(
+    model: ModelArgument = DEFAULT_MODEL,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """What a model is and what it will need, before anything is allocated."""
+    from infer.loader.describe import describe
+
+    facts = describe(model, dtype, device)
+    if as_json:
+        print(json.dumps(asdict(facts)))
+        return
+    for name, value in facts.lines():
+        print(f"{name:<22} {value}")

@@ -1,0 +1,98 @@
+"""`infer verify` and `infer bench`: is it the same, and what does it buy."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infer.cli.common import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelArgument, ModelOption, load, say
+
+
+def verify(
+    model: ModelArgument = DEFAULT_MODEL,
+    prompts: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32,
+    seed: Annotated[int, typer.Option(help="For the sampled runs.")] = 0,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Prove that the cache changes nothing: generate with and without it, greedy and seeded, and compare."""
+    from infer.engine.verify import PROMPTS
+    from infer.engine.verify import verify as compare_runs
+
+    texts: tuple[str, ...] = PROMPTS
+    if prompts is not None:
+        texts = tuple(line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip())
+        if not texts:
+            raise ValueError(f"{prompts} holds no prompts")
+    network, tokenizer = load(model, dtype, device)
+    rows = []
+    for row in compare_runs(network, tokenizer, [tokenizer.encode(text) for text in texts], max_new_tokens, seed):
+        rows.append(row)
+        if not as_json:
+            outcome = f"equal, {row.tokens} tokens"
+            if not row.equal:
+                outcome = f"DIFFERS at step {row.first_difference}; margin between the two best logits {row.margin:.2e}"
+            print(
+                f"{row.mode:<7} {row.cache:<13} {json.dumps(texts[row.prompt], ensure_ascii=False)[:40]:<42} {outcome}"
+            )
+    different = sum(not row.equal for row in rows)
+    if as_json:
+        comparisons = [asdict(row) | {"prompt": texts[row.prompt], "equal": row.equal} for row in rows]
+        print(json.dumps({"model": model, "equal": not different, "comparisons": comparisons}))
+    say(f"{len(rows) - different} of {len(rows)} runs with a cache generate exactly what the run without one does")
+    if different:
+        sys.exit(1)
+
+
+def bench(
+    *,
+    model: ModelOption = DEFAULT_MODEL,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens to prefill.")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
+    suite: Annotated[bool, typer.Option("--suite", help="Measure a short, a medium and a long setting.")] = False,
+    kv_cache: Annotated[bool, typer.Option(help="Measure with the cache or without it.")] = True,
+    compare: Annotated[bool, typer.Option("--compare", help="Measure both, and the speed-up.")] = False,
+    trials: Annotated[int, typer.Option(help="Timed runs of each setting.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Runs before those.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Draw step time against position into this PNG.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write everything measured into this JSON file.")] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure time to the first token, decode speed and memory."""
+    from infer import bench as bencher
+    from infer.loader import open_checkpoint
+
+    lengths = list(bencher.SUITE.values()) if suite else [(prompt_tokens, new_tokens)]
+    configs = [
+        bencher.BenchConfig(prompt, new, trials, warmup, use_kv_cache)
+        for prompt, new in lengths
+        for use_kv_cache in ([True, False] if compare else [kv_cache])
+    ]
+    if plot is not None:
+        bencher.check_plot()
+    for path in (plot, report):
+        if path is not None and not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
+    model_config = open_checkpoint(model, weights=False).config
+    for config in configs:
+        bencher.check(model_config, config)
+    network, tokenizer = load(model, dtype, device)
+    results = []
+    for config in configs:
+        cache = "with" if config.use_kv_cache else "without"
+        say(f"{config.prompt_tokens} + {config.new_tokens} tokens {cache} the cache")
+        results.append(bencher.run(network, tokenizer, config, progress=lambda step: say(f"  {step}")))
+    machine = bencher.describe_machine(network.device)
+    everything = bencher.report(results, model, machine)
+    print(json.dumps(everything) if as_json else bencher.format_table(results, model, machine))
+    if report is not None:
+        report.write_text(json.dumps(everything, indent=1) + "\n")
+    if plot is not None:
+        bencher.plot(results, plot, model, machine)

@@ -1,0 +1,204 @@
+"""`infer generate` and `infer chat`."""
+
+import functools
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from infer.cli.common import (
+    DEFAULT_MODEL,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    sampling_options,
+    say,
+)
+from infer.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from infer.engine.generate import GeneratedToken, GenerationResult
+    from infer.loader import Tokenizer
+    from infer.models.common import Decoder
+
+SystemOption = Annotated[str | None, typer.Option(help="A system message to begin with.")]
+
+
+@sampling_options
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    *,
+    model: ModelOption = DEFAULT_MODEL,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    system: SystemOption = None,
+    kv_cache: Annotated[bool, typer.Option(help="Without it every step recomputes the whole sequence.")] = True,
+    compare: Annotated[bool, typer.Option("--compare", help="Generate again without the cache.")] = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+    params: SamplingParams,
+) -> None:
+    """Generate from a prompt, streaming."""
+    from infer import ModelConfig, Tokenizer, load_model
+    from infer.engine.generate import check_request, collect, make_cache, stream
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if system is not None and not chat:
+        raise ValueError("--system goes with --chat: a raw prompt has no system message")
+    tokenizer = Tokenizer(model)
+    if chat:
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        prompt_ids = encode_chat(tokenizer, [*messages, {"role": "user", "content": text}])
+    else:
+        prompt_ids = tokenizer.encode(text)
+    check_request(ModelConfig.from_pretrained(model), prompt_ids, params)  # before the weights are read
+    network, _ = load_model(model, dtype=dtype, device=device)
+    cache = make_cache(network, len(prompt_ids) + params.max_new_tokens, network.device, use_kv_cache=kv_cache)
+    steps = show(stream(network, tokenizer, prompt_ids, params, cache=cache), quiet=as_json)
+    if not steps:
+        sys.exit(130)
+    result = collect(prompt_ids, steps, cache.memory_bytes)
+    interrupted = result.finish_reason == "interrupted"
+    output = {"model": model, **as_dict(result)}
+    line = figures(result)
+    if compare and kv_cache and not interrupted:
+        reference = without_cache(network, tokenizer, prompt_ids, params, result)
+        if reference is not None:
+            same = reference.token_ids == result.token_ids
+            speed_up = total_time(reference) / total_time(result)
+            output["without_kv_cache"] = {**as_dict(reference), "same_tokens": same, "speed_up": speed_up}
+            line += f" · {speed_up:.1f}x faster than without the cache ({total_time(reference):.1f} s, "
+            line += "same tokens)" if same else "OTHER tokens: see `infer verify`)"
+    say(line)
+    if as_json:
+        print(json.dumps(output))
+    if interrupted:
+        sys.exit(130)
+
+
+@sampling_options
+def chat(
+    *,
+    model: ModelOption = DEFAULT_MODEL,
+    system: SystemOption = None,
+    context: Annotated[int, typer.Option(help="Positions to allocate the cache for.")] = 4096,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    params: SamplingParams,
+) -> None:
+    """Talk with a model. The cache is kept between turns, so only new tokens are prefilled."""
+    from infer import KVCache, Tokenizer, load_model
+    from infer.engine.conversation import Conversation
+
+    tokenizer = Tokenizer(model)
+    encode = functools.partial(encode_chat, tokenizer)
+    encode([{"role": "user", "content": "hello"}])  # a model without a chat template says so at once
+    network, _ = load_model(model, dtype=dtype, device=device)
+    capacity = min(context, network.config.max_position_embeddings)
+    cache = KVCache.from_model_config(network.config, capacity, dtype=network.dtype, device=network.device)
+    conversation = Conversation(network, tokenizer, encode, cache, system)
+    say(f"{model}: {capacity} positions, {cache.memory_bytes / 1e6:.0f} MB of cache. /reset forgets, /exit leaves.")
+    while True:
+        text = ask()
+        if text is None or text == "/exit":
+            break
+        if text == "/reset":
+            conversation.reset()
+        elif text:
+            try:
+                steps = show(conversation.reply(text, params))
+            except ValueError as error:
+                say(f"{error} (/reset forgets the conversation)")
+                continue
+            if steps:
+                new = sum(step.time_s for step in steps[1:])
+                speed = f" at {(len(steps) - 1) / new:.1f} tok/s" if new else ""
+                say(f"[{len(steps)} tokens{speed}, {steps[0].time_s:.2f} s to the first; cache holds {cache.seq_len}]")
+
+
+def ask() -> str | None:
+    """The user's next line; None at the end."""
+    try:
+        if sys.stdin.isatty():
+            say()
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+    except KeyboardInterrupt:
+        line = ""
+    if not line:
+        say()
+        return None
+    return line.strip()
+
+
+def encode_chat(tokenizer: "Tokenizer", messages: list[dict[str, str]]) -> list[int]:
+    from infer.loader import render_chat_template
+
+    return tokenizer.encode(render_chat_template(messages, tokenizer=tokenizer), add_special_tokens=False)
+
+
+def show(tokens: Any, *, quiet: bool = False) -> list["GeneratedToken"]:
+    """Print a stream as it comes. Ctrl-C ends it and keeps what is there."""
+    steps = []
+    try:
+        for token in tokens:
+            steps.append(token)
+            if not quiet:
+                print(token.text, end="", flush=True)
+    except KeyboardInterrupt:
+        tokens.close()
+    if not quiet:
+        print(flush=True)
+    return steps
+
+
+def without_cache(
+    network: "Decoder",
+    tokenizer: "Tokenizer",
+    prompt_ids: list[int],
+    params: SamplingParams,
+    cached: "GenerationResult",
+) -> "GenerationResult | None":
+    """The same generation, recomputing everything; None if the user does not want to wait for it."""
+    from infer.engine.generate import collect, stream
+
+    steps: list[GeneratedToken] = []
+    progress = sys.stderr.isatty()
+    try:
+        for step in stream(network, tokenizer, prompt_ids, params, use_kv_cache=False):
+            steps.append(step)
+            if progress:
+                note = f"the same without the cache: {len(steps)}/{cached.generated_tokens} tokens (Ctrl-C skips)"
+                print(f"\r{note}", end="", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        return None
+    finally:
+        if progress:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return collect(prompt_ids, steps, 0)
+
+
+def total_time(result: "GenerationResult") -> float:
+    return result.timing.prefill_time_s + result.timing.decode_time_s
+
+
+def figures(result: "GenerationResult") -> str:
+    timing = result.timing
+    speed = f" at {timing.decode_tokens_per_s:.1f} tok/s" if timing.decode_times_s else ""
+    return (
+        f"[{result.prompt_tokens} prompt tokens, prefill {timing.prefill_time_s:.2f} s · "
+        f"{result.generated_tokens} new tokens{speed} · cache {result.cache_memory_bytes / 1e6:.1f} MB"
+        f"{' · interrupted' if result.finish_reason == 'interrupted' else ''}]"
+    )
+
+
+def as_dict(result: "GenerationResult") -> dict[str, Any]:
+    values = asdict(result)
+    values["timing"] |= {
+        "decode_time_s": result.timing.decode_time_s,
+        "decode_tokens_per_s": result.timing.decode_tokens_per_s,
+    }
+    return values
