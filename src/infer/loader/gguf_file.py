@@ -10,7 +10,7 @@ import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,13 @@ def decoder_name(stored: str) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    size = path.stat().st_size
+    """Metadata and tensors. The last file's are kept: a model, its tokenizer and its config are read one by one."""
+    stat = path.stat()
+    return _read_header(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     if size < 24:
         raise ValueError(f"{path} is not a GGUF file: it has only {size} bytes")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

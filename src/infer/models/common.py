@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from infer.cache.base import Cache, NoCache
 from infer.config import ModelConfig
-from infer.ops.linear import FusedLinear, Linear
+from infer.ops.linear import Embedding, FusedLinear, Linear
 from infer.ops.module import Module
 from infer.ops.norm import RMSNorm
 from infer.ops.rope import Rope, apply_rope
@@ -95,7 +95,7 @@ class Decoder(Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(self.block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)

@@ -1,4 +1,4 @@
-"""Matrix products."""
+"""Matrix products and look-ups. Weights are made empty: a checkpoint, or a training script, fills them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,24 @@ from torch import Tensor, nn
 from infer.ops.module import Module
 
 
-class Linear(Module, nn.Linear):
+class Embedding(Module):
+    """One vector per token id."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, size))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class Linear(Module):
     """y = W x (+ b) (+ residual)."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
-        super().__init__(in_features, out_features, bias=bias)
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features)) if bias else None)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]"""
