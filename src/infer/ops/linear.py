@@ -25,6 +25,8 @@ class Embedding(Module):
 class Linear(Module):
     """y = W x (+ b) (+ residual)."""
 
+    bias: Tensor | None
+
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
