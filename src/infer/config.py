@@ -65,7 +65,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
+        for name in (*_POSITIVE, *(("head_dim",) if self.head_dim is not None else ())):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r}")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -113,7 +113,7 @@ class ModelConfig:
         missing = [name for name in _REQUIRED_IN_HF if raw.get(name) is None]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
-        if "quantization_config" in raw:
+        if raw.get("quantization_config") is not None:
             method = raw["quantization_config"].get("quant_method", "unknown")
             raise ValueError(f"safetensors quantised with {method!r} are not supported: use the original or a GGUF")
         activation = raw.get("hidden_act", "silu")
@@ -148,6 +148,8 @@ class ModelConfig:
             return value
 
         heads, hidden = get("attention.head_count"), get("embedding_length")
+        if not isinstance(heads, int) or heads < 1:
+            raise ValueError(f"{arch}.attention.head_count must be a positive integer, not {heads!r}")
         head_dim = get("attention.key_length", hidden // heads)
         if get("rope.dimension_count", head_dim) != head_dim:
             raise ValueError(f"RoPE over {get('rope.dimension_count')} of {head_dim} dimensions is not supported")

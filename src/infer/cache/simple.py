@@ -29,7 +29,7 @@ class KVCache(BaseCache):
         self.k = k
         self.v = v
         self.seq_len = seq_len
-        self._views = Views(0, (), (), (), ())
+        self._views = Views(-1, (), (), (), ())
 
     @classmethod
     def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
@@ -57,7 +57,7 @@ class KVCache(BaseCache):
 
     def _move_to(self, seq_len: int) -> None:
         super()._move_to(seq_len)
-        self._views = Views(0, (), (), (), ())
+        self._views = Views(-1, (), (), (), ())
 
     def _slice(self, n: int) -> Views:
         start, end = self.seq_len, self.seq_len + n

@@ -20,6 +20,7 @@ from infer.config import ModelConfig
 from infer.engine.params import SamplingParams
 from infer.engine.sampler import sample
 from infer.engine.text import Decodes, TextStream
+from infer.machine import resolve_device
 
 
 class Model(Protocol):
@@ -79,7 +80,6 @@ def step(model: Model, cache: Cache, tokens: Tensor) -> Tensor:
     return model(tokens, kv_cache=cache)[:, -1]
 
 
-@torch.inference_mode()
 def stream(
     model: Model,
     tokenizer: Decodes,
@@ -90,7 +90,7 @@ def stream(
     use_kv_cache: bool = True,
     cache: Cache | None = None,
 ) -> Iterator[GeneratedToken]:
-    """Generate token by token.
+    """Generate token by token. What cannot be generated is refused here, before the first token is asked for.
 
     use_kv_cache=False recomputes the whole sequence at each step: slow, and the reference for all else.
     cache: one of your own instead of a fresh `KVCache`; what it holds must be the beginning of the prompt, of which
@@ -107,8 +107,14 @@ def stream(
             f"the cache holds {cache.seq_len} positions and the prompt has {len(tokens)} tokens: nothing is left to "
             "feed; truncate the cache to what the prompt begins with, less at least one token"
         )
+    return _steps(model, cache, tokens, params, TextStream(tokenizer, params.stop), device)
+
+
+@torch.inference_mode()
+def _steps(
+    model: Model, cache: Cache, tokens: list[int], params: SamplingParams, text: TextStream, device: torch.device
+) -> Iterator[GeneratedToken]:
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    text = TextStream(tokenizer, params.stop)
     prompt_len = len(tokens)
     finish_reason = None
     while finish_reason is None:
@@ -119,15 +125,14 @@ def stream(
         elapsed = time.perf_counter() - started
         tokens.append(token)
         is_eos = token in model.config.eos_token_ids and not params.ignore_eos
+        is_last = is_eos or len(tokens) - prompt_len == params.max_new_tokens
         piece = "" if is_eos else text.push(token)
-        if is_eos:
-            finish_reason = "eos"
-        elif text.stopped:
-            finish_reason = "stop"
-        elif len(tokens) - prompt_len == params.max_new_tokens:
-            finish_reason = "length"
-        if finish_reason is not None:
+        if is_last:
             piece += text.finish()
+        if text.stopped:
+            finish_reason = "stop"
+        elif is_last:
+            finish_reason = "eos" if is_eos else "length"
         yield GeneratedToken(token, piece, elapsed, finish_reason)
 
 
@@ -143,7 +148,7 @@ def generate(
 ) -> GenerationResult:
     """Generate to the end and return it all. The arguments are those of `stream`."""
     params = params or SamplingParams()
-    if cache is None:
+    if cache is None:  # made here, to report its size
         check_request(model.config, prompt_token_ids, params)
         length = len(prompt_token_ids) + params.max_new_tokens
         cache = make_cache(model, length, _device(model, device), use_kv_cache=use_kv_cache)
@@ -195,9 +200,9 @@ def _device(model: Model, device: str | torch.device | None) -> torch.device:
     """The model's device, which a device that is given must match."""
     weights = next(model.parameters(), None)
     own = torch.device("cpu") if weights is None else weights.device
-    if device is None:
+    if device is None or device == "auto":
         return own
-    asked = torch.device(device)
+    asked = resolve_device(device)
     if asked.type != own.type or asked.index not in (None, own.index):
         raise ValueError(f"the model is on {own}, not on {asked}: load it there, or leave device out")
     return own

@@ -33,7 +33,13 @@ class SamplingParams:
     max_new_tokens: int = _option(256, "Generate at most this many tokens.")
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stop, Sequence):
+            raise ValueError(f"stop must be a text or several, not {self.stop!r}")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         _check("temperature", self.temperature, "0 or more", lambda x: x >= 0)
         _check("top_k", self.top_k, "a whole number, 0 or more (0: off)", lambda x: _is_int(x) and x >= 0, None)
         _check("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
@@ -49,7 +55,7 @@ class SamplingParams:
         )
         _check("seed", self.seed, "a whole number", _is_int, None)
         for token_id, bias in self.logit_bias.items():
-            if not _is_int(token_id) or token_id < 0 or math.isnan(bias):
+            if not _is_int(token_id) or token_id < 0 or not isinstance(bias, (int, float)) or not bias < math.inf:
                 raise ValueError(f"logit_bias maps token ids to numbers, not {token_id!r} to {bias!r}")
         for text in self.stop:
             if not isinstance(text, str) or not text:

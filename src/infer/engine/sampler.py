@@ -49,7 +49,7 @@ def penalise(logits: Tensor, tokens: Sequence[int], prompt_len: int, params: Sam
 
 def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     """Probabilities [V] after temperature, top_k, top_p and min_p."""
-    logits = logits / params.temperature
+    logits = (logits - logits.max()) / params.temperature  # at most 0: a tiny temperature overflows to -inf alone
     if params.top_k and params.top_k < logits.shape[-1]:
         kth = logits.topk(params.top_k).values[-1]
         logits = logits.masked_fill(logits < kth, -torch.inf)

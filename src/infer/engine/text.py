@@ -28,7 +28,9 @@ class TextStream:
         """Take one more token; return the text that is now certain."""
         self._ids.append(token_id)
         text = self._decode_new()
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character whose bytes are not all there
+        # Wait for the rest of a character, and for text to follow a token without any: decoding that alone as context
+        # would make the next one look like the first.
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
         self._context, self._shown = self._shown, len(self._ids)
         return self._release(self._held + text)

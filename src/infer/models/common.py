@@ -111,7 +111,10 @@ class Decoder(Module):
         """input_ids [B, n] -> logits: [B, n, V] without a cache, [B, 1, V] of the last position with one."""
         batch, n = input_ids.shape
         cache = NoCache(batch, input_ids.device) if kv_cache is None else kv_cache
-        step = Pass(batch, n, self.rope(cache.positions(n)), cache)
+        positions = cache.positions(n)
+        if positions.shape[0] != batch:
+            raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
+        step = Pass(batch, n, self.rope(positions), cache)
         x = self.embed_tokens(input_ids.flatten())  # [T, C]
         for layer in self.layers:
             x = layer(x, step)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from infer.ops.module import Module
 
-ZERO = torch.zeros(1)
+ZERO = torch.zeros(1, dtype=torch.float32, device="cpu")
 
 
 class RMSNorm(Module):

@@ -1,0 +1,220 @@
+"""Checkpoints on disk for tests: small random Llamas in the formats that the loader reads."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import tokenizers
+import torch
+from gguf import GGMLQuantizationType as Quant
+from gguf import quants
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def reference_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """transformers' own Llama, with weights wide enough that logits are far apart."""
+    values: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**(values | changes))).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.empty_like(parameter).normal_(std=0.2, generator=generator)
+        parameter.copy_(1 + noise if name.endswith("norm.weight") else noise)
+    return model
+
+
+@cache
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """128 tokens: a pad, BOS, EOS, one merge, and printable bytes; enough to run text through a tiny model."""
+    specials = ["<pad>", "<s>", "</s>"]
+    letters = ["Ġ", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocab = {token: i for i, token in enumerate([*specials, "he", *letters[:124]])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def save_folder(model: LlamaForCausalLM, folder: Path, **settings: Any) -> Path:
+    """A Hugging Face folder with a tokenizer. settings: those of `save_pretrained`."""
+    model.save_pretrained(folder, **settings)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def quantised(model: LlamaForCausalLM, quant: Quant) -> LlamaForCausalLM:
+    """The model whose matrices have gone through a quantisation and back."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            stored = quants.quantize(parameter.numpy(), quant)
+            parameter.copy_(torch.from_numpy(quants.dequantize(stored, quant).astype(np.float32)))
+    return model
+
+
+def byte_tokenizer_metadata() -> dict[str, Any]:
+    tokens = sorted(byte_tokenizer().get_vocab(), key=byte_tokenizer().get_vocab().__getitem__)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 3),
+        "tokenizer.ggml.merges": ["h e"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+
+
+# transformers' names -> GGUF names.
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        layer, _, part = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{layer}.{GGUF_NAMES[part]}.{kind}"
+    return f"{GGUF_NAMES[stem]}.{kind}"
+
+
+def llama_cpp_order(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k (weights or biases) as llama.cpp's converter stores them, for interleaved RoPE."""
+    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
+    """llama3 scaling as llama.cpp's converter writes it: what each frequency is divided by."""
+    divisors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
+        turns = rope["original_max_position_embeddings"] / wavelength
+        if turns > rope["high_freq_factor"]:
+            divisors.append(1.0)
+        elif turns < rope["low_freq_factor"]:
+            divisors.append(rope["factor"])
+        else:
+            smooth = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+            divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(divisors, dtype=np.float32)
+
+
+def gguf_tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
+    """The model's tensors under their GGUF names, in float32 and llama.cpp's order."""
+    config = model.config
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    tensors = {}
+    for name, parameter in model.named_parameters():  # a tied head comes once, as the embedding
+        stored = gguf_name(name)
+        part = stored.split(".")[-2]
+        tensors[stored] = llama_cpp_order(parameter.numpy(), heads[part]) if part in heads else parameter.numpy()
+    if config.rope_parameters["rope_type"] == "llama3":
+        tensors["rope_freqs.weight"] = llama3_divisors(config.rope_parameters, config.head_dim)
+    return tensors
+
+
+def gguf_metadata(model: LlamaForCausalLM) -> dict[str, Any]:
+    config, rope = model.config, model.config.rope_parameters
+    metadata = {
+        "llama.vocab_size": config.vocab_size,
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.block_count": config.num_hidden_layers,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.freq_base": rope["rope_theta"],
+        "llama.rope.dimension_count": config.head_dim,
+    }
+    if rope["rope_type"] == "linear":
+        metadata |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": rope["factor"]}
+    return metadata
+
+
+def write_gguf(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray | tuple[np.ndarray, Quant]] | None = None,
+    *,
+    arch: str = "llama",
+) -> Path:
+    """tensors: arrays as they are, or bytes with their quantisation type."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in metadata.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            writer.add_key_value(key, value, _value_type(value))
+    for name, tensor in (tensors or {}).items():
+        if isinstance(tensor, tuple):
+            writer.add_tensor(name, tensor[0], raw_dtype=tensor[1])
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _value_type(value: Any) -> gguf.GGUFValueType:
+    inferred = gguf.GGUFValueType.get_type(value)
+    return gguf.GGUFValueType.UINT32 if inferred == gguf.GGUFValueType.INT32 else inferred
+
+
+def save_gguf(
+    model: LlamaForCausalLM, path: Path, quant: Quant = Quant.F32, metadata: Mapping[str, Any] | None = None
+) -> Path:
+    """A GGUF file as llama.cpp's converter writes it: matrices in the given type, vectors in float32."""
+    tensors = {
+        name: (quants.quantize(tensor, quant), quant) if tensor.ndim > 1 else tensor
+        for name, tensor in gguf_tensors(model).items()
+    }
+    extra = byte_tokenizer_metadata() if metadata is None else metadata
+    return write_gguf(path, gguf_metadata(model) | extra, tensors)

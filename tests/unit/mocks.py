@@ -1,0 +1,121 @@
+"""Stand-ins for what a unit test should not depend on: mock models, and slow references in plain formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infer import GrowingCache, KVCache, ModelConfig
+from infer.cache import Cache
+from infer.models.common import Decoder
+
+# Every cache goes through the same contract tests; a further one joins them here.
+CACHES = [KVCache, GrowingCache]
+
+
+class MockModel:
+    """Answers with the given tokens in turn, then with the last of them; ignores the cache and counts its calls."""
+
+    def __init__(self, *tokens: int, vocab_size: int = 10, device: str = "cpu", **config: Any) -> None:
+        self.config = ModelConfig(
+            model_type="llama",
+            vocab_size=vocab_size,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            **({"max_position_embeddings": 64} | config),
+        )
+        self.tokens = tokens
+        self.weight = nn.Parameter(torch.zeros(1, device=device))
+        self.fed: list[list[int]] = []
+
+    @property
+    def calls(self) -> int:
+        return len(self.fed)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return iter([self.weight])
+
+    def __call__(self, input_ids: Tensor, kv_cache: Cache | None = None) -> Tensor:
+        logits = torch.zeros(*input_ids.shape, self.config.vocab_size)
+        logits[:, -1, self.tokens[min(self.calls, len(self.tokens) - 1)]] = 10.0
+        self.fed.append(input_ids[0].tolist())
+        return logits
+
+
+class UniformMockModel(MockModel):
+    """Finds every token equally likely."""
+
+    def __call__(self, input_ids: Tensor, kv_cache: Cache | None = None) -> Tensor:
+        self.fed.append(input_ids[0].tolist())
+        return torch.zeros(*input_ids.shape, self.config.vocab_size)
+
+
+class MockTokenizer:
+    """Decodes, and does nothing else."""
+
+    def __init__(self, words: Sequence[str] = "abcdefghij") -> None:
+        self.words = words
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(self.words[i] for i in token_ids)
+
+
+def sees(q_pos: int, k_pos: int, window: int | None) -> bool:
+    """The visibility rule for one pair."""
+    if k_pos < 0 or k_pos > q_pos:
+        return False
+    return window is None or q_pos - k_pos < window
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    """Full attention over a whole sequence from position 0: q [B, Hq, S, D], k and v [B, Hkv, S, D]."""
+    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    seen = torch.tensor([[sees(i, j, window) for j in range(length)] for i in range(length)])
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def naive_llama(model: Decoder, input_ids: Tensor) -> Tensor:
+    """The logits [B, S, V] of a model with unscaled RoPE, from its weights and textbook formulas."""
+    config = model.config
+    batch, length = input_ids.shape
+    head_dim = config.computed_head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return weight * x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        inv_freq = torch.tensor([config.rope.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)])
+        angles = torch.arange(length)[:, None] * inv_freq  # [S, D/2]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def split(x: Tensor, count: int) -> Tensor:
+        return x.view(batch, length, count, head_dim).transpose(1, 2)  # [B, H, S, D]
+
+    x = model.embed_tokens.weight[input_ids]
+    for i, layer in enumerate(model.layers):
+        qkv = layer.self_attn.qkv_proj
+        y = norm(x, layer.input_layernorm.weight) @ qkv.weight.T
+        if config.attention_bias:
+            y = y + qkv.bias
+        q, k, v = y.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)
+        q, k, v = turn(split(q, heads)), turn(split(k, kv_heads)), split(v, kv_heads)
+        y = naive_attention(q, k, v, scale=head_dim**-0.5, window=config.window(i))
+        y = y.transpose(1, 2).reshape(batch, length, -1) @ layer.self_attn.o_proj.weight.T
+        if config.attention_bias:
+            y = y + layer.self_attn.o_proj.bias
+        x = x + y
+        y = norm(x, layer.post_attention_layernorm.weight) @ layer.mlp.gate_up_proj.weight.T
+        gate, up = y.chunk(2, dim=-1)
+        x = x + (gate * gate.sigmoid() * up) @ layer.mlp.down_proj.weight.T
+    return norm(x, model.norm.weight) @ model.lm_head.weight.T

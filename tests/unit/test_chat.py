@@ -1,0 +1,198 @@
+"""Chat templates render as transformers renders them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from checkpoints import byte_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from infer import render_chat_template
+from infer.loader.chat import TEMPLATES
+
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nBe helpful<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# As such templates are written: on many lines, relying on trimmed blocks, with a check of the order of turns.
+LLAMA2 = """{% if messages[0]['role'] == 'system' %}
+    {% set loop_messages = messages[1:] %}
+    {% set system_message = messages[0]['content'] %}
+{% else %}
+    {% set loop_messages = messages %}
+    {% set system_message = false %}
+{% endif %}
+{% for message in loop_messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {% endif %}
+    {% if loop.index0 == 0 and system_message %}
+        {% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}
+    {% else %}
+        {% set content = message['content'] %}
+    {% endif %}
+    {% if message['role'] == 'user' %}
+{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
+    {%- elif message['role'] == 'assistant' %}
+        {%- generation %}
+{{ ' ' + content.strip() + ' ' + eos_token -}}
+        {% endgeneration %}
+    {% endif %}
+{% endfor %}
+"""
+TOOLS = """{{- bos_token }}{% set ns = namespace(count=0) %}
+{%- if tools is defined and tools %}Tools:
+{%- for tool in tools %}
+{{ tool | tojson }}
+{{ tool | tojson(indent=2) }}
+{%- endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {%- set ns.count = ns.count + 1 %}
+    {%- if ns.count > 3 %}{% break %}{% endif %}
+{{ ns.count }}. {{ message.role | capitalize }}: {{ message.content | trim | tojson }}
+{%- endfor %}"""
+DATED = "{{ strftime_now('%d %b %Y') }}|{{ messages | map(attribute='content') | join(', ') }}"
+VARIABLES = "{% if enable_thinking is defined and enable_thinking is false %}quiet{% else %}think{% endif %}{{ mood }}"
+ESCAPES = "{{ messages[0].content | upper | replace('<', '(') }}{{ '<&>' }}{{ messages[0]['content'][:3] }}"
+
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "user": [{"role": "user", "content": "Hi <there> & \"you\" 'too' ünïcödé 🦙\n"}],
+    "system": [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Hi"}],
+    "turns": [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": " Two "},
+        {"role": "user", "content": "Three"},
+        {"role": "assistant", "content": "Four"},
+        {"role": "user", "content": ""},
+    ],
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"x": ["é", 1, None, True, "<b>"]}}}
+
+
+class Tokenizer:
+    """What rendering asks of a tokenizer."""
+
+    def __init__(self, template: str | None, bos_token: str | None = "<s>", eos_token: str | None = "</s>") -> None:
+        self.chat_template = template
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+
+
+def render(template: str | None, chat: Any, **variables: Any) -> str:
+    return render_chat_template(chat, tokenizer=Tokenizer(template), **variables)  # type: ignore[arg-type]
+
+
+def by_transformers(template: str, chat: Any, **variables: Any) -> str:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token="<s>", eos_token="</s>")
+    return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, **variables)
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
+@pytest.mark.parametrize(
+    "template", [CHATML, LLAMA2, TOOLS, DATED, ESCAPES], ids=["chatml", "llama2", "tools", "dated", "escapes"]
+)
+def test_same_as_transformers(template: str, chat: list[dict[str, Any]], add_generation_prompt: bool) -> None:
+    ours = render(template, chat, add_generation_prompt=add_generation_prompt)
+    assert ours == by_transformers(template, chat, add_generation_prompt=add_generation_prompt)
+    assert ours
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True, "mood": "good"}])
+def test_variables_reach_the_template(variables: dict[str, Any]) -> None:
+    expected = by_transformers(VARIABLES, CHATS["user"], **variables)
+    assert render(VARIABLES, CHATS["user"], **variables) == expected
+
+
+def test_tools_as_json() -> None:
+    expected = by_transformers(TOOLS, CHATS["user"], tools=[TOOL])
+    assert '"name": "f"' in expected
+    assert render(TOOLS, CHATS["user"], tools=[TOOL]) == expected
+
+
+def test_generation_prompt_is_the_default() -> None:
+    assert render(CHATML, CHATS["user"]).endswith("<|im_start|>assistant\n")
+
+
+def test_a_template_without_special_tokens() -> None:
+    tokenizer: Any = Tokenizer("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", None, None)
+    assert render_chat_template([{"role": "user", "content": "x"}], tokenizer=tokenizer) == "x"
+
+
+EXPECTED = {
+    "llama": (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    ),
+    "qwen3": "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "gemma3": "<bos><start_of_turn>user\n Be brief. \n\nHi<end_of_turn>\n<start_of_turn>model\n",
+}
+
+
+@pytest.mark.parametrize("model_type", TEMPLATES)
+def test_families(model_type: str) -> None:
+    assert render_chat_template(CHATS["system"], model_type=model_type) == EXPECTED[model_type]
+    turns = render_chat_template(CHATS["turns"], model_type=model_type, add_generation_prompt=False)
+    assert turns == by_transformers(TEMPLATES[model_type], CHATS["turns"], add_generation_prompt=False)
+    assert [turns.index(word) for word in ("One", "Two", "Three", "Four")] == sorted(
+        turns.index(word) for word in ("One", "Two", "Three", "Four")
+    )
+
+
+def test_qwen3_without_thinking() -> None:
+    prompt = render_chat_template(CHATS["user"], model_type="qwen3", enable_thinking=False)
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_gemma3_calls_the_assistant_model() -> None:
+    assert "<start_of_turn>model\nTwo<end_of_turn>" in render_chat_template(CHATS["turns"], model_type="gemma3")
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([], "at least one message"),
+        ([{"role": "user"}], r"needs a role and a content; this one has \['role'\]"),
+        ([{"content": "x"}], r"this one has \['content'\]"),
+    ],
+)
+def test_unusable_messages(chat: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        render(CHATML, chat)
+
+
+def test_templates_that_refuse() -> None:
+    chat = [{"role": "assistant", "content": "x"}]
+    with pytest.raises(ValueError, match="refuses these messages: Conversation roles must alternate"):
+        render(LLAMA2, chat)
+
+
+def test_no_template() -> None:
+    with pytest.raises(ValueError, match="no chat template"):
+        render(None, CHATS["user"])
+    with pytest.raises(ValueError, match="model_type 'gpt2': .*llama, qwen3, gemma3"):
+        render_chat_template(CHATS["user"], model_type="gpt2")
+    with pytest.raises(ValueError, match="model_type None"):
+        render_chat_template(CHATS["user"])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for %}", "cannot be read"),
+        ("{% generation %}", "cannot be read"),
+        ("{{ undefined.attribute }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "refuses these messages"),  # the sandbox: templates come from strangers
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses these messages"),
+        ("{{ 1 / 0 }}", "refuses these messages"),
+        ("{{ messages[0].content + 1 }}", "refuses these messages"),
+    ],
+)
+def test_broken_and_hostile_templates(template: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        render(template, CHATS["user"])

@@ -1,0 +1,550 @@
+"""GGUF files: weights in every type, header, tokenizers rebuilt from metadata, and files that are refused."""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from checkpoints import (
+    LLAMA3_ROPE,
+    byte_tokenizer,
+    gguf_metadata,
+    gguf_tensors,
+    quantised,
+    reference_model,
+    save_gguf,
+    write_gguf,
+)
+from gguf import GGMLQuantizationType as Quant
+from gguf import quants
+from tokenizers import AddedToken, ByteLevelBPETokenizer, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from infer import ModelConfig, SamplingParams, Tokenizer, generate, load_model
+from infer.loader import gguf_file
+from infer.loader.builtin import BUILTIN, DEFAULT_MODEL, pull
+from infer.loader.gguf_file import GGUFFile, read_header
+from infer.loader.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
+
+
+def _can(function: Any, quant: Quant) -> bool:
+    block, block_bytes = gguf.GGML_QUANT_SIZES[quant]
+    row = np.zeros((1, block), np.float32) if function is quants.quantize else np.zeros((1, block_bytes), np.uint8)
+    try:
+        function(row, quant)
+    except NotImplementedError:
+        return False
+    return True
+
+
+READABLE = [quant for quant in Quant if _can(quants.dequantize, quant)]
+WRITABLE = [quant for quant in READABLE if _can(quants.quantize, quant)]
+UNREADABLE = [quant for quant in Quant if quant not in READABLE]
+
+
+def by_name(quant: Quant) -> str:
+    return quant.name
+
+
+def random_ids() -> torch.Tensor:
+    return torch.randint(3, 128, (2, 50), generator=torch.Generator().manual_seed(1))
+
+
+def load(path: Path) -> Any:
+    return load_model(path, dtype="float32", device="cpu")[0]
+
+
+# Weights
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48},
+        {"rope_parameters": LLAMA3_ROPE},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+        {"head_dim": 32},
+        {"attention_bias": True, "mlp_bias": True},
+    ],
+    ids=["untied", "tied", "gqa3", "llama3", "linear", "head-dim", "biases"],
+)
+def test_same_logits_as_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    reference = reference_model(**changes)
+    model = load(save_gguf(reference, tmp_path / "m.gguf"))
+    assert (model(random_ids()) - reference(random_ids()).logits).abs().max() <= 1e-4
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("quant", WRITABLE, ids=by_name)
+def test_quantised_logits(tmp_path: Path, quant: Quant) -> None:
+    """A quantised file computes what the model with the dequantised weights computes."""
+    block = gguf.GGML_QUANT_SIZES[quant][0]
+    size = max(64, block)
+    reference = reference_model(hidden_size=size, intermediate_size=size, num_hidden_layers=2)
+    model = load(save_gguf(reference, tmp_path / "m.gguf", quant))
+    expected = quantised(reference, quant)(random_ids()).logits
+    assert (model(random_ids()) - expected).abs().max() <= 1e-4 * max(1, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("block_weights", [1, 1000, gguf_file.BLOCK_WEIGHTS])
+@pytest.mark.parametrize("quant", READABLE, ids=by_name)
+def test_every_readable_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: Quant, block_weights: int) -> None:
+    """Whatever its bytes, a tensor reads as gguf itself dequantises it, in blocks of any size."""
+    monkeypatch.setattr(gguf_file, "BLOCK_WEIGHTS", block_weights)
+    reference = reference_model(hidden_size=256, intermediate_size=32, num_hidden_layers=1, vocab_size=19)
+    row_bytes = 256 // gguf.GGML_QUANT_SIZES[quant][0] * gguf.GGML_QUANT_SIZES[quant][1]
+    raw = np.random.default_rng(0).integers(0, 256, (19, row_bytes), dtype=np.uint8)
+    tensors: dict[str, Any] = gguf_tensors(reference) | {"token_embd.weight": (raw, quant)}
+    path = write_gguf(tmp_path / "m.gguf", gguf_metadata(reference), tensors)
+    with np.errstate(all="ignore"):  # random bytes may spell any float
+        expected = quants.dequantize(raw, quant).astype(np.float32)
+        blocks = list(GGUFFile(path).blocks("embed_tokens.weight"))
+    assert len(blocks) == (1 if block_weights > 19 * 256 else 19 if block_weights == 1 else 7)
+    np.testing.assert_array_equal(torch.cat(blocks).numpy(), expected)
+
+
+@pytest.mark.parametrize("kind", [*UNREADABLE, 4, 999], ids=str)
+def test_unreadable_types_are_refused(tmp_path: Path, kind: int) -> None:
+    reference = reference_model(hidden_size=256, num_hidden_layers=1)
+    path = save_gguf(reference, tmp_path / "m.gguf")
+    data = bytearray(path.read_bytes())
+    info = data.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 2 * 8
+    struct.pack_into("<I", data, info, kind)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=f"GGUF type {int(kind)} cannot be read"):
+        load(path)
+
+
+def test_text_in_text_out(tmp_path: Path) -> None:
+    path = save_gguf(reference_model(), tmp_path / "m.gguf")
+    model, tokenizer = load(path), Tokenizer(path)
+    ids = tokenizer.encode("Hello, GGUF")
+    assert ids == byte_tokenizer().encode("Hello, GGUF").ids
+    assert tokenizer.decode(ids) == "Hello, GGUF"
+    assert len(generate(model, tokenizer, ids, SamplingParams(max_new_tokens=5, ignore_eos=True)).token_ids) == 5
+
+
+# The header
+
+
+def assert_agrees_with_reader(path: Path) -> None:
+    reader = gguf.GGUFReader(path)
+    metadata, tensors = read_header(path)
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert metadata == fields
+    assert list(tensors) == [tensor.name for tensor in reader.tensors]
+    for expected in reader.tensors:
+        tensor = tensors[expected.name]
+        assert tensor.shape == tuple(int(n) for n in reversed(expected.shape))
+        assert (tensor.type, tensor.offset, tensor.nbytes) == (
+            expected.tensor_type,
+            expected.data_offset,
+            expected.n_bytes,
+        )
+
+
+@pytest.mark.parametrize("alignment", [None, 8, 128])
+def test_header_of_all_value_types(tmp_path: Path, alignment: int | None) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    kind = gguf.GGUFValueType
+    values = {
+        kind.UINT8: 255,
+        kind.INT8: -128,
+        kind.UINT16: 65535,
+        kind.INT16: -32768,
+        kind.UINT32: 2**32 - 1,
+        kind.INT32: -(2**31),
+        kind.FLOAT32: 0.1,
+        kind.BOOL: True,
+        kind.STRING: "a ▁ 🦙\n\0",
+        kind.UINT64: 2**64 - 1,
+        kind.INT64: -(2**63),
+        kind.FLOAT64: 0.1,
+    }
+    for value_type, value in values.items():
+        writer.add_key_value(f"x.{value_type.name}", value, value_type)
+        writer.add_key_value(f"x.{value_type.name}.list", [value] * 3, kind.ARRAY, value_type)
+    if alignment:
+        writer.add_custom_alignment(alignment)
+    for name, shape in {"one": (5,), "two": (3, 4), "three": (2, 3, 4)}.items():
+        writer.add_tensor(name, np.ones(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert_agrees_with_reader(tmp_path / "m.gguf")
+
+
+@pytest.mark.slow
+def test_header_of_a_real_file() -> None:
+    assert_agrees_with_reader(pull(BUILTIN[DEFAULT_MODEL]))
+
+
+def test_nested_arrays(tmp_path: Path) -> None:
+    """The format allows them, although the writer has no way to make one."""
+    data = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"x"
+    data += struct.pack("<IIQ", 9, 9, 2) + struct.pack("<IQ2B", 0, 2, 7, 8) + struct.pack("<IQB", 0, 1, 9)
+    (tmp_path / "m.gguf").write_bytes(data)
+    assert read_header(tmp_path / "m.gguf") == ({"x": [[7, 8], [9]]}, {})
+
+
+# Files that are refused
+
+
+def refuse(path: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        load(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (b"", "only 0 bytes"),
+        (b"GGUF", "only 4 bytes"),
+        (b"GGML" + bytes(40), "starts with b'GGML'"),
+        (b"GGUF" + struct.pack("<IQQ", 99, 0, 0), "version 99"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 "),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0), "header does not end"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63) + bytes(40), "header does not end"),  # a huge key
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + struct.pack("<I", 77) + bytes(40), "header does not end"),
+        (
+            b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + struct.pack("<IIQ", 9, 4, 2**62) + bytes(40),
+            "header does not end",
+        ),
+        (
+            b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + struct.pack("<IIQ", 9, 8, 2**62) + bytes(40),
+            "header does not end",
+        ),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "architecture 'None' is not supported; supported: .*llama"),
+    ],
+)
+def test_damaged_headers(tmp_path: Path, contents: bytes, message: str) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(contents)
+    refuse(path, message)
+
+
+def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+    whole = save_gguf(reference_model(num_hidden_layers=1), tmp_path / "whole.gguf").read_bytes()
+    start = min(tensor.offset for tensor in read_header(tmp_path / "whole.gguf")[1].values())
+    path = tmp_path / "m.gguf"
+    for size in [*range(0, start, 97), start - 33]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="damaged or cut short|only .* bytes"):
+            read_header(path)
+    for size in (start, start + 1, len(whole) // 2, len(whole) - 64):
+        path.write_bytes(whole[:size])
+        refuse(path, rf"cut short: its tensors end at byte [\d,]+, the file at {size:,}")
+
+
+@pytest.fixture
+def parts() -> tuple[dict[str, Any], dict[str, Any]]:
+    model = reference_model(num_hidden_layers=2)
+    return gguf_metadata(model), dict(gguf_tensors(model))
+
+
+Parts = tuple[dict[str, Any], dict[str, Any]]
+
+
+def test_unsupported_architecture(tmp_path: Path, parts: Parts) -> None:
+    refuse(write_gguf(tmp_path / "m.gguf", *parts, arch="mamba"), "'mamba' is not supported; supported: .*llama")
+
+
+def test_missing_tensors(tmp_path: Path, parts: Parts) -> None:
+    del parts[1]["blk.1.ffn_up.weight"]
+    refuse(write_gguf(tmp_path / "m.gguf", *parts), "lacks tensors: layers.1.mlp.up_proj.weight")
+
+
+def test_extra_tensors(tmp_path: Path, parts: Parts) -> None:
+    parts[1]["blk.0.attn_q_norm.weight"] = np.ones(16, np.float32)
+    refuse(write_gguf(tmp_path / "m.gguf", *parts), "unknown tensors: blk.0.attn_q_norm.weight")
+
+
+def test_wrong_shape(tmp_path: Path, parts: Parts) -> None:
+    parts[1]["blk.0.ffn_up.weight"] = np.ones((95, 64), np.float32)
+    refuse(write_gguf(tmp_path / "m.gguf", *parts), r"up_proj.weight has shape \[95, 64\].*asks for \[96, 64\]")
+
+
+@pytest.mark.parametrize(
+    "key", ["embedding_length", "block_count", "attention.head_count", "context_length", "feed_forward_length"]
+)
+def test_missing_metadata(tmp_path: Path, parts: Parts, key: str) -> None:
+    del parts[0][f"llama.{key}"]
+    refuse(write_gguf(tmp_path / "m.gguf", *parts), f"lacks llama.{key}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, "'yarn' is not supported"),
+        ({"llama.rope.dimension_count": 8}, "RoPE over 8 of 16"),
+        ({"llama.attention.head_count": 0}, "head"),
+        ({"split.count": 3}, "one part of 3"),
+    ],
+)
+def test_unsupported_settings(tmp_path: Path, parts: Parts, changes: dict[str, Any], message: str) -> None:
+    refuse(write_gguf(tmp_path / "m.gguf", parts[0] | changes, parts[1]), message)
+
+
+def test_partial_blocks(tmp_path: Path, parts: Parts) -> None:
+    path = write_gguf(tmp_path / "m.gguf", *parts)
+    data = bytearray(path.read_bytes())
+    info = data.index(b"blk.0.ffn_down.weight") + len("blk.0.ffn_down.weight") + 4 + 2 * 8
+    struct.pack_into("<I", data, info, Quant.Q4_K)  # rows of 96 weights, blocks of 256
+    path.write_bytes(data)
+    refuse(path, "rows of 96 weights are not whole blocks of 256")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no file .*nothing\.gguf"):
+        load(tmp_path / "nothing.gguf")
+
+
+def test_config_without_vocab_size_counts_the_tokens(tmp_path: Path, parts: Parts) -> None:
+    del parts[0]["llama.vocab_size"]
+    metadata = parts[0] | {"tokenizer.ggml.tokens": [f"t{i}" for i in range(128)]}
+    assert ModelConfig.from_pretrained(str(write_gguf(tmp_path / "m.gguf", metadata, parts[1]))).vocab_size == 128
+
+
+# Byte-level BPE
+
+TEXTS = [
+    "",
+    " ",
+    "Hello world",
+    "  two  spaces   three",
+    "tabs\tand\nnew\r\nlines\n\n\n",
+    "it's we'LL they've I'm 'S",
+    "1 12 123 1234 12345 3.14159",
+    "naïve café — “quotes” … ©",
+    "Москва, Ελλάδα, 東京, 서울, القاهرة, दिल्ली",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇩🇪",
+    "def f(x):\n    return x**2  # square\n",
+    "x" * 50,
+    "\u00a0\u3000\u200b\ufeff",
+    "e\u0301 \u1e9e ﬁ",
+    "<s>not</s> special",
+]
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> ByteLevelBPETokenizer:
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(TEXTS * 3 + ["the quick brown fox " * 5, "1234567890 " * 5], 500, min_frequency=2)
+    return trained
+
+
+def byte_level_metadata(trained: ByteLevelBPETokenizer, pre: str) -> dict[str, Any]:
+    import json
+
+    model = json.loads(trained.to_str())["model"]
+    vocab = model["vocab"]
+    tokens = [*sorted(vocab, key=vocab.__getitem__), "<|end|>", "<tool>"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(vocab) + [3, 4],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.eos_token_id": len(vocab),
+        "tokenizer.ggml.bos_token_id": len(vocab),
+    }
+
+
+LLAMA3_REGEX = (  # as in Llama 3's tokenizer.json
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_REGEX = (  # as in Qwen2's tokenizer.json
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _by_regex(pattern: str) -> Any:
+    import tokenizers
+
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated", invert=False)
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-2", pre_tokenizers.ByteLevel(add_prefix_space=False)),
+        (
+            "smollm",
+            pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+        ),
+        ("llama-bpe", _by_regex(LLAMA3_REGEX)),
+        ("qwen2", _by_regex(QWEN2_REGEX)),
+    ],
+)
+def test_byte_level_by_pre_tokenizer(byte_level: ByteLevelBPETokenizer, pre: str, expected: Any) -> None:
+    metadata = byte_level_metadata(byte_level, pre)
+    rebuilt = build_tokenizer(metadata)
+    reference = Backend.from_str(byte_level.to_str())
+    reference.pre_tokenizer = expected
+    reference.add_special_tokens(["<|end|>"])
+    reference.add_tokens([AddedToken("<tool>", normalized=False)])
+    for text in [*TEXTS, "a<|end|>b <tool>c<tool>"]:
+        ids = rebuilt.encode(text, add_special_tokens=False).ids
+        assert ids == reference.encode(text).ids
+        assert rebuilt.decode(ids, skip_special_tokens=False) == text
+    end = metadata["tokenizer.ggml.eos_token_id"]
+    starts_with_bos = pre == "llama-bpe"
+    assert (rebuilt.encode("x").ids[0] == end) == starts_with_bos
+    assert rebuilt.encode("a<|end|>b<tool>", add_special_tokens=False).ids.count(end) == 1
+    assert rebuilt.decode(rebuilt.encode("a<|end|>b<tool>").ids) == "ab<tool>"
+
+
+def test_digits_differ_between_pre_tokenizers(byte_level: ByteLevelBPETokenizer) -> None:
+    def pieces(pre: str) -> list[str]:
+        return [piece for piece, _ in PRE_TOKENIZERS[pre]().pre_tokenize_str("a 12345")]
+
+    assert pieces("gpt-2") == ["a", "Ġ12345"]
+    assert pieces("smollm") == ["a", "Ġ", "1", "2", "3", "4", "5"]
+    assert pieces("llama-bpe") == ["a", "Ġ", "123", "45"]
+    assert pieces("qwen2") == ["a", "Ġ", "1", "2", "3", "4", "5"]
+
+
+def test_unknown_tokenizers_are_refused(byte_level: ByteLevelBPETokenizer) -> None:
+    with pytest.raises(ValueError, match=r"'tekken' is not supported; supported: .*gpt-2.*qwen2"):
+        build_tokenizer(byte_level_metadata(byte_level, "tekken"))
+    with pytest.raises(ValueError, match="'bert' is not supported"):
+        build_tokenizer({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": []})
+
+
+def test_a_file_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        Tokenizer(save_gguf(reference_model(num_hidden_layers=1), tmp_path / "m.gguf", metadata={}))
+
+
+def test_chat_template_and_special_tokens(tmp_path: Path, byte_level: ByteLevelBPETokenizer) -> None:
+    metadata = byte_level_metadata(byte_level, "gpt-2") | {"tokenizer.chat_template": "{{ messages[0].content }}"}
+    tokenizer = Tokenizer(save_gguf(reference_model(num_hidden_layers=1), tmp_path / "m.gguf", metadata=metadata))
+    assert tokenizer.chat_template == "{{ messages[0].content }}"
+    assert tokenizer.eos_token == tokenizer.bos_token == "<|end|>"
+    assert tokenizer.eos_token_id == metadata["tokenizer.ggml.eos_token_id"]
+    assert tokenizer.vocab_size == len(metadata["tokenizer.ggml.tokens"])
+
+
+# SentencePiece
+
+WORDS = (
+    "the of and a to in is you that it he was for on are as with his they at be this have from or one had by word "
+    "but not what all were we when your can said there use an each which she do how their if will up other about out "
+    "many then them these so some her would make like him into time has look two more write go see number no way"
+).split()
+
+
+def sentences(seed: int, count: int) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(3, 12))).capitalize() + "." for _ in range(count)]
+
+
+def train_sentencepiece(folder: Path, **settings: Any) -> sentencepiece.SentencePieceProcessor:
+    corpus = folder / "corpus.txt"
+    corpus.write_text("\n".join(sentences(0, 400) + ["Ünïcödé 東京 naïve 123 4567"] * 20), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus),
+        model_prefix=str(folder / "spm"),
+        model_type="bpe",
+        vocab_size=600,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        num_threads=1,
+        **settings,
+    )
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "spm.model"))
+
+
+def sentencepiece_metadata(model: sentencepiece.SentencePieceProcessor, *, prefix: bool = True) -> dict[str, Any]:
+    """What llama.cpp's converter writes for a SentencePiece model."""
+
+    def kind(i: int) -> int:
+        if model.is_unknown(i):
+            return 2
+        if model.is_control(i):
+            return 3
+        if model.is_byte(i):
+            return 6
+        return 4 if model.id_to_piece(i) in USER_SYMBOLS else 1
+
+    ids = range(model.get_piece_size())
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in ids],
+        "tokenizer.ggml.scores": [model.get_score(i) for i in ids],
+        "tokenizer.ggml.token_type": [kind(i) for i in ids],
+        "tokenizer.ggml.bos_token_id": model.bos_id(),
+        "tokenizer.ggml.eos_token_id": model.eos_id(),
+        "tokenizer.ggml.unknown_token_id": model.unk_id(),
+        "tokenizer.ggml.add_space_prefix": prefix,
+    }
+
+
+USER_SYMBOLS = ["<turn>", "\n\n", "▁▁", "▁▁▁"]
+
+SENTENCEPIECE_TEXTS = [
+    *TEXTS[:-1],
+    *sentences(1, 40),
+    "   leading",
+    "trailing   ",
+    " a b  c   d    e ",
+    "thethethethe ofofof andthe",
+    "THE OF AND",
+    "\x00\x01\x7f",
+    "a\nb\n\nc",
+    "▁under▁score",
+    "\U0001f9d1\u200d\U0001f680",
+]
+
+
+def random_texts(extra: list[str]) -> list[str]:
+    rng = random.Random(2)
+    atoms = [*"abcdethoi   TÜ東🦙\n▁1", *WORDS, *extra]
+    return ["".join(rng.choices(atoms, k=rng.randint(1, 40))) for _ in range(500)]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("symbols", [[], USER_SYMBOLS], ids=["plain", "user-symbols"])
+def test_sentencepiece(tmp_path: Path, prefix: bool, symbols: list[str]) -> None:
+    spm = train_sentencepiece(tmp_path, add_dummy_prefix=prefix, user_defined_symbols=symbols)
+    rebuilt = build_tokenizer(sentencepiece_metadata(spm, prefix=prefix))
+    symbol_texts = ["<turn>the one", "the<turn>one", "a <turn> b<turn>", "<turn><turn>", "a\n\n\nb", " <turn> x"]
+    for text in SENTENCEPIECE_TEXTS + symbol_texts + random_texts(symbols):
+        ids = spm.encode(text)
+        assert rebuilt.encode(text, add_special_tokens=False).ids == ids, text
+        assert rebuilt.encode(text).ids == [spm.bos_id(), *ids]
+        assert rebuilt.decode(ids) == spm.decode(ids)
+
+
+def test_sentencepiece_without_bos(tmp_path: Path) -> None:
+    spm = train_sentencepiece(tmp_path)
+    rebuilt = build_tokenizer(sentencepiece_metadata(spm) | {"tokenizer.ggml.add_bos_token": False})
+    assert rebuilt.encode("the").ids == spm.encode("the")
+
+
+def test_sentencepiece_control_tokens_in_text(tmp_path: Path) -> None:
+    """SentencePiece reads none from text; chat templates write them, so they count here."""
+    spm = train_sentencepiece(tmp_path)
+    rebuilt = build_tokenizer(sentencepiece_metadata(spm))
+    ids = rebuilt.encode("<s>the</s>", add_special_tokens=False).ids
+    assert ids == [spm.bos_id(), *spm.encode("the"), spm.eos_id()]
+    assert rebuilt.decode(ids) == "the"

@@ -1,0 +1,264 @@
+"""Hub ids, against a server on loopback that answers as the hub does. Each case runs in a process of its own, because
+huggingface_hub reads its settings when it is imported."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from checkpoints import reference_model, save_folder, save_gguf
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPO = "someone/tiny"
+GATED = "someone/gated"
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves one folder as the repository REPO, and notes what is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder = folder
+        self.requests: list[str] = []  # "GET path"
+        self.unavailable: set[str] = set()  # files whose download breaks off
+
+    def start(self) -> None:
+        self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
+        self.thread.start()
+
+    def stop(self) -> None:
+        if self.thread.is_alive():
+            self.shutdown()
+            self.thread.join()
+            self.server_close()
+
+    def downloads(self) -> list[str]:
+        """Files fetched since the last call."""
+        found = [request.rpartition("/")[2] for request in self.requests if request.startswith("GET /someone")]
+        self.requests.clear()
+        return found
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        self.server.requests.append(f"{self.command} {path}")
+        if GATED in path:
+            self.answer(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to {GATED} is restricted"})
+        elif path.startswith(f"/api/models/{REPO}/revision/"):
+            self.answer(200, json.dumps({"id": REPO, "sha": COMMIT, "siblings": []}).encode())
+        elif path.startswith(f"/api/models/{REPO}/tree/"):
+            self.answer(200, json.dumps([self.entry(file) for file in self.files()]).encode())
+        elif path.startswith(f"/{REPO}/resolve/"):
+            self.send_file(path.split("/", 5)[5])
+        elif path.startswith((f"/{REPO}/", f"/api/models/{REPO}")):
+            self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+        else:
+            self.answer(404, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+
+    do_HEAD = do_GET
+
+    def files(self) -> list[Path]:
+        return sorted(self.server.folder.iterdir())
+
+    def entry(self, file: Path) -> dict[str, Any]:
+        return {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": etag(file)}
+
+    def send_file(self, name: str) -> None:
+        file = self.server.folder / name
+        if not file.exists():
+            self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+            return
+        headers = {"ETag": f'"{etag(file)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if self.command == "GET" and name in self.server.unavailable:
+            self.answer(500, b"", headers)
+        else:
+            self.answer(200, file.read_bytes(), headers)
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+def etag(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    folder = save_folder(reference_model(num_hidden_layers=2), tmp_path / "repo", max_shard_size="60KB")
+    (folder / "README.md").write_text("A file that no one needs.")
+    (folder / "pytorch_model.bin").write_bytes(b"nor this one")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    save_gguf(reference_model(num_hidden_layers=2), folder / "tiny.gguf")
+    server = Hub(folder)
+    server.start()
+    yield server
+    server.stop()
+
+
+Run = Callable[[str], str]
+
+
+@pytest.fixture
+def run(hub: Hub, tmp_path: Path) -> Run:
+    """Runs Python code as a user of the hub would; its last line is returned."""
+
+    def run(code: str) -> str:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        settings = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+            "HF_HOME": str(tmp_path / "hf"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "NO_PROXY": "127.0.0.1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=inherited | settings, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip().splitlines()[-1]
+
+    return run
+
+
+GENERATE = """
+from infer import SamplingParams, Tokenizer, generate, load_model, render_chat_template
+name = {name!r}
+model, config = load_model(name, dtype="float32", device="cpu")
+tokenizer = Tokenizer(name)
+print(generate(model, tokenizer, tokenizer.encode("Hello"), SamplingParams(max_new_tokens=6)).token_ids)
+"""
+CONFIG = "from infer import ModelConfig\nprint(ModelConfig.from_pretrained({name!r}).num_hidden_layers)"
+FAIL = """
+from infer import load_model
+try:
+    load_model({name!r}, device="cpu")
+except OSError as error:
+    import json
+    print(json.dumps([type(error).__name__, str(error)]))
+"""
+
+
+def failure(run: Run, name: str) -> tuple[str, str]:
+    kind, message = json.loads(run(FAIL.format(name=name)))
+    assert "\n" not in message
+    assert name in message
+    return kind, message
+
+
+@pytest.fixture
+def expected_tokens(hub: Hub) -> str:
+    from infer import SamplingParams, Tokenizer, generate, load_model
+
+    model, _ = load_model(hub.folder, dtype="float32", device="cpu")
+    tokenizer = Tokenizer(hub.folder)
+    return str(generate(model, tokenizer, tokenizer.encode("Hello"), SamplingParams(max_new_tokens=6)).token_ids)
+
+
+def test_generate_then_offline(hub: Hub, run: Run, expected_tokens: str) -> None:
+    assert run(GENERATE.format(name=REPO)) == expected_tokens
+    downloads = hub.downloads()
+    assert len(downloads) == len(set(downloads))  # nothing twice
+    assert {"config.json", "tokenizer.json", "chat_template.jinja"} < set(downloads)
+    assert len([name for name in downloads if name.endswith(".safetensors")]) > 2
+    assert not {"README.md", "pytorch_model.bin", "tiny.gguf"} & set(downloads)
+    assert run(GENERATE.format(name=REPO)) == expected_tokens
+    assert hub.requests == []  # all from the cache
+    hub.stop()
+    assert run(GENERATE.format(name=REPO)) == expected_tokens
+    assert run(CONFIG.format(name=REPO)) == "2"
+
+
+def test_config_and_tokenizer_fetch_no_weights(hub: Hub, run: Run) -> None:
+    assert run(CONFIG.format(name=REPO)) == "2"
+    assert run(f"from infer import Tokenizer\nprint(Tokenizer({REPO!r}).chat_template)") == "{{ messages[0].content }}"
+    assert not [name for name in hub.downloads() if name.endswith((".safetensors", ".gguf"))]
+
+
+def test_weights_after_config(hub: Hub, run: Run, expected_tokens: str) -> None:
+    """The settings alone in the cache are no model."""
+    run(CONFIG.format(name=REPO))
+    hub.requests.clear()
+    assert run(GENERATE.format(name=REPO)) == expected_tokens
+    assert "config.json" not in hub.downloads()
+
+
+def test_gguf_file(hub: Hub, run: Run, expected_tokens: str) -> None:
+    name = f"{REPO}/tiny.gguf"
+    assert run(GENERATE.format(name=name)) == expected_tokens
+    assert hub.downloads() == ["tiny.gguf"]
+    hub.stop()
+    assert run(GENERATE.format(name=name)) == expected_tokens
+
+
+def test_interrupted_fetch_is_completed(hub: Hub, run: Run, expected_tokens: str) -> None:
+    last = sorted(hub.folder.glob("model-*.safetensors"))[-1].name
+    hub.unavailable = {last}
+    kind, _ = failure(run, REPO)
+    assert kind == "OSError"
+    hub.unavailable = set()
+    hub.downloads()
+    assert run(GENERATE.format(name=REPO)) == expected_tokens
+    assert last in hub.downloads()
+
+
+def test_shard_lost_from_the_cache(hub: Hub, run: Run, tmp_path: Path, expected_tokens: str) -> None:
+    run(GENERATE.format(name=REPO))
+    hub.downloads()
+    lost = sorted((tmp_path / "hf").rglob("snapshots/*/model-*.safetensors"))[0]
+    lost.unlink()
+    assert run(GENERATE.format(name=REPO)) == expected_tokens
+    assert set(hub.downloads()) <= {lost.name}
+
+
+def test_unknown_repository(run: Run) -> None:
+    kind, message = failure(run, "someone/nothing")
+    assert kind == "FileNotFoundError"
+    assert "the hub has no model" in message
+
+
+def test_unknown_file(run: Run) -> None:
+    kind, message = failure(run, f"{REPO}/nothing.gguf")
+    assert kind in ("OSError", "FileNotFoundError")
+
+
+@pytest.mark.parametrize("name", [GATED, f"{GATED}/tiny.gguf"])
+def test_gated_repository(run: Run, name: str) -> None:
+    kind, message = failure(run, name)
+    assert kind == "OSError"
+    assert "is gated: accept its terms" in message
+
+
+def test_repository_without_settings(hub: Hub, run: Run) -> None:
+    (hub.folder / "config.json").unlink()
+    kind, message = json.loads(run(FAIL.format(name=REPO)))
+    assert kind == "FileNotFoundError"
+    assert "no config.json" in message
+
+
+@pytest.mark.parametrize("name", [REPO, f"{REPO}/tiny.gguf"])
+def test_server_down(hub: Hub, run: Run, name: str) -> None:
+    hub.stop()
+    kind, message = failure(run, name)
+    assert kind == "OSError"
+    assert "could not fetch" in message

@@ -1,0 +1,105 @@
+"""Loading peaks at 1.2 times the model's size plus its largest tensor, whatever the format."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import gguf_metadata, gguf_tensors, reference_model, save_folder, write_gguf
+from gguf import GGMLQuantizationType as Quant
+from gguf import quants
+from transformers import LlamaConfig, LlamaForCausalLM
+
+# Loads a tiny model first, so that code and thread pools are in memory, then reports how far loading the large one
+# lifts the process's peak.
+MEASURE = """
+import json, sys
+from infer import load_model
+
+def status(key):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+tiny, large, dtype = sys.argv[1:]
+load_model(tiny, dtype=dtype, device="cpu")
+before = status("VmRSS")
+model, _ = load_model(large, dtype=dtype, device="cpu")
+sizes = [parameter.nbytes for parameter in model.parameters()]
+print(json.dumps({
+    "growth": status("VmHWM") - before,
+    "model": sum(sizes),
+    "largest": max(sizes),
+    "heavy_imports": sorted({"sympy", "torch._dynamo", "transformers"} & sys.modules.keys()),
+}))
+"""
+
+
+def large_model() -> LlamaForCausalLM:
+    """About 200 MB in float32: wide rather than deep, with a head of its own."""
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.to_empty(device="cpu").requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.fill_(0.01)
+    return model
+
+
+def save_quantised(model: LlamaForCausalLM, path: Path, quant: Quant) -> Path:
+    """Every row alike: quantising is slow, and what the bytes say does not matter here."""
+    tensors: dict[str, Any] = {}
+    for name, tensor in gguf_tensors(model).items():
+        if tensor.ndim == 1:
+            tensors[name] = tensor
+        else:
+            tensors[name] = (np.tile(quants.quantize(tensor[:1], quant), (len(tensor), 1)), quant)
+    return write_gguf(path, gguf_metadata(model), tensors)
+
+
+def save(model: LlamaForCausalLM, kind: str, folder: Path) -> Path:
+    if kind in ("safetensors", "sharded"):
+        return save_folder(model, folder, max_shard_size="50GB" if kind == "safetensors" else "60MB")
+    folder.mkdir()
+    return save_quantised(model, folder / "model.gguf", Quant[kind])
+
+
+@pytest.fixture(scope="module", params=["safetensors", "sharded", "F16", "Q8_0"])
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    folder = tmp_path_factory.mktemp("memory")
+    yield (
+        save(reference_model(num_hidden_layers=1), request.param, folder / "tiny"),
+        save(large_model(), request.param, folder / "large"),
+    )
+    shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of memory")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_memory(files: tuple[Path, Path], dtype: str) -> None:
+    command = [sys.executable, "-c", MEASURE, *map(str, files), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    print(dtype, {key: f"{seen[key] / 1e6:.0f} MB" for key in ("growth", "model", "largest")})
+    assert seen["model"] > 100e6
+    assert seen["growth"] > 0.9 * seen["model"]  # or nothing was measured
+    assert seen["growth"] <= 1.2 * seen["model"] + seen["largest"]
+    # Initialising weights on the meta device would draw in torch's decompositions: a second and 80 MB.
+    assert seen["heavy_imports"] == []

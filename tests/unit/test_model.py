@@ -1,0 +1,415 @@
+"""The decoder and its parts, against plain formulas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mocks import CACHES, naive_llama
+from torch import Tensor
+
+from infer import KVCache
+from infer.cache import BaseCache
+from infer.config import RopeConfig
+from infer.models.common import Decoder
+from infer.models.registry import build_model
+from infer.ops.linear import FusedLinear, Linear
+from infer.ops.norm import RMSNorm, rms_norm
+from infer.ops.rope import Rope, apply_rope, inverse_frequencies
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "bias": {"attention_bias": True},
+    "no grouping": {"num_key_value_heads": 4},
+    "one KV head": {"num_attention_heads": 8, "num_key_value_heads": 1},
+    "wide heads": {"head_dim": 16},
+    "theta": {"rope": RopeConfig(theta=500_000.0)},
+    "sliding": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 3},
+}
+LLAMA3 = RopeConfig(theta=500_000.0, scaling="llama3", factor=32.0, original_max_position_embeddings=8192)
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
+def variant(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param
+
+
+def random_ids(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def make_cache(model: Decoder, batch: int = 1, cls: type[BaseCache] = KVCache) -> BaseCache:
+    return cls.from_model_config(model.config, 16, batch_size=batch, dtype=model.dtype, device="cpu")
+
+
+def randomise_biases(model: Decoder) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias") or "norm" in name:
+            parameter.data.normal_(1.0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+
+
+class TestForward:
+    @pytest.mark.parametrize("batch", [1, 3])
+    @pytest.mark.parametrize("length", [1, 5])
+    def test_shapes(self, tiny_model: Callable, variant: dict, batch: int, length: int) -> None:
+        model = tiny_model(**variant)
+        ids = random_ids(batch, length)
+        assert model(ids).shape == (batch, length, 64)
+        assert model(ids, kv_cache=make_cache(model, batch)).shape == (batch, 1, 64)
+
+    def test_plain_formulas(self, tiny_model: Callable, variant: dict) -> None:
+        model = tiny_model(**variant)
+        randomise_biases(model)
+        ids = random_ids(2, 7)
+        torch.testing.assert_close(model(ids), naive_llama(model, ids), atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("cls", CACHES)
+    def test_plain_formulas_through_a_cache(self, tiny_model: Callable, variant: dict, cls: type[BaseCache]) -> None:
+        model = tiny_model(**variant)
+        randomise_biases(model)
+        ids = random_ids(2, 9)
+        expected = naive_llama(model, ids)
+        cache = make_cache(model, 2, cls)
+        for start, end in ((0, 4), (4, 5), (5, 8), (8, 9)):
+            logits = model(ids[:, start:end], kv_cache=cache)
+            torch.testing.assert_close(logits[:, 0], expected[:, end - 1], atol=1e-4, rtol=1e-4)
+
+    def test_rows_do_not_touch(self, tiny_model: Callable) -> None:
+        model = tiny_model()
+        ids = random_ids(3, 6)
+        together = model(ids)
+        for i in range(3):
+            torch.testing.assert_close(together[i], model(ids[i : i + 1])[0], atol=1e-5, rtol=1e-5)
+
+    def test_later_tokens_do_not_matter(self, tiny_model: Callable, variant: dict) -> None:
+        model = tiny_model(**variant)
+        ids = random_ids(1, 8)
+        changed = ids.clone()
+        changed[:, 5:] = (changed[:, 5:] + 1) % 64
+        torch.testing.assert_close(model(ids)[:, :5], model(changed)[:, :5], atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(model(ids)[:, 5:], model(changed)[:, 5:], atol=1e-2)
+
+    def test_keys_are_stored_turned(self, tiny_model: Callable) -> None:
+        """The cache holds keys after RoPE: the same token has different keys at different positions."""
+        model = tiny_model()
+        cache = make_cache(model)
+        model(torch.tensor([[7, 7, 7]]), kv_cache=cache)
+        k, v = cache.k[0, 0, :, :3], cache.v[0, 0, :, :3]
+        assert not torch.allclose(k[:, 0], k[:, 1], atol=1e-2)
+        torch.testing.assert_close(v[:, 0], v[:, 1])
+
+    def test_heads_are_not_expanded(self, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+        from infer.cache import base
+
+        model = tiny_model(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
+        shapes: list[tuple[torch.Size, ...]] = []
+        attention = base.attention
+
+        def spy(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            shapes.append((q.shape, k.shape, v.shape))
+            return attention(q, k, v, **options)
+
+        monkeypatch.setattr(base, "attention", spy)
+        cache = make_cache(model, 2)
+        for n in (5, 1):
+            model(random_ids(2, n), kv_cache=cache)
+        model(random_ids(2, 6))
+        expected = [((2, 8, n, 4), (2, 2, length, 4), (2, 2, length, 4)) for n, length in ((5, 5), (1, 6), (6, 6))]
+        assert shapes == [shape for shape in expected for _ in range(2)]  # two layers
+
+    @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch says so once where the CPU has no bf16
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision(self, tiny_model: Callable, variant: dict, dtype: torch.dtype) -> None:
+        exact = tiny_model(**variant)
+        model = copy.deepcopy(exact).to(dtype)
+        assert model.dtype == dtype
+        ids = random_ids(2, 6)
+        whole = model(ids)
+        cache = make_cache(model, 2)
+        model(ids[:, :5], kv_cache=cache)
+        last = model(ids[:, 5:], kv_cache=cache)
+        assert whole.dtype == last.dtype == dtype
+        scale = exact(ids).std()
+        assert (whole.float() - exact(ids)).std() < 0.05 * scale
+        assert (last[:, 0].float() - exact(ids)[:, -1]).std() < 0.05 * scale
+
+    def test_tied_head_is_the_embedding(self, tiny_model: Callable) -> None:
+        tied, untied = tiny_model(tie_word_embeddings=True), tiny_model()
+        assert tied.lm_head.weight is tied.embed_tokens.weight
+        assert untied.lm_head.weight is not untied.embed_tokens.weight
+        assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 64 * 32
+
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_biases_are_optional(self, tiny_model: Callable, bias: bool) -> None:
+        names = [name for name, _ in tiny_model(attention_bias=bias, mlp_bias=bias).named_parameters()]
+        assert sum(name.endswith(".bias") for name in names) == (8 if bias else 0)  # qkv, o, gate_up, down; two layers
+
+    def test_unknown_architecture(self, tiny_config: Callable) -> None:
+        with pytest.raises(ValueError, match=r"'mamba' is not supported; supported: .*llama"):
+            build_model(tiny_config(model_type="mamba"))
+
+
+class TestLinear:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize("rows", [1, 5])
+    def test_residual_is_added(self, rows: int, bias: bool, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        linear = Linear(8, 6, bias=bias).to(dtype).requires_grad_(False)
+        for parameter in linear.parameters():
+            parameter.normal_(generator=generator)
+        x, residual = torch.randn(rows, 8, generator=generator), torch.randn(rows, 6, generator=generator)
+        before = residual.clone()
+        expected = x @ linear.weight.float().T + (linear.bias.float() if bias else 0)
+        close = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+        torch.testing.assert_close(linear(x.to(dtype)).float(), expected, **close)
+        torch.testing.assert_close(linear(x.to(dtype), residual.to(dtype)).float(), expected + residual, **close)
+        assert torch.equal(residual, before)
+
+    def test_fused_parts_are_stacked_in_order(self) -> None:
+        fused = FusedLinear(2, {"a": 1, "b": 2}, bias=True)
+        assert fused.weight.shape == (3, 2)
+        assert fused.bias.shape == (3,)
+        assert list(fused.parts.items()) == [("a", 1), ("b", 2)]
+
+
+class TestNorm:
+    @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+    @pytest.mark.parametrize("shape", [(1, 1, 64), (64,), (1, 64)])
+    def test_single_row_path(self, shape: tuple[int, ...], scale: float) -> None:
+        norm = RMSNorm(64, 1e-5).requires_grad_(False)
+        generator = torch.Generator().manual_seed(0)
+        norm.weight.normal_(generator=generator)
+        x = torch.randn(shape, generator=generator) * scale
+        before = x.clone()
+        with torch.inference_mode():
+            alone = norm(x)
+        assert alone.shape == x.shape
+        assert torch.equal(x, before)
+        torch.testing.assert_close(alone, rms_norm(x, norm.weight, 1e-5), atol=1e-6, rtol=1e-5)
+        doubled = norm(x.expand(2, *shape))  # the general path
+        torch.testing.assert_close(alone, doubled[1], atol=1e-6, rtol=1e-5)
+
+    def test_formula(self) -> None:
+        x, weight = torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.tensor([1.0, 10.0])
+        expected = torch.tensor([[3.0, 40.0], [0.0, 20.0]]) / torch.tensor([[12.5], [2.0]]).sqrt()
+        torch.testing.assert_close(rms_norm(x, weight, 0.0), expected)
+
+    def test_single_row_that_is_a_slice(self) -> None:
+        norm = RMSNorm(8, 1e-5)
+        whole = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode():
+            torch.testing.assert_close(norm(whole[:, -1:]), norm(whole)[:, -1:])
+
+    def test_half_precision_is_computed_in_float32(self) -> None:
+        x = torch.full((2, 4), 300.0, dtype=torch.float16)  # squares overflow float16
+        weight = torch.ones(4, dtype=torch.float16)
+        normed = rms_norm(x, weight, 1e-5)
+        assert normed.dtype == torch.float16
+        torch.testing.assert_close(normed, torch.ones_like(x))
+
+
+class TestRope:
+    def test_distance_alone_matters(self) -> None:
+        rope = Rope(RopeConfig(), 8)
+        q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).unbind()
+
+        def product(q_pos: int, k_pos: int) -> float:
+            turned = [apply_rope(x, *rope(torch.tensor([[at]]))) for x, at in ((q, q_pos), (k, k_pos))]
+            return float((turned[0] * turned[1]).sum())
+
+        assert product(7, 3) == pytest.approx(product(104, 100), abs=1e-4)
+        assert product(7, 3) != pytest.approx(product(7, 4), abs=1e-2)
+        assert product(0, 0) == pytest.approx(float((q * k).sum()), abs=1e-5)
+
+    def test_each_row_has_its_positions(self) -> None:
+        rope = Rope(RopeConfig(), 8)
+        x = torch.randn(2, 3, 2, 8, generator=torch.Generator().manual_seed(0))
+        positions = torch.tensor([[0, 5], [9, 2]])
+        turned = apply_rope(x, *rope(positions))
+        for row in range(2):
+            for i in range(2):
+                alone = apply_rope(x[row : row + 1, :, i : i + 1], *rope(positions[row : row + 1, i : i + 1]))
+                torch.testing.assert_close(turned[row : row + 1, :, i : i + 1], alone)
+        torch.testing.assert_close(turned[0, :, 0], x[0, :, 0])  # position 0 turns nothing
+
+    def test_far_positions_stay_apart_in_half_precision(self) -> None:
+        rope = Rope(RopeConfig(), 8)
+        x = torch.ones(1, 1, 2, 8, dtype=torch.bfloat16)
+        turned = apply_rope(x, *rope(torch.tensor([[1000, 1001]])))
+        assert turned.dtype == torch.bfloat16
+        assert (turned[0, 0, 0] - turned[0, 0, 1]).abs().max() > 0.1
+
+    def test_default_frequencies(self) -> None:
+        inv_freq = inverse_frequencies(RopeConfig(theta=100.0), 4)
+        torch.testing.assert_close(inv_freq, torch.tensor([1.0, 0.1]))
+
+    def test_linear_scaling(self) -> None:
+        plain = inverse_frequencies(RopeConfig(), 16)
+        scaled = inverse_frequencies(RopeConfig(scaling="linear", factor=4.0), 16)
+        torch.testing.assert_close(scaled, plain / 4)
+        positions = torch.tensor([[8]])
+        torch.testing.assert_close(
+            Rope(RopeConfig(scaling="linear", factor=4.0), 16)(positions)[0], Rope(RopeConfig(), 16)(positions // 4)[0]
+        )
+
+    def test_llama3_scaling(self) -> None:
+        """High frequencies stay, low ones are divided, and those between lie between."""
+        plain = inverse_frequencies(RopeConfig(theta=LLAMA3.theta), 64)
+        scaled = inverse_frequencies(LLAMA3, 64)
+        wavelength = 2 * torch.pi / plain
+        high, low = wavelength < 8192 / 4, wavelength > 8192 / 1
+        assert high.any()
+        assert low.any()
+        torch.testing.assert_close(scaled[high], plain[high])
+        torch.testing.assert_close(scaled[low], plain[low] / 32)
+        between = ~high & ~low
+        assert between.any()
+        assert ((plain[between] / 32 < scaled[between]) & (scaled[between] < plain[between])).all()
+        for i in between.nonzero().flatten().tolist():
+            smooth = (8192 / float(wavelength[i]) - 1) / (4 - 1)
+            expected = (1 - smooth) * float(plain[i]) / 32 + smooth * float(plain[i])
+            assert float(scaled[i]) == pytest.approx(expected, rel=1e-5)
+
+    def test_divisors_stand_for_llama3_scaling(self) -> None:
+        plain, scaled = inverse_frequencies(RopeConfig(theta=LLAMA3.theta), 64), inverse_frequencies(LLAMA3, 64)
+        divisors = tuple((plain / scaled).tolist())
+        torch.testing.assert_close(
+            inverse_frequencies(RopeConfig(theta=LLAMA3.theta, divisors=divisors), 64), scaled, atol=0, rtol=1e-6
+        )
+
+    def test_divisors_must_be_one_per_frequency(self) -> None:
+        with pytest.raises(ValueError, match="3 RoPE divisors for 4 frequencies"):
+            inverse_frequencies(RopeConfig(divisors=(1.0, 1.0, 1.0)), 8)
+
+    @pytest.mark.parametrize("rope", [LLAMA3, RopeConfig(scaling="linear", factor=2.0)], ids=["llama3", "linear"])
+    def test_scaled_models_run_cached(self, tiny_model: Callable, rope: RopeConfig) -> None:
+        model = tiny_model(rope=rope, head_dim=32)
+        ids = random_ids(1, 8)
+        cache = make_cache(model)
+        model(ids[:, :6], kv_cache=cache)
+        model(ids[:, 6:7], kv_cache=cache)
+        logits = model(ids[:, 7:], kv_cache=cache)
+        torch.testing.assert_close(logits, model(ids)[:, -1:], atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(logits, tiny_model(head_dim=32)(ids)[:, -1:], atol=1e-2)
+
+    def test_frequencies_are_real_in_a_model_built_on_meta(self, tiny_config: Callable) -> None:
+        with torch.device("meta"):
+            model = build_model(tiny_config(rope=RopeConfig(divisors=(1.0, 2.0, 3.0, 4.0))))
+        assert model.rope.inv_freq.device.type == "cpu"
+
+
+class TestModule:
+    """The lean Module is still an nn.Module."""
+
+    def test_hooks_fire(self, tiny_model: Callable) -> None:
+        model = tiny_model()
+        ids = random_ids(1, 4)
+        plain = model(ids)
+        fired: list[str] = []
+        target = model.layers[0].mlp
+        handles = [
+            target.register_forward_pre_hook(lambda *_: fired.append("before")),
+            target.register_forward_hook(lambda *_: fired.append("after")),
+            model.register_forward_hook(lambda module, args, out: out * 2),
+        ]
+        assert torch.equal(model(ids), plain * 2)
+        assert fired == ["before", "after"]
+        for handle in handles:
+            handle.remove()
+        assert torch.equal(model(ids), plain)
+        assert fired == ["before", "after"]
+
+    def test_backward_hooks_fire(self, tiny_model: Callable) -> None:
+        model = tiny_model().requires_grad_(True)
+        fired: list[int] = []
+        model.layers[1].mlp.down_proj.register_full_backward_hook(lambda *_: fired.append(1))
+        model(random_ids(1, 4)).sum().backward()
+        assert fired == [1]
+
+    def test_to_dtype_and_back(self, tiny_model: Callable, variant: dict) -> None:
+        model = tiny_model(**variant)
+        ids = random_ids(1, 4)
+        plain = model(ids)
+        model.to(torch.float64)
+        assert model(ids).dtype == torch.float64
+        model.to(torch.float32)
+        assert torch.equal(model(ids), plain)
+        assert_attributes_are_parameters(model)
+
+    def test_to_empty_replaces_parameters(self, tiny_config: Callable) -> None:
+        with torch.device("meta"):
+            model = build_model(tiny_config(attention_bias=True))
+        model.to_empty(device="cpu")
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        assert_attributes_are_parameters(model)
+
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_state_dict_round_trip(self, tiny_model: Callable, variant: dict, assign: bool) -> None:
+        source, target = tiny_model(seed=1, **variant), tiny_model(seed=2, **variant)
+        randomise_biases(source)
+        ids = random_ids(1, 4)
+        assert not torch.allclose(source(ids), target(ids))
+        target.load_state_dict(source.state_dict(), assign=assign)
+        assert torch.equal(source(ids), target(ids))
+        assert_attributes_are_parameters(target)
+
+    def test_deepcopy_is_independent(self, tiny_model: Callable, variant: dict) -> None:
+        model = tiny_model(**variant)
+        ids = random_ids(1, 4)
+        plain = model(ids)
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(ids), plain)
+        assert (twin.lm_head.weight is twin.embed_tokens.weight) == model.config.tie_word_embeddings
+        for parameter in twin.parameters():
+            parameter.data.zero_()
+        assert torch.equal(model(ids), plain)
+        assert not twin(ids).any()
+
+    def test_replaced_parameters_are_used(self) -> None:
+        linear = Linear(2, 2)
+        assert linear.bias is None
+        linear.weight = torch.nn.Parameter(torch.eye(2) * 3)
+        linear.bias = torch.nn.Parameter(torch.ones(2))
+        assert linear(torch.ones(1, 2)).tolist() == [[4.0, 4.0]]
+        linear.bias = None
+        assert linear(torch.ones(1, 2)).tolist() == [[3.0, 3.0]]
+
+    def test_replaced_children_are_used(self, tiny_model: Callable) -> None:
+        model, other = tiny_model(seed=1), tiny_model(seed=2)
+        ids = random_ids(1, 4)
+        plain = model(ids)
+        model.layers[0].mlp = other.layers[0].mlp
+        assert not torch.allclose(model(ids), plain)
+        assert dict(model.named_modules())["layers.0.mlp"] is other.layers[0].mlp
+
+    @pytest.mark.parametrize("shape", [(2, 6), (1, 1)])  # a single row must not take the norm's shortcut
+    def test_gradients_are_those_of_the_formulas(
+        self, tiny_model: Callable, variant: dict, shape: tuple[int, int]
+    ) -> None:
+        model = tiny_model(**variant).requires_grad_(True).train()
+        randomise_biases(model)
+        ids = random_ids(*shape)
+        targets = random_ids(*shape, seed=1).flatten()
+
+        def gradients(forward: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+            model.zero_grad()
+            torch.nn.functional.cross_entropy(forward(ids).flatten(0, 1), targets).backward()
+            return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+        got = gradients(model)
+        expected = gradients(lambda ids: naive_llama(model, ids))
+        assert all(gradient.any() for gradient in got.values())
+        for name, gradient in got.items():
+            torch.testing.assert_close(gradient, expected[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def assert_attributes_are_parameters(model: Decoder) -> None:
+    """Plain attributes and registered parameters are the same objects."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        module_name, _, leaf = name.rpartition(".")
+        assert getattr(model.get_submodule(module_name), leaf) is parameter, name

