@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -189,6 +190,7 @@ def summarise(name: str, trials: Sequence[Trial], prompt_tokens: int, reference:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
+    load_average = os.getloadavg()[0]
     device = resolve_device(args.device)
     dtype = resolve_dtype(args.dtype, device)
     checkpoint = open_checkpoint(args.model)
@@ -223,6 +225,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "model": args.model,
         "dtype": str(dtype).removeprefix("torch."),
         "machine": describe_machine(device) | {"transformers": transformers.__version__},
+        "load_average": load_average,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
         "trials": args.trials,
@@ -238,6 +241,7 @@ def format_comparison(report: dict[str, Any]) -> str:
         f"{report['model']}, {report['dtype']}, {report['prompt_tokens']} prompt + {report['new_tokens']} new tokens, "
         f"median of {report['trials']} trials",
         f"{machine_line(machine)}, transformers {machine['transformers']}",
+        f"load average before: {report['load_average']:.2f} (other work makes all of this wrong)",
         "",
         f"{'engine':<24}{'prefill tok/s':>14}{'decode tok/s':>14}{'ms/step':>9}{'ratio':>8}{'of read limit':>15}",
     ]
@@ -251,9 +255,7 @@ def format_comparison(report: dict[str, Any]) -> str:
     lines += ["", "Read limit: every weight a step reads, summed; the best pass of the run."]
     spread = max(max(r["trials_step_ms"]) / min(r["trials_step_ms"]) for r in report["engines"]) - 1
     if spread > 0.15:
-        lines.append(
-            f"One engine's trials lie {spread:.0%} apart: the machine was busy with something else. Run again."
-        )
+        lines.append(f"One engine's trials lie {spread:.0%} apart: the machine was busy with other work. Run again.")
     lines.append("")
     for result in report["engines"]:
         if result["engine"] != REFERENCE:

@@ -220,7 +220,7 @@ FIXED = [
     "def f(x: int) -> str:\n    if x != 0:\n\treturn f'{x:>8}'  # ok\n\n\n",
     '{"a": [1, 2.5, null], "b": "\\u00e9\\n"}',
     "https://example.org/?q=a+b&c=%20#frag",
-    "e\u0301 é ﬁ ŉ ǆ ß ẞ İ ı",
+    "e\u0301 é ﬁ ŉ ǆ ß ẞ İ \u0131",
     "\x00\x01\x7f\x85",
     "supercalifragilisticexpialidocious" * 3,
     "!!!???...---***///\\\\\\",

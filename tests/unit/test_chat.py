@@ -175,7 +175,7 @@ def test_templates_that_refuse() -> None:
 def test_no_template() -> None:
     with pytest.raises(ValueError, match="no chat template"):
         render(None, CHATS["user"])
-    with pytest.raises(ValueError, match="model_type 'gpt2': .*llama, qwen3, gemma3"):
+    with pytest.raises(ValueError, match=r"model_type 'gpt2': .*llama, qwen3, gemma3"):
         render_chat_template(CHATS["user"], model_type="gpt2")
     with pytest.raises(ValueError, match="model_type None"):
         render_chat_template(CHATS["user"])

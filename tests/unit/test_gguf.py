@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 from pathlib import Path
@@ -24,7 +25,7 @@ from checkpoints import (
 )
 from gguf import GGMLQuantizationType as Quant
 from gguf import quants
-from tokenizers import AddedToken, ByteLevelBPETokenizer, pre_tokenizers
+from tokenizers import AddedToken, ByteLevelBPETokenizer, Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from infer import ModelConfig, SamplingParams, Tokenizer, generate, load_model
@@ -242,7 +243,7 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     for size in [*range(0, start, 97), start - 33]:
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match="damaged or cut short|only .* bytes"):
+        with pytest.raises(ValueError, match=r"damaged or cut short|only .* bytes"):
             read_header(path)
     for size in (start, start + 1, len(whole) // 2, len(whole) - 64):
         path.write_bytes(whole[:size])
@@ -347,8 +348,6 @@ def byte_level() -> ByteLevelBPETokenizer:
 
 
 def byte_level_metadata(trained: ByteLevelBPETokenizer, pre: str) -> dict[str, Any]:
-    import json
-
     model = json.loads(trained.to_str())["model"]
     vocab = model["vocab"]
     tokens = [*sorted(vocab, key=vocab.__getitem__), "<|end|>", "<tool>"]
@@ -374,9 +373,7 @@ QWEN2_REGEX = (  # as in Qwen2's tokenizer.json
 
 
 def _by_regex(pattern: str) -> Any:
-    import tokenizers
-
-    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated", invert=False)
+    split = pre_tokenizers.Split(Regex(pattern), "isolated", invert=False)
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
@@ -447,7 +444,7 @@ WORDS = (
     "the of and a to in is you that it he was for on are as with his they at be this have from or one had by word "
     "but not what all were we when your can said there use an each which she do how their if will up other about out "
     "many then them these so some her would make like him into time has look two more write go see number no way"
-).split()
+).split()  # noqa: SIM905
 
 
 def sentences(seed: int, count: int) -> list[str]:

