@@ -15,8 +15,8 @@ from infer.engine.conversation import Conversation, Encode, Message
 from infer.models.common import Decoder
 
 EOS = 63
-GREEDY = SamplingParams(max_new_tokens=12)
-SEEDED = SamplingParams(temperature=1.0, seed=5, max_new_tokens=12)
+GREEDY = SamplingParams(max_new_tokens=8)
+SEEDED = SamplingParams(temperature=1.0, seed=5, max_new_tokens=8)
 TURNS = ["HELLO", "AND THEN?", "WHY IS THAT", "HELLO"]
 
 
@@ -146,7 +146,7 @@ def test_only_new_tokens_are_fed(model: Watched, cache: BaseCache) -> None:
 def test_end_of_sequence_is_part_of_the_history(model: Watched, cache: BaseCache) -> None:
     """The token that ends an answer is the template's own, so nothing is fed twice after it either."""
     chat = talk(model, cache)
-    params = SamplingParams(max_new_tokens=12, logit_bias={EOS: 100.0})
+    params = SamplingParams(max_new_tokens=8, logit_bias={EOS: 100.0})
     assert [step.token_id for step in chat.reply("HI", params)] == [EOS]
     held = cache.seq_len
     prompt = rendered([*chat.messages, {"role": "user", "content": "YES"}])
@@ -159,7 +159,7 @@ def test_stop_strings_do_not_stay_in_the_history(model: Watched, cache: BaseCach
     chat = talk(model, cache)
     answer = Letters().decode(fresh(chat, "HELLO"))
     stop = answer[4:6]
-    say(chat, "HELLO", SamplingParams(max_new_tokens=12, stop=stop))
+    say(chat, "HELLO", SamplingParams(max_new_tokens=8, stop=stop))
     assert chat.messages[-1]["content"] == answer[: answer.index(stop)]
     say(chat, "GO ON")
 
@@ -221,7 +221,7 @@ def test_overflow_changes_nothing(model: Watched, cache: BaseCache) -> None:
     messages, held = list(chat.messages), cache.seq_len
     model.fed.clear()
     prompt = len(rendered([*messages, {"role": "user", "content": "X" * 190}]))
-    message = rf"^{prompt} prompt tokens \+ 12 new tokens = {prompt + 12} positions exceed the cache's capacity of 200"
+    message = rf"^{prompt} prompt tokens \+ 8 new tokens = {prompt + 8} positions exceed the cache's capacity of 200"
     with pytest.raises(ValueError, match=message):
         next(iter(chat.reply("X" * 190, GREEDY)))
     assert (chat.messages, cache.seq_len, model.fed) == (messages, held, [])

@@ -440,11 +440,12 @@ def test_chat_template_and_special_tokens(tmp_path: Path, byte_level: ByteLevelB
 
 # SentencePiece
 
-WORDS = (
-    "the of and a to in is you that it he was for on are as with his they at be this have from or one had by word "
-    "but not what all were we when your can said there use an each which she do how their if will up other about out "
-    "many then them these so some her would make like him into time has look two more write go see number no way"
-).split()  # noqa: SIM905
+COMMON = """
+the of and a to in is you that it he was for on are as with his they at be this have from or one had by word
+but not what all were we when your can said there use an each which she do how their if will up other about out
+many then them these so some her would make like him into time has look two more write go see number no way
+"""
+WORDS = COMMON.split()
 
 
 def sentences(seed: int, count: int) -> list[str]:

@@ -130,9 +130,13 @@ class BaseCache(ABC):
         first = 0 if window is None else max(0, self.seq_len - window + 1)
         if first:
             keys, values = keys[:, :, first:], values[:, :, first:]
+        mask = None if n == 1 else self._mask(n, first, window)  # a single query now sees all that is left
+        return attention(q, keys, values, scale=scale, mask=mask)
+
+    def _mask(self, n: int, first: int, window: int | None) -> Mask:
         if (n, window) not in self._masks:
-            self._masks[n, window] = span_mask(self.seq_len, n, first, window, q.device)
-        return attention(q, keys, values, scale=scale, mask=self._masks[n, window])
+            self._masks[n, window] = span_mask(self.seq_len, n, first, window, self.device)
+        return self._masks[n, window]
 
     def advance(self, n: int) -> None:
         self._check_room(n)

@@ -20,13 +20,10 @@ def visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
 
 
 def span_mask(start: int, n: int, first_key: int, window: int | None, device: torch.device) -> Mask:
-    """The rule for queries start..start+n-1 over keys first_key..start+n-1; a tensor only where one is needed."""
+    """The rule for queries start..start+n-1 over keys first_key..start+n-1; no tensor where SDPA has the case."""
     end = start + n
-    if window is None or window >= end - first_key:
-        if n == 1:
-            return None
-        if start == first_key:
-            return "causal"
+    if start == first_key and (window is None or window >= n):
+        return "causal"
     q_pos = torch.arange(start, end, device=device)
     k_pos = torch.arange(first_key, end, device=device)
     return visible(q_pos, k_pos, window)  # [n, S]
