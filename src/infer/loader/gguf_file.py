@@ -22,7 +22,7 @@ from infer.config import ModelConfig
 from infer.loader.checkpoint import TokenizerParts
 from infer.models.registry import check_supported
 
-BLOCK_WEIGHTS = 1 << 22  # dequantised at a time: 16 MB of float32
+BLOCK_WEIGHTS = 1 << 18  # dequantised at a time: 1 MB of float32, of which numpy holds several copies
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9

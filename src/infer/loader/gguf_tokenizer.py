@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,13 +51,14 @@ LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        tokenizer = _byte_level(metadata)
-    elif kind == "llama":
-        tokenizer = _sentencepiece(metadata)
-    else:
+    if kind not in ("gpt2", "llama"):
         raise ValueError(f"GGUF tokenizer {kind!r} is not supported: only gpt2 (byte-level BPE) and llama are")
-    _add_special_tokens(tokenizer, metadata)
+    try:
+        tokenizer = _byte_level(metadata) if kind == "gpt2" else _sentencepiece(metadata)
+    except KeyError as error:
+        raise ValueError(f"GGUF metadata lacks {error.args[0]}") from None
+    special = _tokens_of_type(metadata, CONTROL, UNKNOWN)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     _add_bos(tokenizer, metadata, default=kind == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3)
     return tokenizer
 
@@ -67,9 +69,14 @@ def _byte_level(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         raise ValueError(f"GGUF pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
     vocab = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = tokenizers.Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in LLAMA3))
+    try:
+        bpe = BPE(vocab=vocab, merges=merges, ignore_merges=pre in LLAMA3)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError(f"the GGUF file's merges do not fit its vocabulary: {error}") from None
+    tokenizer = tokenizers.Tokenizer(bpe)
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in _tokens_of_type(metadata, USER_DEFINED)])
     return tokenizer
 
 
@@ -84,12 +91,17 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
+            ignore_merges=True,  # a user-defined piece need not be reachable by merging
         )
     )
     # A leading space, as SentencePiece adds it, and "▁" for every space.
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     replace = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
+    if pieces := sorted(_tokens_of_type(metadata, USER_DEFINED), key=len, reverse=True):
+        # Cut out after the spaces are replaced, as SentencePiece does; added tokens would be cut out before.
+        pattern = Regex("|".join(map(re.escape, pieces)))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="isolated")
     decode: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(decode + [decoders.Strip(" ", 1, 0)] * prefix)
     return tokenizer
@@ -106,12 +118,9 @@ def merges_from_scores(vocab: Mapping[str, int], scores: list[float]) -> list[tu
     return [(left, right) for _, _, left, right in sorted(merges, key=lambda merge: merge[:2])]
 
 
-def _add_special_tokens(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any]) -> None:
+def _tokens_of_type(metadata: Mapping[str, Any], *kinds: int) -> list[str]:
     types = metadata.get("tokenizer.ggml.token_type", [])
-    pairs = list(zip(metadata["tokenizer.ggml.tokens"], types, strict=False))
-    special = [AddedToken(t, special=True, normalized=False) for t, kind in pairs if kind in (CONTROL, UNKNOWN)]
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in pairs if kind == USER_DEFINED])
+    return [t for t, kind in zip(metadata["tokenizer.ggml.tokens"], types, strict=False) if kind in kinds]
 
 
 def _add_bos(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], *, default: bool) -> None:

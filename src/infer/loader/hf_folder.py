@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from infer.models.registry import check_supported
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+BLOCK_WEIGHTS = 1 << 22  # read at a time: at most 16 MB
 
 
 class HFFolder:
@@ -66,10 +68,15 @@ class HFFolder:
         return shapes
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        # The file is opened for each tensor: pages of a mapping count as memory until it is closed.
         stored = self._names[name]
-        with open_safetensors(self._files[stored]) as file:
-            yield file.get_tensor(stored)
+        path = self._files[stored]
+        with open_safetensors(path) as file:
+            shape = file.get_slice(stored).get_shape()
+        rows_per_block = max(1, BLOCK_WEIGHTS * shape[0] // math.prod(shape))
+        for start in range(0, shape[0], rows_per_block):
+            # The file is opened for each block: pages of a mapping count as memory until it is closed.
+            with open_safetensors(path) as file:
+                yield file.get_slice(stored)[start : start + rows_per_block]
 
     def tokenizer_parts(self) -> TokenizerParts:
         import tokenizers

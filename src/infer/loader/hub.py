@@ -19,23 +19,26 @@ def is_hub_name(name: str) -> bool:
 
 def fetch(name: str, *, weights: bool) -> Path:
     """The folder of `owner/name`, or the file of `owner/name/FILE.gguf`: from the cache if it is all there."""
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+    gguf = HUB_GGUF.fullmatch(name)
+    repo, file = gguf.groups() if gguf else (name, None)
+    patterns = [file] if file else SETTINGS + WEIGHTS * weights
+
+    def complete(folder: Path) -> bool:
+        return (folder / file).exists() if file else _is_complete(folder, weights)
+
     try:
-        if gguf := HUB_GGUF.fullmatch(name):
-            repo, file = gguf.groups()
-            try:
-                return Path(hf_hub_download(repo, file, local_files_only=True))
-            except LocalEntryNotFoundError:
-                return Path(hf_hub_download(repo, file))
         try:
-            folder = Path(snapshot_download(name, local_files_only=True))
-            if _is_complete(folder, weights):
-                return folder
+            folder = Path(snapshot_download(repo, allow_patterns=patterns, local_files_only=True))
         except LocalEntryNotFoundError:
-            pass
-        return Path(snapshot_download(name, allow_patterns=SETTINGS + WEIGHTS * weights))
+            folder = None
+        if folder is None or not complete(folder):
+            folder = Path(snapshot_download(repo, allow_patterns=patterns))
+        if file and not (folder / file).exists():
+            raise FileNotFoundError(f"{repo} has no file {file}")
+        return folder / file if file else folder
     except GatedRepoError:
         raise OSError(f"{name} is gated: accept its terms on its hub page, then run `hf auth login`") from None
     except RepositoryNotFoundError:

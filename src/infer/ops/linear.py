@@ -34,11 +34,9 @@ class Linear(Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]"""
-        if residual is None:
-            return F.linear(x, self.weight, self.bias)
-        if self.bias is not None:
-            residual = residual + self.bias
-        return torch.addmm(residual, x, self.weight.t())
+        out = F.linear(x, self.weight, self.bias)
+        # Added last: a product that accumulates onto a large residual (addmm) loses digits of the small terms.
+        return out if residual is None else out.add_(residual)
 
 
 class FusedLinear(Linear):

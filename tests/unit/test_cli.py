@@ -1,0 +1,890 @@
+"""The command line in-process, on a tiny model: what it prints, where, and with which exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import huggingface_hub.constants
+import pytest
+import torch
+from checkpoints import byte_tokenizer, reference_model, save_folder, save_gguf
+from matplotlib.image import imread
+from mocks import naive_llama
+from torch import Tensor
+
+from infer import KVCache, SamplingParams, Tokenizer, bench, load_model, render_chat_template
+from infer import generate as generate_tokens
+from infer.cli import main
+from infer.engine import generate as engine
+from infer.engine.conversation import Conversation
+from infer.engine.generate import GeneratedToken, GenerationResult
+from infer.engine.verify import PROMPTS
+from infer.loader import describe, load
+from infer.loader.builtin import BUILTIN, DEFAULT_MODEL
+from infer.loader.gguf_file import GGUFFile
+from infer.loader.hf_folder import HFFolder
+
+# Templates may refuse a message, as some of the real ones do.
+TEMPLATE = (
+    "{% if messages[0].content == 'forbidden' %}{{ raise_exception('not that') }}{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+CONTEXT = 256
+CACHE_BYTES_PER_TOKEN = 2 * 3 * 2 * 16 * 4  # k and v, layers, kv heads, head_dim, float32
+COMMANDS = ["generate", "chat", "pull", "models", "info", "verify", "bench"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a BOS token and a chat template."""
+    path = save_folder(reference_model(max_position_embeddings=CONTEXT), tmp_path_factory.mktemp("models") / "tiny")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def plain(folder: Path) -> Path:
+    """The same without either."""
+    path = folder.with_name("plain")
+    shutil.copytree(folder, path)
+    (path / "chat_template.jinja").unlink()
+    tokenizer = json.loads(byte_tokenizer().to_str())
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
+    return path
+
+
+class Done(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command on the tiny model (or on `model`), with the given standard input."""
+
+    def run_command(command: str, *args: str | Path, model: str | Path = folder, stdin: str = "") -> Done:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        named = {"info": [str(model)], "verify": [str(model)], "pull": [], "models": []}
+        with pytest.raises(SystemExit) as exit_info:
+            main([command, *named.get(command, ["--model", str(model)]), *map(str, args)])
+        return Done(exit_info.value.code or 0, *capsys.readouterr())  # type: ignore[arg-type]
+
+    return run_command
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory is taken for weights and none are read."""
+
+    def fail(*args: Any, **options: Any) -> None:
+        pytest.fail("the weights were touched")
+
+    monkeypatch.setattr(load, "_materialise", fail)
+    monkeypatch.setattr(HFFolder, "blocks", fail)
+    monkeypatch.setattr(GGUFFile, "blocks", fail)
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that loses its first position in every decode step."""
+    update = KVCache.update
+
+    def drop(cache: KVCache, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = update(cache, layer_idx, k, v)
+        return (keys[:, :, 1:], values[:, :, 1:]) if k.shape[2] == 1 else (keys, values)
+
+    monkeypatch.setattr(KVCache, "update", drop)
+
+
+def expect(folder: Path, prompt_ids: list[int], **params: Any) -> GenerationResult:
+    """What the library generates."""
+    model, _ = load_model(folder)
+    return generate_tokens(model, Tokenizer(folder), prompt_ids, SamplingParams(**params))
+
+
+def chat_ids(folder: Path, *messages: tuple[str, str]) -> list[int]:
+    tokenizer = Tokenizer(folder)
+    chat = [{"role": role, "content": content} for role, content in messages]
+    return tokenizer.encode(render_chat_template(chat, tokenizer=tokenizer), add_special_tokens=False)
+
+
+def assert_refused(done: Done, message: str) -> None:
+    """One line that says what is wrong, on stderr alone."""
+    assert done.status == 2
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert done.err.endswith("\n")
+    assert done.err.count("\n") == 1
+    assert message in done.err
+
+
+class TestGenerate:
+    def test_raw(self, run: Run, folder: Path) -> None:
+        expected = expect(folder, [1, *Tokenizer(folder).encode("hello", add_special_tokens=False)], max_new_tokens=8)
+        done = run("generate", "hello", "--max-new-tokens", "8")
+        assert (done.status, done.out) == (0, expected.text + "\n")
+        assert done.err.startswith("[5 prompt tokens, prefill 0.")
+        assert "8 new tokens at " in done.err
+        assert "interrupted" not in done.err
+        assert done.err.count("\n") == 1
+
+    @pytest.mark.parametrize("system", [None, "Be kind", ""])
+    def test_chat(self, run: Run, folder: Path, system: str | None) -> None:
+        messages = [] if system is None else [("system", system)]
+        options = [] if system is None else ["--system", system]
+        done = run("generate", "hello", "--chat", *options, "--json", "--max-new-tokens", "4")
+        assert json.loads(done.out)["prompt_token_ids"] == chat_ids(folder, *messages, ("user", "hello"))
+
+    def test_stdin(self, run: Run, folder: Path) -> None:
+        done = run("generate", "-", "--json", "--max-new-tokens", "1", stdin="from a pipe")
+        assert json.loads(done.out)["prompt_token_ids"] == Tokenizer(folder).encode("from a pipe")
+
+    def test_json(self, run: Run, folder: Path) -> None:
+        expected = expect(folder, Tokenizer(folder).encode("hello"), max_new_tokens=8)
+        done = run("generate", "hello", "--json", "--max-new-tokens", "8")
+        assert done.status == 0
+        output = json.loads(done.out)
+        assert list(output) == [
+            "model",
+            "prompt_token_ids",
+            "token_ids",
+            "text",
+            "finish_reason",
+            "timing",
+            "cache_memory_bytes",
+        ]
+        assert {name: output[name] for name in ("prompt_token_ids", "token_ids", "text", "finish_reason")} == {
+            name: getattr(expected, name) for name in ("prompt_token_ids", "token_ids", "text", "finish_reason")
+        }
+        assert output["model"] == str(folder)
+        assert output["cache_memory_bytes"] == CACHE_BYTES_PER_TOKEN * (5 + 8)
+        timing = output["timing"]
+        assert set(timing) == {"prefill_time_s", "decode_times_s", "decode_time_s", "decode_tokens_per_s"}
+        assert len(timing["decode_times_s"]) == 7
+        assert timing["decode_time_s"] == pytest.approx(sum(timing["decode_times_s"]))
+        assert timing["decode_tokens_per_s"] == pytest.approx(7 / timing["decode_time_s"])
+        assert done.out.count("\n") == 1
+
+    def test_one_token(self, run: Run) -> None:
+        done = run("generate", "hello", "--json", "--max-new-tokens", "1")
+        assert json.loads(done.out)["timing"]["decode_tokens_per_s"] == 0
+        assert "1 new tokens ·" in done.err
+
+    def test_no_kv_cache(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        args = ("generate", "hello", "--json", "--max-new-tokens", "8")
+        expected = json.loads(run(*args).out)["token_ids"]
+        with monkeypatch.context() as patch:
+            patch.setattr(KVCache, "update", lambda *args: pytest.fail("a cache was used"))
+            output = json.loads(run(*args, "--no-kv-cache").out)
+        assert output["token_ids"] == expected
+        assert output["cache_memory_bytes"] == 0
+
+    def test_compare(self, run: Run) -> None:
+        done = run("generate", "hello", "--compare", "--json", "--max-new-tokens", "8")
+        output = json.loads(done.out)
+        reference = output["without_kv_cache"]
+        assert reference["same_tokens"] is True
+        assert reference["token_ids"] == output["token_ids"]
+        assert reference["cache_memory_bytes"] == 0
+        totals = [t["prefill_time_s"] + t["decode_time_s"] for t in (reference["timing"], output["timing"])]
+        assert reference["speed_up"] == pytest.approx(totals[0] / totals[1])
+        assert f"{reference['speed_up']:.1f}x faster than without the cache (" in done.err
+        assert "same tokens" in done.err
+
+    def test_compare_in_text(self, run: Run) -> None:
+        """The second run is not printed."""
+        args = ("generate", "hello", "--max-new-tokens", "8")
+        compared = run(*args, "--compare")
+        assert compared.out == run(*args).out
+        assert compared.err.count("\n") == 1
+
+    def test_compare_tells_of_other_tokens(self, run: Run, forgetful: None) -> None:
+        done = run("generate", "hello", "--compare", "--json", "--max-new-tokens", "24")
+        assert json.loads(done.out)["without_kv_cache"]["same_tokens"] is False
+        assert "OTHER tokens" in done.err
+
+    def test_compare_with_sampling(self, run: Run) -> None:
+        """A seed makes the two runs draw alike."""
+        options = ("--temperature", "1", "--seed", "3", "--compare", "--json", "--max-new-tokens", "16")
+        output = json.loads(run("generate", "hello", *options).out)
+        assert output["without_kv_cache"]["same_tokens"] is True
+
+    def test_dtype_and_device(self, run: Run) -> None:
+        options = ("--dtype", "bfloat16", "--device", "cpu", "--json", "--max-new-tokens", "2")
+        output = json.loads(run("generate", "hello", *options).out)
+        assert output["cache_memory_bytes"] == CACHE_BYTES_PER_TOKEN // 2 * (5 + 2)
+
+    def test_stop_is_not_printed(self, run: Run, folder: Path) -> None:
+        text = expect(folder, Tokenizer(folder).encode("hello"), max_new_tokens=8).text
+        output = json.loads(run("generate", "hello", "--stop", text[3], "--json", "--max-new-tokens", "8").out)
+        assert output["text"] == text[: text.index(text[3])]
+        assert output["finish_reason"] == "stop"
+
+    def test_gguf(self, run: Run, folder: Path, tmp_path: Path) -> None:
+        file = save_gguf(reference_model(max_position_embeddings=CONTEXT), tmp_path / "tiny.gguf")
+        args = ("generate", "hello", "--json", "--max-new-tokens", "8")
+        assert json.loads(run(*args, model=file).out)["token_ids"] == json.loads(run(*args).out)["token_ids"]
+
+
+# An option, and what it makes of SamplingParams.
+SAMPLING: list[tuple[list[str], dict[str, Any]]] = [
+    ([], {}),
+    (["--temperature", "0.7"], {"temperature": 0.7}),
+    (["--top-k", "40"], {"top_k": 40}),
+    (["--top-p", "0.9"], {"top_p": 0.9}),
+    (["--min-p", "0.05"], {"min_p": 0.05}),
+    (["--repetition-penalty", "1.1"], {"repetition_penalty": 1.1}),
+    (["--presence-penalty", "-0.5"], {"presence_penalty": -0.5}),
+    (["--frequency-penalty", "0.25"], {"frequency_penalty": 0.25}),
+    (["--logit-bias", "42:-1.5", "--logit-bias", "7:2"], {"logit_bias": {42: -1.5, 7: 2.0}}),
+    (["--stop", "END", "--stop", "a b"], {"stop": ("END", "a b")}),
+    (["--ignore-eos"], {"ignore_eos": True}),
+    (["--seed", "11"], {"seed": 11}),
+    (["--max-new-tokens", "3"], {"max_new_tokens": 3}),
+]
+
+
+class TestSamplingOptions:
+    def test_every_field_is_covered(self) -> None:
+        assert {name for _, values in SAMPLING for name in values} == {field.name for field in fields(SamplingParams)}
+
+    @pytest.mark.parametrize("command", ["generate", "chat"])
+    @pytest.mark.parametrize(("options", "values"), SAMPLING, ids=[" ".join(options) for options, _ in SAMPLING])
+    def test_reaches_sampling_params(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, command: str, options: list[str], values: dict[str, Any]
+    ) -> None:
+        seen: list[SamplingParams] = []
+
+        def stream(model: Any, tokenizer: Any, prompt: Any, params: SamplingParams, **_: Any) -> Iterator[Any]:
+            seen.append(params)
+            yield GeneratedToken(9, "x", 0.1, "length")
+
+        monkeypatch.setattr(engine, "stream", stream)
+        monkeypatch.setattr("infer.engine.conversation.stream", stream)
+        if "max_new_tokens" not in values:  # the default is too much for the tiny context
+            options, values = [*options, "--max-new-tokens", "5"], values | {"max_new_tokens": 5}
+        words = ["hello"] if command == "generate" else []
+        done = run(command, *words, *options, stdin="hello\n")
+        assert (done.status, done.out) == (0, "x\n")
+        assert seen == [SamplingParams(**values)]
+
+    @pytest.mark.parametrize("command", ["generate", "chat"])
+    def test_defaults(self, monkeypatch: pytest.MonkeyPatch, run: Run, command: str) -> None:
+        """An option left out is the library's default."""
+        made: list[SamplingParams] = []
+        check = SamplingParams.__post_init__
+
+        def note(params: SamplingParams) -> None:
+            check(params)
+            made.append(params)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SamplingParams, "__post_init__", note)
+            run(command, *(["hello"] if command == "generate" else []))
+        assert made == [SamplingParams()]
+
+
+class TestInterrupt:
+    """Ctrl-C, as the exception that it raises in the middle of a stream."""
+
+    @pytest.fixture
+    def interrupt_after(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+        def install(count: int) -> None:
+            stream = engine.stream
+
+            def interrupted(*args: Any, cache: Any = None, **options: Any) -> Iterator[GeneratedToken]:
+                for i, token in enumerate(stream(*args, cache=cache, **options)):
+                    if i == count:
+                        raise KeyboardInterrupt
+                    yield token
+
+            monkeypatch.setattr(engine, "stream", interrupted)
+            monkeypatch.setattr("infer.engine.conversation.stream", interrupted)
+
+        return install
+
+    def test_what_was_printed_is_kept(self, run: Run, folder: Path, interrupt_after: Callable[[int], None]) -> None:
+        model, _ = load_model(folder)
+        tokenizer = Tokenizer(folder)
+        steps = list(engine.stream(model, tokenizer, tokenizer.encode("hello"), SamplingParams(max_new_tokens=9)))
+        interrupt_after(5)
+        done = run("generate", "hello", "--max-new-tokens", "9")
+        assert (done.status, done.out) == (130, "".join(step.text for step in steps[:5]) + "\n")
+        assert "5 new tokens" in done.err
+        assert "interrupted" in done.err
+        assert done.err.count("\n") == 1
+
+    def test_json(self, run: Run, interrupt_after: Callable[[int], None]) -> None:
+        whole = json.loads(run("generate", "hello", "--json", "--max-new-tokens", "9").out)
+        interrupt_after(5)
+        done = run("generate", "hello", "--json", "--max-new-tokens", "9")
+        output = json.loads(done.out)
+        assert done.status == 130
+        assert output["finish_reason"] == "interrupted"
+        assert output["token_ids"] == whole["token_ids"][:5]
+        assert whole["text"].startswith(output["text"])
+
+    def test_before_the_first_token(self, run: Run, interrupt_after: Callable[[int], None]) -> None:
+        interrupt_after(0)
+        done = run("generate", "hello", "--max-new-tokens", "9")
+        assert (done.status, done.out.strip()) == (130, "")
+        assert "Traceback" not in done.err
+
+    def test_no_comparison_after_it(self, run: Run, interrupt_after: Callable[[int], None]) -> None:
+        interrupt_after(3)
+        done = run("generate", "hello", "--compare", "--json", "--max-new-tokens", "9")
+        assert done.status == 130
+        assert "without_kv_cache" not in json.loads(done.out)
+
+    def test_skipping_the_comparison(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ctrl-C in the slow run leaves the answer, which is whole."""
+        stream = engine.stream
+
+        def interrupted(*args: Any, use_kv_cache: bool = True, **options: Any) -> Iterator[GeneratedToken]:
+            for i, token in enumerate(stream(*args, use_kv_cache=use_kv_cache, **options)):
+                if i == 2 and not use_kv_cache:
+                    raise KeyboardInterrupt
+                yield token
+
+        monkeypatch.setattr(engine, "stream", interrupted)
+        done = run("generate", "hello", "--compare", "--json", "--max-new-tokens", "9")
+        output = json.loads(done.out)
+        assert done.status == 0
+        assert output["finish_reason"] == "length"
+        assert "without_kv_cache" not in output
+        assert "faster" not in done.err
+
+    def test_while_loading(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(HFFolder, "blocks", interrupted)
+        done = run("generate", "hello", "--max-new-tokens", "9")
+        assert (done.status, done.out) == (130, "")
+        assert "Traceback" not in done.err
+
+    def test_chat_goes_on(self, run: Run, interrupt_after: Callable[[int], None]) -> None:
+        whole = run("chat", "--max-new-tokens", "9", stdin="hello\n").out
+        interrupt_after(6)
+        done = run("chat", "--max-new-tokens", "9", stdin="hello\n/reset\nhello\n")
+        assert done.status == 0
+        first, second, end = done.out.split("\n")
+        assert first == second
+        assert len(first) > 0
+        assert whole.startswith(first)
+        assert end == ""
+        assert done.err.count("[6 tokens") == 2
+
+    def test_at_the_prompt_of_a_chat(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        def readline(stdin: io.StringIO) -> str:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(io, "StringIO", type("Terminal", (io.StringIO,), {"readline": readline}))
+        done = run("chat", "--max-new-tokens", "9")
+        assert (done.status, done.out) == (0, "")
+
+
+class TestChat:
+    def test_turns(self, run: Run, folder: Path) -> None:
+        """Each answer is that of a fresh run over the whole chat; /reset forgets."""
+        history: list[tuple[str, str]] = []
+        answers = []
+        for text in ("hello", "go on"):
+            history.append(("user", text))
+            answer = expect(folder, chat_ids(folder, *history), max_new_tokens=8).text
+            history.append(("assistant", answer))
+            answers.append(answer)
+        done = run("chat", "--max-new-tokens", "8", stdin="hello\n  go on \n\n/reset\nhello\n/exit\nnever read\n")
+        assert done.status == 0
+        assert done.out == "".join(answer + "\n" for answer in (*answers, answers[0]))
+        assert done.err.startswith(f"{folder}: {CONTEXT} positions, ")
+        assert done.err.count("[8 tokens at ") == 3
+        assert done.err.count("\n> ") == 1 + 5 - 2  # nothing is printed after the empty line and after /reset
+
+    def test_system(self, run: Run, folder: Path) -> None:
+        expected = expect(folder, chat_ids(folder, ("system", "Be kind"), ("user", "hello")), max_new_tokens=8).text
+        stdin = "hello\n/reset\nhello\n"
+        assert run("chat", "--system", "Be kind", "--max-new-tokens", "8", stdin=stdin).out == f"{expected}\n" * 2
+
+    @pytest.mark.parametrize("stdin", ["", "/exit\n", "hello", "hello\n"])
+    def test_leaving(self, run: Run, stdin: str) -> None:
+        done = run("chat", "--max-new-tokens", "4", stdin=stdin)
+        assert done.status == 0
+        assert done.out.count("\n") == stdin.count("hello")
+        assert "Traceback" not in done.err
+
+    @pytest.mark.parametrize(("options", "limit"), [([], CONTEXT), (["--context", "100"], 100)])
+    def test_a_turn_that_is_too_long(self, run: Run, options: list[str], limit: int) -> None:
+        first, second = run("chat", "--max-new-tokens", "8", stdin="hello\ngo on\n").out.splitlines()
+        done = run("chat", "--max-new-tokens", "8", *options, stdin=f"hello\n{'x' * limit}\ngo on\n")
+        assert done.status == 0
+        assert done.out.splitlines() == [first, second]
+        complaints = [line for line in done.err.splitlines() if "exceed" in line]
+        assert len(complaints) == 1
+        assert f"of {limit}: shorten the prompt or lower max_new_tokens (/reset forgets" in complaints[0]
+
+    def test_a_turn_that_the_template_refuses(self, run: Run) -> None:
+        expected = run("chat", "--max-new-tokens", "8", stdin="hello\n").out
+        done = run("chat", "--max-new-tokens", "8", stdin="forbidden\nhello\n")
+        assert (done.status, done.out) == (0, expected)
+        assert done.err.count("the chat template refuses these messages: not that") == 1
+
+    def test_cache_is_kept(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[Conversation] = []
+        init = Conversation.__init__
+
+        def note(conversation: Conversation, *args: Any) -> None:
+            made.append(conversation)
+            init(conversation, *args)
+
+        monkeypatch.setattr(Conversation, "__init__", note)
+        done = run("chat", "--max-new-tokens", "8", stdin="hello\ngo on\n")
+        (conversation,) = made
+        assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+        assert f"cache holds {conversation.cache.seq_len}]" in done.err
+        assert conversation.cache.memory_bytes == CONTEXT * CACHE_BYTES_PER_TOKEN
+
+
+class TestCatalogue:
+    @pytest.fixture(autouse=True)
+    def caches(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Both caches empty: this project's and the hub's, whose place is read when it is imported."""
+        monkeypatch.setenv("INFER_CACHE", str(tmp_path / "infer"))
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+
+    def put_builtin(self) -> Path:
+        path = BUILTIN[DEFAULT_MODEL].path
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"a model")
+        return path
+
+    def put_hub_model(self, tmp_path: Path, folder: Path) -> Path:
+        repo = tmp_path / "hf" / "hub" / "models--someone--tiny"
+        (repo / "refs").mkdir(parents=True)
+        (repo / "refs" / "main").write_text("0" * 40)
+        snapshot = repo / "snapshots" / ("0" * 40)
+        shutil.copytree(folder, snapshot)
+        return snapshot
+
+    def test_pull_prints_the_path(self, run: Run) -> None:
+        path = self.put_builtin()
+        assert run("pull", DEFAULT_MODEL) == Done(0, f"{path}\n", "")
+
+    def test_pull_from_the_hub(self, run: Run, tmp_path: Path, folder: Path) -> None:
+        snapshot = self.put_hub_model(tmp_path, folder)
+        assert run("pull", "someone/tiny") == Done(0, f"{snapshot}\n", "")
+        assert run("generate", "hello", "--max-new-tokens", "2", model="someone/tiny").status == 0
+
+    def test_pull_of_nothing(self, run: Run) -> None:
+        assert_refused(
+            run("pull", "nonsense"), f"no model 'nonsense': it is not a path, nor a built-in name ({DEFAULT_MODEL}"
+        )
+
+    def test_models(self, run: Run, tmp_path: Path, folder: Path) -> None:
+        (line,) = run("models").out.splitlines()
+        assert line.split()[:3] == [DEFAULT_MODEL, "98", "MB"]
+        assert "not yet fetched" in line
+        assert "Apache-2.0" in line
+        self.put_builtin()
+        self.put_hub_model(tmp_path, folder)
+        done = run("models")
+        builtin, hub = done.out.splitlines()
+        assert "cached" in builtin
+        assert "not yet" not in builtin
+        assert hub.split()[0] == "someone/tiny"
+        assert hub.endswith("from the hub")
+        assert (done.status, done.err) == (0, "")
+
+    def test_models_json(self, run: Run, tmp_path: Path, folder: Path) -> None:
+        self.put_hub_model(tmp_path, folder)
+        done = run("models", "--json")
+        builtin, hub = json.loads(done.out)
+        assert list(builtin) == ["name", "bytes", "cached", "source"]
+        assert (builtin["name"], builtin["bytes"], builtin["cached"]) == (DEFAULT_MODEL, 98_362_432, False)
+        assert hub == {
+            "name": "someone/tiny",
+            "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+            "cached": True,
+            "source": "from the hub",
+        }
+        assert (done.status, done.err) == (0, "")
+
+
+@pytest.mark.usefixtures("untouched")
+class TestInfo:
+    PARAMETERS = 2 * 128 * 64 + 64 + 3 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64)
+
+    @pytest.fixture
+    def free(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+        """Choose how much memory the machine has left."""
+        return lambda count: monkeypatch.setattr(describe, "available_memory", lambda device: count)
+
+    def test_json(self, run: Run, folder: Path, free: Callable[[int | None], None]) -> None:
+        weights = 4 * self.PARAMETERS
+        free(weights + 100 * CACHE_BYTES_PER_TOKEN + 1)
+        done = run("info", "--json", "--device", "cpu", "--dtype", "float32")
+        assert json.loads(done.out) == {
+            "model": str(folder),
+            "path": str(folder),
+            "architecture": "llama",
+            "parameters": self.PARAMETERS,
+            "layers": 3,
+            "hidden_size": 64,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 128,
+            "dtype": "float32",
+            "device": "cpu",
+            "weight_bytes": weights,
+            "cache_bytes_per_token": CACHE_BYTES_PER_TOKEN,
+            "context": CONTEXT,
+            "free_bytes": weights + 100 * CACHE_BYTES_PER_TOKEN + 1,
+            "largest_context": 100,
+        }
+        assert (done.status, done.err) == (0, "")
+
+    def test_dtype(self, run: Run) -> None:
+        facts = json.loads(run("info", "--json", "--dtype", "bfloat16").out)
+        assert facts["dtype"] == "bfloat16"
+        assert facts["weight_bytes"] == 2 * self.PARAMETERS
+        assert facts["cache_bytes_per_token"] == CACHE_BYTES_PER_TOKEN // 2
+
+    @pytest.mark.parametrize(
+        ("count", "expected"),
+        [(10**9, CONTEXT), (4 * PARAMETERS + CACHE_BYTES_PER_TOKEN - 1, 0), (1000, 0), (None, CONTEXT)],
+    )
+    def test_largest_context(
+        self, run: Run, free: Callable[[int | None], None], count: int | None, expected: int
+    ) -> None:
+        free(count)
+        assert json.loads(run("info", "--json", "--dtype", "float32").out)["largest_context"] == expected
+
+    def test_text(self, run: Run, folder: Path, free: Callable[[int | None], None]) -> None:
+        free(4 * self.PARAMETERS + 100 * CACHE_BYTES_PER_TOKEN)
+        done = run("info", "--device", "cpu", "--dtype", "float32")
+        lines = {line[:22].strip(): line[22:].strip() for line in done.out.splitlines()}
+        assert lines["model"] == str(folder)
+        assert lines["architecture"] == "llama"
+        assert lines["parameters"] == "0.1 M"
+        assert lines["heads"] == "4 query, 2 key/value, 16 dimensions each"
+        assert lines["weights"] == f"{4 * self.PARAMETERS / 1e3:.1f} kB in float32 on cpu"
+        assert lines["cache per token"] == f"{CACHE_BYTES_PER_TOKEN} bytes"
+        assert lines["context"] == f"{CONTEXT} positions, {CONTEXT * CACHE_BYTES_PER_TOKEN / 1e3:.1f} kB of cache"
+        assert lines["largest that fits"].startswith("100 positions (")
+        assert done.err == ""
+
+    def test_text_where_nothing_fits(self, run: Run, free: Callable[[int | None], None]) -> None:
+        free(1000)
+        assert "none: the weights alone do not fit (1.0 kB free)" in run("info").out
+        free(None)
+        assert "largest that fits" not in run("info").out
+
+    def test_without_weights(self, run: Run, folder: Path, tmp_path: Path) -> None:
+        shutil.copy(folder / "config.json", tmp_path)
+        assert json.loads(run("info", "--json", model=tmp_path).out)["parameters"] == self.PARAMETERS
+
+
+class TestVerify:
+    def test_equal(self, run: Run) -> None:
+        done = run("verify", "--max-new-tokens", "3")
+        assert done.status == 0
+        lines = done.out.splitlines()
+        assert len(lines) == len(PROMPTS) * 4  # greedy and seeded, two caches
+        assert all(line.endswith("equal, 3 tokens") for line in lines)
+        assert lines[0].split()[:2] == ["greedy", "KVCache"]
+        assert lines[3].split()[:2] == ["seeded", "GrowingCache"]
+        assert (
+            done.err
+            == f"{len(lines)} of {len(lines)} runs with a cache generate exactly what the run without one does\n"
+        )
+
+    def test_prompts_from_a_file(self, run: Run, tmp_path: Path) -> None:
+        file = tmp_path / "prompts.txt"
+        file.write_text("hello\n\n  \nwho goes “there”?\n", encoding="utf-8")
+        done = run("verify", "--prompts", file, "--max-new-tokens", "2", "--json")
+        output = json.loads(done.out)
+        assert [row["prompt"] for row in output["comparisons"]] == ["hello"] * 4 + ["who goes “there”?"] * 4
+
+    def test_json(self, run: Run, folder: Path, tmp_path: Path) -> None:
+        file = tmp_path / "prompts.txt"
+        file.write_text("hello")
+        done = run("verify", "--prompts", file, "--max-new-tokens", "3", "--json")
+        assert json.loads(done.out) == {
+            "model": str(folder),
+            "equal": True,
+            "comparisons": [
+                {
+                    "prompt": "hello",
+                    "mode": mode,
+                    "cache": cache,
+                    "tokens": 3,
+                    "first_difference": None,
+                    "margin": None,
+                    "equal": True,
+                }
+                for mode in ("greedy", "seeded")
+                for cache in ("KVCache", "GrowingCache")
+            ],
+        }
+        assert done.status == 0
+        assert done.out.count("\n") == 1
+
+    def test_a_cache_that_is_wrong(self, run: Run, folder: Path, tmp_path: Path, forgetful: None) -> None:
+        """Step and margin are those of an independent computation."""
+        file = tmp_path / "prompts.txt"
+        file.write_text("hello")
+        model, _ = load_model(folder, dtype="float32")
+        tokenizer = Tokenizer(folder)
+        prompt, params = tokenizer.encode("hello"), SamplingParams(max_new_tokens=24)
+        right = generate_tokens(model, tokenizer, prompt, params, use_kv_cache=False).token_ids
+        wrong = generate_tokens(model, tokenizer, prompt, params).token_ids
+        step = [a == b for a, b in zip(right, wrong, strict=True)].index(False)
+        best, second = naive_llama(model, torch.tensor([prompt + right[:step]]))[0, -1].topk(2).values
+        args = ("verify", "--prompts", file, "--max-new-tokens", "24", "--dtype", "float32")
+        done = run(*args, "--json")
+        assert done.status == 1
+        output = json.loads(done.out)
+        assert output["equal"] is False
+        row = output["comparisons"][0]
+        assert (row["mode"], row["cache"], row["equal"], row["first_difference"]) == ("greedy", "KVCache", False, step)
+        assert row["margin"] == pytest.approx(float(best - second), abs=1e-4)
+        assert output["comparisons"][1]["equal"]  # the other cache is sound
+        done = run(*args)
+        assert done.status == 1
+        different = [line for line in done.out.splitlines() if "DIFFERS" in line]
+        assert f"DIFFERS at step {step}; margin between the two best logits {row['margin']:.2e}" in different[0]
+        assert f"{4 - len(different)} of 4 runs" in done.err
+        assert "Traceback" not in done.err
+
+
+class TestBench:
+    ARGS = ("--prompt-tokens", "6", "--new-tokens", "4", "--trials", "2", "--warmup", "1")
+
+    def test_text(self, run: Run, folder: Path) -> None:
+        done = run("bench", *self.ARGS)
+        assert done.status == 0
+        assert done.out.startswith("=== Generation Benchmark ===")
+        assert str(folder) in done.out
+        assert "6 prompt + 4 new" in done.out
+        assert done.err.splitlines() == [
+            "6 + 4 tokens with the cache",
+            "  warm-up 1/1",
+            "  trial 1/2",
+            "  trial 2/2",
+        ]
+
+    @pytest.mark.parametrize(
+        ("options", "kinds"),
+        [([], [True]), (["--kv-cache"], [True]), (["--no-kv-cache"], [False]), (["--compare"], [True, False])],
+    )
+    def test_json(self, run: Run, options: list[str], kinds: list[bool]) -> None:
+        done = run("bench", *self.ARGS, *options, "--json")
+        output = json.loads(done.out)
+        assert done.status == 0
+        assert [result["config"] for result in output["results"]] == [
+            asdict(bench.BenchConfig(6, 4, trials=2, warmup=1, use_kv_cache=kind)) for kind in kinds
+        ]
+        assert [row["same_tokens"] for row in output["comparisons"]] == [True] * (len(kinds) - 1)
+        assert done.out.count("\n") == 1
+
+    def test_suite_plot_and_report(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bench, "SUITE", {"short": (3, 4), "long": (9, 5)})
+        plot, report = tmp_path / "steps.png", tmp_path / "report.json"
+        options = ("--suite", "--compare", "--trials", "1", "--plot", plot, "--report", report)
+        done = run("bench", *options, "--json")
+        assert done.status == 0
+        output = json.loads(done.out)
+        assert json.loads(report.read_text()) == output
+        lengths = [(result["config"]["prompt_tokens"], result["config"]["new_tokens"]) for result in output["results"]]
+        assert lengths == [(3, 4), (3, 4), (9, 5), (9, 5)]
+        assert len(output["comparisons"]) == 2
+        assert imread(plot).shape[2] >= 3
+
+
+SUPPORTED_DEVICES = "use auto, cpu, cuda or cuda:N"
+TOO_LONG = "x" * 300
+
+# Arguments and what the message must say. "FOLDER" and "MISSING" stand for paths that only a run knows.
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "negative temperature": (["generate", "hi", "--temperature", "-1"], "temperature must be 0 or more, not -1.0"),
+    "top_p of 0": (["generate", "hi", "--top-p", "0"], "top_p must be above 0 and at most 1, not 0.0"),
+    "top_p above 1": (["generate", "hi", "--top-p", "1.5"], "top_p must be above 0 and at most 1, not 1.5"),
+    "top_p that is no number": (["generate", "hi", "--top-p", "nan"], "top_p must be"),
+    "negative top_k": (["generate", "hi", "--top-k", "-1"], "top_k must be"),
+    "min_p above 1": (["generate", "hi", "--min-p", "2"], "min_p must be from 0 to 1"),
+    "no new tokens": (["generate", "hi", "--max-new-tokens", "0"], "max_new_tokens must be"),
+    "empty stop": (["generate", "hi", "--stop", ""], "a stop string must be a non-empty text"),
+    "temperature in a chat": (["chat", "--temperature", "-1"], "temperature must be 0 or more"),
+    "logit bias without a number": (["generate", "hi", "--logit-bias", "5"], "ID:BIAS, like 42:-1.5, not '5'"),
+    "logit bias in words": (["generate", "hi", "--logit-bias", "a:b"], "ID:BIAS, like 42:-1.5, not 'a:b'"),
+    "logit bias outside the vocabulary": (
+        ["generate", "hi", "--logit-bias", "128:1", "--max-new-tokens", "5"],
+        "token id 128 in the logit_bias is outside the vocabulary 0..127",
+    ),
+    "overflow": (
+        ["generate", "hello", "--max-new-tokens", "300"],
+        "5 prompt tokens + 300 new tokens = 305 positions exceed the model's context of 256",
+    ),
+    "overflow by the prompt": (
+        ["generate", TOO_LONG, "--max-new-tokens", "1"],
+        "301 prompt tokens + 1 new tokens = 302 positions exceed the model's context of 256",
+    ),
+    "system without chat": (["generate", "hi", "--system", "Be kind"], "--system goes with --chat"),
+    "template refuses": (["generate", "forbidden", "--chat"], "the chat template refuses these messages: not that"),
+    "unknown dtype": (["generate", "hi", "--dtype", "int3", "--max-new-tokens", "5"], "unknown dtype 'int3'"),
+    "unknown device": (["generate", "hi", "--device", "gpu", "--max-new-tokens", "5"], SUPPORTED_DEVICES),
+    "a device that torch knows and this engine does not": (
+        ["generate", "hi", "--device", "meta", "--max-new-tokens", "5"],
+        SUPPORTED_DEVICES,
+    ),
+    "unknown dtype in a chat": (["chat", "--dtype", "int3"], "unknown dtype 'int3'"),
+    "unknown device in a chat": (["chat", "--device", "gpu"], SUPPORTED_DEVICES),
+    "no context in a chat": (["chat", "--context", "0"], "context must be at least 1, not 0"),
+    "unknown dtype for info": (["info", "FOLDER", "--dtype", "int3"], "unknown dtype 'int3'"),
+    "unknown device for info": (["info", "FOLDER", "--device", "gpu"], SUPPORTED_DEVICES),
+    "unknown dtype for verify": (["verify", "FOLDER", "--dtype", "int3"], "unknown dtype 'int3'"),
+    "unknown device for bench": (["bench", "--device", "gpu"], SUPPORTED_DEVICES),
+    "unknown model": (
+        ["generate", "hi", "--model", "nonsense"],
+        f"no model 'nonsense': it is not a path, nor a built-in name ({DEFAULT_MODEL}",
+    ),
+    "missing file": (["generate", "hi", "--model", "MISSING.gguf"], "there is no file"),
+    "not a checkpoint": (["generate", "hi", "--model", "FOLDER/config.json"], "is not a checkpoint"),
+    "missing prompts file": (["verify", "FOLDER", "--prompts", "MISSING"], "No such file"),
+    "prompts that are a folder": (["verify", "FOLDER", "--prompts", "FOLDER"], "directory"),
+    "no tokens to verify": (["verify", "FOLDER", "--max-new-tokens", "0"], "max_new_tokens must be"),
+    "overflow in verify": (["verify", "FOLDER", "--max-new-tokens", "256"], "exceed the model's context of 256"),
+    "overflow in bench": (
+        ["bench", "--prompt-tokens", "250", "--new-tokens", "7"],
+        "exceed the model's context of 256",
+    ),
+    "overflow in the suite": (["bench", "--suite"], "exceed the model's context of 256"),
+    "no trials": (["bench", "--trials", "0"], "trials must be at least 1, not 0"),
+    "one new token": (["bench", "--new-tokens", "1"], "new_tokens must be at least 2, not 1"),
+    "plot into a missing folder": (["bench", "--plot", "MISSING/plot.png"], "there is no folder"),
+    "report into a missing folder": (["bench", "--report", "MISSING/report.json"], "there is no folder"),
+    "report onto a folder": (["bench", "--report", "FOLDER"], "is a folder"),
+}
+
+
+@pytest.mark.usefixtures("untouched")
+class TestRefused:
+    """Before weights are touched, in one line, with exit status 2."""
+
+    @pytest.mark.parametrize(("args", "message"), REFUSED.values(), ids=REFUSED)
+    def test_refused(self, run: Run, folder: Path, tmp_path: Path, args: list[str], message: str) -> None:
+        command, *rest = [
+            arg.replace("FOLDER", str(folder)).replace("MISSING", str(tmp_path / "missing")) for arg in args
+        ]
+        if command in ("info", "verify"):  # `run` puts the folder in front
+            rest = rest[1:]
+        assert_refused(run(command, *rest, stdin="hello\n"), message)
+
+    @pytest.mark.parametrize("prompt", ["", "-"])
+    def test_empty_prompt(self, run: Run, plain: Path, prompt: str) -> None:
+        assert_refused(run("generate", prompt, model=plain), "the prompt is empty")
+
+    def test_empty_prompts_file(self, run: Run, tmp_path: Path) -> None:
+        file = tmp_path / "prompts.txt"
+        file.write_text("\n  \n")
+        assert_refused(run("verify", "--prompts", file), "holds no prompts")
+
+    def test_prompts_that_are_not_text(self, run: Run, tmp_path: Path) -> None:
+        file = tmp_path / "prompts.txt"
+        file.write_bytes(b"\xff\xfe\x00")
+        assert_refused(run("verify", "--prompts", file), "decode")
+
+    @pytest.mark.parametrize("args", [["chat"], ["generate", "hi", "--chat"]])
+    def test_no_chat_template(self, run: Run, plain: Path, args: list[str]) -> None:
+        assert_refused(run(*args, model=plain), "this model has no chat template")
+
+    @pytest.mark.parametrize("command", ["generate", "chat", "info", "verify", "bench"])
+    def test_folder_without_a_config(self, run: Run, tmp_path: Path, command: str) -> None:
+        words = ["hi"] if command == "generate" else []
+        assert_refused(run(command, *words, model=tmp_path), "is not a model folder: it has no config.json")
+
+    @pytest.mark.parametrize("command", ["generate", "chat", "info", "verify", "bench"])
+    def test_unsupported_architecture(self, run: Run, tmp_path: Path, folder: Path, command: str) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+        words = ["hi"] if command == "generate" else []
+        assert_refused(run(command, *words, model=tmp_path), "architecture 'mamba' is not supported; supported: llama")
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [("tokenizer.json", "has no tokenizer.json"), ("model.safetensors", "has no weights: neither model.safe")],
+    )
+    def test_missing_part(self, run: Run, tmp_path: Path, folder: Path, name: str, message: str) -> None:
+        model = shutil.copytree(folder, tmp_path / "model")
+        (model / name).unlink()
+        assert_refused(run("generate", "hi", "--max-new-tokens", "5", model=model), message)
+
+    def test_truncated_weights(self, run: Run, tmp_path: Path, folder: Path) -> None:
+        model = shutil.copytree(folder, tmp_path / "model")
+        weights = (model / "model.safetensors").read_bytes()
+        (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+        assert_refused(run("generate", "hi", "--max-new-tokens", "5", model=model), "is damaged or cut short")
+
+    def test_broken_config(self, run: Run, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{")
+        assert_refused(run("info", model=tmp_path), "is not valid JSON")
+
+    def test_plot_without_matplotlib(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        assert_refused(run("bench", "--plot", tmp_path / "plot.png"), "pip install 'infer[plot]'")
+
+    @pytest.mark.parametrize("command", ["generate", "chat"])
+    def test_out_of_memory(self, run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(load, "available_memory", lambda device: 1000)
+        words = ["hi"] if command == "generate" else []
+        assert_refused(run(command, *words, "--max-new-tokens", "5"), "the weights need 0.00 GB")
+
+    @pytest.mark.parametrize("args", [[command, "--nonsense"] for command in COMMANDS])
+    def test_unknown_option(self, run: Run, args: list[str]) -> None:
+        done = run(*args)
+        assert (done.status, done.out) == (2, "")
+        assert "--nonsense" in done.err
+        assert "Traceback" not in done.err
+
+    @pytest.mark.parametrize(
+        "args", [["generate"], ["generate", "a", "b"], ["generate", "hi", "--temperature", "warm"], ["nonsense"]]
+    )
+    def test_unusable_arguments(self, args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as exit_info:
+            main(args)
+        printed = capsys.readouterr()
+        assert (exit_info.value.code, printed.out) == (2, "")
+        assert printed.err
+
+
+def test_errors_of_many_lines_become_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError("first\n  second\n")
+
+    monkeypatch.setattr(HFFolder, "tokenizer_parts", fail)
+    assert_refused(run("generate", "hi"), "first second")
+
+
+def test_defects_are_not_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user cannot mend keeps its traceback."""
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Tokenizer, "encode", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["generate", "hi", "--model", str(folder)])
