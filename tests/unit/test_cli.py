@@ -19,7 +19,7 @@ from matplotlib.image import imread
 from mocks import naive_llama
 from torch import Tensor
 
-from infer import KVCache, SamplingParams, Tokenizer, bench, load_model, render_chat_template
+from infer import KVCache, SamplingParams, Tokenizer, bench, load_model, machine, render_chat_template
 from infer import generate as generate_tokens
 from infer.cli import main
 from infer.engine import generate as engine
@@ -59,6 +59,13 @@ def plain(folder: Path) -> Path:
     tokenizer = json.loads(byte_tokenizer().to_str())
     (path / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
     return path
+
+
+@pytest.fixture(autouse=True)
+def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the tests run, "auto" is float32 on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "cpu_multiplies_bf16", lambda: False)
 
 
 class Done(NamedTuple):

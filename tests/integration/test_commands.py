@@ -1,0 +1,252 @@
+"""The `infer` command as a user runs it: in a process of its own, with the default model, and no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from infer import Tokenizer
+from infer.loader.builtin import BUILTIN, DEFAULT_MODEL, pull
+
+INFER = Path(sys.executable).with_name("infer")
+README = Path(__file__).parents[2] / "README.md"
+COMMANDS = ["generate", "chat", "pull", "models", "info", "verify", "bench"]
+QUESTION = "Why is the sky blue?"
+EXACT = ["--dtype", "float32", "--device", "cpu"]  # whatever this machine would choose
+HEAVY = ["torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "gguf", "jinja2", "matplotlib"]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """No package index, no hub: what is cached must do."""
+    with socket.socket() as unused:  # a port where no one listens
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    closed = f"http://127.0.0.1:{port}"
+    hub = str(tmp_path_factory.mktemp("hub"))
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": closed}
+    return os.environ | offline | {"HF_HOME": hub, "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
+
+
+@pytest.fixture(scope="module")
+def offline(environment: dict[str, str]) -> dict[str, str]:
+    """The same, once the default model is cached."""
+    pull(BUILTIN[DEFAULT_MODEL])
+    return environment
+
+
+def infer(*args: str | Path, env: dict[str, str], stdin: str = "", status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [INFER, *args], env=env, input=stdin, capture_output=True, encoding="utf-8", timeout=300, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+class TestHelp:
+    @pytest.mark.parametrize("args", [[], *([command] for command in COMMANDS)], ids=["infer", *COMMANDS])
+    def test_help_does_not_wait_for_torch(self, args: list[str], environment: dict[str, str]) -> None:
+        code = (
+            "import sys\nfrom infer.cli import main\ntry:\n    main([*sys.argv[1:], '--help'])\n"
+            f"finally:\n    print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+        )
+        command = [sys.executable, "-c", code, *args]
+        done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=True)
+        assert done.stderr == "[]\n"
+        assert "Usage:" in done.stdout
+        assert "--help" in done.stdout
+
+    def test_every_command_is_listed(self, environment: dict[str, str]) -> None:
+        listed = infer("--help", env=environment).stdout
+        assert all(re.search(rf"\b{command}\b", listed) for command in COMMANDS)
+
+    def test_without_arguments(self, environment: dict[str, str]) -> None:
+        done = infer(env=environment, status=2)
+        assert "Usage:" in done.stdout + done.stderr
+
+    def test_sampling_options_are_explained(self, environment: dict[str, str]) -> None:
+        text = infer("generate", "--help", env=environment).stdout
+        for option in ("--temperature", "--top-p", "--logit-bias", "--stop", "--max-new-tokens", "--json"):
+            assert option in text
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        "args",
+        [["generate", "hi", "--temperature", "-1"], ["generate", "hi", "-m", "someone/nothing"], ["info", "nonsense"]],
+        ids=["option", "hub", "name"],
+    )
+    def test_one_line(self, args: list[str], environment: dict[str, str]) -> None:
+        done = infer(*args, env=environment, status=2)
+        assert done.stdout == ""
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+class TestCommands:
+    def test_generate(self, offline: dict[str, str]) -> None:
+        done = infer("generate", "The capital of France is", "--max-new-tokens", "8", env=offline)
+        assert "Paris" in done.stdout
+        assert done.stdout.endswith("\n")
+        assert re.fullmatch(
+            r"\[5 prompt tokens, prefill [\d.]+ s · 8 new tokens at [\d.]+ tok/s · cache [\d.]+ MB\]\n", done.stderr
+        )
+
+    def test_demo(self, offline: dict[str, str]) -> None:
+        """What `make demo` runs, with fewer tokens and as JSON."""
+        options = ["--chat", "--compare", "--max-new-tokens", "12", "--json", *EXACT]
+        done = infer("generate", *options, QUESTION, env=offline)
+        output = json.loads(done.stdout)
+        assert output["model"] == DEFAULT_MODEL
+        assert output["text"]
+        assert output["finish_reason"] == "length"
+        assert output["without_kv_cache"]["same_tokens"] is True
+        assert "faster than without the cache" in done.stderr
+
+    def test_generate_from_a_pipe(self, offline: dict[str, str]) -> None:
+        text = "Größe, 水, 🦙 and\n"
+        done = infer("generate", "-", "--json", "--max-new-tokens", "4", stdin=text, env=offline)
+        assert Tokenizer(DEFAULT_MODEL).decode(json.loads(done.stdout)["prompt_token_ids"]) == text
+
+    def test_chat(self, offline: dict[str, str]) -> None:
+        stdin = "What is the capital of France?\nAnd of Italy?\n/reset\nWhat is the capital of France?\n/exit\n"
+        done = infer("chat", "--max-new-tokens", "24", stdin=stdin, env=offline)
+        assert "Paris" in done.stdout
+        assert "Rome" in done.stdout
+        assert done.stderr.count("s to the first; cache holds ") == 3
+        held = [int(count) for count in re.findall(r"cache holds (\d+)", done.stderr)]
+        assert held[0] < held[1]
+        assert held[0] == held[2]
+
+    def test_info(self, offline: dict[str, str]) -> None:
+        facts = json.loads(infer("info", "--json", "--dtype", "float32", env=offline).stdout)
+        assert facts["parameters"] == 134_515_008
+        assert facts["weight_bytes"] == 4 * facts["parameters"]
+        assert facts["cache_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
+        assert facts["context"] == 8192
+        assert "134.5 M" in infer("info", DEFAULT_MODEL, env=offline).stdout
+
+    def test_models_and_pull(self, offline: dict[str, str]) -> None:
+        path = BUILTIN[DEFAULT_MODEL].path
+        done = infer("pull", DEFAULT_MODEL, env=offline)
+        assert (done.stdout, done.stderr) == (f"{path}\n", "")
+        (line,) = infer("models", env=offline).stdout.splitlines()
+        assert line.startswith(DEFAULT_MODEL)
+        assert "not yet" not in line
+
+    def test_verify(self, offline: dict[str, str], tmp_path: Path) -> None:
+        file = tmp_path / "prompts.txt"
+        file.write_text("The quick brown fox\n")
+        options = ["--prompts", file, "--max-new-tokens", "6", *EXACT]
+        done = infer("verify", DEFAULT_MODEL, *options, env=offline)
+        assert [line.split("  ")[-1].strip() for line in done.stdout.splitlines()] == ["equal, 6 tokens"] * 4
+
+    def test_bench(self, offline: dict[str, str], tmp_path: Path) -> None:
+        plot, report = tmp_path / "steps.png", tmp_path / "report.json"
+        sizes = ["--prompt-tokens", "8", "--new-tokens", "4", "--trials", "1", "--warmup", "0", *EXACT]
+        done = infer("bench", "--compare", *sizes, "--plot", plot, "--report", report, env=offline)
+        assert "Speed-up with the cache (8 + 4 tokens)" in done.stdout
+        assert json.loads(report.read_text())["comparisons"][0]["same_tokens"] is True
+        assert plot.read_bytes().startswith(b"\x89PNG")
+
+    def test_readme_python(self, offline: dict[str, str]) -> None:
+        (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=offline, capture_output=True, encoding="utf-8", timeout=300, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "cache" in done.stdout
+
+
+@contextmanager
+def listening_to_ctrl_c() -> Iterator[None]:
+    """A process started from a background job ignores SIGINT, and so would its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow
+class TestCtrlC:
+    OPTIONS = ("--max-new-tokens", "400", "--ignore-eos")
+
+    def test_generate(self, offline: dict[str, str]) -> None:
+        command = [INFER, "generate", "Once upon a time", *self.OPTIONS]
+        with (
+            listening_to_ctrl_c(),
+            subprocess.Popen(command, env=offline, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process,
+        ):
+            assert process.stdout is not None
+            begun = process.stdout.read(20)
+            process.send_signal(signal.SIGINT)
+            rest, messages = (stream.decode() for stream in process.communicate(timeout=60))
+        assert process.returncode == 130
+        assert len(begun) == 20
+        assert rest.endswith("\n")
+        assert "Traceback" not in messages
+        figures = re.fullmatch(r"\[.* (\d+) new tokens .* · interrupted\]\n", messages)
+        assert figures
+        assert int(figures[1]) < 400
+
+    def test_json(self, offline: dict[str, str]) -> None:
+        """The process sends itself the signal with the fifth token: from outside there is nothing to wait for."""
+        code = """
+import os, signal, sys
+from infer.cli import main
+from infer.engine import generate as engine
+def stream(*args, real=engine.stream, **options):
+    for i, token in enumerate(real(*args, **options), start=1):
+        if i == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        yield token
+engine.stream = stream
+main(sys.argv[1:])
+"""
+        command = [sys.executable, "-c", code, "generate", "Once upon a time", *self.OPTIONS, "--json"]
+        with listening_to_ctrl_c():
+            done = subprocess.run(command, env=offline, capture_output=True, encoding="utf-8", timeout=120, check=False)
+        assert done.returncode == 130
+        assert done.stderr.endswith("· interrupted]\n")
+        assert "Traceback" not in done.stderr
+        output = json.loads(done.stdout)
+        assert output["finish_reason"] == "interrupted"
+        assert 4 <= len(output["token_ids"]) < 400
+        tokens = Tokenizer(DEFAULT_MODEL).decode(output["token_ids"])
+        assert tokens.startswith(output["text"].rstrip("\N{REPLACEMENT CHARACTER}"))
+
+    def test_chat(self, offline: dict[str, str]) -> None:
+        """It ends the answer, not the conversation."""
+        with (
+            listening_to_ctrl_c(),
+            subprocess.Popen(
+                [INFER, "chat", *self.OPTIONS],
+                env=offline,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            ) as process,
+        ):
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{QUESTION}\n".encode())
+            process.stdin.flush()
+            process.stdout.read(20)
+            process.send_signal(signal.SIGINT)
+            rest, messages = (stream.decode() for stream in process.communicate(b"/exit\n", timeout=60))
+        assert process.returncode == 0
+        assert rest.endswith("\n")
+        assert "Traceback" not in messages
+        assert messages.count("cache holds") == 1
