@@ -30,5 +30,5 @@ def main(args: list[str] | None = None) -> None:
     try:
         app(args)
     except (ValueError, OSError, ImportError) as error:
-        say(f"error: {error}")
+        say(f"error: {' '.join(str(error).split())}")
         sys.exit(2)

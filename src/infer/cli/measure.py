@@ -21,7 +21,8 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Prove that the cache changes nothing: generate with and without it, greedy and seeded, and compare."""
-    from infer.engine.verify import PROMPTS
+    from infer import ModelConfig, Tokenizer, load_model
+    from infer.engine.verify import PROMPTS, check
     from infer.engine.verify import verify as compare_runs
 
     texts: tuple[str, ...] = PROMPTS
@@ -29,9 +30,12 @@ def verify(
         texts = tuple(line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip())
         if not texts:
             raise ValueError(f"{prompts} holds no prompts")
-    network, tokenizer = load(model, dtype, device)
+    tokenizer = Tokenizer(model)
+    prompt_ids = [tokenizer.encode(text) for text in texts]
+    check(ModelConfig.from_pretrained(model), prompt_ids, max_new_tokens)  # before the weights are read
+    network, _ = load_model(model, dtype=dtype, device=device)
     rows = []
-    for row in compare_runs(network, tokenizer, [tokenizer.encode(text) for text in texts], max_new_tokens, seed):
+    for row in compare_runs(network, tokenizer, prompt_ids, max_new_tokens, seed):
         rows.append(row)
         if not as_json:
             outcome = f"equal, {row.tokens} tokens"
@@ -80,6 +84,8 @@ def bench(
     for path in (plot, report):
         if path is not None and not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
+        if path is not None and path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder, not a file to write to")
     model_config = open_checkpoint(model, weights=False).config
     for config in configs:
         bencher.check(model_config, config)

@@ -93,6 +93,8 @@ def chat(
     from infer import KVCache, Tokenizer, load_model
     from infer.engine.conversation import Conversation
 
+    if context < 1:
+        raise ValueError(f"context must be at least 1, not {context}")
     tokenizer = Tokenizer(model)
     encode = functools.partial(encode_chat, tokenizer)
     encode([{"role": "user", "content": "hello"}])  # a model without a chat template says so at once

@@ -32,7 +32,7 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        self.messages: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         self._ids: list[int] = []  # of which the cache holds the first cache.seq_len
         self.cache.reset()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from infer.cache import BaseCache, GrowingCache, KVCache
+from infer.config import ModelConfig
 from infer.engine.generate import Model, check_request, generate
 from infer.engine.params import SamplingParams
 from infer.engine.text import Decodes
@@ -42,16 +43,21 @@ class Comparison:
         return self.first_difference is None
 
 
+def check(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse what cannot be generated, as `verify` would: for asking before the weights are read."""
+    for prompt in prompts:
+        check_request(config, prompt, SamplingParams(max_new_tokens=max_new_tokens))
+
+
 def verify(
     model: Model, tokenizer: Decodes, prompts: Sequence[Sequence[int]], max_new_tokens: int = 32, seed: int = 0
 ) -> Iterator[Comparison]:
     """Every prompt (token ids), greedy and seeded, with each kind of cache, against the run without one."""
+    check(model.config, prompts, max_new_tokens)
     modes = {
         "greedy": SamplingParams(max_new_tokens=max_new_tokens),
         "seeded": SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_new_tokens=max_new_tokens),
     }
-    for prompt in prompts:
-        check_request(model.config, prompt, modes["greedy"])
     weights = next(model.parameters())
     for index, prompt in enumerate(prompts):
         for mode, params in modes.items():

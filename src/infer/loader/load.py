@@ -27,6 +27,8 @@ def load_model(
     dtype on their final device, so that memory peaks at the model's size plus one tensor.
     """
     device = resolve_device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"models do not run on device {str(device)!r}: use auto, cpu, cuda or cuda:N")
     dtype = resolve_dtype(dtype, device)
     checkpoint = open_checkpoint(name_or_path)
     with torch.device("meta"):
