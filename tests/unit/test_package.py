@@ -30,7 +30,8 @@ PUBLIC = [
 LAYERS = {
     "machine": set(),
     "config": set(),
-    "ops": {"machine", "config"},
+    "kernels": set(),
+    "ops": {"machine", "config", "kernels"},
     "cache": {"machine", "config", "ops"},
     "models": {"machine", "config", "ops", "cache"},
     "loader": {"machine", "config", "ops", "cache", "models"},
@@ -40,7 +41,7 @@ LAYERS = {
 }
 # The one import that goes up, inside a function: ModelConfig.from_pretrained opens a checkpoint.
 UPWARD = {("config", "loader")}
-HEAVY = ["gguf", "typer", "rich", "huggingface_hub", "jinja2", "matplotlib", "triton", "transformers"]
+HEAVY = ["gguf", "typer", "rich", "huggingface_hub", "jinja2", "matplotlib", "numba", "triton", "transformers"]
 
 
 def sources() -> list[Path]:

@@ -15,6 +15,7 @@ from infer.loader.find import open_checkpoint
 from infer.machine import available_memory, resolve_device, resolve_dtype
 from infer.models.common import Decoder
 from infer.models.registry import build_model
+from infer.ops import decode
 from infer.ops.linear import FusedLinear
 
 
@@ -43,6 +44,8 @@ def load_model(
         for block in checkpoint.blocks(name):
             parameters[slot.parameter].data[row : row + len(block)].copy_(block)
             row += len(block)
+    if device.type == "cpu" and dtype is torch.float32:
+        decode.kernels()  # compile, or read what was compiled, now rather than between two tokens
     return model.eval(), checkpoint.config
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from infer.cache.base import Cache, NoCache
 from infer.config import ModelConfig
+from infer.ops import decode
 from infer.ops.linear import Embedding, FusedLinear, Linear
 from infer.ops.module import Module
 from infer.ops.norm import RMSNorm
@@ -29,6 +30,7 @@ class Pass(NamedTuple):
     n: int
     rope: tuple[Tensor, Tensor]  # cos, sin
     cache: Cache
+    compiled: bool  # take the compiled way: see ops/decode.py
 
 
 class Attention(Module):
@@ -83,8 +85,19 @@ class Block(Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, step: Pass) -> Tensor:
+        if step.compiled:
+            return self.decode(x, step)
         x = self.self_attn(self.input_layernorm(x), x, step)
         return self.mlp(self.post_attention_layernorm(x), x)  # type: ignore[no-any-return]
+
+    def decode(self, x: Tensor, step: Pass) -> Tensor:
+        """The same for a single token, in compiled parts."""
+        attn, mlp = self.self_attn, self.mlp
+        heads = decode.norm_linear(x, self.input_layernorm, attn.qkv_proj).view(1, -1, 1, attn.head_dim)
+        decode.rotate(heads, step.rope, attn.num_heads + attn.num_kv_heads)
+        q, k, v = heads.split_with_sizes([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], 1)
+        out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
+        return decode.finish(out, x, attn.o_proj, self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj)
 
 
 class Decoder(Module):
@@ -114,14 +127,15 @@ class Decoder(Module):
         positions = cache.positions(n)
         if positions.shape[0] != batch:
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
-        step = Pass(batch, n, self.rope(positions), cache)
         x = self.embed_tokens(input_ids.flatten())  # [T, C]
+        step = Pass(batch, n, self.rope(positions), cache, decode.available(x) and decode.is_plain(self))
         for layer in self.layers:
             x = layer(x, step)
         cache.advance(n)
         if kv_cache is not None:
             x = x.view(batch, n, -1)[:, -1]  # [B, C]: generation samples from the last position alone
-        return self.lm_head(self.norm(x)).view(batch, -1, self.config.vocab_size)  # type: ignore[no-any-return]
+        logits = decode.norm_linear(x, self.norm, self.lm_head) if step.compiled else self.lm_head(self.norm(x))
+        return logits.view(batch, -1, self.config.vocab_size)
 
     @property
     def device(self) -> torch.device:

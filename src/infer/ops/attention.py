@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infer.ops import decode
+
 # None: every query sees every key. "causal": query i sees keys 0..i. A tensor: True where visible.
 Mask = Tensor | Literal["causal"] | None
 
@@ -31,6 +33,8 @@ def span_mask(start: int, n: int, first_key: int, window: int | None, device: to
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask) -> Tensor:
     """q [B, Hq, n, D] over k, v [B, Hkv, S, D] -> [B, Hq, n, D]; each KV head serves Hq/Hkv query heads in place."""
+    if mask is None and decode.can_attend(q, k, v):
+        return decode.attend(q, k, v, scale)
     if isinstance(mask, str):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)

@@ -1,0 +1,1 @@
+"""Compiled kernels. Only `ops` imports them, each beside the plain torch it must agree with."""

@@ -1,0 +1,138 @@
+"""The parts of a decode step, compiled: for a single float32 token on the CPU.
+
+Each stands beside its reference in plain torch: norm and product (`RMSNorm`, `Linear`), `apply_rope`, `attention`, and
+the second half of a block (`Linear`, `RMSNorm`, `MLP`). Either all of a step is compiled or nothing: numba's threads
+and torch's are two pools, and while one of them works the other's still spin.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infer.ops.linear import Linear
+from infer.ops.norm import RMSNorm
+
+
+@cache
+def kernels() -> Any:
+    """The compiled kernels; None without numba, or with INFER_KERNELS=0."""
+    if os.environ.get("INFER_KERNELS") == "0":
+        return None
+    try:
+        import numba
+
+        from infer.kernels import cpu_decode
+    except ImportError:
+        return None
+    numba.set_num_threads(min(torch.get_num_threads(), numba.get_num_threads()))
+    return cpu_decode
+
+
+def available(x: Tensor) -> bool:
+    """Whether x [T, C] is one float32 token on the CPU that no gradient is asked of, and numba is there."""
+    single = x.shape[0] == 1 and x.dtype is torch.float32 and x.is_cpu and not torch.is_grad_enabled()
+    return single and kernels() is not None
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Whether nothing waits on a call of any module, and all weights lie in memory as the kernels read them."""
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return False
+        for weight in module._parameters.values():
+            if weight is not None and not (weight.dtype is torch.float32 and weight.is_cpu and weight.is_contiguous()):
+                return False
+    return True
+
+
+def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
+    """x [1, C] -> [1, rows]"""
+    rows, hidden = linear.weight.shape
+    out = _empty(rows)
+    kernels().norm_linear(
+        x.data_ptr(),
+        norm.weight.data_ptr(),
+        norm.eps,
+        linear.weight.data_ptr(),
+        _address(linear.bias),
+        out.numpy(),
+        hidden,
+    )
+    return out.view(1, rows)
+
+
+def rotate(heads: Tensor, rope: tuple[Tensor, Tensor], count: int) -> None:
+    """RoPE in place on the first `count` of heads [1, H, 1, D]."""
+    cos, sin = rope
+    kernels().rotate(heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), count, heads.shape[-1])
+
+
+def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether q [1, Hq, 1, D] is a single query, and k and v lie in memory as `attend` reads them."""
+    batch, _, n, head_dim = q.shape
+    return (
+        batch == n == 1
+        and q.dtype is torch.float32
+        and q.is_cpu
+        and q.is_contiguous()
+        and k.stride()[2:] == (head_dim, 1)
+        and v.stride() == k.stride()
+        and not torch.is_grad_enabled()
+        and kernels() is not None
+    )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q [1, Hq, 1, D] over all of k, v [1, Hkv, S, D] -> [1, Hq, 1, D]"""
+    _, heads, _, head_dim = q.shape
+    out = _empty(heads * head_dim)
+    _, kv_heads, keys, _ = k.shape
+    kernels().attend(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.numpy(),
+        heads,
+        kv_heads,
+        keys,
+        head_dim,
+        k.stride(1),
+        scale,
+    )
+    return out.view(q.shape)
+
+
+def finish(attended: Tensor, residual: Tensor, o: Linear, norm: RMSNorm, gate_up: Linear, down: Linear) -> Tensor:
+    """attended [1, Hq, 1, D], residual [1, C] -> [1, C]: product and residual, then norm, SwiGLU and residual."""
+    attended = attended.contiguous()
+    hidden, intermediate = down.weight.shape
+    out = _empty(hidden)
+    kernels().finish(
+        attended.data_ptr(),
+        residual.data_ptr(),
+        o.weight.data_ptr(),
+        _address(o.bias),
+        norm.weight.data_ptr(),
+        norm.eps,
+        gate_up.weight.data_ptr(),
+        _address(gate_up.bias),
+        down.weight.data_ptr(),
+        _address(down.bias),
+        out.numpy(),
+        attended.numel(),
+        intermediate,
+    )
+    return out.view(1, hidden)
+
+
+def _empty(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.float32, device="cpu")
+
+
+def _address(bias: Tensor | None) -> int:
+    return 0 if bias is None else bias.data_ptr()
