@@ -131,47 +131,78 @@ def test_a_model_gives_the_same_logits(
     assert len(calls) == 8 * model.config.num_hidden_layers
 
 
+INSIDE = [
+    "layers.0",
+    "layers.0.input_layernorm",
+    "layers.1.self_attn",
+    "layers.0.self_attn.qkv_proj",
+    "layers.1.self_attn.o_proj",
+    "layers.0.post_attention_layernorm",
+    "layers.1.mlp",
+    "layers.0.mlp.gate_up_proj",
+    "layers.1.mlp.down_proj",
+]
+
+
 class TestIsPlain:
-    """Where the modules themselves must run, or the kernels would misread memory, nothing is compiled."""
+    """Where the modules themselves must run, or the kernels would misread memory, a block is not compiled."""
 
     @pytest.fixture
-    def model(self, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> Any:
-        def refuse(*args: Any) -> None:
-            raise AssertionError("compiled")
-
-        monkeypatch.setattr(decode, "finish", refuse)
-        return tiny_model()
+    def compiled(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        blocks: list[int] = []
+        finish = decode.finish
+        monkeypatch.setattr(decode, "finish", lambda *args: blocks.append(1) or finish(*args))
+        return blocks
 
     def run(self, model: Any) -> torch.Tensor:
         return model(torch.tensor([[3]]))
 
-    def test_it_would_be_compiled(self, model: Any) -> None:
-        with pytest.raises(AssertionError, match="compiled"):
-            self.run(model)
+    def test_a_plain_model(self, tiny_model: Callable, compiled: list[int]) -> None:
+        self.run(tiny_model())
+        assert len(compiled) == 2
 
     @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
-    @pytest.mark.parametrize("name", ["layers.1.mlp", "layers.0.self_attn.o_proj", "norm"])
-    def test_hooks_fire(self, model: Any, name: str, kind: str) -> None:
+    @pytest.mark.parametrize("name", INSIDE)
+    def test_hooks_fire(self, tiny_model: Callable, compiled: list[int], name: str, kind: str) -> None:
+        model = tiny_model()
+        plain = self.run(model)
         seen = []
         getattr(model.get_submodule(name), kind)(lambda *args: seen.append(1))
+        compiled.clear()
+        torch.testing.assert_close(self.run(model), plain, atol=1e-4, rtol=1e-4)
+        assert seen == [1]
+        assert len(compiled) == (2 if name.count(".") == 1 else 1)  # a block's own hooks fire either way
+
+    @pytest.mark.parametrize("name", ["embed_tokens", "norm", "lm_head"])
+    def test_hooks_around_the_blocks_fire(self, tiny_model: Callable, name: str) -> None:
+        model, seen = tiny_model(), []
+        getattr(model, name).register_forward_hook(lambda *args: seen.append(1))
         self.run(model)
         assert seen == [1]
 
-    def test_weights_in_another_order(self, model: Any) -> None:
-        weight = model.layers[0].mlp.down_proj.weight
-        model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(weight.t().contiguous().t(), requires_grad=False)
-        self.run(model)
+    def test_weights_in_another_order(self, tiny_model: Callable, compiled: list[int]) -> None:
+        model = tiny_model()
+        plain = self.run(model)
+        down = model.layers[0].mlp.down_proj
+        down.weight = torch.nn.Parameter(down.weight.t().contiguous().t(), requires_grad=False)
+        compiled.clear()
+        torch.testing.assert_close(self.run(model), plain, atol=1e-4, rtol=1e-4)
+        assert len(compiled) == 1
 
-    def test_training(self, model: Any) -> None:
+    def test_training(self, tiny_model: Callable, compiled: list[int]) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            self.run(model)
+            self.run(tiny_model())
+        assert not compiled
 
-    def test_other_dtypes(self, model: Any) -> None:
-        self.run(model.double())
+    def test_other_dtypes(self, tiny_model: Callable, compiled: list[int]) -> None:
+        self.run(tiny_model().double())
+        assert not compiled
 
-    def test_several_tokens(self, model: Any) -> None:
+    def test_several_tokens(self, tiny_model: Callable, compiled: list[int]) -> None:
+        model = tiny_model()
         model(torch.tensor([[3, 4]]))
         model(torch.tensor([[3], [4]]))
+        assert not compiled
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

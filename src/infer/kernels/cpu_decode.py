@@ -18,7 +18,8 @@ from numba import carray, njit, prange, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-ADDRESS, SIZE, F32, OUT = types.uint64, types.int64, types.float32, types.float32[::1]
+# As Python's own ints and floats arrive: other types would be converted at each call.
+ADDRESS, SIZE, NUMBER, OUT = types.int64, types.int64, types.float64, types.float32[::1]
 # Let sums be reordered, so that they vectorise; infinities and NaNs keep their meaning.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
@@ -80,7 +81,7 @@ def _kernel(*arguments: Any) -> Any:
     return njit(types.void(*arguments), parallel=True, fastmath=FASTMATH, cache=True)
 
 
-@_kernel(*[ADDRESS] * 2, F32, *[ADDRESS] * 2, OUT, SIZE)
+@_kernel(*[ADDRESS] * 2, NUMBER, *[ADDRESS] * 2, OUT, SIZE)
 def norm_linear(x_at: int, norm_at: int, eps: float, weight_at: int, bias_at: int, out: Any, hidden: int) -> None:
     """out [rows] = W norm(x) + b."""
     x = _rms_norm(_vector(x_at, hidden), _vector(norm_at, hidden), eps)
@@ -101,7 +102,7 @@ def rotate(heads_at: int, cos_at: int, sin_at: int, heads: int, head_dim: int) -
             x[head, i + half] = b * cos[i + half] + a * sin[i + half]
 
 
-@_kernel(*[ADDRESS] * 3, OUT, *[SIZE] * 5, F32)
+@_kernel(*[ADDRESS] * 3, OUT, *[SIZE] * 5, NUMBER)
 def attend(
     q_at: int,
     k_at: int,
@@ -122,7 +123,7 @@ def attend(
         score = np.empty(keys, np.float32)
         highest = np.float32(-np.inf)
         for j in range(keys):
-            score[j] = _dot(k, j, q[head]) * scale
+            score[j] = _dot(k, j, q[head]) * np.float32(scale)
             highest = max(highest, score[j])
         total = np.float32(0)
         for j in range(keys):
@@ -136,7 +137,7 @@ def attend(
             out[head * head_dim + i] = mixed[i] / total
 
 
-@_kernel(*[ADDRESS] * 5, F32, *[ADDRESS] * 4, OUT, *[SIZE] * 2)
+@_kernel(*[ADDRESS] * 5, NUMBER, *[ADDRESS] * 4, OUT, *[SIZE] * 2)
 def finish(
     attended_at: int,
     residual_at: int,

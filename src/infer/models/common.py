@@ -30,7 +30,7 @@ class Pass(NamedTuple):
     n: int
     rope: tuple[Tensor, Tensor]  # cos, sin
     cache: Cache
-    compiled: bool  # take the compiled way: see ops/decode.py
+    compiled: bool  # a single token that ops/decode.py can take
 
 
 class Attention(Module):
@@ -85,10 +85,12 @@ class Block(Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, step: Pass) -> Tensor:
-        if step.compiled:
+        attn, mlp, norms = self.self_attn, self.mlp, (self.input_layernorm, self.post_attention_layernorm)
+        parts = (*norms, attn, attn.qkv_proj, attn.o_proj, mlp, mlp.gate_up_proj, mlp.down_proj)
+        if step.compiled and decode.is_plain(parts):
             return self.decode(x, step)
-        x = self.self_attn(self.input_layernorm(x), x, step)
-        return self.mlp(self.post_attention_layernorm(x), x)  # type: ignore[no-any-return]
+        x = attn(self.input_layernorm(x), x, step)
+        return mlp(self.post_attention_layernorm(x), x)  # type: ignore[no-any-return]
 
     def decode(self, x: Tensor, step: Pass) -> Tensor:
         """The same for a single token, in compiled parts."""
@@ -128,13 +130,16 @@ class Decoder(Module):
         if positions.shape[0] != batch:
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
         x = self.embed_tokens(input_ids.flatten())  # [T, C]
-        step = Pass(batch, n, self.rope(positions), cache, decode.available(x) and decode.is_plain(self))
+        step = Pass(batch, n, self.rope(positions), cache, decode.available(x))
         for layer in self.layers:
             x = layer(x, step)
         cache.advance(n)
         if kv_cache is not None:
             x = x.view(batch, n, -1)[:, -1]  # [B, C]: generation samples from the last position alone
-        logits = decode.norm_linear(x, self.norm, self.lm_head) if step.compiled else self.lm_head(self.norm(x))
+        if step.compiled and decode.is_plain((self.norm, self.lm_head)):
+            logits = decode.norm_linear(x, self.norm, self.lm_head)
+        else:
+            logits = self.lm_head(self.norm(x))
         return logits.view(batch, -1, self.config.vocab_size)
 
     @property

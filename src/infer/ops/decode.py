@@ -39,9 +39,9 @@ def available(x: Tensor) -> bool:
     return single and kernels() is not None
 
 
-def is_plain(model: nn.Module) -> bool:
-    """Whether nothing waits on a call of any module, and all weights lie in memory as the kernels read them."""
-    for module in model.modules():
+def is_plain(modules: tuple[nn.Module, ...]) -> bool:
+    """Whether no hook waits on a call of these, and their weights lie in memory as the kernels read them."""
+    for module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
             return False
         for weight in module._parameters.values():
