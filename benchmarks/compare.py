@@ -24,9 +24,9 @@ from torch import Tensor
 
 from infer import KVCache, SamplingParams, Tokenizer, load_model, stream
 from infer.bench import describe_machine, fixed_prompt, machine_line
+from infer.cli.common import DEFAULT_MODEL
 from infer.engine.generate import check_request, step
 from infer.loader import open_checkpoint
-from infer.loader.builtin import DEFAULT_MODEL
 from infer.machine import resolve_device, resolve_dtype
 from infer.models.common import Decoder
 

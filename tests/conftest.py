@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infer import ModelConfig, Tokenizer, load_model
-from infer.loader.builtin import DEFAULT_MODEL
+from infer.cli.common import DEFAULT_MODEL
 from infer.models.common import Decoder
 from infer.models.registry import build_model
 

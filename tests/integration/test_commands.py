@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from infer import Tokenizer
-from infer.loader.builtin import BUILTIN, DEFAULT_MODEL, pull
+from infer.cli.common import DEFAULT_MODEL
+from infer.loader.builtin import BUILTIN, pull
 
 INFER = Path(sys.executable).with_name("infer")
 README = Path(__file__).parents[2] / "README.md"

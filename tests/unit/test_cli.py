@@ -22,12 +22,13 @@ from torch import Tensor
 from infer import KVCache, SamplingParams, Tokenizer, bench, load_model, machine, render_chat_template
 from infer import generate as generate_tokens
 from infer.cli import main
+from infer.cli.common import DEFAULT_MODEL
 from infer.engine import generate as engine
 from infer.engine.conversation import Conversation
 from infer.engine.generate import GeneratedToken, GenerationResult
 from infer.engine.verify import PROMPTS
 from infer.loader import describe, load
-from infer.loader.builtin import BUILTIN, DEFAULT_MODEL
+from infer.loader.builtin import BUILTIN
 from infer.loader.gguf_file import GGUFFile
 from infer.loader.hf_folder import HFFolder
 

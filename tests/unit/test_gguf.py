@@ -29,8 +29,9 @@ from tokenizers import AddedToken, ByteLevelBPETokenizer, Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from infer import ModelConfig, SamplingParams, Tokenizer, generate, load_model
+from infer.cli.common import DEFAULT_MODEL
 from infer.loader import gguf_file
-from infer.loader.builtin import BUILTIN, DEFAULT_MODEL, pull
+from infer.loader.builtin import BUILTIN, pull
 from infer.loader.gguf_file import GGUFFile, read_header
 from infer.loader.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
 

@@ -46,6 +46,8 @@ def generate(
     from infer.engine.generate import check_request, collect, make_cache, stream
 
     text = sys.stdin.read() if prompt == "-" else prompt
+    if compare and not kv_cache:
+        raise ValueError("--compare needs the cache: leave --no-kv-cache out")
     if system is not None and not chat:
         raise ValueError("--system goes with --chat: a raw prompt has no system message")
     tokenizer = Tokenizer(model)
@@ -63,16 +65,16 @@ def generate(
     result = collect(prompt_ids, steps, cache.memory_bytes)
     interrupted = result.finish_reason == "interrupted"
     output = {"model": model, **as_dict(result)}
-    line = figures(result)
-    if compare and kv_cache and not interrupted:
+    gain = ""
+    if compare and not interrupted:
         reference = without_cache(network, tokenizer, prompt_ids, params, result)
         if reference is not None:
             same = reference.token_ids == result.token_ids
             speed_up = total_time(reference) / total_time(result)
             output["without_kv_cache"] = {**as_dict(reference), "same_tokens": same, "speed_up": speed_up}
-            line += f" · {speed_up:.1f}x faster than without the cache ({total_time(reference):.1f} s, "
-            line += "same tokens)" if same else "OTHER tokens: see `infer verify`)"
-    say(line)
+            tokens = "same tokens" if same else "OTHER tokens: see `infer verify`"
+            gain = f" · {speed_up:.1f}x faster than without the cache ({total_time(reference):.1f} s, {tokens})"
+    say(f"[{figures(result)}{gain}]")
     if as_json:
         print(json.dumps(output))
     if interrupted:
@@ -191,9 +193,9 @@ def figures(result: "GenerationResult") -> str:
     timing = result.timing
     speed = f" at {timing.decode_tokens_per_s:.1f} tok/s" if timing.decode_times_s else ""
     return (
-        f"[{result.prompt_tokens} prompt tokens, prefill {timing.prefill_time_s:.2f} s · "
+        f"{result.prompt_tokens} prompt tokens, prefill {timing.prefill_time_s:.2f} s · "
         f"{result.generated_tokens} new tokens{speed} · cache {result.cache_memory_bytes / 1e6:.1f} MB"
-        f"{' · interrupted' if result.finish_reason == 'interrupted' else ''}]"
+        f"{' · interrupted' if result.finish_reason == 'interrupted' else ''}"
     )
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-DEFAULT_MODEL = "smollm2-135m"
-
 
 @dataclass(frozen=True)
 class BuiltinModel:
