@@ -293,7 +293,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
     if min(args.positions) < 1:
         parser.error(f"--positions must be at least 1, not {min(args.positions)}")
-    report = compare(args)
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"there is no folder {args.json.parent}")
+    try:
+        report = compare(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     print(format_comparison(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -71,12 +71,26 @@ def _system_memory() -> int | None:
 
 def _cgroup_memory() -> int | None:
     """What a container's limit leaves (cgroup v2, then v1)."""
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    for limit, used, stat in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+            "/sys/fs/cgroup/memory/memory.stat",
+        ),
     ):
         try:
-            return max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
+            held = int(Path(used).read_text()) - _page_cache(Path(stat))
+            return max(0, int(Path(limit).read_text()) - held)
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return None
+
+
+def _page_cache(stat: Path) -> int:
+    """Bytes of files that a cgroup keeps in memory and gives back when asked: a model just read is among them."""
+    try:
+        counters = dict(line.split() for line in stat.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return sum(int(counters.get(name, 0)) for name in ("inactive_file", "active_file"))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from infer import GrowingCache, KVCache
 from infer.config import RopeConfig
+from infer.models.common import MLP
 from infer.ops import decode
 from infer.ops.linear import Linear
 from infer.ops.norm import RMSNorm
@@ -179,6 +180,40 @@ class TestIsPlain:
         getattr(model, name).register_forward_hook(lambda *args: seen.append(1))
         self.run(model)
         assert seen == [1]
+
+    def test_changed_modules_run(self, tiny_model: Callable, compiled: list[int]) -> None:
+        class Doubled(MLP):
+            def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+                return 2 * super().forward(x, residual)
+
+        class Scaled(Linear):
+            def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+                return 3 * super().forward(x, residual)
+
+        def subclassed(model: Any) -> None:
+            model.layers[0].mlp.__class__ = Doubled
+
+        def replaced(model: Any) -> None:
+            model.layers[0].self_attn.o_proj.__class__ = Scaled
+
+        def patched(model: Any) -> None:
+            model.layers[0].mlp.forward = lambda x, residual: residual
+
+        def head(model: Any) -> None:
+            model.lm_head.__class__ = Scaled
+
+        for change in (subclassed, replaced, patched, head):
+            model = tiny_model()
+            change(model)
+            compiled.clear()
+            torch.testing.assert_close(self.run(model), model(torch.tensor([[3, 4]]))[:, :1], atol=1e-4, rtol=1e-4)
+            assert len(compiled) == (2 if change is head else 1)
+
+    def test_a_hook_that_changes_the_layout(self, tiny_model: Callable) -> None:
+        model = tiny_model()
+        model.layers[0].register_forward_hook(lambda module, args, out: torch.stack((out, out), -1)[..., 0])
+        plain = tiny_model()
+        torch.testing.assert_close(self.run(model), self.run(plain))
 
     def test_weights_in_another_order(self, tiny_model: Callable, compiled: list[int]) -> None:
         model = tiny_model()

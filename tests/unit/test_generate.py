@@ -249,6 +249,14 @@ class TestRefusals:
         assert model.calls == 0
         assert cache.seq_len == held
 
+    @pytest.mark.parametrize("function", [generate, stream])
+    def test_a_cache_and_none(self, function: Callable) -> None:
+        model = MockModel(0)
+        cache = KVCache.from_model_config(model.config, 8, dtype="float32", device="cpu")
+        with pytest.raises(ValueError, match="both given"):
+            function(model, MockTokenizer(), [1], SamplingParams(max_new_tokens=2), cache=cache, use_kv_cache=False)
+        assert model.calls == 0
+
     def test_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("infer.cache.simple.available_memory", lambda device: 10)
         model = MockModel(0)

@@ -130,7 +130,7 @@ class BaseCache(ABC):
         first = 0 if window is None else max(0, self.seq_len - window + 1)
         if first:
             keys, values = keys[:, :, first:], values[:, :, first:]
-        mask = None if n == 1 else self._mask(n, first, window)  # a single query now sees all that is left
+        mask = None if n == 1 else self._mask(n, first, window)  # a single query sees all that is left
         return attention(q, keys, values, scale=scale, mask=mask)
 
     def _mask(self, n: int, first: int, window: int | None) -> Mask:

@@ -12,14 +12,13 @@ import typer
 from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:
-    from infer.loader import Tokenizer
-    from infer.models.common import Decoder
+    pass
 
 DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "A folder, a .gguf file, a built-in name (see `infer models`), or a hub id."
 ModelArgument = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
@@ -60,10 +59,3 @@ def parse_bias(entry: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError:
         raise ValueError(f"logit_bias is given as ID:BIAS, like 42:-1.5, not {entry!r}") from None
-
-
-def load(model: str, dtype: str, device: str) -> tuple["Decoder", "Tokenizer"]:
-    from infer.loader import Tokenizer, load_model
-
-    tokenizer = Tokenizer(model)  # the quicker of the two, so what is wrong shows sooner
-    return load_model(model, dtype=dtype, device=device)[0], tokenizer

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from infer.cli.common import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelArgument, ModelOption, load, say
+from infer.cli.common import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelArgument, ModelOption, say
 
 
 def verify(
@@ -20,7 +20,7 @@ def verify(
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Prove that the cache changes nothing: generate with and without it, greedy and seeded, and compare."""
+    """Check that the cache changes nothing: generate with and without it, greedy and seeded, and compare."""
     from infer import ModelConfig, Tokenizer, load_model
     from infer.engine.verify import PROMPTS, check
     from infer.engine.verify import verify as compare_runs
@@ -70,8 +70,8 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Measure time to the first token, decode speed and memory."""
+    from infer import ModelConfig, Tokenizer, load_model
     from infer import bench as bencher
-    from infer.loader import open_checkpoint
 
     lengths = list(bencher.SUITE.values()) if suite else [(prompt_tokens, new_tokens)]
     configs = [
@@ -86,10 +86,11 @@ def bench(
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
         if path is not None and path.is_dir():
             raise IsADirectoryError(f"{path} is a folder, not a file to write to")
-    model_config = open_checkpoint(model, weights=False).config
+    model_config = ModelConfig.from_pretrained(model)
     for config in configs:
         bencher.check(model_config, config)
-    network, tokenizer = load(model, dtype, device)
+    tokenizer = Tokenizer(model)
+    network, _ = load_model(model, dtype=dtype, device=device)
     results = []
     for config in configs:
         cache = "with" if config.use_kv_cache else "without"

@@ -62,7 +62,7 @@ class GenerationResult:
     prompt_token_ids: list[int]
     token_ids: list[int]  # all that were generated, an end-of-sequence token included
     text: str
-    finish_reason: str  # "eos" | "stop" | "length"
+    finish_reason: str  # "eos" | "stop" | "length"; "interrupted" if the stream was left early
     timing: Timing
     cache_memory_bytes: int
 
@@ -98,6 +98,8 @@ def stream(
     """
     params = params or SamplingParams()
     tokens = list(prompt_token_ids)
+    if cache is not None and not use_kv_cache:
+        raise ValueError("use_kv_cache=False and a cache were both given: leave one out")
     device = _device(model, device)
     check_request(model.config, tokens, params, None if cache is None else cache.capacity)
     if cache is None:
@@ -148,6 +150,8 @@ def generate(
 ) -> GenerationResult:
     """Generate to the end and return it all. The arguments are those of `stream`."""
     params = params or SamplingParams()
+    if cache is not None and not use_kv_cache:
+        raise ValueError("use_kv_cache=False and a cache were both given: leave one out")
     if cache is None:  # made here, to report its size
         check_request(model.config, prompt_token_ids, params)
         length = len(prompt_token_ids) + params.max_new_tokens

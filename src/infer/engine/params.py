@@ -18,7 +18,7 @@ class SamplingParams:
     """Sampling settings, checked when made. Filters apply in the order temperature, top_k, top_p, min_p."""
 
     temperature: float = _option(0.0, "0 takes the likeliest token; higher is more varied.")
-    top_k: int | None = _option(None, "Sample from the k likeliest tokens only.")
+    top_k: int | None = _option(None, "Sample from the k likeliest tokens only; 0 is off.")
     top_p: float = _option(1.0, "Sample from the likeliest tokens that together have this probability.")
     min_p: float = _option(0.0, "Drop tokens less likely than this fraction of the likeliest.")
     repetition_penalty: float = _option(1.0, "Divide the logits of tokens seen so far; 1 is off.")

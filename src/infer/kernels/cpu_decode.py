@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numba
 import numpy as np
 from numba import carray, njit, prange, types  # type: ignore[attr-defined]
 from numba.core import cgutils
@@ -76,6 +77,11 @@ def _rms_norm(x: Any, weight: Any, eps: float) -> Any:
     return out
 
 
+def use_threads(count: int) -> None:
+    """For calls from this Python thread."""
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+
+
 def _kernel(*arguments: Any) -> Any:
     """Compile for these argument types now, and keep the result on disk."""
     return njit(types.void(*arguments), parallel=True, fastmath=FASTMATH, cache=True)
@@ -115,7 +121,7 @@ def attend(
     stride: int,
     scale: float,
 ) -> None:
-    """out [Hq * D]: each head's softmax(q k / sqrt(D)) v over all keys; one KV head every `stride` floats."""
+    """out [Hq * D]: each head's softmax(scale q k) v over all keys; one KV head every `stride` floats."""
     q = _matrix(q_at, heads, head_dim)
     for head in prange(heads):
         offset = (head // (heads // kv_heads)) * stride * 4

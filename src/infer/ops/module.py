@@ -14,7 +14,10 @@ from torch import nn
 
 
 class Module(nn.Module):
-    """An nn.Module whose children are plain attributes and whose call is its forward, unless it has hooks."""
+    """An nn.Module whose children are plain attributes and whose call is its forward, unless it has hooks.
+
+    Two things of torch's do not reach it: hooks on all modules at once, and `torch.func.functional_call`.
+    """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
