@@ -92,13 +92,9 @@ class Block(Module):
 
     def is_plain(self) -> bool:
         """Whether `decode` computes what the modules inside would."""
-        attn, mlp = self.self_attn, self.mlp
-        if not (type(attn) is Attention and type(mlp) is MLP) or attn._forward_hooks or attn._forward_pre_hooks:
-            return False
-        if mlp._forward_hooks or mlp._forward_pre_hooks or "forward" in attn.__dict__ or "forward" in mlp.__dict__:
-            return False
-        norms = (self.input_layernorm, self.post_attention_layernorm)
-        return decode.is_plain((*norms, attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj))
+        attn, mlp, norms = self.self_attn, self.mlp, (self.input_layernorm, self.post_attention_layernorm)
+        parts = (attn, mlp, *norms, attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        return decode.is_plain(parts, PLAIN)
 
     def decode(self, x: Tensor, step: Pass) -> Tensor:
         """The same for a single token, in compiled parts."""
@@ -108,6 +104,9 @@ class Block(Module):
         q, k, v = heads.split_with_sizes([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], 1)
         out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
         return decode.finish(out, x, attn.o_proj, self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj)
+
+
+PLAIN = frozenset({Attention, MLP, RMSNorm, Linear, FusedLinear})  # what the compiled parts stand for
 
 
 class Decoder(Module):
@@ -144,7 +143,7 @@ class Decoder(Module):
         cache.advance(n)
         if kv_cache is not None:
             x = x.view(batch, n, -1)[:, -1]  # [B, C]: generation samples from the last position alone
-        if step.compiled and decode.is_plain((self.norm, self.lm_head)):
+        if step.compiled and decode.is_plain((self.norm, self.lm_head), PLAIN) and decode.fits(x):
             logits = decode.norm_linear(x, self.norm, self.lm_head)
         else:
             logits = self.lm_head(self.norm(x))

@@ -11,13 +11,14 @@ run them (GNU OpenMP): start it with spawn.
 from __future__ import annotations
 
 import os
+from collections.abc import Set
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from infer.ops.linear import FusedLinear, Linear
+from infer.ops.linear import Linear
 from infer.ops.norm import RMSNorm
 
 
@@ -45,10 +46,10 @@ def fits(x: Tensor) -> bool:
     return x.shape[0] == 1 and x.dtype is torch.float32 and x.is_cpu and x.is_contiguous()
 
 
-def is_plain(modules: tuple[nn.Module, ...]) -> bool:
-    """Whether the kernels compute what these modules would: nobody has changed, replaced or hooked them."""
+def is_plain(modules: tuple[nn.Module, ...], classes: Set[type[nn.Module]]) -> bool:
+    """Whether the kernels compute what these modules would: of these classes, and not patched or hooked."""
     for module in modules:
-        if type(module) not in PLAIN or "forward" in module.__dict__:
+        if type(module) not in classes or "forward" in module.__dict__:
             return False
         if module._forward_hooks or module._forward_pre_hooks:
             return False
@@ -61,9 +62,6 @@ def is_plain(modules: tuple[nn.Module, ...]) -> bool:
             ):
                 return False
     return True
-
-
-PLAIN = {Linear, FusedLinear, RMSNorm}
 
 
 def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
