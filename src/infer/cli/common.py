@@ -1,18 +1,15 @@
-"""What the commands share: options, loading, and where messages go."""
+"""What the commands share: options, and where messages go."""
 
 import functools
 import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from infer.engine.params import SamplingParams
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "A folder, a .gguf file, a built-in name (see `infer models`), or a hub id."

@@ -92,14 +92,16 @@ def chat(
     params: SamplingParams,
 ) -> None:
     """Talk with a model. The cache is kept between turns, so only new tokens are prefilled."""
-    from infer import KVCache, Tokenizer, load_model
+    from infer import KVCache, ModelConfig, Tokenizer, load_model
     from infer.engine.conversation import Conversation
+    from infer.engine.generate import check_request
 
     if context < 1:
         raise ValueError(f"context must be at least 1, not {context}")
     tokenizer = Tokenizer(model)
     encode = functools.partial(encode_chat, tokenizer)
-    encode([{"role": "user", "content": "hello"}])  # a model without a chat template says so at once
+    # A model without a chat template, or a context without room for any turn, is refused before the weights are read.
+    check_request(ModelConfig.from_pretrained(model), encode([{"role": "user", "content": "hello"}]), params, context)
     network, _ = load_model(model, dtype=dtype, device=device)
     capacity = min(context, network.config.max_position_embeddings)
     cache = KVCache.from_model_config(network.config, capacity, dtype=network.dtype, device=network.device)

@@ -98,12 +98,8 @@ def stream(
     """
     params = params or SamplingParams()
     tokens = list(prompt_token_ids)
-    if cache is not None and not use_kv_cache:
-        raise ValueError("use_kv_cache=False and a cache were both given: leave one out")
     device = _device(model, device)
-    check_request(model.config, tokens, params, None if cache is None else cache.capacity)
-    if cache is None:
-        cache = make_cache(model, len(tokens) + params.max_new_tokens, device, use_kv_cache=use_kv_cache)
+    cache = _cache_for(model, tokens, params, device, use_kv_cache, cache)
     if cache.seq_len >= len(tokens):
         raise ValueError(
             f"the cache holds {cache.seq_len} positions and the prompt has {len(tokens)} tokens: nothing is left to "
@@ -150,12 +146,8 @@ def generate(
 ) -> GenerationResult:
     """Generate to the end and return it all. The arguments are those of `stream`."""
     params = params or SamplingParams()
-    if cache is not None and not use_kv_cache:
-        raise ValueError("use_kv_cache=False and a cache were both given: leave one out")
-    if cache is None:  # made here, to report its size
-        check_request(model.config, prompt_token_ids, params)
-        length = len(prompt_token_ids) + params.max_new_tokens
-        cache = make_cache(model, length, _device(model, device), use_kv_cache=use_kv_cache)
+    # Made here, to report its size.
+    cache = _cache_for(model, prompt_token_ids, params, _device(model, device), use_kv_cache, cache)
     steps = list(stream(model, tokenizer, prompt_token_ids, params, device=device, cache=cache))
     return collect(prompt_token_ids, steps, cache.memory_bytes)
 
@@ -170,6 +162,23 @@ def collect(prompt_token_ids: Sequence[int], steps: Sequence[GeneratedToken], ca
         timing=Timing(steps[0].time_s, [step.time_s for step in steps[1:]]),
         cache_memory_bytes=cache_bytes,
     )
+
+
+def _cache_for(
+    model: Model,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    device: torch.device,
+    use_kv_cache: bool,
+    cache: Cache | None,
+) -> Cache:
+    """The caller's cache, or one for this request, once the request is found to be possible."""
+    if cache is not None and not use_kv_cache:
+        raise ValueError("use_kv_cache=False and a cache were both given: leave one out")
+    check_request(model.config, tokens, params, None if cache is None else cache.capacity)
+    if cache is not None:
+        return cache
+    return make_cache(model, len(tokens) + params.max_new_tokens, device, use_kv_cache=use_kv_cache)
 
 
 def make_cache(model: Model, max_seq_len: int, device: torch.device, *, use_kv_cache: bool = True) -> Cache:
