@@ -25,7 +25,8 @@ from torch import Tensor
 from infer import KVCache, SamplingParams, Tokenizer, load_model, stream
 from infer.bench import describe_machine, fixed_prompt, machine_line
 from infer.cli.common import DEFAULT_MODEL
-from infer.engine.generate import check_request, step
+from infer.engine.generate import step
+from infer.engine.request import check_request
 from infer.loader import open_checkpoint
 from infer.machine import resolve_device, resolve_dtype
 from infer.models.common import Decoder

@@ -6,21 +6,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infer.cache import GrowingCache, KVCache
+    from infer.cache import GrowingCache, KVCache, SlidingCache
     from infer.config import ModelConfig
-    from infer.engine.generate import GenerationResult, generate, stream
+    from infer.engine.batch import generate_batch
+    from infer.engine.generate import generate, prefill, stream
     from infer.engine.params import SamplingParams
+    from infer.engine.result import GenerationResult
     from infer.loader import Tokenizer, load_model, render_chat_template
 
 _HOMES = {
-    "GenerationResult": "infer.engine.generate",
+    "GenerationResult": "infer.engine.result",
     "GrowingCache": "infer.cache",
     "KVCache": "infer.cache",
     "ModelConfig": "infer.config",
     "SamplingParams": "infer.engine.params",
+    "SlidingCache": "infer.cache",
     "Tokenizer": "infer.loader",
     "generate": "infer.engine.generate",
+    "generate_batch": "infer.engine.batch",
     "load_model": "infer.loader",
+    "prefill": "infer.engine.generate",
     "render_chat_template": "infer.loader",
     "stream": "infer.engine.generate",
 }
@@ -31,9 +36,12 @@ __all__ = [
     "KVCache",
     "ModelConfig",
     "SamplingParams",
+    "SlidingCache",
     "Tokenizer",
     "generate",
+    "generate_batch",
     "load_model",
+    "prefill",
     "render_chat_template",
     "stream",
 ]

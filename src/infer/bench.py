@@ -24,8 +24,10 @@ from typing import Any, Protocol
 import torch
 
 from infer.config import ModelConfig
-from infer.engine.generate import GenerationResult, Model, check_request, generate
+from infer.engine.generate import Model, generate
 from infer.engine.params import SamplingParams
+from infer.engine.request import check_chunk, check_request
+from infer.engine.result import GenerationResult
 
 SUITE = {"short": (32, 32), "medium": (128, 64), "long": (512, 64)}  # prompt tokens, new tokens
 
@@ -50,8 +52,12 @@ class BenchConfig:
     trials: int = 3
     warmup: int = 1
     use_kv_cache: bool = True
+    prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        check_chunk(self.prefill_chunk)
+        if self.prefill_chunk is not None and not self.use_kv_cache:
+            raise ValueError("prefill_chunk needs the cache")
         # Two new tokens, because the first belongs to the prefill.
         for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("trials", 1), ("warmup", 0)):
             if getattr(self, name) < least:
@@ -111,7 +117,14 @@ def run(
     weights = list(model.parameters())
 
     def trial() -> GenerationResult:
-        return generate(model, tokenizer, prompt, _params(config), use_kv_cache=config.use_kv_cache)
+        return generate(
+            model,
+            tokenizer,
+            prompt,
+            _params(config),
+            use_kv_cache=config.use_kv_cache,
+            prefill_chunk=config.prefill_chunk,
+        )
 
     for i in range(config.warmup):
         progress(f"warm-up {i + 1}/{config.warmup}")
@@ -199,10 +212,11 @@ def _section(result: BenchResult) -> list[str]:
     config, step = result.config, result.step_ms
     cache = f"enabled ({_megabytes(result.cache_bytes)})" if config.use_kv_cache else "disabled"
     peak = "unknown" if result.peak_memory_bytes is None else _megabytes(result.peak_memory_bytes)
+    chunks = "" if config.prefill_chunk is None else f", prefilled in chunks of {config.prefill_chunk}"
     return [
         _row("Dtype", result.dtype),
         _row("KV cache", cache),
-        _row("Tokens", f"{config.prompt_tokens} prompt + {config.new_tokens} new"),
+        _row("Tokens", f"{config.prompt_tokens} prompt + {config.new_tokens} new{chunks}"),
         _row("Trials", f"{config.trials} after {config.warmup} to warm up"),
         "",
         "--- Prefill ---",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +25,12 @@ class RopeConfig:
     divisors: tuple[float, ...] = ()
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> RopeConfig:
-        """From `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
-        settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    def from_hf(cls, settings: Mapping[str, Any], theta: float) -> RopeConfig:
+        """From `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it."""
         scaling = settings.get("rope_type", settings.get("type", "default"))
         if scaling not in ("default", "linear", "llama3"):
             raise ValueError(f"RoPE scaling {scaling!r} is not supported: only default, linear and llama3 are")
-        theta = float(settings.get("rope_theta", raw.get("rope_theta", cls.theta)))
+        theta = float(settings.get("rope_theta", theta))
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         if scaling == "default":
             return cls(theta=theta)
@@ -56,6 +56,8 @@ class ModelConfig:
     head_dim: int | None = None
     rms_norm_eps: float = 1e-5
     rope: RopeConfig = field(default_factory=RopeConfig)
+    local_rope: RopeConfig | None = None  # of the sliding layers, where theirs differs
+    query_pre_attn_scalar: float | None = None  # scores are divided by its root; None: head_dim
     layer_types: tuple[str, ...] = ()  # one kind per layer; empty: full attention everywhere
     sliding_window: int | None = None
     attention_bias: bool = False
@@ -85,16 +87,34 @@ class ModelConfig:
         unknown = set(self.layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION}
         if unknown:
             raise ValueError(f"layer type {unknown.pop()!r} is not supported")
-        if SLIDING_ATTENTION in self.layer_types and (self.sliding_window is None or self.sliding_window < 1):
+        if self.has_windows and (self.sliding_window is None or self.sliding_window < 1):
             raise ValueError(f"sliding layers need a positive sliding_window, not {self.sliding_window!r}")
+        if self.query_pre_attn_scalar is not None and not self.query_pre_attn_scalar > 0:
+            raise ValueError(f"query_pre_attn_scalar must be above 0, not {self.query_pre_attn_scalar!r}")
 
     @property
     def computed_head_dim(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        return 1 / math.sqrt(self.query_pre_attn_scalar or self.computed_head_dim)
+
+    @property
+    def has_windows(self) -> bool:
+        return SLIDING_ATTENTION in self.layer_types
+
     def window(self, layer_idx: int) -> int | None:
         """How many positions back this layer looks, itself included; None: all of them."""
         return self.sliding_window if self.layer_types[layer_idx] == SLIDING_ATTENTION else None
+
+    def ropes(self) -> dict[str, RopeConfig]:
+        """By layer type, those that the model has."""
+        return {
+            kind: self.local_rope if kind == SLIDING_ATTENTION and self.local_rope else self.rope
+            for kind in dict.fromkeys(self.layer_types)
+        }
 
     def cache_bytes_per_token(self, element_size: int) -> int:
         """Bytes of K and V that one position adds over all layers."""
@@ -110,21 +130,25 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
         """From the contents of `config.json` and, where there is one, `generation_config.json`."""
+        raw = _FAMILIES.get(str(raw.get("model_type")), dict)(raw)
         missing = [name for name in _REQUIRED_IN_HF if raw.get(name) is None]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         if raw.get("quantization_config") is not None:
             method = raw["quantization_config"].get("quant_method", "unknown")
             raise ValueError(f"safetensors quantised with {method!r} are not supported: use the original or a GGUF")
-        activation = raw.get("hidden_act", "silu")
-        if activation != "silu":
-            raise ValueError(f"hidden_act {activation!r} is not supported for {raw['model_type']}: only silu is")
+        activation, expected = raw.get("hidden_act", "silu"), _ACTIVATIONS.get(raw["model_type"], "silu")
+        if activation != expected:
+            raise ValueError(f"hidden_act {activation!r} is not supported for {raw['model_type']}: only {expected} is")
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         return cls(
             **{name: raw[name] for name in _REQUIRED_IN_HF},
             num_key_value_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
             head_dim=raw.get("head_dim"),
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope=RopeConfig.from_hf(raw),
+            rope=RopeConfig.from_hf(rope, raw.get("rope_theta", RopeConfig.theta)),
+            local_rope=raw.get("local_rope"),
+            query_pre_attn_scalar=raw.get("query_pre_attn_scalar"),
             layer_types=tuple(raw.get("layer_types") or ()),
             sliding_window=raw.get("sliding_window"),
             attention_bias=raw.get("attention_bias", False),
@@ -156,12 +180,21 @@ class ModelConfig:
         scaling = get("rope.scaling.type", "none")
         if scaling not in ("none", "linear"):
             raise ValueError(f"RoPE scaling {scaling!r} is not supported in GGUF files: only linear is")
+        window = get("attention.sliding_window", 0)
+        layers = get("block_count")
+        local_rope = layer_types = scalar = None
+        if arch == "gemma3":
+            # Written by newer converters only; llama.cpp takes these values where they are missing.
+            local_rope = RopeConfig(theta=get("rope.freq_base_swa", 10_000.0))
+            layer_types = _layer_pattern(get("attention.sliding_window_pattern", 6), layers)
+            # Nor is the scale there: the 27B alone, known by its depth, does not take head_dim.
+            scalar = hidden / heads if layers == 62 else None
         return cls(
             model_type=arch,
             vocab_size=get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
             hidden_size=hidden,
             intermediate_size=get("feed_forward_length"),
-            num_hidden_layers=get("block_count"),
+            num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=get("attention.head_count_kv", heads),
             max_position_embeddings=get("context_length"),
@@ -173,6 +206,10 @@ class ModelConfig:
                 factor=get("rope.scaling.factor", 1.0),
                 divisors=rope_divisors,
             ),
+            local_rope=local_rope,
+            query_pre_attn_scalar=scalar,
+            layer_types=layer_types or (),
+            sliding_window=window or None,
             attention_bias="blk.0.attn_q.bias" in tensor_names,
             mlp_bias="blk.0.ffn_down.bias" in tensor_names,
             tie_word_embeddings="output.weight" not in tensor_names,
@@ -191,6 +228,69 @@ _POSITIVE = (
     "max_position_embeddings",
 )
 _REQUIRED_IN_HF = ("model_type", *(name for name in _POSITIVE if name != "num_key_value_heads"))
+
+
+def _layer_pattern(pattern: int | list[bool], layers: int) -> tuple[str, ...]:
+    """Every pattern-th layer sees everything; or one entry per layer, true where it slides."""
+    if isinstance(pattern, int) and pattern < 1:
+        raise ValueError(f"sliding_window_pattern must be at least 1, not {pattern}")
+    slides = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(layers)]
+    return tuple(SLIDING_ATTENTION if slide else FULL_ATTENTION for slide in slides)
+
+
+def _qwen3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows, if any, from layer max_window_layers on."""
+    raw = dict(raw)
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    if window is not None and not raw.get("layer_types"):
+        full = raw.get("max_window_layers", 28)
+        raw["layer_types"] = [
+            SLIDING_ATTENTION if i >= full else FULL_ATTENTION for i in range(raw.get("num_hidden_layers") or 0)
+        ]
+    return raw | {"sliding_window": window}
+
+
+def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The text part of a config with others, what published configs leave to the reference's defaults, two RoPEs."""
+    given = (raw.get("text_config") or {}) | {name: value for name, value in raw.items() if name != "text_config"}
+    raw = _GEMMA3_DEFAULTS | {name: value for name, value in given.items() if value is not None}
+    for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
+        if raw.get(name):
+            raise ValueError(f"{name} {raw[name]!r} is not supported")
+    ropes = raw.pop("rope_parameters", {})
+    pattern = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
+    return raw | {
+        "hidden_act": raw["hidden_activation"],
+        "rope_scaling": ropes.get(FULL_ATTENTION) or raw.get("rope_scaling"),
+        "local_rope": RopeConfig.from_hf(ropes.get(SLIDING_ATTENTION) or {}, raw["rope_local_base_freq"]),
+        "layer_types": raw.get("layer_types") or _layer_pattern(pattern, raw.get("num_hidden_layers", 0)),
+    }
+
+
+_GEMMA3_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+_ACTIVATIONS = {"gemma3": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh"}  # of the families without SwiGLU
+
+# How a family's config.json differs from Llama's.
+_FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "qwen3": _qwen3,
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3,
+}
 
 
 def _unique(*ids: int | list[int] | None) -> tuple[int, ...]:

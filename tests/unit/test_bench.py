@@ -17,7 +17,7 @@ from matplotlib.image import imread
 
 from infer import bench
 from infer.bench import BenchConfig, BenchResult, StepTimes
-from infer.engine.generate import GenerationResult, Timing
+from infer.engine.result import GenerationResult, Timing
 from infer.models.common import Decoder
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

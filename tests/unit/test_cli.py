@@ -25,7 +25,7 @@ from infer.cli import main
 from infer.cli.common import DEFAULT_MODEL
 from infer.engine import generate as engine
 from infer.engine.conversation import Conversation
-from infer.engine.generate import GeneratedToken, GenerationResult
+from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.verify import PROMPTS
 from infer.loader import describe, load
 from infer.loader.builtin import BUILTIN

@@ -11,7 +11,8 @@ from mocks import CACHES, MockModel, MockTokenizer, UniformMockModel
 
 from infer import GenerationResult, KVCache, SamplingParams, generate, stream
 from infer.cache import BaseCache, NoCache
-from infer.engine.generate import Timing, step
+from infer.engine.generate import step
+from infer.engine.result import Timing
 from infer.models.common import Decoder
 
 WORDS = ["Hello", " wor", "ld", " ST", "OP", "!", "?", " again", "<eos>", "."]

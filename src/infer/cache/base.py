@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from infer.config import ModelConfig
-from infer.machine import resolve_device, resolve_dtype
-from infer.ops.attention import Mask, attention, span_mask
+from infer.machine import available_memory, resolve_device, resolve_dtype
+from infer.ops.attention import Masks, span_attention
 
 
 class Cache(Protocol):
@@ -49,14 +49,14 @@ class CacheShape(NamedTuple):
 
 
 class BaseCache(ABC):
-    """A cache whose rows all have the same length and whose keys lie in the order of their positions."""
+    """A cache whose rows all have the same length, and which returns keys in the order of their positions."""
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.dtype = dtype
         self.device = device
         self.seq_len = 0
-        self._masks: dict[tuple[int, int | None], Mask] = {}  # of this forward pass, by (n, window)
+        self._masks: Masks = {}  # of this forward pass
 
     @classmethod
     def allocate(
@@ -69,14 +69,15 @@ class BaseCache(ABC):
         batch_size: int = 1,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "auto",
+        **layout: Any,
     ) -> Self:
-        """An empty cache. "auto" chooses as `load_model` does."""
+        """An empty cache. "auto" chooses as `load_model` does; layout: what this kind of cache asks for besides."""
         shape = CacheShape(num_layers, batch_size, num_kv_heads, max_seq_len, head_dim)
         for name, size in shape._asdict().items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
         device = resolve_device(device)
-        return cls._empty(shape, resolve_dtype(dtype, device), device)
+        return cls._empty(shape, resolve_dtype(dtype, device), device, **layout)
 
     @classmethod
     def from_model_config(
@@ -100,8 +101,8 @@ class BaseCache(ABC):
         )
 
     @classmethod
-    @abstractmethod
-    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self: ...
+    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device, **layout: Any) -> Self:
+        return cls(shape, dtype, device, **layout)
 
     @property
     def capacity(self) -> int:
@@ -124,19 +125,8 @@ class BaseCache(ABC):
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
     ) -> Tensor:
         """Store k and v, then attend from q [B, Hq, n, D] to every key the rule makes visible."""
-        n = q.shape[2]
         keys, values = self.update(layer_idx, k, v)
-        # The first query looks furthest back; keys before its window are no one's.
-        first = 0 if window is None else max(0, self.seq_len - window + 1)
-        if first:
-            keys, values = keys[:, :, first:], values[:, :, first:]
-        mask = None if n == 1 else self._mask(n, first, window)  # a single query sees all that is left
-        return attention(q, keys, values, scale=scale, mask=mask)
-
-    def _mask(self, n: int, first: int, window: int | None) -> Mask:
-        if (n, window) not in self._masks:
-            self._masks[n, window] = span_mask(self.seq_len, n, first, window, self.device)
-        return self._masks[n, window]
+        return span_attention(q, keys, values, scale=scale, window=window, masks=self._masks)
 
     def advance(self, n: int) -> None:
         self._check_room(n)
@@ -183,6 +173,17 @@ class BaseCache(ABC):
         return n
 
 
+def check_memory(positions: int, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a cache that would not fit, before it is allocated. positions: stored by all layers together."""
+    needed = 2 * positions * shape.batch_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    free = available_memory(device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"a cache of {shape.max_seq_len} positions needs {needed / 1e9:.2f} GB, "
+            f"but {free / 1e9:.2f} GB are free on {device}: ask for fewer positions"
+        )
+
+
 class NoCache(BaseCache):
     """No cache is a cache too: it keeps nothing, so that every forward pass starts at position 0."""
 
@@ -191,7 +192,7 @@ class NoCache(BaseCache):
         super().__init__(unlimited, torch.float32, torch.device(device))
 
     @classmethod
-    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
+    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device, **layout: Any) -> Self:
         return cls(shape.batch_size, device)
 
     @property

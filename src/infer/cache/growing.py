@@ -6,8 +6,6 @@ writes each position once.
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
@@ -22,10 +20,6 @@ class GrowingCache(BaseCache):
         empty = torch.empty(shape.batch_size, shape.num_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
         self.k = [empty] * shape.num_layers  # each [B, Hkv, filled, D]
         self.v = [empty] * shape.num_layers
-
-    @classmethod
-    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
-        return cls(shape, dtype, device)
 
     @property
     def memory_bytes(self) -> int:

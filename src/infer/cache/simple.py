@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from infer.cache.base import BaseCache, CacheShape
-from infer.machine import available_memory
+from infer.cache.base import BaseCache, CacheShape, check_memory
 
 
 class KVCache(BaseCache):
@@ -32,14 +31,8 @@ class KVCache(BaseCache):
         self._views = Views(-1, (), (), (), ())
 
     @classmethod
-    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
-        needed = 2 * torch.Size(shape).numel() * dtype.itemsize
-        free = available_memory(device)
-        if free is not None and needed > free:
-            raise ValueError(
-                f"a cache of {shape.max_seq_len} positions needs {needed / 1e9:.2f} GB, "
-                f"but {free / 1e9:.2f} GB are free on {device}: ask for fewer positions"
-            )
+    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device, **layout: Any) -> Self:
+        check_memory(shape.num_layers * shape.max_seq_len, shape, dtype, device)
         return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 
     @property

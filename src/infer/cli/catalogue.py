@@ -33,6 +33,7 @@ def models(as_json: JsonOption = False) -> None:
 
 def info(
     model: ModelArgument = DEFAULT_MODEL,
+    context: Annotated[int | None, typer.Option(help="Positions of cache.  [default: all the model has]")] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
@@ -40,7 +41,7 @@ def info(
     """What a model is and what it will need, before anything is allocated."""
     from infer.loader.describe import describe
 
-    facts = describe(model, dtype, device)
+    facts = describe(model, dtype, device, context)
     if as_json:
         print(json.dumps(asdict(facts)))
         return

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from infer.cli.common import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelArgument, ModelOption, say
+from infer.cli.common import (
+    DEFAULT_MODEL,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    ModelOption,
+    PrefillChunkOption,
+    say,
+)
 
 
 def verify(
@@ -20,9 +29,9 @@ def verify(
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Check that the cache changes nothing: generate with and without it, greedy and seeded, and compare."""
+    """Check that the cache changes nothing: generate with every kind of cache, in chunks, in a batch, and without."""
     from infer import ModelConfig, Tokenizer, load_model
-    from infer.engine.verify import PROMPTS, check
+    from infer.engine.verify import PROMPTS, check, with_long_prompt
     from infer.engine.verify import verify as compare_runs
 
     texts: tuple[str, ...] = PROMPTS
@@ -30,9 +39,12 @@ def verify(
         texts = tuple(line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip())
         if not texts:
             raise ValueError(f"{prompts} holds no prompts")
-    tokenizer = Tokenizer(model)
+    tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
     prompt_ids = [tokenizer.encode(text) for text in texts]
-    check(ModelConfig.from_pretrained(model), prompt_ids, max_new_tokens)  # before the weights are read
+    check(config, prompt_ids, max_new_tokens)  # before the weights are read
+    if prompts is None:
+        prompt_ids = with_long_prompt(config, prompt_ids, max_new_tokens)
+        texts += ("(a text longer than the window)",) * (len(prompt_ids) - len(texts))
     network, _ = load_model(model, dtype=dtype, device=device)
     rows = []
     for row in compare_runs(network, tokenizer, prompt_ids, max_new_tokens, seed):
@@ -41,9 +53,8 @@ def verify(
             outcome = f"equal, {row.tokens} tokens"
             if not row.equal:
                 outcome = f"DIFFERS at step {row.first_difference}; margin between the two best logits {row.margin:.2e}"
-            print(
-                f"{row.mode:<7} {row.cache:<13} {json.dumps(texts[row.prompt], ensure_ascii=False)[:40]:<42} {outcome}"
-            )
+            text = json.dumps(texts[row.prompt], ensure_ascii=False)[:40]
+            print(f"{row.mode:<7} {row.path:<26} {text:<42} {outcome}")
     different = sum(not row.equal for row in rows)
     if as_json:
         comparisons = [asdict(row) | {"prompt": texts[row.prompt], "equal": row.equal} for row in rows]
@@ -60,6 +71,7 @@ def bench(
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
     suite: Annotated[bool, typer.Option("--suite", help="Measure a short, a medium and a long setting.")] = False,
     kv_cache: Annotated[bool, typer.Option(help="Measure with the cache or without it.")] = True,
+    prefill_chunk: PrefillChunkOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Measure both, and the speed-up.")] = False,
     trials: Annotated[int, typer.Option(help="Timed runs of each setting.")] = 3,
     warmup: Annotated[int, typer.Option(help="Runs before those.")] = 1,
@@ -75,9 +87,9 @@ def bench(
 
     lengths = list(bencher.SUITE.values()) if suite else [(prompt_tokens, new_tokens)]
     configs = [
-        bencher.BenchConfig(prompt, new, trials, warmup, use_kv_cache)
+        bencher.BenchConfig(prompt, new, trials, warmup, use_kv_cache, chunk)
         for prompt, new in lengths
-        for use_kv_cache in ([True, False] if compare else [kv_cache])
+        for use_kv_cache, chunk in ([(True, prefill_chunk), (False, None)] if compare else [(kv_cache, prefill_chunk)])
     ]
     if plot is not None:
         bencher.check_plot()

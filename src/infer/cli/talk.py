@@ -14,17 +14,24 @@ from infer.cli.common import (
     DtypeOption,
     JsonOption,
     ModelOption,
+    PrefillChunkOption,
     sampling_options,
     say,
 )
 from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:
-    from infer.engine.generate import GeneratedToken, GenerationResult
+    from infer.engine.result import GeneratedToken, GenerationResult
     from infer.loader import Tokenizer
     from infer.models.common import Decoder
 
 SystemOption = Annotated[str | None, typer.Option(help="A system message to begin with.")]
+ThinkingOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking", help="Whether a model that can think first should.  [default: as it likes]"
+    ),
+]
 
 
 @sampling_options
@@ -34,6 +41,8 @@ def generate(
     model: ModelOption = DEFAULT_MODEL,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     system: SystemOption = None,
+    thinking: ThinkingOption = None,
+    prefill_chunk: PrefillChunkOption = None,
     kv_cache: Annotated[bool, typer.Option(help="Without it every step recomputes the whole sequence.")] = True,
     compare: Annotated[bool, typer.Option("--compare", help="Generate again without the cache.")] = False,
     dtype: DtypeOption = "auto",
@@ -43,23 +52,30 @@ def generate(
 ) -> None:
     """Generate from a prompt, streaming."""
     from infer import ModelConfig, Tokenizer, load_model
-    from infer.engine.generate import check_request, collect, make_cache, stream
+    from infer.engine.generate import make_cache, stream
+    from infer.engine.request import check_chunk, check_request
+    from infer.engine.result import collect
 
     text = sys.stdin.read() if prompt == "-" else prompt
     if compare and not kv_cache:
         raise ValueError("--compare needs the cache: leave --no-kv-cache out")
-    if system is not None and not chat:
-        raise ValueError("--system goes with --chat: a raw prompt has no system message")
+    if prefill_chunk is not None and not kv_cache:
+        raise ValueError("--prefill-chunk needs the cache: leave --no-kv-cache out")
+    if not chat and (system is not None or thinking is not None):
+        raise ValueError("--system and --thinking go with --chat: a raw prompt has neither")
+    check_chunk(prefill_chunk)
     tokenizer = Tokenizer(model)
     if chat:
         messages = [{"role": "system", "content": system}] if system is not None else []
-        prompt_ids = encode_chat(tokenizer, [*messages, {"role": "user", "content": text}])
+        prompt_ids = encode_chat(tokenizer, thinking, [*messages, {"role": "user", "content": text}])
     else:
         prompt_ids = tokenizer.encode(text)
     check_request(ModelConfig.from_pretrained(model), prompt_ids, params)  # before the weights are read
     network, _ = load_model(model, dtype=dtype, device=device)
-    cache = make_cache(network, len(prompt_ids) + params.max_new_tokens, network.device, use_kv_cache=kv_cache)
-    steps = show(stream(network, tokenizer, prompt_ids, params, cache=cache), quiet=as_json)
+    positions = len(prompt_ids) + params.max_new_tokens
+    cache = make_cache(network, positions, network.device, use_kv_cache=kv_cache, prefill_chunk=prefill_chunk)
+    stepping = stream(network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk)
+    steps = show(stepping, quiet=as_json)
     if not steps:
         sys.exit(130)
     result = collect(prompt_ids, steps, cache.memory_bytes)
@@ -86,26 +102,30 @@ def chat(
     *,
     model: ModelOption = DEFAULT_MODEL,
     system: SystemOption = None,
+    thinking: ThinkingOption = None,
+    prefill_chunk: PrefillChunkOption = None,
     context: Annotated[int, typer.Option(help="Positions to allocate the cache for.")] = 4096,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     params: SamplingParams,
 ) -> None:
     """Talk with a model. The cache is kept between turns, so only new tokens are prefilled."""
-    from infer import KVCache, ModelConfig, Tokenizer, load_model
+    from infer import ModelConfig, Tokenizer, load_model
     from infer.engine.conversation import Conversation
-    from infer.engine.generate import check_request
+    from infer.engine.generate import make_cache
+    from infer.engine.request import check_chunk, check_request
 
+    check_chunk(prefill_chunk)
     if context < 1:
         raise ValueError(f"context must be at least 1, not {context}")
     tokenizer = Tokenizer(model)
-    encode = functools.partial(encode_chat, tokenizer)
+    encode = functools.partial(encode_chat, tokenizer, thinking)
     # A model without a chat template, or a context without room for any turn, is refused before the weights are read.
     check_request(ModelConfig.from_pretrained(model), encode([{"role": "user", "content": "hello"}]), params, context)
     network, _ = load_model(model, dtype=dtype, device=device)
     capacity = min(context, network.config.max_position_embeddings)
-    cache = KVCache.from_model_config(network.config, capacity, dtype=network.dtype, device=network.device)
-    conversation = Conversation(network, tokenizer, encode, cache, system)
+    cache = make_cache(network, capacity, network.device, prefill_chunk=prefill_chunk)
+    conversation = Conversation(network, tokenizer, encode, cache, system, prefill_chunk)
     say(f"{model}: {capacity} positions, {cache.memory_bytes / 1e6:.0f} MB of cache. /reset forgets, /exit leaves.")
     while True:
         text = ask()
@@ -140,10 +160,14 @@ def ask() -> str | None:
     return line.strip()
 
 
-def encode_chat(tokenizer: "Tokenizer", messages: list[dict[str, str]]) -> list[int]:
+def encode_chat(tokenizer: "Tokenizer", thinking: bool | None, messages: list[dict[str, str]]) -> list[int]:
     from infer.loader import render_chat_template
 
-    return tokenizer.encode(render_chat_template(messages, tokenizer=tokenizer), add_special_tokens=False)
+    if thinking is not None and "enable_thinking" not in (tokenizer.chat_template or "enable_thinking"):
+        raise ValueError("this model's chat template has no switch for thinking: leave --thinking/--no-thinking out")
+    variables: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+    prompt = render_chat_template(messages, tokenizer=tokenizer, **variables)
+    return tokenizer.encode(prompt, add_special_tokens=False)
 
 
 def show(tokens: Any, *, quiet: bool = False) -> list["GeneratedToken"]:
@@ -169,7 +193,8 @@ def without_cache(
     cached: "GenerationResult",
 ) -> "GenerationResult | None":
     """The same generation, recomputing everything; None if the user does not want to wait for it."""
-    from infer.engine.generate import collect, stream
+    from infer.engine.generate import stream
+    from infer.engine.result import collect
 
     steps: list[GeneratedToken] = []
     progress = sys.stderr.isatty()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from infer.cache.base import Cache
-from infer.engine.generate import GeneratedToken, Model, check_request, stream
+from infer.engine.generate import Model, stream
 from infer.engine.params import SamplingParams
+from infer.engine.request import check_request
+from infer.engine.result import GeneratedToken
 from infer.engine.text import Decodes
 
 Message = dict[str, str]
@@ -21,14 +23,21 @@ class Conversation:
     """
 
     def __init__(
-        self, model: Model, tokenizer: Decodes, encode: Encode, cache: Cache, system: str | None = None
+        self,
+        model: Model,
+        tokenizer: Decodes,
+        encode: Encode,
+        cache: Cache,
+        system: str | None = None,
+        prefill_chunk: int | None = None,
     ) -> None:
-        """encode: from messages to the token ids of the prompt."""
+        """encode: from messages to the token ids of the prompt; prefill_chunk: as for `stream`."""
         self.model = model
         self.tokenizer = tokenizer
         self.encode = encode
         self.cache = cache
         self.system = system
+        self.prefill_chunk = prefill_chunk
         self.reset()
 
     def reset(self) -> None:
@@ -42,11 +51,18 @@ class Conversation:
         prompt = self.encode([*self.messages, {"role": "user", "content": text}])
         check_request(self.model.config, prompt, params, self.cache.capacity)
         # At least one token must be fed, to have logits to sample from.
-        self.cache.truncate(min(_common_prefix(prompt, self._ids[: self.cache.seq_len]), len(prompt) - 1))
+        keep = min(_common_prefix(prompt, self._ids[: self.cache.seq_len]), len(prompt) - 1)
+        try:
+            self.cache.truncate(keep)
+        except ValueError:  # a ring has lost what comes before
+            self.cache.reset()
         self._ids = list(prompt)
         answer = ""
         try:
-            for token in stream(self.model, self.tokenizer, prompt, params, cache=self.cache):
+            tokens = stream(
+                self.model, self.tokenizer, prompt, params, cache=self.cache, prefill_chunk=self.prefill_chunk
+            )
+            for token in tokens:
                 self._ids.append(token.token_id)
                 answer += token.text
                 yield token

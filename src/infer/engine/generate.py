@@ -1,14 +1,12 @@
 """Generation: prefill the prompt once, then decode one token per step.
 
-`step` is one forward pass, `stream` yields tokens as they come, `generate` collects them.
+`step` feeds tokens to the model, `stream` yields tokens as they come, `generate` collects them.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,10 +14,12 @@ from torch import Tensor
 
 from infer.cache.base import Cache, NoCache
 from infer.cache.simple import KVCache
+from infer.cache.sliding import PREFILL_CHUNK, SlidingCache
 from infer.config import ModelConfig
 from infer.engine.params import SamplingParams
-from infer.engine.sampler import sample
-from infer.engine.text import Decodes, TextStream
+from infer.engine.request import Request, check_chunk
+from infer.engine.result import GeneratedToken, GenerationResult, collect
+from infer.engine.text import Decodes
 from infer.machine import resolve_device
 
 
@@ -28,56 +28,18 @@ class Model(Protocol):
 
     config: ModelConfig
 
-    def __call__(self, input_ids: Tensor, kv_cache: Cache | None = None) -> Tensor: ...
+    def __call__(self, input_ids: Tensor, kv_cache: Cache | None = None, *, all_logits: bool = False) -> Tensor: ...
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
 
-@dataclass(frozen=True)
-class GeneratedToken:
-    """One step of a stream. Text is what became certain with it: it may be empty, or belong to earlier tokens too."""
+def step(model: Model, cache: Cache, tokens: Tensor, prefill_chunk: int | None = None) -> Tensor:
+    """Feed tokens [B, n] behind what the cache holds; logits [B, V] for the token to follow.
 
-    token_id: int
-    text: str
-    time_s: float  # of the forward pass and sampling; the first one's includes the whole prefill
-    finish_reason: str | None = None  # on the last: "eos" | "stop" | "length"
-
-
-@dataclass(frozen=True)
-class Timing:
-    prefill_time_s: float
-    decode_times_s: list[float] = field(default_factory=list)
-
-    @property
-    def decode_time_s(self) -> float:
-        return sum(self.decode_times_s)
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Steady speed, the first token apart; 0 if there was only that one."""
-        return len(self.decode_times_s) / self.decode_time_s if self.decode_times_s else 0.0
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    prompt_token_ids: list[int]
-    token_ids: list[int]  # all that were generated, an end-of-sequence token included
-    text: str
-    finish_reason: str  # "eos" | "stop" | "length"; "interrupted" if the stream was left early
-    timing: Timing
-    cache_memory_bytes: int
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
-    def generated_tokens(self) -> int:
-        return len(self.token_ids)
-
-
-def step(model: Model, cache: Cache, tokens: Tensor) -> Tensor:
-    """Feed tokens [B, n] behind what the cache holds; logits [B, V] for the token to follow."""
-    return model(tokens, kv_cache=cache)[:, -1]
+    prefill_chunk: in passes of at most so many tokens, which bounds the memory that a long prompt takes.
+    """
+    for chunk in _chunks(tokens, prefill_chunk):
+        logits = model(chunk, kv_cache=cache)
+    return logits[:, -1]
 
 
 def stream(
@@ -89,49 +51,16 @@ def stream(
     device: str | torch.device | None = None,
     use_kv_cache: bool = True,
     cache: Cache | None = None,
+    prefill_chunk: int | None = None,
 ) -> Iterator[GeneratedToken]:
     """Generate token by token. What cannot be generated is refused here, before the first token is asked for.
 
     use_kv_cache=False recomputes the whole sequence at each step: slow, and the reference for all else.
-    cache: one of your own instead of a fresh `KVCache`; what it holds must be the beginning of the prompt, of which
-    only the rest is then prefilled. It ends up holding every token but the last generated.
+    cache: one of your own instead of a fresh one; what it holds must be the beginning of the prompt, of which only the
+    rest is then prefilled. It ends up holding every token but the last generated.
+    prefill_chunk: feed the prompt in passes of at most so many tokens; None: at once.
     """
-    params = params or SamplingParams()
-    tokens = list(prompt_token_ids)
-    device = _device(model, device)
-    cache = _cache_for(model, tokens, params, device, use_kv_cache, cache)
-    if cache.seq_len >= len(tokens):
-        raise ValueError(
-            f"the cache holds {cache.seq_len} positions and the prompt has {len(tokens)} tokens: nothing is left to "
-            "feed; truncate the cache to what the prompt begins with, less at least one token"
-        )
-    return _steps(model, cache, tokens, params, TextStream(tokenizer, params.stop), device)
-
-
-@torch.inference_mode()
-def _steps(
-    model: Model, cache: Cache, tokens: list[int], params: SamplingParams, text: TextStream, device: torch.device
-) -> Iterator[GeneratedToken]:
-    seed = secrets.randbits(63) if params.seed is None else params.seed
-    prompt_len = len(tokens)
-    finish_reason = None
-    while finish_reason is None:
-        started = time.perf_counter()
-        # With a cache that is the prompt, then each new token alone; NoCache holds nothing, so everything.
-        fed = torch.tensor([tokens[cache.seq_len :]], device=device)
-        token = sample(step(model, cache, fed)[0], tokens, prompt_len, params, seed)
-        elapsed = time.perf_counter() - started
-        tokens.append(token)
-        is_eos = token in model.config.eos_token_ids and not params.ignore_eos
-        is_last = is_eos or len(tokens) - prompt_len == params.max_new_tokens
-        piece = "" if is_eos else text.push(token)
-        if is_last:
-            piece += text.finish()
-        if text.stopped:
-            finish_reason = "stop"
-        elif is_last:
-            finish_reason = "eos" if is_eos else "length"
-        yield GeneratedToken(token, piece, elapsed, finish_reason)
+    return _steps(*_prepare(model, tokenizer, prompt_token_ids, params, device, use_kv_cache, cache, prefill_chunk))
 
 
 def generate(
@@ -143,73 +72,93 @@ def generate(
     device: str | torch.device | None = None,
     use_kv_cache: bool = True,
     cache: Cache | None = None,
+    prefill_chunk: int | None = None,
 ) -> GenerationResult:
     """Generate to the end and return it all. The arguments are those of `stream`."""
-    params = params or SamplingParams()
-    # Made here, to report its size.
-    cache = _cache_for(model, prompt_token_ids, params, _device(model, device), use_kv_cache, cache)
-    steps = list(stream(model, tokenizer, prompt_token_ids, params, device=device, cache=cache))
-    return collect(prompt_token_ids, steps, cache.memory_bytes)
+    run = _prepare(model, tokenizer, prompt_token_ids, params, device, use_kv_cache, cache, prefill_chunk)
+    _, _, used_cache, _ = run
+    return collect(prompt_token_ids, list(_steps(*run)), used_cache.memory_bytes)
 
 
-def collect(prompt_token_ids: Sequence[int], steps: Sequence[GeneratedToken], cache_bytes: int) -> GenerationResult:
-    """The result of a stream that has been read."""
-    return GenerationResult(
-        prompt_token_ids=list(prompt_token_ids),
-        token_ids=[step.token_id for step in steps],
-        text="".join(step.text for step in steps),
-        finish_reason=steps[-1].finish_reason or "interrupted",
-        timing=Timing(steps[0].time_s, [step.time_s for step in steps[1:]]),
-        cache_memory_bytes=cache_bytes,
-    )
+@torch.inference_mode()
+def _steps(model: Model, request: Request, cache: Cache, prefill_chunk: int | None) -> Iterator[GeneratedToken]:
+    device = model_device(model)
+    while request.finish_reason is None:
+        started = time.perf_counter()
+        # With a cache that is the prompt, then each new token alone; NoCache holds nothing, so everything.
+        fed = torch.tensor([request.tokens[cache.seq_len :]], device=device)
+        yield request.accept(step(model, cache, fed, prefill_chunk)[0], started)
 
 
-def _cache_for(
+def _prepare(
     model: Model,
-    tokens: Sequence[int],
-    params: SamplingParams,
-    device: torch.device,
+    tokenizer: Decodes,
+    prompt: Sequence[int],
+    params: SamplingParams | None,
+    device: str | torch.device | None,
     use_kv_cache: bool,
     cache: Cache | None,
-) -> Cache:
-    """The caller's cache, or one for this request, once the request is found to be possible."""
+    prefill_chunk: int | None,
+) -> tuple[Model, Request, Cache, int | None]:
+    """Check everything, then make the cache, unless there is one."""
+    device = model_device(model, device)
     if cache is not None and not use_kv_cache:
         raise ValueError("use_kv_cache=False and a cache were both given: leave one out")
-    check_request(model.config, tokens, params, None if cache is None else cache.capacity)
-    if cache is not None:
-        return cache
-    return make_cache(model, len(tokens) + params.max_new_tokens, device, use_kv_cache=use_kv_cache)
+    request = Request(model.config, tokenizer, prompt, params, None if cache is None else cache.capacity)
+    check_chunk(prefill_chunk)
+    if cache is None:
+        cache = make_cache(model, request.max_seq_len, device, use_kv_cache=use_kv_cache, prefill_chunk=prefill_chunk)
+    if prefill_chunk is not None and isinstance(cache, NoCache):
+        raise ValueError("prefill_chunk needs a cache: without one every pass starts from the beginning")
+    if cache.seq_len >= len(request.tokens):
+        raise ValueError(
+            f"the cache holds {cache.seq_len} positions and the prompt has {len(request.tokens)} tokens: nothing is "
+            "left to feed; truncate the cache to what the prompt begins with, less at least one token"
+        )
+    return model, request, cache, prefill_chunk
 
 
-def make_cache(model: Model, max_seq_len: int, device: torch.device, *, use_kv_cache: bool = True) -> Cache:
+def make_cache(
+    model: Model,
+    max_seq_len: int,
+    device: torch.device,
+    *,
+    use_kv_cache: bool = True,
+    prefill_chunk: int | None = None,
+) -> Cache:
     """The default cache for a model, or none."""
     if not use_kv_cache:
         return NoCache(1, device)
     weights = next(model.parameters(), None)
     dtype = torch.float32 if weights is None else weights.dtype
+    if model.config.has_windows:
+        return SlidingCache.from_model_config(
+            model.config, max_seq_len, prefill_chunk=prefill_chunk or PREFILL_CHUNK, dtype=dtype, device=device
+        )
     return KVCache.from_model_config(model.config, max_seq_len, dtype=dtype, device=device)
 
 
-def check_request(
-    config: ModelConfig, tokens: Sequence[int], params: SamplingParams, capacity: int | None = None
-) -> None:
-    """Refuse what cannot be generated, before any work. capacity: of the cache, if it is there already."""
-    if not tokens:
-        raise ValueError("the prompt is empty: it needs at least one token")
-    for where, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
-        wrong = [i for i in ids if not 0 <= i < config.vocab_size]
-        if wrong:
-            raise ValueError(f"token id {wrong[0]} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}")
-    needed = len(tokens) + params.max_new_tokens
-    for what, limit in (("model's context", config.max_position_embeddings), ("cache's capacity", capacity)):
-        if limit is not None and needed > limit:
-            raise ValueError(
-                f"{len(tokens)} prompt tokens + {params.max_new_tokens} new tokens = {needed} positions exceed the "
-                f"{what} of {limit}: shorten the prompt or lower max_new_tokens"
-            )
+@torch.no_grad()
+def prefill(model: Model, ids: Tensor, cache: Cache, *, prefill_chunk: int | None = None) -> tuple[Tensor, Cache, None]:
+    """Fill an empty cache with ids [B, n]. Returns the logits of all positions [B, n, V], the cache, and no trace."""
+    check_chunk(prefill_chunk)
+    if cache.seq_len:
+        raise ValueError(f"the cache must be empty before prefill, but it holds {cache.seq_len} positions")
+    limit = min(cache.capacity, model.config.max_position_embeddings)
+    if not 0 < ids.shape[1] <= limit:
+        raise ValueError(f"a prompt needs 1 to {limit} tokens for this model and cache, not {ids.shape[1]}")
+    logits = [model(chunk, kv_cache=cache, all_logits=True) for chunk in _chunks(ids, prefill_chunk)]
+    return torch.cat(logits, dim=1), cache, None
 
 
-def _device(model: Model, device: str | torch.device | None) -> torch.device:
+def _chunks(tokens: Tensor, size: int | None) -> Sequence[Tensor]:
+    n = tokens.shape[1]
+    if size is None or size >= n:
+        return (tokens,)
+    return [tokens[:, start : start + size] for start in range(0, n, size)]
+
+
+def model_device(model: Model, device: str | torch.device | None = None) -> torch.device:
     """The model's device, which a device that is given must match."""
     weights = next(model.parameters(), None)
     own = torch.device("cpu") if weights is None else weights.device

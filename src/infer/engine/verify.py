@@ -1,19 +1,24 @@
-"""Does the cache change what is generated? Compare token by token with the run that recomputes everything."""
+"""Does a cache, a chunk or a batch change what is generated? Compare with the run that recomputes everything."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, cycle, islice, product
+from typing import Any
 
 import torch
 
-from infer.cache import BaseCache, GrowingCache, KVCache
+from infer.cache import BaseCache, GrowingCache, KVCache, SlidingCache
 from infer.config import ModelConfig
-from infer.engine.generate import Model, check_request, generate
+from infer.engine.batch import generate_batch
+from infer.engine.generate import Model, generate
 from infer.engine.params import SamplingParams
+from infer.engine.request import check_request
 from infer.engine.text import Decodes
 
-CACHES: tuple[type[BaseCache], ...] = (KVCache, GrowingCache)
+CACHES: tuple[type[BaseCache], ...] = (KVCache, GrowingCache, SlidingCache)
+LONG_EXTRA = 48  # tokens that the long prompt has beyond the window
 
 PROMPTS = (
     "The capital of France is",
@@ -34,13 +39,22 @@ class Comparison:
     prompt: int  # its index
     mode: str  # "greedy" | "seeded"
     cache: str
-    tokens: int
+    chunk: int | None = None  # of the prefill; None: whole
+    batch: int = 1  # rows generated together
+    tokens: int = 0
     first_difference: int | None = None
     margin: float | None = None
 
     @property
     def equal(self) -> bool:
         return self.first_difference is None
+
+    @property
+    def path(self) -> str:
+        """Which way through the engine this was, in words."""
+        chunks = "" if self.chunk is None else f", chunks of {self.chunk}"
+        batch = "" if self.batch == 1 else f", batch of {self.batch}"
+        return f"{self.cache}{chunks}{batch}"
 
 
 def check(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -49,27 +63,63 @@ def check(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens:
         check_request(config, prompt, SamplingParams(max_new_tokens=max_new_tokens))
 
 
+def with_long_prompt(config: ModelConfig, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """The prompts, and where a model has windows, all of them in a row, over and over, until they pass the window."""
+    length = (config.sliding_window or 0) + LONG_EXTRA
+    if not config.has_windows or length + max_new_tokens > config.max_position_embeddings:
+        return list(prompts)
+    return [*prompts, list(islice(cycle(chain(*prompts)), length))]
+
+
 def verify(
     model: Model, tokenizer: Decodes, prompts: Sequence[Sequence[int]], max_new_tokens: int = 32, seed: int = 0
 ) -> Iterator[Comparison]:
-    """Every prompt (token ids), greedy and seeded, with each kind of cache, against the run without one."""
+    """Every prompt (token ids) on every path, against the run without a cache.
+
+    Greedy: each kind of cache, prefilled whole and in chunks. Seeded: each kind of cache. Both: all prompts in a batch.
+    """
     check(model.config, prompts, max_new_tokens)
     modes = {
         "greedy": SamplingParams(max_new_tokens=max_new_tokens),
         "seeded": SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_new_tokens=max_new_tokens),
     }
+    for mode, params in modes.items():
+        expected = []
+        for index, prompt in enumerate(prompts):
+            expected.append(generate(model, tokenizer, prompt, params, use_kv_cache=False).token_ids)
+            chunks = chunkings(model.config, len(prompt)) if mode == "greedy" else [None]
+            for kind, chunk in product(CACHES, chunks):
+                cache = _make(kind, model, len(prompt) + max_new_tokens, chunk)
+                got = generate(model, tokenizer, prompt, params, cache=cache, prefill_chunk=chunk).token_ids
+                where = Comparison(index, mode, kind.__name__, chunk)
+                yield _compare(where, model, prompt, got, expected[index])
+        if len(prompts) > 1:
+            for index, result in enumerate(generate_batch(model, tokenizer, prompts, params)):
+                where = Comparison(index, mode, "default cache", batch=len(prompts))
+                yield _compare(where, model, prompts[index], result.token_ids, expected[index])
+
+
+def chunkings(config: ModelConfig, length: int) -> list[int | None]:
+    """Whole, and chunks that end before, at and behind the edge of a window; short ones only for short prompts."""
+    sizes = [1, 3] if length < LONG_EXTRA else [LONG_EXTRA]
+    if config.has_windows and config.sliding_window is not None:
+        sizes += [config.sliding_window, config.sliding_window + 1]
+    return [None, *(size for size in dict.fromkeys(sizes) if size < length)]
+
+
+def _make(kind: type[BaseCache], model: Model, max_seq_len: int, chunk: int | None) -> BaseCache:
     weights = next(model.parameters())
-    for index, prompt in enumerate(prompts):
-        for mode, params in modes.items():
-            expected = generate(model, tokenizer, prompt, params, use_kv_cache=False).token_ids
-            for kind in CACHES:
-                cache = kind.from_model_config(
-                    model.config, len(prompt) + max_new_tokens, dtype=weights.dtype, device=weights.device
-                )
-                got = generate(model, tokenizer, prompt, params, cache=cache).token_ids
-                at = first_difference(got, expected)
-                margin = None if at is None else logit_margin(model, [*prompt, *expected[:at]])
-                yield Comparison(index, mode, kind.__name__, len(expected), at, margin)
+    # A ring as narrow as the chunks allow: it wraps soonest.
+    layout: dict[str, Any] = {"prefill_chunk": chunk or 1} if kind is SlidingCache else {}
+    return kind.from_model_config(model.config, max_seq_len, dtype=weights.dtype, device=weights.device, **layout)
+
+
+def _compare(
+    where: Comparison, model: Model, prompt: Sequence[int], got: Sequence[int], expected: Sequence[int]
+) -> Comparison:
+    at = first_difference(got, expected)
+    margin = None if at is None else logit_margin(model, [*prompt, *expected[:at]])
+    return replace(where, tokens=len(expected), first_difference=at, margin=margin)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

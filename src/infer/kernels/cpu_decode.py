@@ -66,15 +66,26 @@ def _bias(address: int, i: int) -> Any:
 
 
 @njit(fastmath=FASTMATH)
-def _rms_norm(x: Any, weight: Any, eps: float) -> Any:
+def _rms_norm(x: Any, weight_at: int, eps: float, offset: float) -> None:
+    """In place; a weight at address 0 is no norm at all."""
+    if weight_at == 0:
+        return
+    weight = _vector(weight_at, x.shape[0])
     square = np.float32(0)
     for i in range(x.shape[0]):
         square += x[i] * x[i]
     scale = np.float32(1 / math.sqrt(square / x.shape[0] + eps))
-    out = np.empty_like(x)
     for i in range(x.shape[0]):
-        out[i] = x[i] * scale * weight[i]
-    return out
+        x[i] = x[i] * scale * (weight[i] + np.float32(offset))
+
+
+@njit(fastmath=FASTMATH)
+def _activate(gate: Any, gelu: int) -> Any:
+    """SiLU, or GELU in its tanh form, which is a SiLU-like product too: x sigmoid(2 y)."""
+    y = gate
+    if gelu:
+        y = np.float32(1.5957691216057308) * gate * (np.float32(1) + np.float32(0.044715) * gate * gate)
+    return gate / (np.float32(1) + np.float32(math.exp(-y)))
 
 
 def use_threads(count: int) -> None:
@@ -87,28 +98,34 @@ def _kernel(*arguments: Any) -> Any:
     return njit(types.void(*arguments), parallel=True, fastmath=FASTMATH, cache=True)
 
 
-@_kernel(*[ADDRESS] * 2, NUMBER, *[ADDRESS] * 2, OUT, SIZE)
-def norm_linear(x_at: int, norm_at: int, eps: float, weight_at: int, bias_at: int, out: Any, hidden: int) -> None:
+@_kernel(*[ADDRESS] * 2, *[NUMBER] * 2, *[ADDRESS] * 2, OUT, SIZE)
+def norm_linear(
+    x_at: int, norm_at: int, eps: float, offset: float, weight_at: int, bias_at: int, out: Any, hidden: int
+) -> None:
     """out [rows] = W norm(x) + b."""
-    x = _rms_norm(_vector(x_at, hidden), _vector(norm_at, hidden), eps)
+    x = _vector(x_at, hidden).copy()
+    _rms_norm(x, norm_at, eps, offset)
     weight = _matrix(weight_at, out.shape[0], hidden)
     for row in prange(out.shape[0]):
         out[row] = _dot(weight, row, x) + _bias(bias_at, row)
 
 
-@njit(types.void(*[ADDRESS] * 3, SIZE, SIZE), fastmath=FASTMATH, cache=True)
-def rotate(heads_at: int, cos_at: int, sin_at: int, heads: int, head_dim: int) -> None:
-    """RoPE on heads [H, D] in place; sin carries the sign of rotate-half."""
+@njit(types.void(*[ADDRESS] * 2, *[NUMBER] * 2, *[ADDRESS] * 2, SIZE, SIZE), fastmath=FASTMATH, cache=True)
+def norm_rotate(
+    heads_at: int, norm_at: int, eps: float, offset: float, cos_at: int, sin_at: int, heads: int, head_dim: int
+) -> None:
+    """Norm and RoPE on heads [H, D] in place; sin carries the sign of rotate-half."""
     x, cos, sin = _matrix(heads_at, heads, head_dim), _vector(cos_at, head_dim), _vector(sin_at, head_dim)
     half = head_dim // 2
     for head in range(heads):
+        _rms_norm(x[head], norm_at, eps, offset)
         for i in range(half):
             a, b = x[head, i], x[head, i + half]
             x[head, i] = a * cos[i] + b * sin[i]
             x[head, i + half] = b * cos[i + half] + a * sin[i + half]
 
 
-@_kernel(*[ADDRESS] * 3, OUT, *[SIZE] * 5, NUMBER)
+@_kernel(*[ADDRESS] * 3, OUT, *[SIZE] * 7, NUMBER)
 def attend(
     q_at: int,
     k_at: int,
@@ -116,20 +133,27 @@ def attend(
     out: Any,
     heads: int,
     kv_heads: int,
+    first: int,
     keys: int,
+    slots: int,
     head_dim: int,
     stride: int,
     scale: float,
 ) -> None:
-    """out [Hq * D]: each head's softmax(scale q k) v over all keys; one KV head every `stride` floats."""
+    """out [Hq * D]: each head's softmax(scale q k) v over `keys` keys, from slot `first` on and around the end.
+
+    One KV head every `stride` floats, of which each has `slots` keys.
+    """
     q = _matrix(q_at, heads, head_dim)
+    until_end = min(keys, slots - first)
     for head in prange(heads):
         offset = (head // (heads // kv_heads)) * stride * 4
-        k, v = _matrix(k_at + offset, keys, head_dim), _matrix(v_at + offset, keys, head_dim)
+        k, v = _matrix(k_at + offset, slots, head_dim), _matrix(v_at + offset, slots, head_dim)
         score = np.empty(keys, np.float32)
         highest = np.float32(-np.inf)
         for j in range(keys):
-            score[j] = _dot(k, j, q[head]) * np.float32(scale)
+            slot = first + j if j < until_end else j - until_end
+            score[j] = _dot(k, slot, q[head]) * np.float32(scale)
             highest = max(highest, score[j])
         total = np.float32(0)
         for j in range(keys):
@@ -137,41 +161,53 @@ def attend(
             total += score[j]
         mixed = np.zeros(head_dim, np.float32)
         for j in range(keys):
+            slot = first + j if j < until_end else j - until_end
             for i in range(head_dim):
-                mixed[i] += score[j] * v[j, i]
+                mixed[i] += score[j] * v[slot, i]
         for i in range(head_dim):
             out[head * head_dim + i] = mixed[i] / total
 
 
-@_kernel(*[ADDRESS] * 5, NUMBER, *[ADDRESS] * 4, OUT, *[SIZE] * 2)
+@_kernel(*[ADDRESS] * 11, *[NUMBER] * 2, OUT, *[SIZE] * 3)
 def finish(
     attended_at: int,
     residual_at: int,
     o_at: int,
     o_bias_at: int,
-    norm_at: int,
-    eps: float,
+    after_attention_at: int,
+    before_mlp_at: int,
     gate_up_at: int,
     gate_up_bias_at: int,
     down_at: int,
     down_bias_at: int,
+    after_mlp_at: int,
+    eps: float,
+    offset: float,
     out: Any,
     attended_size: int,
     intermediate: int,
+    gelu: int,
 ) -> None:
-    """x = residual + O attended; out [C] = x + Down(silu(Gate norm(x)) * Up norm(x))."""
+    """x = residual + norm(O attended); out [C] = x + norm(Down(activation(Gate norm(x)) * Up norm(x)))."""
     hidden = out.shape[0]
     attended, residual = _vector(attended_at, attended_size), _vector(residual_at, hidden)
     o_weight, down = _matrix(o_at, hidden, attended_size), _matrix(down_at, hidden, intermediate)
     gate_up = _matrix(gate_up_at, 2 * intermediate, hidden)
     x = np.empty(hidden, np.float32)
     for row in prange(hidden):
-        x[row] = residual[row] + (_dot(o_weight, row, attended) + _bias(o_bias_at, row))
-    h = _rms_norm(x, _vector(norm_at, hidden), eps)
+        x[row] = _dot(o_weight, row, attended) + _bias(o_bias_at, row)
+    _rms_norm(x, after_attention_at, eps, offset)
+    for i in range(hidden):
+        x[i] += residual[i]
+    h = x.copy()
+    _rms_norm(h, before_mlp_at, eps, offset)
     gated = np.empty(intermediate, np.float32)
     for row in prange(intermediate):
         gate = _dot(gate_up, row, h) + _bias(gate_up_bias_at, row)
         up = _dot(gate_up, intermediate + row, h) + _bias(gate_up_bias_at, intermediate + row)
-        gated[row] = gate / (np.float32(1) + np.float32(math.exp(-gate))) * up
+        gated[row] = _activate(gate, gelu) * up
     for row in prange(hidden):
-        out[row] = x[row] + (_dot(down, row, gated) + _bias(down_bias_at, row))
+        out[row] = _dot(down, row, gated) + _bias(down_bias_at, row)
+    _rms_norm(out, after_mlp_at, eps, offset)
+    for i in range(hidden):
+        out[i] += x[i]

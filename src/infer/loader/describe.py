@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from infer.cache.sliding import layer_slots
+from infer.config import SLIDING_ATTENTION
 from infer.loader.find import open_checkpoint
 from infer.machine import available_memory, resolve_device, resolve_dtype
 from infer.models.registry import build_model
@@ -27,8 +30,12 @@ class Description:
     dtype: str
     device: str
     weight_bytes: int
-    cache_bytes_per_token: int
+    sliding_window: int | None
+    sliding_layers: int
+    cache_bytes_per_token: int  # over all layers
     context: int
+    cache_bytes: int  # of the default cache, for that context
+    contiguous_cache_bytes: int  # if every layer kept everything
     free_bytes: int | None
     largest_context: int  # that fits in memory beside the weights
 
@@ -41,8 +48,11 @@ class Description:
         yield "heads", f"{self.heads} query, {self.kv_heads} key/value, {self.head_dim} dimensions each"
         yield "vocabulary", f"{self.vocab_size:,}"
         yield "weights", f"{_size(self.weight_bytes)} in {self.dtype} on {self.device}"
+        if self.sliding_layers:
+            yield "windows", f"{self.sliding_layers} of {self.layers} layers see {self.sliding_window} positions"
         yield "cache per token", _size(self.cache_bytes_per_token)
-        yield "context", f"{self.context:,} positions, {_size(self.context * self.cache_bytes_per_token)} of cache"
+        kept = f"; {_size(self.contiguous_cache_bytes)} if every layer kept everything" if self.sliding_layers else ""
+        yield "context", f"{self.context:,} positions, {_size(self.cache_bytes)} of cache{kept}"
         if self.free_bytes is not None:
             fits = f"{self.largest_context:,} positions"
             if self.largest_context == 0:
@@ -50,18 +60,28 @@ class Description:
             yield "largest that fits", f"{fits} ({_size(self.free_bytes)} free)"
 
 
-def describe(name_or_path: str, dtype: str = "auto", device: str = "auto") -> Description:
+def describe(name_or_path: str, dtype: str = "auto", device: str = "auto", context: int | None = None) -> Description:
+    """context: positions to count the cache for; None: all that the model has."""
     target = resolve_device(device)
     element = resolve_dtype(dtype, target)
     checkpoint = open_checkpoint(name_or_path, weights=False)
     config = checkpoint.config
+    positions = config.max_position_embeddings if context is None else context
+    if not 1 <= positions <= config.max_position_embeddings:
+        raise ValueError(f"context must be from 1 to the model's {config.max_position_embeddings}, not {context}")
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
     per_token = config.cache_bytes_per_token(element.itemsize)
+
+    def cache_bytes(positions: int) -> int:
+        stored = sum(layer_slots(config, positions))
+        return stored * per_token // config.num_hidden_layers
+
     free = available_memory(target)
-    context = config.max_position_embeddings
+    largest = config.max_position_embeddings
     if free is not None:
-        context = min(context, max(0, free - parameters * element.itemsize) // per_token)
+        room = max(0, free - parameters * element.itemsize)
+        largest = bisect_right(range(1, largest + 1), room, key=cache_bytes)
     return Description(
         model=name_or_path,
         path=str(checkpoint.path),
@@ -76,10 +96,14 @@ def describe(name_or_path: str, dtype: str = "auto", device: str = "auto") -> De
         dtype=str(element).removeprefix("torch."),
         device=str(target),
         weight_bytes=parameters * element.itemsize,
+        sliding_window=config.sliding_window,
+        sliding_layers=config.layer_types.count(SLIDING_ATTENTION),
         cache_bytes_per_token=per_token,
-        context=config.max_position_embeddings,
+        context=positions,
+        cache_bytes=cache_bytes(positions),
+        contiguous_cache_bytes=positions * per_token,
         free_bytes=free,
-        largest_context=context,
+        largest_context=largest,
     )
 
 

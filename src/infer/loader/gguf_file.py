@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -31,6 +31,8 @@ STRING, ARRAY = 8, 9
 NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -39,6 +41,12 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+# Where a norm stands goes by other names in this family.
+GEMMA3_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 ROPE_DIVISORS = "rope_freqs.weight"
 
@@ -64,23 +72,24 @@ class GGUFFile:
             self.config = ModelConfig.from_gguf(self.metadata, self._tensors.keys(), divisors)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from None
-        self._stored = {decoder_name(name): name for name in self._tensors if name != ROPE_DIVISORS}
+        names = LAYER_NAMES | GEMMA3_NORMS if arch == "gemma3" else LAYER_NAMES
+        self._stored = {decoder_name(name, names): name for name in self._tensors if name != ROPE_DIVISORS}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self._tensors[stored].shape for name, stored in self._stored.items()}
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        # llama.cpp stores the rows of q and k paired for interleaved RoPE: put each head's halves back in order.
-        heads = {
-            "q_proj": self.config.num_attention_heads,
-            "k_proj": self.config.num_key_value_heads,
-        }.get(name.split(".")[-2])
-        if heads is None or self.config.model_type != "llama":
-            yield from self._read(self._stored[name])
-            return
-        rows = torch.cat(list(self._read(self._stored[name])))
-        paired = rows.view(heads, self.config.computed_head_dim // 2, 2, -1)
-        yield paired.transpose(1, 2).reshape(rows.shape)
+        stored, part = self._read(self._stored[name]), name.split(".")[-2]
+        heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}.get(part)
+        if self.config.model_type == "llama" and heads is not None:
+            # llama.cpp stores the rows of q and k paired for interleaved RoPE: put each head's halves back in order.
+            rows = torch.cat(list(stored))
+            paired = rows.view(heads, self.config.computed_head_dim // 2, 2, -1)
+            yield paired.transpose(1, 2).reshape(rows.shape)
+        elif self.config.model_type == "gemma3" and part.endswith("norm"):
+            yield from (block - 1 for block in stored)  # llama.cpp stores them with the 1 added
+        else:
+            yield from stored
 
     def _read(self, stored: str) -> Iterator[Tensor]:
         """The tensor's rows as float32, a block at a time."""
@@ -113,15 +122,15 @@ class GGUFFile:
         return TokenizerParts(build_tokenizer(self.metadata), template, token("bos"), token("eos"))
 
 
-def decoder_name(stored: str) -> str:
+def decoder_name(stored: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
     """blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight; a name it does not know stays as it is."""
     stem, _, kind = stored.rpartition(".")
     if stem in NAMES:
         return f"{NAMES[stem]}.{kind}"
     prefix, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    if prefix == "blk" and part in LAYER_NAMES:
-        return f"layers.{layer}.{LAYER_NAMES[part]}.{kind}"
+    if prefix == "blk" and part in layer_names:
+        return f"layers.{layer}.{layer_names[part]}.{kind}"
     return stored
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,8 @@ from infer.models.registry import check_supported
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TEXT_PREFIX = re.compile(r"^((model|language_model)\.)+")
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 BLOCK_WEIGHTS = 1 << 22  # read at a time: at most 16 MB
 
 
@@ -50,8 +53,9 @@ class HFFolder:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """Names as the Decoder has them -> names in the files."""
-        return {name.removeprefix("model."): name for name in self._files}
+        """Names as the Decoder has them -> names in the files; of a checkpoint that also sees, the text part's."""
+        names = {TEXT_PREFIX.sub("", name): name for name in self._files}
+        return {name: stored for name, stored in names.items() if not name.startswith(OTHER_PARTS)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         by_file: dict[Path, list[str]] = {}

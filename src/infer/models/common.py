@@ -11,15 +11,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infer.cache.base import Cache, NoCache
 from infer.config import ModelConfig
 from infer.ops import decode
+from infer.ops.activation import ACTIVATIONS
 from infer.ops.linear import Embedding, FusedLinear, Linear
 from infer.ops.module import Module
-from infer.ops.norm import RMSNorm
+from infer.ops.norm import RMSNorm, ZeroCentredRMSNorm
 from infer.ops.rope import Rope, apply_rope
 
 
@@ -28,22 +28,23 @@ class Pass(NamedTuple):
 
     batch: int
     n: int
-    rope: tuple[Tensor, Tensor]  # cos, sin
+    rope: dict[str, tuple[Tensor, Tensor]]  # cos and sin by layer type
     cache: Cache
     compiled: bool = False  # a single token that ops/decode.py can take
 
 
 class Attention(Module):
-    """Project, rotate, and leave the rest to the cache: it stores k and v and knows which keys are visible."""
+    """Project, norm, rotate, and leave the rest to the cache: it stores k and v and knows which keys are visible."""
 
-    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+    def __init__(self, config: ModelConfig, layer_idx: int, qk_norm: type[RMSNorm] | None = None) -> None:
         super().__init__()
         self.layer_idx = layer_idx
+        self.layer_type = config.layer_types[layer_idx]
         self.window = config.window(layer_idx)
         self.head_dim = config.computed_head_dim
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
-        self.scale = self.head_dim**-0.5
+        self.scale = config.attention_scale
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv_proj = FusedLinear(
             config.hidden_size,
@@ -51,77 +52,113 @@ class Attention(Module):
             bias=config.attention_bias,
         )
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = None if qk_norm is None else qk_norm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = None if qk_norm is None else qk_norm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, residual: Tensor, step: Pass) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None, step: Pass) -> Tensor:
         heads = self.qkv_proj(x).view(step.batch, step.n, -1, self.head_dim).transpose(1, 2)  # [B, Hq + 2 Hkv, n, D]
         qk, v = heads.split_with_sizes([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
-        q, k = apply_rope(qk, *step.rope).split_with_sizes([self.num_heads, self.num_kv_heads], 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split_with_sizes([self.num_heads, self.num_kv_heads], 1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
+        q, k = apply_rope(qk, *step.rope[self.layer_type]).split_with_sizes([self.num_heads, self.num_kv_heads], 1)
         out = step.cache.attend(self.layer_idx, q, k, v, scale=self.scale, window=self.window)  # [B, Hq, n, D]
         return self.o_proj(out.transpose(1, 2).reshape(x.shape[0], -1), residual)  # type: ignore[no-any-return]
 
 
 class MLP(Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)): SwiGLU with a SiLU, GeGLU with a GELU."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, activation: str = "silu") -> None:
         super().__init__()
+        self.activation = activation
         size = config.intermediate_size
         self.gate_up_proj = FusedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=config.mlp_bias)
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up, residual)  # type: ignore[no-any-return]
+        return self.down_proj(ACTIVATIONS[self.activation](gate) * up, residual)  # type: ignore[no-any-return]
+
+
+class Norms(NamedTuple):
+    """A block's norms by where they stand."""
+
+    before_attention: RMSNorm
+    before_mlp: RMSNorm
+    after_attention: RMSNorm | None = None
+    after_mlp: RMSNorm | None = None
 
 
 class Block(Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the last product of each adds the residual."""
 
+    norm: type[RMSNorm] = RMSNorm
+    qk_norm: type[RMSNorm] | None = None
+    activation = "silu"
+
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer_idx)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.input_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer_idx, self.qk_norm)
+        self.post_attention_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, self.activation)
 
     def forward(self, x: Tensor, step: Pass) -> Tensor:
-        if step.compiled and self.is_plain() and decode.fits(x):
-            return self.decode(x, step)
+        return self.decode(x, step) if step.compiled and self.is_plain() and decode.fits(x) else self.plain(x, step)
+
+    def plain(self, x: Tensor, step: Pass) -> Tensor:
         x = self.self_attn(self.input_layernorm(x), x, step)
         return self.mlp(self.post_attention_layernorm(x), x)  # type: ignore[no-any-return]
 
+    def norms(self) -> Norms:
+        return Norms(before_attention=self.input_layernorm, before_mlp=self.post_attention_layernorm)
+
     def is_plain(self) -> bool:
         """Whether `decode` computes what the modules inside would."""
-        attn, mlp, norms = self.self_attn, self.mlp, (self.input_layernorm, self.post_attention_layernorm)
-        parts = (attn, mlp, *norms, attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        return decode.is_plain(parts, PLAIN)
+        attn, mlp = self.self_attn, self.mlp
+        optional = (attn.q_norm, attn.k_norm, *self.norms())
+        products = (attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        return decode.is_plain((attn, mlp, *products, *filter(None, optional)), PLAIN)
 
     def decode(self, x: Tensor, step: Pass) -> Tensor:
         """The same for a single token, in compiled parts."""
-        attn, mlp = self.self_attn, self.mlp
-        heads = decode.norm_linear(x, self.input_layernorm, attn.qkv_proj).view(1, -1, 1, attn.head_dim)
-        decode.rotate(heads, step.rope, attn.num_heads + attn.num_kv_heads)
+        attn, mlp, norms = self.self_attn, self.mlp, self.norms()
+        heads = decode.norm_linear(x, norms.before_attention, attn.qkv_proj).view(1, -1, 1, attn.head_dim)
         q, k, v = heads.split_with_sizes([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], 1)
+        decode.norm_rotate(q, attn.q_norm, step.rope[attn.layer_type])
+        decode.norm_rotate(k, attn.k_norm, step.rope[attn.layer_type])
         out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
-        return decode.finish(out, x, attn.o_proj, self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj)
+        return decode.finish(
+            out,
+            x,
+            attn.o_proj,
+            norms.before_mlp,
+            mlp.gate_up_proj,
+            mlp.down_proj,
+            activation=mlp.activation,
+            after_attention=norms.after_attention,
+            after_mlp=norms.after_mlp,
+        )
 
 
-PLAIN = frozenset({Attention, MLP, RMSNorm, Linear, FusedLinear})  # what the compiled parts stand for
+# What the compiled parts stand for.
+PLAIN = frozenset({Attention, MLP, RMSNorm, ZeroCentredRMSNorm, Linear, FusedLinear})
 
 
 class Decoder(Module):
     """A decoder-only transformer. Parameters are named as in Hugging Face checkpoints, fused ones apart."""
 
-    block: type[Module] = Block
+    block: type[Block] = Block
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(self.block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = self.block.norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        self.rope = Rope(config.rope, config.computed_head_dim)
+        self.ropes = {kind: Rope(rope, config.computed_head_dim) for kind, rope in config.ropes().items()}
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -129,25 +166,32 @@ class Decoder(Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor, kv_cache: Cache | None = None) -> Tensor:
-        """input_ids [B, n] -> logits: [B, n, V] without a cache, [B, 1, V] of the last position with one."""
+    def forward(self, input_ids: Tensor, kv_cache: Cache | None = None, *, all_logits: bool = False) -> Tensor:
+        """input_ids [B, n] -> logits: [B, n, V] without a cache, [B, 1, V] of the last position with one.
+
+        all_logits: of all n positions with a cache too.
+        """
         batch, n = input_ids.shape
         cache = NoCache(batch, input_ids.device) if kv_cache is None else kv_cache
         positions = cache.positions(n)
         if positions.shape[0] != batch:
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
-        x = self.embed_tokens(input_ids.flatten())  # [T, C]
-        step = Pass(batch, n, self.rope(positions), cache, decode.available(x))
+        x = self.embed(input_ids.flatten())  # [T, C]
+        rope = {kind: rope(positions) for kind, rope in self.ropes.items()}
+        step = Pass(batch, n, rope, cache, decode.available(x))
         for layer in self.layers:
             x = layer(x, step)
         cache.advance(n)
-        if kv_cache is not None:
+        if kv_cache is not None and not all_logits:
             x = x.view(batch, n, -1)[:, -1]  # [B, C]: generation samples from the last position alone
         if step.compiled and decode.is_plain((self.norm, self.lm_head), PLAIN) and decode.fits(x):
             logits = decode.norm_linear(x, self.norm, self.lm_head)
         else:
             logits = self.lm_head(self.norm(x))
         return logits.view(batch, -1, self.config.vocab_size)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.embed_tokens(input_ids)  # type: ignore[no-any-return]
 
     @property
     def device(self) -> torch.device:

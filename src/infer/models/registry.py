@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from infer.config import ModelConfig
 from infer.models.common import Decoder
+from infer.models.gemma3 import Gemma3
 from infer.models.llama import Llama
+from infer.models.qwen3 import Qwen3
 
 MODELS: dict[str, type[Decoder]] = {
     "llama": Llama,
+    "qwen3": Qwen3,
+    "gemma3": Gemma3,
+    "gemma3_text": Gemma3,
 }
 
 

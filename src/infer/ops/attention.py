@@ -12,6 +12,9 @@ from infer.ops import decode
 
 # None: every query sees every key. "causal": query i sees keys 0..i. A tensor: True where visible.
 Mask = Tensor | Literal["causal"] | None
+Masks = dict[tuple[int, int, int | None], Mask]  # by (queries, keys, window)
+
+BLOCK = 128  # queries at least, of those that share a window's keys
 
 
 def visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
@@ -21,14 +24,14 @@ def visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (q - k < window)
 
 
-def span_mask(start: int, n: int, first_key: int, window: int | None, device: torch.device) -> Mask:
-    """The rule for queries start..start+n-1 over keys first_key..start+n-1; no tensor where SDPA has the case."""
-    end = start + n
-    if start == first_key and (window is None or window >= n):
+def span_mask(n: int, keys: int, window: int | None, device: torch.device) -> Mask:
+    """The rule for queries at the last n of `keys` positions; no tensor where SDPA has the case."""
+    if n == 1 and (window is None or window >= keys):
+        return None
+    if n == keys and (window is None or window >= n):
         return "causal"
-    q_pos = torch.arange(start, end, device=device)
-    k_pos = torch.arange(first_key, end, device=device)
-    return visible(q_pos, k_pos, window)  # [n, S]
+    positions = torch.arange(keys, device=device)
+    return visible(positions[keys - n :], positions, window)  # [n, keys]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask) -> Tensor:
@@ -38,3 +41,51 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask) -> T
     if isinstance(mask, str):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+
+def span_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, masks: Masks) -> Tensor:
+    """q [B, Hq, n, D] at the last n positions of k, v [B, Hkv, S, D], which lie in order -> [B, Hq, n, D].
+
+    masks: those made so far for the pass under way; the layers that follow need the same.
+    """
+    n, keys = q.shape[2], k.shape[2]
+    if window is None:
+        return _attend_block(q, k, v, scale, window, masks)
+    # A block of queries sees only its window's keys: many blocks cost less than one mask over everything.
+    size = max(window, BLOCK)
+    if n <= size:
+        return _attend_block(q, k, v, scale, window, masks)
+    out = torch.empty_like(q)
+    for start in range(0, n, size):
+        end = min(start + size, n)
+        last = keys - n + end
+        out[:, :, start:end] = _attend_block(q[:, :, start:end], k[:, :, :last], v[:, :, :last], scale, window, masks)
+    return out
+
+
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, masks: Masks) -> Tensor:
+    n, keys = q.shape[2], k.shape[2]
+    if window is not None and keys > n + window - 1:
+        keys = n + window - 1  # the first query looks furthest back; keys before its window are no one's
+        k, v = k[:, :, -keys:], v[:, :, -keys:]
+    case = n, keys, window
+    if case not in masks:
+        masks[case] = span_mask(n, keys, window, q.device)
+    return attention(q, k, v, scale=scale, mask=masks[case])
+
+
+def ring_span(ring: Tensor, first: int, end: int) -> Tensor:
+    """Positions first..end-1 of a ring [B, H, slots, D] in order; position p lies in slot p % slots."""
+    slots = ring.shape[2]
+    start = first % slots
+    stop = start + end - first
+    if stop <= slots:
+        return ring[:, :, start:stop]
+    return torch.cat((ring[:, :, start:], ring[:, :, : stop - slots]), 2)
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, first: int, end: int, *, scale: float) -> Tensor:
+    """A single query [B, Hq, 1, D] over positions first..end-1 of the rings k, v [B, Hkv, slots, D]."""
+    if decode.can_attend(q, k, v):
+        return decode.attend(q, k, v, scale, first % k.shape[2], end - first)
+    return attention(q, ring_span(k, first, end), ring_span(v, first, end), scale=scale, mask=None)

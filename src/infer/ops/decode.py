@@ -72,6 +72,7 @@ def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
         x.data_ptr(),
         norm.weight.data_ptr(),
         norm.eps,
+        norm.offset,
         linear.weight.data_ptr(),
         _address(linear.bias),
         out.numpy(),
@@ -80,10 +81,14 @@ def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
     return out.view(1, rows)
 
 
-def rotate(heads: Tensor, rope: tuple[Tensor, Tensor], count: int) -> None:
-    """RoPE in place on the first `count` of heads [1, H, 1, D]."""
+def norm_rotate(heads: Tensor, norm: RMSNorm | None, rope: tuple[Tensor, Tensor]) -> None:
+    """The norm, if there is one, and RoPE, in place on heads [1, H, 1, D]."""
     cos, sin = rope
-    kernels().rotate(heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), count, heads.shape[-1])
+    eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
+    _, count, _, head_dim = heads.shape
+    kernels().norm_rotate(
+        heads.data_ptr(), _address(norm), eps, offset, cos.data_ptr(), sin.data_ptr(), count, head_dim
+    )
 
 
 def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -104,11 +109,11 @@ def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [1, Hq, 1, D] over all of k, v [1, Hkv, S, D] -> [1, Hq, 1, D]"""
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int = 0, count: int | None = None) -> Tensor:
+    """q [1, Hq, 1, D] over k, v [1, Hkv, S, D] -> [1, Hq, 1, D]; first and count: over these slots of a ring."""
     _, heads, _, head_dim = q.shape
     out = _empty(heads * head_dim)
-    _, kv_heads, keys, _ = k.shape
+    _, kv_heads, slots, _ = k.shape
     kernels().attend(
         q.data_ptr(),
         k.data_ptr(),
@@ -116,7 +121,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         out.numpy(),
         heads,
         kv_heads,
-        keys,
+        first,
+        slots if count is None else count,
+        slots,
         head_dim,
         k.stride(1),
         scale,
@@ -124,8 +131,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out.view(q.shape)
 
 
-def finish(attended: Tensor, residual: Tensor, o: Linear, norm: RMSNorm, gate_up: Linear, down: Linear) -> Tensor:
-    """attended [1, Hq, 1, D], residual [1, C] -> [1, C]: product and residual, then norm, SwiGLU and residual."""
+def finish(
+    attended: Tensor,
+    residual: Tensor,
+    o: Linear,
+    before_mlp: RMSNorm,
+    gate_up: Linear,
+    down: Linear,
+    *,
+    activation: str = "silu",
+    after_attention: RMSNorm | None = None,
+    after_mlp: RMSNorm | None = None,
+) -> Tensor:
+    """attended [1, Hq, 1, D], residual [1, C] -> [1, C]: output product and MLP, with their norms and residuals."""
     attended = attended.contiguous()
     hidden, intermediate = down.weight.shape
     out = _empty(hidden)
@@ -134,15 +152,19 @@ def finish(attended: Tensor, residual: Tensor, o: Linear, norm: RMSNorm, gate_up
         residual.data_ptr(),
         o.weight.data_ptr(),
         _address(o.bias),
-        norm.weight.data_ptr(),
-        norm.eps,
+        _address(after_attention),
+        before_mlp.weight.data_ptr(),
         gate_up.weight.data_ptr(),
         _address(gate_up.bias),
         down.weight.data_ptr(),
         _address(down.bias),
+        _address(after_mlp),
+        before_mlp.eps,
+        before_mlp.offset,
         out.numpy(),
         attended.numel(),
         intermediate,
+        int(activation == "gelu_tanh"),
     )
     return out.view(1, hidden)
 
@@ -151,5 +173,8 @@ def _empty(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device="cpu")
 
 
-def _address(bias: Tensor | None) -> int:
-    return 0 if bias is None else bias.data_ptr()
+def _address(weight: Tensor | RMSNorm | None) -> int:
+    """Of a bias or of a norm's weight; 0 where there is none."""
+    if weight is None:
+        return 0
+    return weight.weight.data_ptr() if isinstance(weight, RMSNorm) else weight.data_ptr()

@@ -12,10 +12,21 @@ from infer.ops.module import Module
 class RMSNorm(Module):
     """Scales each vector to unit root mean square, in float32 whatever the model's dtype."""
 
+    offset = 0.0  # added to the weight
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - self.offset))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        weight = self.weight.float()
+        if self.offset:
+            weight = weight + self.offset
+        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """Stores the weight less 1, which keeps its digits in 16 bits."""
+
+    offset = 1.0

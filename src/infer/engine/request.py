@@ -1,0 +1,82 @@
+"""One sequence on its way from prompt to end, and what is refused before it starts."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from infer.config import ModelConfig
+from infer.engine.params import SamplingParams
+from infer.engine.result import GeneratedToken
+from infer.engine.sampler import sample
+from infer.engine.text import Decodes, TextStream
+
+
+class Request:
+    """The tokens so far, and what turns logits into the next one. A request that is impossible is not made."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Decodes,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        capacity: int | None = None,
+    ) -> None:
+        """capacity: of the cache, if it is there already."""
+        self.params = params or SamplingParams()
+        self.tokens = list(prompt)
+        check_request(config, self.tokens, self.params, capacity)
+        self.finish_reason: str | None = None
+        self._prompt_len = len(self.tokens)
+        self._text = TextStream(tokenizer, self.params.stop)
+        self._seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
+        self._eos = () if self.params.ignore_eos else config.eos_token_ids
+
+    @property
+    def max_seq_len(self) -> int:
+        """Positions it may come to fill."""
+        return self._prompt_len + self.params.max_new_tokens
+
+    def accept(self, logits: Tensor, started: float) -> GeneratedToken:
+        """Choose the token to follow, from its logits [V]. started: when the step was, by `time.perf_counter`."""
+        token = sample(logits, self.tokens, self._prompt_len, self.params, self._seed)
+        elapsed = time.perf_counter() - started
+        self.tokens.append(token)
+        is_eos = token in self._eos
+        is_last = is_eos or len(self.tokens) == self.max_seq_len
+        piece = "" if is_eos else self._text.push(token)
+        if is_last:
+            piece += self._text.finish()
+        if self._text.stopped:
+            self.finish_reason = "stop"
+        elif is_last:
+            self.finish_reason = "eos" if is_eos else "length"
+        return GeneratedToken(token, piece, elapsed, self.finish_reason)
+
+
+def check_request(
+    config: ModelConfig, tokens: Sequence[int], params: SamplingParams, capacity: int | None = None
+) -> None:
+    """Refuse what cannot be generated, before any work. capacity: of the cache, if it is there already."""
+    if not tokens:
+        raise ValueError("the prompt is empty: it needs at least one token")
+    for where, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
+        wrong = [i for i in ids if not 0 <= i < config.vocab_size]
+        if wrong:
+            raise ValueError(f"token id {wrong[0]} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}")
+    needed = len(tokens) + params.max_new_tokens
+    for what, limit in (("model's context", config.max_position_embeddings), ("cache's capacity", capacity)):
+        if limit is not None and needed > limit:
+            raise ValueError(
+                f"{len(tokens)} prompt tokens + {params.max_new_tokens} new tokens = {needed} positions exceed the "
+                f"{what} of {limit}: shorten the prompt or lower max_new_tokens"
+            )
+
+
+def check_chunk(prefill_chunk: int | None) -> None:
+    if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
+        raise ValueError(f"prefill_chunk must be a whole number, 1 or more, not {prefill_chunk!r}")

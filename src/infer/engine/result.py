@@ -1,0 +1,61 @@
+"""What generation gives: tokens one by one, and everything about a run that is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class GeneratedToken:
+    """One step of a stream. Text is what became certain with it: it may be empty, or belong to earlier tokens too."""
+
+    token_id: int
+    text: str
+    time_s: float  # of the forward pass and sampling; the first one's includes the whole prefill
+    finish_reason: str | None = None  # on the last: "eos" | "stop" | "length"
+
+
+@dataclass(frozen=True)
+class Timing:
+    prefill_time_s: float
+    decode_times_s: list[float] = field(default_factory=list)
+
+    @property
+    def decode_time_s(self) -> float:
+        return sum(self.decode_times_s)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Steady speed, the first token apart; 0 if there was only that one."""
+        return len(self.decode_times_s) / self.decode_time_s if self.decode_times_s else 0.0
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    prompt_token_ids: list[int]
+    token_ids: list[int]  # all that were generated, an end-of-sequence token included
+    text: str
+    finish_reason: str  # "eos" | "stop" | "length"; "interrupted" if the stream was left early
+    timing: Timing
+    cache_memory_bytes: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def generated_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+def collect(prompt_token_ids: Sequence[int], steps: Sequence[GeneratedToken], cache_bytes: int) -> GenerationResult:
+    """The result of a stream that has been read."""
+    return GenerationResult(
+        prompt_token_ids=list(prompt_token_ids),
+        token_ids=[step.token_id for step in steps],
+        text="".join(step.text for step in steps),
+        finish_reason=steps[-1].finish_reason or "interrupted",
+        timing=Timing(steps[0].time_s, [step.time_s for step in steps[1:]]),
+        cache_memory_bytes=cache_bytes,
+    )

@@ -1,0 +1,56 @@
+"""Gemma 3, text (270M, 1B, and the text part of larger checkpoints).
+
+    x ─► RMSNorm ─► q, k, v ─► norm(q, k) ─► RoPE(q, k) ─► cache.attend ─► o_proj ─► RMSNorm ─► + ─► (to the MLP)
+      └───────────────────────────────────────────────────────────────────────────────────────┘
+
+    x ─► RMSNorm ─► GeGLU ─► RMSNorm ─► + ─►
+      └───────────────────────────────┘
+
+Differs from Llama:
+- embeddings are multiplied by the root of the hidden size;
+- each head of q and k is normalised before it is rotated;
+- norms stand on both sides of attention and of the MLP, and their stored weights are centred on 0;
+- the MLP's gate is a GELU (tanh form) instead of a SiLU.
+
+Most layers see a window and have a RoPE of their own, every sixth sees everything: the config says which.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from infer.config import ModelConfig
+from infer.models.common import Block, Decoder, Norms, Pass
+from infer.ops.norm import ZeroCentredRMSNorm
+
+
+class Gemma3Block(Block):
+    norm = qk_norm = ZeroCentredRMSNorm
+    activation = "gelu_tanh"
+
+    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.pre_feedforward_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
+
+    def plain(self, x: Tensor, step: Pass) -> Tensor:
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), None, step))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), None))  # type: ignore[no-any-return]
+
+    def norms(self) -> Norms:
+        return Norms(
+            before_attention=self.input_layernorm,
+            after_attention=self.post_attention_layernorm,
+            before_mlp=self.pre_feedforward_layernorm,
+            after_mlp=self.post_feedforward_layernorm,
+        )
+
+
+class Gemma3(Decoder):
+    block = Gemma3Block
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        # The factor is rounded to the model's dtype first, as in training: 25.25 instead of 25.298 in bf16.
+        scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
+        return super().embed(input_ids) * scale
