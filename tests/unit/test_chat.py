@@ -149,6 +149,26 @@ def test_qwen3_without_thinking() -> None:
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
+@pytest.mark.parametrize("enable_thinking", [True, None])
+def test_qwen3_with_thinking(enable_thinking: bool | None) -> None:
+    prompt = render_chat_template(CHATS["user"], model_type="qwen3", enable_thinking=enable_thinking)
+    assert prompt.endswith("<|im_start|>assistant\n")
+
+
+def test_qwen3_forgets_earlier_thoughts() -> None:
+    answer = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}
+    asked_again = [*CHATS["user"], answer, *CHATS["user"]]
+    assert "<|im_start|>assistant\nYes.<|im_end|>" in render_chat_template(asked_again, model_type="qwen3")
+    answered = render_chat_template([*asked_again, answer], model_type="qwen3", add_generation_prompt=False)
+    assert answered.count("Hm.") == 1
+    assert answered.endswith("<|im_start|>assistant\n<think>\nHm.\n</think>\n\nYes.<|im_end|>\n")
+
+
+def test_gemma3_wants_turns_to_alternate() -> None:
+    with pytest.raises(ValueError, match="refuses these messages: Conversation roles must alternate"):
+        render_chat_template(CHATS["user"] * 2, model_type="gemma3")
+
+
 def test_gemma3_calls_the_assistant_model() -> None:
     assert "<start_of_turn>model\nTwo<end_of_turn>" in render_chat_template(CHATS["turns"], model_type="gemma3")
 

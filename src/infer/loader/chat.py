@@ -13,22 +13,35 @@ if TYPE_CHECKING:
 
     from infer.loader.tokenizer import Tokenizer
 
-# What a family's turns look like, for when no tokenizer is at hand.
+# What a family's turns look like, for when no tokenizer is at hand. Tools apart, they are those of the models' own
+# templates, but for the system turn with today's date that Llama 3.1 and later put first.
 TEMPLATES = {
     "llama": (
         "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
         "{{ m.content | trim }}<|eot_id|>{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     ),
+    # Thoughts are kept only after the last question, where the last answer has them even if empty.
     "qwen3": (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% set ns = namespace(question=messages | length - 1) %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{% set ns.question = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% set thought, answer = '', m.content %}"
+        "{% if m.role == 'assistant' and '</think>' in answer %}"
+        "{% set thought = answer.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+        "{% set answer = answer.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+        "{% if m.role == 'assistant' and loop.index0 > ns.question and (loop.last or thought) %}"
+        "<think>\n{{ thought }}\n</think>\n\n{{ answer.lstrip('\n') }}{% else %}{{ answer }}{% endif %}"
+        "<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n"
-        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+        "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     ),
     "gemma3": (
         "<bos>{% if messages[0].role == 'system' %}{% set system = messages[0].content ~ '\n\n' %}"
-        "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}<start_of_turn>"
-        "{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+        "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
         "{{ system if loop.first and system }}{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
         "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     ),

@@ -12,6 +12,11 @@ from tokenizers.models import BPE
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types
 
+# Gemma's files call its fillers control tokens and some of its marks user-defined. Its own tokenizer leaves the marks
+# out of decoded text, and the fillers in.
+FILLER = re.compile(r"<unused\d+>")
+MARKS = ("<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>")
+
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,6 +52,8 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 }
 # These vocabularies take a whole word that has a token before trying to merge towards it, and start with BOS.
 LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
+# These have text in Unicode's composed form.
+COMPOSED = ("qwen2",)
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -59,7 +66,10 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         raise ValueError(f"GGUF metadata lacks {error.args[0]}") from None
     except IndexError:
         raise ValueError("GGUF metadata names a token beyond the vocabulary, or has too few scores") from None
-    special = _tokens_of_type(metadata, CONTROL, UNKNOWN)
+    control = _tokens_of_type(metadata, CONTROL, UNKNOWN)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in control if FILLER.fullmatch(token)])
+    special = [token for token in control if not FILLER.fullmatch(token)]
+    special += [token for token in _tokens_of_type(metadata, USER_DEFINED) if token in MARKS]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     _add_bos(tokenizer, metadata, default=kind == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3)
     return tokenizer
@@ -76,6 +86,8 @@ def _byte_level(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"the GGUF file's merges do not fit its vocabulary: {error}") from None
     tokenizer = tokenizers.Tokenizer(bpe)
+    if pre in COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in _tokens_of_type(metadata, USER_DEFINED)])
@@ -84,40 +96,52 @@ def _byte_level(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    scores = list(metadata["tokenizer.ggml.scores"])
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
-    vocab = {token: i for i, token in enumerate(tokens)}
+    pieces = _tokens_of_type(metadata, USER_DEFINED)
+    # Runs of spaces are stored as such; the vocabulary has "▁" for every space.
+    vocab = {token.replace(" ", "▁"): i for i, token in enumerate(tokens)}
+    for piece in pieces:
+        i = vocab[piece.replace(" ", "▁")]
+        scores[i] = float(len(piece))  # before all others, the longest first; files say 0 or -1000
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     tokenizer = tokenizers.Tokenizer(
         BPE(
             vocab=vocab,
-            merges=merges_from_scores(vocab, metadata["tokenizer.ggml.scores"]),
+            merges=merges_from_scores(vocab, scores),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
-            ignore_merges=True,  # a user-defined piece need not be reachable by merging
+            ignore_merges=bool(prefix and pieces),  # those pieces, cut out below, need not be reachable by merging
         )
     )
     # A leading space, as SentencePiece adds it, and "▁" for every space.
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     replace = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
-    if pieces := sorted(_tokens_of_type(metadata, USER_DEFINED), key=len, reverse=True):
-        # Cut out after the spaces are replaced, as SentencePiece does; added tokens would be cut out before.
-        pattern = Regex("|".join(map(re.escape, pieces)))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="isolated")
+    if not prefix:
+        # SentencePiece looks for pieces where spaces are "▁" already (normalized). A piece stored with spaces comes
+        # from a Hugging Face tokenizer, which looks for "▁▁" in the text itself, and leaves spaces to merging.
+        tokenizer.add_tokens([AddedToken(p.replace(" ", "▁"), normalized=" " not in p) for p in pieces])
+    elif pieces:
+        # Added tokens would be given the leading space too.
+        pattern = "|".join(re.escape(piece.replace(" ", "▁")) for piece in sorted(pieces, key=len, reverse=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     decode: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(decode + [decoders.Strip(" ", 1, 0)] * prefix)
     return tokenizer
 
 
 def merges_from_scores(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the pair whose union scores best: every way to cut each token in two, best token first."""
+    """SentencePiece joins the pair whose union scores best: every way to cut each token in two, best token first.
+
+    Of one token's pairs, that with the longest left part comes first, as in the files that transformers reads.
+    """
     merges = []
-    for token, i in vocab.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocab and right in vocab:
-                merges.append((-scores[i], i, left, right))
-    return [(left, right) for _, _, left, right in sorted(merges, key=lambda merge: merge[:2])]
+    for token in sorted(vocab, key=lambda token: -scores[vocab[token]]):
+        for cut in range(len(token) - 1, 0, -1):
+            if (left := token[:cut]) in vocab and (right := token[cut:]) in vocab:
+                merges.append((left, right))
+    return merges
 
 
 def _tokens_of_type(metadata: Mapping[str, Any], *kinds: int) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infer.ops import decode
 
@@ -38,6 +39,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask) -> T
     """q [B, Hq, n, D] over k, v [B, Hkv, S, D] -> [B, Hq, n, D]; each KV head serves Hq/Hkv query heads in place."""
     if mask is None and decode.can_attend(q, k, v):
         return decode.attend(q, k, v, scale)
+    if q.is_cuda and q.shape[2] == 1:
+        # cuDNN would spend 35 ms on a plan for each number of keys, which is another at every step.
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return _sdpa(q, k, v, scale, mask)
+    return _sdpa(q, k, v, scale, mask)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Tensor:
     if isinstance(mask, str):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)

@@ -1,0 +1,177 @@
+"""Long contexts: what a cache of windows saves in memory and costs in time, and what prefill in chunks does.
+
+Everything is measured in one process, alternating trial by trial and step by step: ratios of one run mean something;
+figures of two runs, or of a machine that is busy with other work, little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infer import KVCache, ModelConfig, SlidingCache, Tokenizer, load_model
+from infer.bench import describe_machine, fixed_prompt, machine_line, peak_memory, reset_peak_memory
+from infer.cache import BaseCache
+from infer.engine.generate import step
+from infer.engine.request import check_chunk
+from infer.models.common import Decoder
+
+GEMMA_3_1B = {
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 262_144,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
+
+
+def make(kind: type[BaseCache], model: Decoder, positions: int, chunk: int) -> BaseCache:
+    layout = {"prefill_chunk": chunk} if kind is SlidingCache else {}
+    return kind.from_model_config(model.config, positions, dtype=model.dtype, device=model.device, **layout)
+
+
+@torch.inference_mode()
+def measure_prefill(model: Decoder, cache: BaseCache, prompt: list[int], chunk: int | None) -> tuple[float, int | None]:
+    """Seconds, and the most bytes held beyond what was held before."""
+    tokens = torch.tensor([prompt], device=model.device)
+    release_free_memory()
+    reset_peak_memory(model.device)
+    before = peak_memory(model.device)
+    started = time.perf_counter()
+    step(model, cache, tokens, chunk)[0, 0].item()
+    elapsed = time.perf_counter() - started
+    after = peak_memory(model.device)
+    return elapsed, None if before is None or after is None else after - before
+
+
+def release_free_memory() -> None:
+    """Have the C library give back what it keeps for later: it would hide what the next run takes."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@torch.inference_mode()
+def measure_decode(model: Decoder, caches: list[BaseCache], token: int, steps: int) -> Iterator[list[float]]:
+    """Seconds of each step with each cache, in turn."""
+    fed = torch.tensor([[token]], device=model.device)
+    for _ in range(steps):
+        times = []
+        for cache in caches:
+            started = time.perf_counter()
+            step(model, cache, fed)[0, 0].item()
+            times.append(time.perf_counter() - started)
+        yield times
+
+
+def cache_sizes() -> dict[str, int]:
+    """Bytes for Gemma 3 1B at 32,768 positions in bf16."""
+    config = ModelConfig.from_hf(GEMMA_3_1B)
+    return {
+        kind.__name__: kind.from_model_config(config, 32_768, dtype="bfloat16", device="cpu").memory_bytes
+        for kind in (SlidingCache, KVCache)
+    }
+
+
+def run(model: Decoder, tokenizer: Tokenizer, context: int, new_tokens: int, chunk: int, trials: int) -> dict[str, Any]:
+    prompt, positions = fixed_prompt(tokenizer, context), context + new_tokens
+    kinds: tuple[type[BaseCache], ...] = (SlidingCache, KVCache)
+    prefill: dict[tuple[str, int | None], list[tuple[float, int | None]]] = {}
+    for _ in range(trials):
+        for kind in kinds:
+            for size in (None, chunk):
+                cache = make(kind, model, positions, chunk)
+                prefill.setdefault((kind.__name__, size), []).append(measure_prefill(model, cache, prompt, size))
+    caches = [make(kind, model, positions, chunk) for kind in kinds]
+    for cache in caches:
+        measure_prefill(model, cache, prompt, chunk)
+    times = list(measure_decode(model, caches, prompt[-1], new_tokens))
+    return {
+        "context": context,
+        "chunk": chunk,
+        "prefill": [
+            {
+                "cache": name,
+                "chunk": size,
+                "seconds": statistics.median(seconds for seconds, _ in measured),
+                "peak_bytes": max((peak for _, peak in measured if peak is not None), default=None),
+            }
+            for (name, size), measured in prefill.items()
+        ],
+        "decode": [
+            {
+                "cache": kind.__name__,
+                "cache_bytes": cache.memory_bytes,
+                "step_ms": statistics.median(row[i] for row in times) * 1e3,
+            }
+            for i, (kind, cache) in enumerate(zip(kinds, caches, strict=True))
+        ],
+        "gemma_3_1b_at_32768_bf16": cache_sizes(),
+    }
+
+
+def table(figures: dict[str, Any]) -> str:
+    whole = {row["cache"]: row["seconds"] for row in figures["prefill"] if row["chunk"] is None}
+    lines = [f"prefill of {figures['context']} tokens       seconds   to whole   peak memory beyond the weights"]
+    for row in figures["prefill"]:
+        size = "whole" if row["chunk"] is None else f"chunks of {row['chunk']}"
+        peak = "unknown" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f} MB"
+        ratio = row["seconds"] / whole[row["cache"]]
+        lines.append(f"  {row['cache']:<13} {size:<15} {row['seconds']:9.2f}   {ratio:7.2f}x   {peak:>9}")
+    base = figures["decode"][-1]
+    lines += ["", f"decode at {figures['context']} positions      ms/step   speed      cache"]
+    for row in figures["decode"]:
+        speed, size = base["step_ms"] / row["step_ms"], row["cache_bytes"] / base["cache_bytes"]
+        lines.append(
+            f"  {row['cache']:<29} {row['step_ms']:9.2f}   {speed:5.2f}x   "
+            f"{row['cache_bytes'] / 1e6:7.1f} MB ({size:.0%})"
+        )
+    sizes = figures["gemma_3_1b_at_32768_bf16"]
+    lines += ["", "cache of Gemma 3 1B at 32,768 positions in bfloat16"]
+    lines += [f"  {name:<29} {size / 1e6:7.1f} MB" for name, size in sizes.items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gemma-3-270m", help="a model with window layers (default %(default)s)")
+    parser.add_argument("--context", type=int, default=4_000, help="tokens to prefill (default %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="steps to time (default %(default)s)")
+    parser.add_argument("--prefill-chunk", type=int, default=512, help="default %(default)s")
+    parser.add_argument("--trials", type=int, default=3, help="of each prefill (default %(default)s)")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--report", type=Path, help="write everything measured into this JSON file")
+    args = parser.parse_args()
+    config = ModelConfig.from_pretrained(args.model)
+    check_chunk(args.prefill_chunk)
+    if min(args.context, args.new_tokens, args.trials) < 1:
+        parser.error("--context, --new-tokens and --trials must be at least 1")
+    if args.context + args.new_tokens > config.max_position_embeddings:
+        parser.error(f"{args.context} + {args.new_tokens} tokens exceed the model's {config.max_position_embeddings}")
+    model, _ = load_model(args.model, dtype=args.dtype, device=args.device)
+    machine = describe_machine(model.device)
+    figures = run(model, Tokenizer(args.model), args.context, args.new_tokens, args.prefill_chunk, args.trials)
+    print(f"{args.model}, {str(model.dtype).removeprefix('torch.')}, {machine_line(machine)}\n\n{table(figures)}")
+    if args.report is not None:
+        args.report.write_text(json.dumps({"model": args.model, "machine": machine, **figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

