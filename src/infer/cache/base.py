@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -69,15 +69,10 @@ class BaseCache(ABC):
         batch_size: int = 1,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "auto",
-        **layout: Any,
     ) -> Self:
-        """An empty cache. "auto" chooses as `load_model` does; layout: what this kind of cache asks for besides."""
+        """An empty cache. "auto" chooses as `load_model` does."""
         shape = CacheShape(num_layers, batch_size, num_kv_heads, max_seq_len, head_dim)
-        for name, size in shape._asdict().items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, not {size}")
-        device = resolve_device(device)
-        return cls._empty(shape, resolve_dtype(dtype, device), device, **layout)
+        return cls._empty(*checked(shape, dtype, device))
 
     @classmethod
     def from_model_config(
@@ -101,8 +96,8 @@ class BaseCache(ABC):
         )
 
     @classmethod
-    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device, **layout: Any) -> Self:
-        return cls(shape, dtype, device, **layout)
+    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
+        return cls(shape, dtype, device)
 
     @property
     def capacity(self) -> int:
@@ -173,6 +168,17 @@ class BaseCache(ABC):
         return n
 
 
+def checked(
+    shape: CacheShape, dtype: torch.dtype | str, device: torch.device | str
+) -> tuple[CacheShape, torch.dtype, torch.device]:
+    """A shape that can be, and what "auto" stands for."""
+    for name, size in shape._asdict().items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, not {size}")
+    device = resolve_device(device)
+    return shape, resolve_dtype(dtype, device), device
+
+
 def check_memory(positions: int, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a cache that would not fit, before it is allocated. positions: stored by all layers together."""
     needed = 2 * positions * shape.batch_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
@@ -192,7 +198,7 @@ class NoCache(BaseCache):
         super().__init__(unlimited, torch.float32, torch.device(device))
 
     @classmethod
-    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device, **layout: Any) -> Self:
+    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
         return cls(shape.batch_size, device)
 
     @property

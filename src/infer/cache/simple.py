@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class KVCache(BaseCache):
         self._views = Views(-1, (), (), (), ())
 
     @classmethod
-    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device, **layout: Any) -> Self:
+    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
         check_memory(shape.num_layers * shape.max_seq_len, shape, dtype, device)
         return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 

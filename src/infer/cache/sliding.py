@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from infer.cache.base import BaseCache, CacheShape, check_memory
+from infer.cache.base import BaseCache, CacheShape, check_memory, checked
 from infer.config import ModelConfig
 from infer.ops.attention import ring_attention, ring_span
 
@@ -34,7 +34,6 @@ class SlidingCache(BaseCache):
         windows: Sequence[int | None] = (),
         prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
-        """windows: one per layer, None where a layer sees everything; empty: all of them do."""
         super().__init__(shape, dtype, device)
         self.windows = tuple(windows) or (None,) * shape.num_layers
         if len(self.windows) != shape.num_layers or any(window is not None and window < 1 for window in self.windows):
@@ -52,6 +51,24 @@ class SlidingCache(BaseCache):
         )
         self._oldest = [0] * shape.num_layers  # the first position that has not been overwritten
         self._staged: dict[int, tuple[Tensor, Tensor]] = {}  # of a pass too wide to be written before it is through
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        *,
+        batch_size: int = 1,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "auto",
+        windows: Sequence[int | None] = (),
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> Self:
+        """An empty cache. windows: one per layer, None where it sees everything; empty: all layers do."""
+        shape = CacheShape(num_layers, batch_size, num_kv_heads, max_seq_len, head_dim)
+        return cls(*checked(shape, dtype, device), windows, prefill_chunk)
 
     @classmethod
     def from_model_config(
