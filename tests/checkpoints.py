@@ -1,10 +1,10 @@
-"""Checkpoints on disk for tests: small random Llamas in the formats that the loader reads."""
+"""Checkpoints on disk for tests: small random models of each family in the formats that the loader reads."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,21 @@ import torch
 from gguf import GGMLQuantizationType as Quant
 from gguf import quants
 from tokenizers import decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from infer import load_model
+from infer.models.common import Decoder
+
+Family = tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -28,8 +42,33 @@ LLAMA3_ROPE = {
 }
 
 
-def reference_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    """transformers' own Llama, with weights wide enough that logits are far apart."""
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+
+# Config, model, and what differs from Llama's values. Sizes that often agree are all different: head_dim, the number
+# whose root divides scores, and hidden_size / heads; the two RoPEs of Gemma.
+FAMILIES: dict[str, Family] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "rope_parameters": GEMMA3_ROPES,
+            "pad_token_id": 0,
+        },
+    ),
+}
+
+
+def reference_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """transformers' own model, with weights wide enough that logits are far apart."""
     values: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -43,12 +82,45 @@ def reference_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
         "eos_token_id": 2,
         "tie_word_embeddings": False,
     }
-    model = LlamaForCausalLM(LlamaConfig(**(values | changes))).eval().requires_grad_(False)
+    config, model, own = FAMILIES[family]
+    return randomised(model(config(**copy.deepcopy(values | own | changes))), seed)  # configs keep what they are given
+
+
+def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    centre = 0 if model.config.model_type.startswith("gemma3") else 1  # of norms
+    for name, parameter in model.eval().requires_grad_(False).named_parameters():
         noise = torch.empty_like(parameter).normal_(std=0.2, generator=generator)
-        parameter.copy_(1 + noise if name.endswith("norm.weight") else noise)
+        parameter.copy_(centre + noise if name.endswith("norm.weight") else noise)
     return model
+
+
+def load(path: Path) -> Decoder:
+    return load_model(path, dtype="float32", device="cpu")[0]
+
+
+def random_ids(rows: int = 2, length: int = 60) -> torch.Tensor:
+    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape
+    return (a - b).abs().max().item()
+
+
+def single_threaded() -> Iterator[None]:
+    """The body of a fixture, for products so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def greedy(reference: PreTrainedModel, ids: torch.Tensor, count: int) -> list[list[int]]:
+    """What transformers generates after each row, up to and including an EOS."""
+    eos = reference.config.eos_token_id
+    rows = reference.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)[:, ids.shape[1] :].tolist()
+    return [row[: row.index(eos) + 1] if eos in row else row for row in rows]
 
 
 @cache
@@ -65,14 +137,14 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def save_folder(model: LlamaForCausalLM, folder: Path, **settings: Any) -> Path:
+def save_folder(model: PreTrainedModel, folder: Path, **settings: Any) -> Path:
     """A Hugging Face folder with a tokenizer. settings: those of `save_pretrained`."""
     model.save_pretrained(folder, **settings)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
 
-def quantised(model: LlamaForCausalLM, quant: Quant) -> LlamaForCausalLM:
+def quantised(model: PreTrainedModel, quant: Quant) -> PreTrainedModel:
     """The model whose matrices have gone through a quantisation and back."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
@@ -110,15 +182,26 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+GEMMA3_GGUF_NAMES = GGUF_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
-def gguf_name(name: str) -> str:
+def gguf_arch(model: PreTrainedModel) -> str:
+    return str(model.config.model_type).removesuffix("_text")
+
+
+def gguf_name(name: str, names: Mapping[str, str] = GGUF_NAMES) -> str:
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         layer, _, part = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{layer}.{GGUF_NAMES[part]}.{kind}"
-    return f"{GGUF_NAMES[stem]}.{kind}"
+        return f"blk.{layer}.{names[part]}.{kind}"
+    return f"{names[stem]}.{kind}"
 
 
 def llama_cpp_order(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -143,38 +226,47 @@ def llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
     return np.array(divisors, dtype=np.float32)
 
 
-def gguf_tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
-    """The model's tensors under their GGUF names, in float32 and llama.cpp's order."""
-    config = model.config
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+def gguf_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """The model's tensors under their GGUF names, in float32, as llama.cpp's converter changes them."""
+    config, arch = model.config, gguf_arch(model)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if arch == "llama" else {}
     tensors = {}
     for name, parameter in model.named_parameters():  # a tied head comes once, as the embedding
-        stored = gguf_name(name)
-        part = stored.split(".")[-2]
-        tensors[stored] = llama_cpp_order(parameter.numpy(), heads[part]) if part in heads else parameter.numpy()
-    if config.rope_parameters["rope_type"] == "llama3":
+        stored = gguf_name(name, GEMMA3_GGUF_NAMES if arch == "gemma3" else GGUF_NAMES)
+        part, tensor = stored.split(".")[-2], parameter.numpy()
+        if part in heads:
+            tensor = llama_cpp_order(tensor, heads[part])
+        elif arch == "gemma3" and part.endswith("norm"):
+            tensor = tensor + 1
+        tensors[stored] = tensor
+    if config.rope_parameters.get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = llama3_divisors(config.rope_parameters, config.head_dim)
     return tensors
 
 
-def gguf_metadata(model: LlamaForCausalLM) -> dict[str, Any]:
-    config, rope = model.config, model.config.rope_parameters
+def gguf_metadata(model: PreTrainedModel) -> dict[str, Any]:
+    """What llama.cpp's converter writes; of Gemma's windows their size alone, and of its RoPEs the global one."""
+    config, arch = model.config, gguf_arch(model)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     metadata = {
-        "llama.vocab_size": config.vocab_size,
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.block_count": config.num_hidden_layers,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.key_length": config.head_dim,
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "llama.rope.freq_base": rope["rope_theta"],
-        "llama.rope.dimension_count": config.head_dim,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": rope["rope_theta"],
     }
+    if arch == "llama":
+        metadata |= {"vocab_size": config.vocab_size, "rope.dimension_count": config.head_dim}
+    if arch == "gemma3":
+        metadata["attention.sliding_window"] = config.sliding_window
     if rope["rope_type"] == "linear":
-        metadata |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": rope["factor"]}
-    return metadata
+        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    return {f"{arch}.{key}": value for key, value in metadata.items()}
 
 
 def write_gguf(
@@ -209,7 +301,7 @@ def _value_type(value: Any) -> gguf.GGUFValueType:
 
 
 def save_gguf(
-    model: LlamaForCausalLM, path: Path, quant: Quant = Quant.F32, metadata: Mapping[str, Any] | None = None
+    model: PreTrainedModel, path: Path, quant: Quant = Quant.F32, metadata: Mapping[str, Any] | None = None
 ) -> Path:
     """A GGUF file as llama.cpp's converter writes it: matrices in the given type, vectors in float32."""
     tensors = {
@@ -217,4 +309,4 @@ def save_gguf(
         for name, tensor in gguf_tensors(model).items()
     }
     extra = byte_tokenizer_metadata() if metadata is None else metadata
-    return write_gguf(path, gguf_metadata(model) | extra, tensors)
+    return write_gguf(path, gguf_metadata(model) | extra, tensors, arch=gguf_arch(model))

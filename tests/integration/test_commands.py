@@ -116,6 +116,17 @@ class TestCommands:
         assert output["without_kv_cache"]["same_tokens"] is True
         assert "faster than without the cache" in done.stderr
 
+    def test_prefill_chunk(self, offline: dict[str, str]) -> None:
+        args = ["generate", "The capital of France is", "--max-new-tokens", "8", "--json", *EXACT]
+        whole, chunked = (
+            json.loads(infer(*args, *more, env=offline).stdout) for more in ([], ["--prefill-chunk", "2"])
+        )
+        assert chunked["token_ids"] == whole["token_ids"]
+
+    def test_no_switch_for_thinking(self, offline: dict[str, str]) -> None:
+        done = infer("generate", QUESTION, "--chat", "--no-thinking", env=offline, status=2)
+        assert done.stderr.startswith("error: this model's chat template has no switch for thinking")
+
     def test_generate_from_a_pipe(self, offline: dict[str, str]) -> None:
         text = "Größe, 水, 🦙 and\n"
         done = infer("generate", "-", "--json", "--max-new-tokens", "4", stdin=text, env=offline)
@@ -137,22 +148,32 @@ class TestCommands:
         assert facts["weight_bytes"] == 4 * facts["parameters"]
         assert facts["cache_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
         assert facts["context"] == 8192
+        assert facts["cache_bytes"] == facts["contiguous_cache_bytes"] == 8192 * facts["cache_bytes_per_token"]
+        assert (
+            "1,000 positions, 46.1 MB of cache"
+            in infer("info", "--context", "1000", "--dtype", "float32", env=offline).stdout
+        )
         assert "134.5 M" in infer("info", DEFAULT_MODEL, env=offline).stdout
 
     def test_models_and_pull(self, offline: dict[str, str]) -> None:
         path = BUILTIN[DEFAULT_MODEL].path
         done = infer("pull", DEFAULT_MODEL, env=offline)
         assert (done.stdout, done.stderr) == (f"{path}\n", "")
-        (line,) = infer("models", env=offline).stdout.splitlines()
-        assert line.startswith(DEFAULT_MODEL)
-        assert "not yet" not in line
+        lines = infer("models", env=offline).stdout.splitlines()
+        assert [line.split()[0] for line in lines] == list(BUILTIN)
+        assert lines[0].startswith(DEFAULT_MODEL)
+        assert "not yet" not in lines[0]
 
     def test_verify(self, offline: dict[str, str], tmp_path: Path) -> None:
         file = tmp_path / "prompts.txt"
-        file.write_text("The quick brown fox\n")
-        options = ["--prompts", file, "--max-new-tokens", "6", *EXACT]
+        file.write_text("The quick brown fox\nTwo and two\n")
+        options = ["--prompts", file, "--max-new-tokens", "3", *EXACT]
         done = infer("verify", DEFAULT_MODEL, *options, env=offline)
-        assert [line.split("  ")[-1].strip() for line in done.stdout.splitlines()] == ["equal, 6 tokens"] * 4
+        lines = done.stdout.splitlines()
+        # Three caches: one prompt in two chunkings and whole, the other whole and token by token; then seeded, batches.
+        assert len(lines) == 3 * (3 + 2) + 3 * 2 + 2 * 2
+        assert all(line.endswith("equal, 3 tokens") for line in lines)
+        assert sum("default cache, batch of 2" in line for line in lines) == 4
 
     def test_bench(self, offline: dict[str, str], tmp_path: Path) -> None:
         plot, report = tmp_path / "steps.png", tmp_path / "report.json"
@@ -163,8 +184,9 @@ class TestCommands:
         assert plot.read_bytes().startswith(b"\x89PNG")
 
     def test_readme_python(self, offline: dict[str, str]) -> None:
-        (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-        command = [sys.executable, "-c", code]
+        """All blocks in order, as one who follows along would run them."""
+        blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+        command = [sys.executable, "-c", "\n".join(blocks)]
         done = subprocess.run(command, env=offline, capture_output=True, encoding="utf-8", timeout=300, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         assert "cache" in done.stdout

@@ -1,4 +1,4 @@
-"""Small random Llamas, saved by transformers and loaded here, must compute what transformers computes."""
+"""Small random models, saved by transformers and loaded here, must compute what transformers computes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,29 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LLAMA3_ROPE, reference_model, save_folder
-from transformers import LlamaForCausalLM
+from checkpoints import (
+    GEMMA3_ROPES,
+    LLAMA3_ROPE,
+    difference,
+    greedy,
+    load,
+    random_ids,
+    reference_model,
+    save_folder,
+    single_threaded,
+)
+from transformers import PreTrainedModel
 
-from infer import GrowingCache, KVCache, SamplingParams, Tokenizer, generate, load_model
-from infer.models.common import Decoder
+from infer import GrowingCache, KVCache, SamplingParams, SlidingCache, Tokenizer, generate, load_model
 
 TOLERANCE = 1e-4
-CACHES = (KVCache, GrowingCache)
+CACHES = (KVCache, GrowingCache, SlidingCache)
+Cache = KVCache | GrowingCache | SlidingCache
+Pair = tuple[PreTrainedModel, Path]
 
-CASES: dict[str, dict[str, Any]] = {
+one_thread = pytest.fixture(scope="module", autouse=True)(single_threaded)
+
+LLAMA: dict[str, dict[str, Any]] = {
     "untied": {},
     "tied": {"tie_word_embeddings": True},
     "gqa1": {"num_attention_heads": 4, "num_key_value_heads": 4},
@@ -38,29 +51,42 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
 }
-
-
-def random_ids(rows: int = 2, length: int = 60) -> torch.Tensor:
-    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
-def load(path: Path) -> Decoder:
-    return load_model(path, dtype="float32", device="cpu")[0]
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    assert a.shape == b.shape
-    return (a - b).abs().max().item()
+QWEN3: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "gqa1": {"num_key_value_heads": 4, "head_dim": 16},
+    "rope-theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "attention-bias": {"attention_bias": True},
+    "windows": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "window-unused": {"sliding_window": 8},
+}
+GEMMA3: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "gqa4": {"num_key_value_heads": 1},
+    "plain-ropes": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in GEMMA3_ROPES}},
+    "scale-by-head-dim": {"query_pre_attn_scalar": 32},
+    "windows-only": {"layer_types": ["sliding_attention"] * 3},
+    "no-windows": {"layer_types": ["full_attention"] * 3},
+    "attention-bias": {"attention_bias": True},
+    "rms-eps": {"rms_norm_eps": 0.1},
+}
+CASES = {
+    f"{family}-{name}": (family, changes)
+    for family, cases in (("llama", LLAMA), ("qwen3", QWEN3), ("gemma3", GEMMA3))
+    for name, changes in cases.items()
+}
 
 
 @pytest.fixture(scope="module", params=CASES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
-    reference = reference_model(**CASES[request.param])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    family, changes = CASES[request.param]
+    reference = reference_model(family, **changes)
     return reference, save_folder(reference, tmp_path_factory.mktemp(request.param))
 
 
 @torch.inference_mode()
-def test_logits_without_cache(pair: tuple[LlamaForCausalLM, Path]) -> None:
+def test_logits_without_cache(pair: Pair) -> None:
     reference, folder = pair
     expected = reference(random_ids()).logits
     assert expected.std() > 0.5  # logits that are all alike would agree with anything
@@ -69,7 +95,7 @@ def test_logits_without_cache(pair: tuple[LlamaForCausalLM, Path]) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_logits_with_cache(pair: tuple[LlamaForCausalLM, Path], cache_type: type[KVCache | GrowingCache]) -> None:
+def test_logits_with_cache(pair: Pair, cache_type: type[Cache]) -> None:
     """Prefill, a second chunk, then one token at a time."""
     reference, folder = pair
     model, ids = load(folder), random_ids()
@@ -83,15 +109,13 @@ def test_logits_with_cache(pair: tuple[LlamaForCausalLM, Path], cache_type: type
     assert cache.seq_len == 60
 
 
-def test_greedy_tokens(pair: tuple[LlamaForCausalLM, Path]) -> None:
+def test_greedy_tokens(pair: Pair) -> None:
     reference, folder = pair
-    model, tokenizer = load(folder), Tokenizer(folder)
-    params = SamplingParams(max_new_tokens=32)
-    for ids in random_ids(3, 12).tolist():
-        expected = reference.generate(torch.tensor([ids]), max_new_tokens=32, do_sample=False, pad_token_id=0)
-        for use_kv_cache in (True, False):
-            result = generate(model, tokenizer, ids, params, use_kv_cache=use_kv_cache)
-            assert result.token_ids == expected[0, 12:].tolist()
+    model, tokenizer, prompts = load(folder), Tokenizer(folder), random_ids(3, 12)
+    params = SamplingParams(max_new_tokens=20)
+    expected = greedy(reference, prompts, 20)
+    assert [generate(model, tokenizer, ids, params).token_ids for ids in prompts.tolist()] == expected
+    assert generate(model, tokenizer, prompts[0].tolist(), params, use_kv_cache=False).token_ids == expected[0]
 
 
 @torch.inference_mode()
@@ -124,11 +148,26 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, dtype: str) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # torch, on a CPU without bf16
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_16_bit(tmp_path: Path, family: str, dtype: str) -> None:
+    reference = reference_model(family, hidden_size=80)  # its root, 8.94, is no 16-bit number
+    save_folder(reference, tmp_path)
+    model, _ = load_model(tmp_path, dtype=dtype, device="cpu")
+    ids = random_ids(2, 30)
+    expected = reference(ids).logits
+    assert torch.nn.functional.cosine_similarity(model(ids).float(), expected, dim=-1).min() > 0.99
+    embedded = reference.to(model.dtype).model.embed_tokens(ids.flatten())
+    assert torch.equal(model.embed(ids.flatten()), embedded)
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("name", ["rope-theta", "linear-rope", "llama3-rope"])
 @pytest.mark.parametrize("type_key", ["rope_type", "type"])
 def test_older_config_keys(tmp_path: Path, name: str, type_key: str) -> None:
     """`rope_theta` and `rope_scaling` at the top level, as checkpoints before transformers 5 have them."""
-    reference = reference_model(**CASES[name])
+    reference = reference_model(**LLAMA[name])
     save_folder(reference, tmp_path)
     before = load(tmp_path)
     path = tmp_path / "config.json"

@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infer import GrowingCache, KVCache, ModelConfig
+from infer import GrowingCache, KVCache, ModelConfig, SlidingCache
 from infer.cache import Cache
 from infer.models.common import Decoder
 
 # Every cache goes through the same contract tests; a further one joins them here.
-CACHES = [KVCache, GrowingCache]
+CACHES = [KVCache, GrowingCache, SlidingCache]
+# And so does every way to lay one out, as `from_model_config` takes it.
+LAYOUTS: list[tuple[Any, dict[str, Any]]] = [
+    *((cls, {}) for cls in CACHES),
+    *((SlidingCache, {"prefill_chunk": chunk}) for chunk in (1, 3)),
+]
+LAYOUT_NAMES = ["-".join([cls.__name__, *(f"{k}={v}" for k, v in options.items())]) for cls, options in LAYOUTS]
 
 
 class MockModel:
@@ -41,7 +47,7 @@ class MockModel:
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter([self.weight])
 
-    def __call__(self, input_ids: Tensor, kv_cache: Cache | None = None) -> Tensor:
+    def __call__(self, input_ids: Tensor, kv_cache: Cache | None = None, *, all_logits: bool = False) -> Tensor:
         logits = torch.zeros(*input_ids.shape, self.config.vocab_size)
         logits[:, -1, self.tokens[min(self.calls, len(self.tokens) - 1)]] = 10.0
         self.fed.append(input_ids[0].tolist())
@@ -51,7 +57,7 @@ class MockModel:
 class UniformMockModel(MockModel):
     """Finds every token equally likely."""
 
-    def __call__(self, input_ids: Tensor, kv_cache: Cache | None = None) -> Tensor:
+    def __call__(self, input_ids: Tensor, kv_cache: Cache | None = None, *, all_logits: bool = False) -> Tensor:
         self.fed.append(input_ids[0].tolist())
         return torch.zeros(*input_ids.shape, self.config.vocab_size)
 
@@ -82,19 +88,25 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: in
     return scores.softmax(-1) @ v
 
 
-def naive_llama(model: Decoder, input_ids: Tensor) -> Tensor:
-    """The logits [B, S, V] of a model with unscaled RoPE, from its weights and textbook formulas."""
+def naive_logits(model: Decoder, input_ids: Tensor) -> Tensor:
+    """The logits [B, S, V] from a model's weights and textbook formulas; RoPE unscaled, or linearly."""
     config = model.config
     batch, length = input_ids.shape
     head_dim = config.computed_head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    gemma = config.model_type == "gemma3"
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
+        if gemma:
+            weight = weight + 1
         return weight * x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
 
-    def turn(x: Tensor) -> Tensor:
+    def turn(x: Tensor, layer_type: str) -> Tensor:
+        local = gemma and layer_type == "sliding_attention"
+        theta = config.local_rope.theta if local else config.rope.theta
+        factor = config.rope.factor if config.rope.scaling == "linear" and not local else 1.0
         first, second = x.chunk(2, dim=-1)
-        inv_freq = torch.tensor([config.rope.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)])
+        inv_freq = torch.tensor([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]) / factor
         angles = torch.arange(length)[:, None] * inv_freq  # [S, D/2]
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -102,20 +114,32 @@ def naive_llama(model: Decoder, input_ids: Tensor) -> Tensor:
     def split(x: Tensor, count: int) -> Tensor:
         return x.view(batch, length, count, head_dim).transpose(1, 2)  # [B, H, S, D]
 
+    def linear(x: Tensor, product: nn.Module) -> Tensor:
+        y = x @ product.weight.T
+        return y if product.bias is None else y + product.bias
+
+    def activation(x: Tensor) -> Tensor:
+        if gemma:
+            return 0.5 * x * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh())
+        return x * x.sigmoid()
+
     x = model.embed_tokens.weight[input_ids]
+    if gemma:
+        x = x * config.hidden_size**0.5
     for i, layer in enumerate(model.layers):
-        qkv = layer.self_attn.qkv_proj
-        y = norm(x, layer.input_layernorm.weight) @ qkv.weight.T
-        if config.attention_bias:
-            y = y + qkv.bias
+        attn = layer.self_attn
+        y = linear(norm(x, layer.input_layernorm.weight), attn.qkv_proj)
         q, k, v = y.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)
-        q, k, v = turn(split(q, heads)), turn(split(k, kv_heads)), split(v, kv_heads)
-        y = naive_attention(q, k, v, scale=head_dim**-0.5, window=config.window(i))
-        y = y.transpose(1, 2).reshape(batch, length, -1) @ layer.self_attn.o_proj.weight.T
-        if config.attention_bias:
-            y = y + layer.self_attn.o_proj.bias
-        x = x + y
-        y = norm(x, layer.post_attention_layernorm.weight) @ layer.mlp.gate_up_proj.weight.T
-        gate, up = y.chunk(2, dim=-1)
-        x = x + (gate * gate.sigmoid() * up) @ layer.mlp.down_proj.weight.T
+        q, k, v = split(q, heads), split(k, kv_heads), split(v, kv_heads)
+        if config.model_type != "llama":
+            q, k = norm(q, attn.q_norm.weight), norm(k, attn.k_norm.weight)
+        q, k = turn(q, config.layer_types[i]), turn(k, config.layer_types[i])
+        scale = (config.query_pre_attn_scalar or head_dim) ** -0.5
+        y = naive_attention(q, k, v, scale=scale, window=config.window(i))
+        y = linear(y.transpose(1, 2).reshape(batch, length, -1), attn.o_proj)
+        x = x + (norm(y, layer.post_attention_layernorm.weight) if gemma else y)
+        before_mlp = layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm
+        gate, up = linear(norm(x, before_mlp.weight), layer.mlp.gate_up_proj).chunk(2, dim=-1)
+        y = linear(activation(gate) * up, layer.mlp.down_proj)
+        x = x + (norm(y, layer.post_feedforward_layernorm.weight) if gemma else y)
     return norm(x, model.norm.weight) @ model.lm_head.weight.T

@@ -10,6 +10,7 @@ import torch
 from mocks import CACHES, naive_attention, sees
 from torch import Tensor
 
+from infer import SlidingCache
 from infer.cache import BaseCache, NoCache
 from infer.models.common import Attention, Pass
 from infer.ops import attention as ops
@@ -66,17 +67,17 @@ class TestVisibility:
     @pytest.mark.parametrize("n", [1, 2, 4])
     @pytest.mark.parametrize("start", [0, 1, 2, 6])
     def test_span_mask_is_the_rule(self, start: int, n: int, window: int | None) -> None:
-        furthest = 0 if window is None else max(0, start - window + 1)
-        for first_key in {0, furthest}:
-            keys = range(first_key, start + n)
-            mask = ops.span_mask(start, n, first_key, window, torch.device("cpu"))
-            if mask is None:
-                got = [[True] * len(keys)] * n
-            elif isinstance(mask, str):
-                got = [[j <= i for j in range(len(keys))] for i in range(n)]
-            else:
-                got = mask.tolist()
-            assert got == [[sees(start + i, k, window) for k in keys] for i in range(n)]
+        """For n queries behind `start` keys: where those begin does not matter."""
+        keys = start + n
+        mask = ops.span_mask(n, keys, window, torch.device("cpu"))
+        if mask is None:
+            got = [[True] * keys] * n
+        elif isinstance(mask, str):
+            assert n == keys  # where SDPA's own rule is ours
+            got = [[j <= i for j in range(keys)] for i in range(n)]
+        else:
+            got = mask.tolist()
+        assert got == [[sees(start + i, k, window) for k in range(keys)] for i in range(n)]
 
 
 class TestAttend:
@@ -87,6 +88,26 @@ class TestAttend:
         cache = cache_class.allocate(1, 2, 8, LENGTH, batch_size=2, dtype="float32", device="cpu")
         outputs = attend_in_parts(cache, qkv, split, window=window)
         assert_close(outputs, naive_attention(*qkv, scale=SCALE, window=window))
+
+    @pytest.mark.parametrize("window", WINDOWS)
+    @pytest.mark.parametrize("split", SPLITS, ids=str)
+    @pytest.mark.parametrize("prefill_chunk", [1, 2, 4, 9])
+    def test_rings(self, split: tuple[int, ...], prefill_chunk: int, window: int | None) -> None:
+        """Passes narrower than the ring's chunk, as wide, and wider."""
+        qkv = random_qkv(4, 2, batch=2)
+        layout = {"windows": [window], "prefill_chunk": prefill_chunk, "batch_size": 2}
+        cache = SlidingCache.allocate(1, 2, 8, LENGTH, dtype="float32", device="cpu", **layout)
+        outputs = attend_in_parts(cache, qkv, split, window=window)
+        assert_close(outputs, naive_attention(*qkv, scale=SCALE, window=window))
+
+    @pytest.mark.parametrize("kept", [None, 5, 8])
+    @pytest.mark.parametrize("split", SPLITS, ids=str)
+    def test_rings_that_keep_more_than_the_window(self, split: tuple[int, ...], kept: int | None) -> None:
+        qkv = random_qkv(4, 2)
+        layout = {"windows": [kept], "prefill_chunk": 1}
+        cache = SlidingCache.allocate(1, 2, 8, LENGTH, dtype="float32", device="cpu", **layout)
+        outputs = attend_in_parts(cache, qkv, split, window=3)
+        assert_close(outputs, naive_attention(*qkv, scale=SCALE, window=3))
 
     @pytest.mark.parametrize("kv_heads", [1, 2])
     @pytest.mark.parametrize("ratio", [1, 3, 8])
@@ -116,6 +137,90 @@ class TestAttend:
         assert_close(rest, naive_attention(q, k, v, scale=SCALE, window=window)[:, :, 4:])
 
 
+class TestBlocks:
+    """A window layer's queries attend in blocks, each to its own window's keys."""
+
+    @staticmethod
+    def check(n: int, cached: int, window: int, masks: ops.Masks) -> None:
+        q, k, v = random_qkv(2, 1, length=cached + n)
+        got = ops.span_attention(q[:, :, cached:], k, v, scale=SCALE, window=window, masks=masks)
+        assert_close(got, naive_attention(q, k, v, scale=SCALE, window=window)[:, :, cached:])
+
+    @pytest.mark.parametrize("cached", [0, 1, 3, 17])
+    @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 9, 18, 99])
+    def test_small_blocks(self, monkeypatch: pytest.MonkeyPatch, window: int, cached: int) -> None:
+        monkeypatch.setattr(ops, "BLOCK", 4)
+        for n in range(1, 3 * 4 + 6):
+            self.check(n, cached, window, {})
+
+    @pytest.mark.parametrize("cached", [0, 50])
+    @pytest.mark.parametrize("window", [1, 2, ops.BLOCK - 1, ops.BLOCK, ops.BLOCK + 1, 4 * ops.BLOCK])
+    @pytest.mark.parametrize("n", [ops.BLOCK + 1, 3 * ops.BLOCK + 5])
+    def test_blocks(self, n: int, window: int, cached: int) -> None:
+        masks: ops.Masks = {}
+        self.check(n, cached, window, masks)
+        assert len(masks) <= 3  # the first block, those between, the last
+        assert all(queries <= max(window, ops.BLOCK) for queries, _, _ in masks)
+        assert all(keys < queries + window for queries, keys, _ in masks)
+
+    @pytest.mark.parametrize("n", [4 * ops.BLOCK, 4 * ops.BLOCK + 5])
+    @pytest.mark.parametrize("window", [3, ops.BLOCK + 1])
+    def test_a_mask_is_shared_by_blocks_and_layers(
+        self, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable, n: int, window: int
+    ) -> None:
+        seen: list[Any] = []  # every mask that attention was given, kept alive: an id stands for one object
+        attention = ops.attention
+
+        def spy(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: ops.Mask) -> Tensor:
+            seen.append(mask)
+            return attention(q, k, v, scale=scale, mask=mask)
+
+        monkeypatch.setattr(ops, "attention", spy)
+        kinds = {"layer_types": ("sliding_attention",) * 4, "sliding_window": window}
+        model = tiny_model(num_hidden_layers=4, max_position_embeddings=1024, **kinds)
+        model(torch.zeros(1, n, dtype=torch.long))
+        blocks = -(-n // max(window, ops.BLOCK))
+        assert blocks >= 4
+        assert len(seen) == 4 * blocks
+        assert len({id(mask) for mask in seen}) <= 3
+        for layer in range(1, 4):
+            later = seen[layer * blocks : (layer + 1) * blocks]
+            assert all(a is b for a, b in zip(seen[:blocks], later, strict=True))
+
+
+class TestRing:
+    @pytest.mark.parametrize("slots", [1, 2, 5])
+    def test_span(self, slots: int) -> None:
+        for end in range(1, 3 * slots + 2):
+            ring = torch.full((2, 3, slots, 2), -1.0)
+            for position in range(end):
+                ring[:, :, position % slots] = position
+            for first in range(max(0, end - slots), end + 1):
+                span = ops.ring_span(ring, first, end)
+                assert span.shape == (2, 3, end - first, 2)
+                assert span[1, 2, :, 1].tolist() == list(range(first, end))
+
+    def test_span_without_a_wrap_is_a_view(self) -> None:
+        ring = torch.randn(1, 2, 6, 4)
+        assert ops.ring_span(ring, 8, 12).data_ptr() == ring[:, :, 2:].data_ptr()
+
+    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize("batch", [1, 2])
+    @pytest.mark.parametrize("end", [1, 4, 6, 7, 9, 12, 13, 25])
+    def test_attention(self, monkeypatch: pytest.MonkeyPatch, end: int, batch: int, compiled: bool) -> None:
+        if not compiled:
+            monkeypatch.setattr(ops.decode, "kernels", lambda: None)
+        slots, window = 6, 4
+        q, k, v = random_qkv(6, 2, batch=batch, length=end)
+        rings = [torch.full((batch, 2, slots, 8), torch.nan) for _ in range(2)]
+        for position in range(end):
+            for ring, rows in zip(rings, (k, v), strict=True):
+                ring[:, :, position % slots] = rows[:, :, position]
+        with torch.inference_mode():
+            got = ops.ring_attention(q[:, :, -1:], *rings, max(0, end - window), end, scale=SCALE)
+        assert_close(got, naive_attention(q, k, v, scale=SCALE, window=window)[:, :, -1:])
+
+
 class TestAttentionLayer:
     """One layer of a model: hidden size 32, 4 heads on 2 KV heads of 8."""
 
@@ -131,7 +236,7 @@ class TestAttentionLayer:
     def feed(layer: Attention, x: Tensor, cache: BaseCache, tiny_config: Callable) -> Tensor:
         """x [1, n, C] -> [1, n, C], without the residual."""
         n = x.shape[1]
-        rope = Rope(tiny_config().rope, 8)(cache.positions(n))
+        rope = {"full_attention": Rope(tiny_config().rope, 8)(cache.positions(n))}
         out = layer(x[0], torch.zeros(n, 32), Pass(1, n, rope, cache))
         cache.advance(n)
         return out[None]

@@ -90,7 +90,28 @@ def test_the_median_trial_is_reported(model: Decoder, monkeypatch: pytest.Monkey
     assert result.token_ids == [2] * 3
     assert (result.step_ms.min, result.step_ms.max, result.step_ms.mean) == (1000, 5000, 2750)
     assert messages == ["warm-up 1/1", "trial 1/4", "trial 2/4", "trial 3/4", "trial 4/4"]
-    assert calls == [(LetterTokenizer().encode(bench.PROMPT)[:6], {"use_kv_cache": False})] * 5
+    assert calls == [(LetterTokenizer().encode(bench.PROMPT)[:6], {"use_kv_cache": False, "prefill_chunk": None})] * 5
+
+
+def test_prefill_in_chunks(model: Decoder, measured: list[BenchResult]) -> None:
+    """The same work in narrower passes."""
+    shapes: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    prompt, new = LENGTHS[0]
+    result = bench.run(model, LetterTokenizer(), BenchConfig(prompt, new, trials=1, warmup=0, prefill_chunk=2))
+    assert [size for _, size in shapes] == [2, 2, 1] + [1] * (new - 1)
+    assert result.token_ids == measured[0].token_ids
+    assert "5 prompt + 9 new, prefilled in chunks of 2" in bench.format_table([result], "tiny", MACHINE)
+    assert bench.report([result], "tiny", MACHINE)["results"][0]["config"]["prefill_chunk"] == 2
+    assert [c["same_tokens"] for c in bench.comparisons([result, measured[1]])] == [True]
+
+
+def test_windows_take_less_cache(tiny_model: Callable[..., Decoder]) -> None:
+    windows = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}
+    model = tiny_model(**windows)
+    config = BenchConfig(20, 10, trials=1, warmup=0, prefill_chunk=3)
+    layer = model.config.cache_bytes_per_token(4) // 2
+    assert bench.run(model, LetterTokenizer(), config).cache_bytes == layer * (30 + 4 + 3)
 
 
 def test_percentiles() -> None:
@@ -169,6 +190,8 @@ def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"new_tokens": 1}, "new_tokens must be at least 2, not 1"),
         ({"trials": 0}, "trials must be at least 1, not 0"),
         ({"warmup": -1}, "warmup must be at least 0, not -1"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be a whole number, 1 or more, not 0"),
+        ({"prefill_chunk": 4, "use_kv_cache": False}, "prefill_chunk needs the cache"),
     ],
 )
 def test_impossible_settings_are_refused(values: dict[str, int], message: str) -> None:

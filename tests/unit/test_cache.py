@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
-from mocks import CACHES
-from torch import Tensor
+from mocks import CACHES, LAYOUT_NAMES, LAYOUTS
+from torch import Tensor, nn
 
-from infer import GrowingCache, KVCache
-from infer.cache import BaseCache, NoCache
+from infer import GrowingCache, KVCache, ModelConfig, SlidingCache
+from infer.cache import BaseCache, BatchCache, Cache, NoCache
+from infer.cache.sliding import layer_slots
+from infer.models.common import Decoder
 
 SIZES = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "max_seq_len": 16}
 MakeCache = Callable[..., BaseCache]
+# Every kind as `allocate` makes it; and rings: longer than the cache, and of 10 slots, which 16 positions wrap around.
+MADE: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{cls.__name__: (cls, {}) for cls in CACHES},
+    "long rings": (SlidingCache, {"windows": (30, 30), "prefill_chunk": 3}),
+    "rings": (SlidingCache, {"windows": (None, 8), "prefill_chunk": 2}),
+}
 
 
-@pytest.fixture(params=CACHES, ids=lambda cls: cls.__name__)
+@pytest.fixture(params=MADE.values(), ids=MADE.keys())
 def make(request: pytest.FixtureRequest) -> MakeCache:
-    def make(**changes: object) -> BaseCache:
-        return request.param.allocate(**({"dtype": torch.float32, "device": "cpu"} | SIZES | changes))
+    cls, layout = request.param
+
+    def make(**changes: Any) -> BaseCache:
+        options = {"dtype": torch.float32, "device": "cpu"} | SIZES | layout | changes
+        if "windows" in options:
+            options["windows"] = options["windows"][-options["num_layers"] :]
+        return cls.allocate(**options)
 
     return make
 
@@ -47,14 +63,42 @@ def stored(cache: BaseCache) -> list[Tensor]:
     return [t.clone() for t in (*cache.k, *cache.v)]
 
 
+def windows(cache: BaseCache) -> tuple[int | None, ...]:
+    """How far back each layer keeps what it was given."""
+    return cache.windows if isinstance(cache, SlidingCache) else (None,) * cache.shape.num_layers
+
+
 def assert_holds(cache: BaseCache, *passes: list[tuple[Tensor, Tensor]]) -> None:
-    """The cache returns exactly these passes, in order, in front of one more token."""
+    """The cache returns exactly these passes, in order, in front of one more token; of a ring, that token's window."""
     for layer in range(cache.shape.num_layers):
         last = random_kv(cache, 1, seed=999)
         got = cache.update(layer, *last)
+        window = windows(cache)[layer]
         for i in range(2):
             expected = torch.cat([written[layer][i] for written in passes] + [last[i]], dim=2)
+            expected = expected if window is None else expected[:, :, -window:]
             assert torch.equal(got[i], expected), f"layer {layer}"
+
+
+def random_ids(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@contextmanager
+def failing(module: nn.Module) -> Iterator[None]:
+    """A forward pass breaks off before this module."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("halfway")
+
+    hook = module.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="halfway"):
+        yield
+    hook.remove()
 
 
 class TestContract:
@@ -132,7 +176,8 @@ class TestContract:
     def test_memory_of_a_full_cache(self, make: MakeCache, dtype: torch.dtype) -> None:
         cache = make(batch_size=3, dtype=dtype)
         fill(cache, 16)
-        assert cache.memory_bytes == 2 * 2 * 3 * 4 * 16 * 8 * dtype.itemsize
+        positions = sum(16 if window is None else min(window + 2, 16) for window in windows(cache))
+        assert cache.memory_bytes == 2 * positions * 3 * 4 * 8 * dtype.itemsize
 
     def test_positions(self, make: MakeCache) -> None:
         cache = make(batch_size=2)
@@ -241,22 +286,17 @@ class TestContract:
 
     @pytest.mark.parametrize("retry", [1, 2, 4])
     @pytest.mark.parametrize("window", [None, 3])
+    @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
     def test_a_failed_forward_leaves_nothing_behind(
-        self, make: MakeCache, tiny_model: Callable, retry: int, window: int | None
+        self, cls: type[BaseCache], options: dict, tiny_model: Callable, retry: int, window: int | None
     ) -> None:
         kinds = {} if window is None else {"layer_types": ("sliding_attention",) * 2, "sliding_window": window}
-        model = tiny_model(num_attention_heads=4, num_key_value_heads=4, **kinds)
-        cache = make()
+        model = tiny_model(**kinds)
+        cache = cls.from_model_config(model.config, 16, dtype="float32", device="cpu", **options)
         ids = torch.arange(10)[None]
         model(ids[:, :3], kv_cache=cache)
-
-        def fail(*_: object) -> None:
-            raise RuntimeError("halfway")
-
-        hook = model.layers[1].register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="halfway"):
+        with failing(model.layers[1]):
             model(torch.tensor([[60, 61]]), kv_cache=cache)
-        hook.remove()
         assert cache.seq_len == 3
         logits = model(ids[:, 3 : 3 + retry], kv_cache=cache)
         assert cache.seq_len == 3 + retry
@@ -323,13 +363,13 @@ class TestKVCache:
             KVCache(torch.zeros(2, 1, 4, 16, 8), torch.zeros(2, 1, 4, 16, 8), seq_len)
 
     def test_more_than_the_memory_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("infer.cache.simple.available_memory", lambda device: 10**9)
+        monkeypatch.setattr("infer.cache.base.available_memory", lambda device: 10**9)
         with pytest.raises(ValueError, match=r"1000000 positions needs 1\.02 GB, but 1\.00 GB are free on cpu"):
             KVCache.allocate(1, 2, 64, 10**6, dtype=torch.float32, device="cpu")
 
     @pytest.mark.parametrize("free", [2 * 2 * 4 * 16 * 8 * 4, None])
     def test_exactly_the_memory_is_enough(self, monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
-        monkeypatch.setattr("infer.cache.simple.available_memory", lambda device: free)
+        monkeypatch.setattr("infer.cache.base.available_memory", lambda device: free)
         assert KVCache.allocate(**SIZES, dtype=torch.float32, device="cpu").memory_bytes == 8192
 
 
@@ -356,3 +396,349 @@ class TestNoCache:
             cache.advance(3)
         assert cache.seq_len == 0
         assert cache.memory_bytes == 0
+
+
+WINDOW = 5
+GEMMA_3_1B = ModelConfig(
+    model_type="gemma3",
+    vocab_size=262_144,
+    hidden_size=1152,
+    intermediate_size=6912,
+    num_hidden_layers=26,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=256,
+    max_position_embeddings=32_768,
+    layer_types=tuple("full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(26)),
+    sliding_window=512,
+)
+
+
+class TestSlidingCache:
+    @pytest.fixture
+    def model(self, tiny_model: Callable) -> Decoder:
+        return tiny_model(model_type="gemma3", sliding_window=WINDOW)
+
+    @staticmethod
+    def make(model: Decoder, prefill_chunk: int, max_seq_len: int = 40, batch_size: int = 1) -> SlidingCache:
+        return SlidingCache.from_model_config(
+            model.config,
+            max_seq_len,
+            batch_size=batch_size,
+            prefill_chunk=prefill_chunk,
+            dtype=model.dtype,
+            device="cpu",
+        )
+
+    @staticmethod
+    def feed(model: Decoder, cache: Cache, ids: Tensor, chunk: int) -> Tensor:
+        """All logits [B, S, V] of feeding ids in chunks."""
+        return torch.cat([model(part, kv_cache=cache, all_logits=True) for part in ids.split(chunk, 1)], 1)
+
+    def test_layout(self) -> None:
+        layout = {"windows": [None, 4, 4, 200], "prefill_chunk": 3}
+        cache = SlidingCache.allocate(4, 2, 8, 16, batch_size=3, dtype=torch.float16, device="cpu", **layout)
+        assert [tuple(t.shape) for t in cache.k] == [(3, 2, slots, 8) for slots in (16, 7, 7, 16)]
+        assert [tuple(t.shape) for t in cache.v] == [tuple(t.shape) for t in cache.k]
+        assert {t.dtype for t in cache.k + cache.v} == {torch.float16}
+        assert cache.memory_bytes == 2 * 3 * 2 * (16 + 7 + 7 + 16) * 8 * 2
+
+    @pytest.mark.parametrize("max_seq_len", [3, 8, 40, 200])
+    @pytest.mark.parametrize("prefill_chunk", [1, 3, 100])
+    def test_slots_of_a_model(self, model: Decoder, prefill_chunk: int, max_seq_len: int) -> None:
+        cache = self.make(model, prefill_chunk, max_seq_len)
+        ring = min(WINDOW + prefill_chunk, max_seq_len)
+        assert layer_slots(model.config, max_seq_len, prefill_chunk) == [ring, max_seq_len, ring]
+        assert [t.shape[2] for t in cache.k] == [ring, max_seq_len, ring]
+
+    def test_memory_of_gemma_3_1b(self) -> None:
+        """At 32,768 positions in bf16."""
+        sizes = {
+            cls: cls.from_model_config(GEMMA_3_1B, 32_768, dtype="bfloat16", device="meta").memory_bytes
+            for cls in (SlidingCache, KVCache)
+        }
+        print({cls.__name__: f"{size / 1e6:.1f} MB" for cls, size in sizes.items()})
+        assert sizes[SlidingCache] == 2 * 2 * 256 * (4 * 32_768 + 22 * (512 + 512)) <= 160e6
+        assert sizes[KVCache] == 2 * 2 * 256 * 26 * 32_768 == pytest.approx(872e6, rel=1e-3)
+
+    def test_memory_is_taken_up_front(self, model: Decoder) -> None:
+        cache = self.make(model, 3)
+        memory = [t.data_ptr() for t in cache.k + cache.v]
+        self.feed(model, cache, random_ids(1, 39), 7)
+        assert [t.data_ptr() for t in cache.k + cache.v] == memory
+
+    @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3, 39])
+    @pytest.mark.parametrize("chunk", [1, 3, WINDOW, WINDOW + 1, 40])
+    @pytest.mark.parametrize("prefill_chunk", [1, 3, WINDOW, 40])
+    def test_around_the_ring(self, model: Decoder, length: int, chunk: int, prefill_chunk: int) -> None:
+        ids = random_ids(2, length)
+        cache = self.make(model, prefill_chunk, batch_size=2)
+        assert_close(self.feed(model, cache, ids, chunk), model(ids))
+        last = random_ids(2, 1, seed=1)
+        assert_close(model(last, kv_cache=cache), model(torch.cat((ids, last), 1))[:, -1:])
+
+    @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch says so once where the CPU has no bf16
+    @pytest.mark.parametrize("chunk", [1, 3, 40])
+    def test_bfloat16(self, tiny_model: Callable, chunk: int) -> None:
+        model = tiny_model(model_type="gemma3", sliding_window=WINDOW, dtype=torch.bfloat16)
+        ids = random_ids(1, 23)
+        sliding = self.make(model, 2)
+        assert {t.dtype for t in sliding.k + sliding.v} == {torch.bfloat16}
+        plain = KVCache.from_model_config(model.config, 40, dtype="bfloat16", device="cpu")
+        got, expected = (self.feed(model, cache, ids, chunk).float() for cache in (sliding, plain))
+        assert (got - expected).std() < 0.02 * expected.std()
+
+    @pytest.mark.parametrize("chunk", [1, 4, 40])
+    @pytest.mark.parametrize("prefill_chunk", [1, 3, WINDOW + 2])
+    @pytest.mark.parametrize("length", [3, WINDOW + 2, 17])
+    def test_truncates_as_far_as_it_holds(self, model: Decoder, length: int, prefill_chunk: int, chunk: int) -> None:
+        ids, last = random_ids(1, length), random_ids(1, 2, seed=1)
+        full = self.make(model, prefill_chunk)
+        self.feed(model, full, ids, chunk)
+        slots = WINDOW + prefill_chunk
+        for target in range(length + 1):
+            cache = copy.deepcopy(full)
+            held = range(max(0, length - slots), length)
+            if target == 0 or all(p in held for p in range(max(0, target - WINDOW + 1), target)):
+                cache.truncate(target)
+                assert cache.seq_len == target
+                tokens = torch.cat((ids[:, :target], last), 1)
+                assert_close(self.feed(model, cache, last, 1), model(tokens)[:, -2:])
+            else:
+                with pytest.raises(ValueError, match=rf"cannot truncate to {target}: .* have been overwritten; reset"):
+                    cache.truncate(target)
+                assert cache.seq_len == length
+                assert all(map(torch.equal, stored(cache), stored(full)))
+                assert torch.equal(self.feed(model, cache, last, 1), self.feed(model, copy.deepcopy(full), last, 1))
+
+    def test_a_window_of_one_truncates_anywhere(self, tiny_model: Callable) -> None:
+        """The token that follows sees itself alone: nothing that was overwritten is missed."""
+        model = tiny_model(layer_types=("sliding_attention",) * 2, sliding_window=1)
+        ids, last = random_ids(1, 17), random_ids(1, 2, seed=1)
+        for target in range(18):
+            cache = self.make(model, 2)
+            self.feed(model, cache, ids, 3)
+            cache.truncate(target)
+            tokens = torch.cat((ids[:, :target], last), 1)
+            assert_close(self.feed(model, cache, last, 1), model(tokens)[:, -2:])
+
+    @pytest.mark.parametrize("target", [-1, 25, 100])
+    def test_truncating_to_what_never_was(self, model: Decoder, target: int) -> None:
+        cache = self.make(model, 1)
+        self.feed(model, cache, random_ids(1, 24), 5)
+        with pytest.raises(ValueError, match=rf"cannot truncate to {target}: the cache holds 24"):
+            cache.truncate(target)
+        assert cache.seq_len == 24
+
+    def test_truncated_again_and_again(self, model: Decoder) -> None:
+        """What was overwritten before a truncation is still gone after it."""
+        ids = random_ids(1, 24)
+        cache = self.make(model, 3)
+        self.feed(model, cache, ids, 4)  # positions 16 to 23 are held
+        cache.truncate(21)
+        cache.truncate(20)
+        with pytest.raises(ValueError, match="cannot truncate to 19: its window begins at 15, and positions before 16"):
+            cache.truncate(19)
+        assert_close(self.feed(model, cache, ids[:, 20:], 1), model(ids)[:, 20:])
+
+    def test_reset_forgets_what_was_overwritten(self, model: Decoder) -> None:
+        cache = self.make(model, 1)
+        self.feed(model, cache, random_ids(1, 24, seed=1), 5)
+        cache.reset()
+        ids = random_ids(1, 6)
+        self.feed(model, cache, ids, 4)
+        cache.truncate(2)
+        assert_close(self.feed(model, cache, ids[:, 2:], 1), model(ids)[:, 2:])
+
+    @pytest.mark.parametrize("filled", [2, WINDOW, 17])
+    @pytest.mark.parametrize("width", [1, 2, 3, WINDOW + 4, 20])  # the ring's chunk is 2
+    @pytest.mark.parametrize("place", ["layers.1", "layers.2", "layers.2.mlp"])
+    def test_a_failed_pass_leaves_it_as_it_was(self, model: Decoder, place: str, width: int, filled: int) -> None:
+        cache = self.make(model, 2)
+        self.feed(model, cache, random_ids(1, filled), 3)
+        untouched = copy.deepcopy(cache)
+        with failing(model.get_submodule(place)):
+            model(random_ids(1, width, seed=1), kv_cache=cache)
+        assert cache.seq_len == filled
+        for retry in (1, 2, WINDOW + 2, 20):
+            ids = random_ids(1, retry, seed=2)
+            again, before = copy.deepcopy(cache), copy.deepcopy(untouched)
+            for tokens in (ids, ids[:, :1]):
+                assert torch.equal(model(tokens, kv_cache=again), model(tokens, kv_cache=before))
+
+    def test_a_failed_wide_pass_writes_nothing(self, model: Decoder) -> None:
+        cache = self.make(model, 2)
+        self.feed(model, cache, random_ids(1, 17), 3)
+        before = copy.deepcopy(cache)
+        with failing(model.layers[1]):
+            model(random_ids(1, 20, seed=1), kv_cache=cache)
+        assert torch.equal(cache.k[0], before.k[0])
+        cache.truncate(15)  # as far as before
+        assert_close(
+            model(random_ids(1, 1, seed=2), kv_cache=cache),
+            model(torch.cat((random_ids(1, 17)[:, :15], random_ids(1, 1, seed=2)), 1))[:, -1:],
+        )
+
+    @pytest.mark.parametrize(("window", "sees"), [(None, "all"), (6, "6"), (100, "100")])
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_a_wider_window_than_it_keeps_is_refused(self, n: int, window: int | None, sees: str) -> None:
+        layout = {"windows": [None, WINDOW], "prefill_chunk": 2}
+        cache = SlidingCache.allocate(**SIZES, dtype=torch.float32, device="cpu", **layout)
+        fill(cache, 3)
+        before = stored(cache)
+        k, v = random_kv(cache, n)
+        with pytest.raises(ValueError, match=f"layer 1 sees {sees} positions, but its cache keeps only 5"):
+            cache.attend(1, k, k, v, scale=1.0, window=window)
+        assert all(map(torch.equal, stored(cache), before))
+        cache.attend(0, k, k, v, scale=1.0, window=window)  # a layer that keeps everything takes any
+
+    @pytest.mark.parametrize(
+        ("layout", "message"),
+        [
+            ({"windows": [4]}, "2 layers need a window of at least 1, or None, each"),
+            ({"windows": [4, 4, 4]}, "2 layers need a window"),
+            ({"windows": [None, 0]}, "2 layers need a window"),
+            ({"prefill_chunk": 0}, "prefill_chunk must be at least 1, not 0"),
+        ],
+    )
+    def test_layouts_are_checked(self, layout: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            SlidingCache.allocate(**SIZES, dtype=torch.float32, device="cpu", **layout)
+
+    def test_more_than_the_memory_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What the rings take counts, not what a contiguous cache would."""
+        size = 2 * 2 * 64 * (10**6 + 100 + 28) * 4
+        layout = {"windows": [None, 100], "prefill_chunk": 28, "dtype": torch.float32, "device": "meta"}
+        monkeypatch.setattr("infer.cache.base.available_memory", lambda device: size)
+        assert SlidingCache.allocate(2, 2, 64, 10**6, **layout).memory_bytes == size
+        monkeypatch.setattr("infer.cache.base.available_memory", lambda device: size - 1)
+        with pytest.raises(ValueError, match=r"1000000 positions needs 1\.02 GB, but 1\.02 GB are free on meta"):
+            SlidingCache.allocate(2, 2, 64, 10**6, **layout)
+
+
+class TestBatchCache:
+    LENGTHS = (1, 4, 11)
+
+    @pytest.fixture(params=["llama", "qwen3", "gemma3"])
+    def model(self, request: pytest.FixtureRequest, tiny_model: Callable) -> Decoder:
+        return tiny_model(model_type=request.param)
+
+    @pytest.fixture
+    def gemma(self, tiny_model: Callable) -> Decoder:
+        return tiny_model(model_type="gemma3")
+
+    @staticmethod
+    def rows(model: Decoder, capacity: int = 20) -> list[Any]:
+        """One of each layout, in turn filled with 1, 4 and 11 tokens."""
+        caches = [
+            cls.from_model_config(model.config, capacity, dtype="float32", device="cpu", **options)
+            for cls, options in LAYOUTS
+        ]
+        for i, cache in enumerate(caches):
+            model(TestBatchCache.prompt(i), kv_cache=cache)
+        return caches
+
+    @staticmethod
+    def prompt(row: int) -> Tensor:
+        return random_ids(1, TestBatchCache.LENGTHS[row % 3], seed=row)
+
+    @pytest.mark.parametrize("widths", [(1, 1, 1), (3, 1, 2), (7, 1)], ids=str)
+    def test_equals_its_rows_alone(self, model: Decoder, widths: tuple[int, ...]) -> None:
+        rows = self.rows(model)
+        batch = BatchCache(rows)
+        fed = [self.prompt(i) for i in range(len(rows))]
+        for step, width in enumerate(widths):
+            new = random_ids(len(rows), width, seed=100 + step)
+            fed = [torch.cat((before, new[i : i + 1]), 1) for i, before in enumerate(fed)]
+            logits = model(new, kv_cache=batch, all_logits=True)
+            assert logits.shape == (len(rows), width, 64)
+            for i, tokens in enumerate(fed):
+                assert_close(logits[i], model(tokens)[0, -width:])
+        assert [row.seq_len for row in rows] == [tokens.shape[1] for tokens in fed]
+
+    def test_order_and_company_do_not_matter(self, gemma: Decoder) -> None:
+        ids = random_ids(len(LAYOUTS), 1, seed=9)
+        logits = gemma(ids, kv_cache=BatchCache(self.rows(gemma)))
+        backwards = gemma(ids.flip(0), kv_cache=BatchCache(self.rows(gemma)[::-1]))
+        assert_close(backwards.flip(0), logits)
+        some = gemma(ids[1:3], kv_cache=BatchCache(self.rows(gemma)[1:3]))
+        assert_close(some, logits[1:3])
+
+    def test_positions_and_sizes(self, gemma: Decoder) -> None:
+        rows = self.rows(gemma)[:3]
+        batch = BatchCache(rows)
+        assert batch.positions(2).tolist() == [[1, 2], [4, 5], [11, 12]]
+        assert batch.seq_len == 11
+        assert batch.capacity == 20
+        assert batch.memory_bytes == sum(row.memory_bytes for row in rows)
+        small = KVCache.from_model_config(gemma.config, 6, dtype="float32", device="cpu")
+        small.advance(4)
+        assert BatchCache([*rows, small]).capacity == 11 + 2  # until the small one is full
+
+    def test_truncate_and_reset(self, model: Decoder) -> None:
+        rows = self.rows(model)[:4]  # 1, 4, 11 and 1 tokens
+        batch = BatchCache(rows)
+        batch.truncate(3)
+        assert [row.seq_len for row in rows] == [1, 3, 3, 1]
+        new = random_ids(4, 2, seed=50)
+        logits = model(new, kv_cache=batch)
+        for i in range(4):
+            assert_close(logits[i], model(torch.cat((self.prompt(i)[:, :3], new[i : i + 1]), 1))[0, -1:])
+        batch.reset()
+        assert [row.seq_len for row in rows] == [0] * 4
+        assert batch.seq_len == 0
+        assert_close(model(new, kv_cache=batch), model(new)[:, -1:])
+
+    @pytest.mark.parametrize("seq_len", [-1, 12])
+    def test_truncate_refuses(self, gemma: Decoder, seq_len: int) -> None:
+        rows = self.rows(gemma)[:3]
+        with pytest.raises(ValueError, match=rf"cannot truncate to {seq_len}: the longest row has 11"):
+            BatchCache(rows).truncate(seq_len)
+        assert [row.seq_len for row in rows] == [1, 4, 11]
+
+    @pytest.mark.parametrize("full", range(3))
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_a_full_row_refuses_before_anything_is_written(self, gemma: Decoder, n: int, full: int) -> None:
+        rows = self.rows(gemma)[:3]
+        short = KVCache.from_model_config(gemma.config, 11 + n - 1, dtype="float32", device="cpu")
+        gemma(self.prompt(2), kv_cache=short)
+        rows[full] = short
+        before = copy.deepcopy(rows)
+        with pytest.raises(ValueError, match=f"overflow: 11 positions filled, {n} more asked for, capacity {10 + n}"):
+            gemma(random_ids(3, n), kv_cache=BatchCache(rows))
+        for row, was in zip(rows, before, strict=True):
+            assert row.seq_len == was.seq_len
+            assert all(map(torch.equal, stored(row), stored(was)))
+
+    def test_a_failed_pass_leaves_all_rows_as_they_were(self, gemma: Decoder) -> None:
+        rows = self.rows(gemma)
+        before = copy.deepcopy(rows)
+        for width in (1, 8):
+            with failing(gemma.layers[2]):
+                gemma(random_ids(len(rows), width), kv_cache=BatchCache(rows))
+            assert [row.seq_len for row in rows] == [row.seq_len for row in before]
+        ids = random_ids(len(rows), 2, seed=3)
+        assert torch.equal(gemma(ids, kv_cache=BatchCache(rows)), gemma(ids, kv_cache=BatchCache(before)))
+
+    @pytest.mark.parametrize("count", [1, 3])
+    @pytest.mark.parametrize("fed", [2, 4])
+    def test_the_batch_must_be_the_rows(self, gemma: Decoder, count: int, fed: int) -> None:
+        rows = self.rows(gemma)[:count]
+        with pytest.raises(ValueError, match=f"batch of {fed}, but the cache one of {count}"):
+            gemma(random_ids(fed, 1), kv_cache=BatchCache(rows))
+        assert [row.seq_len for row in rows] == list(self.LENGTHS[:count])
+
+    def test_update(self) -> None:
+        """Rows of one length have common keys, others have none."""
+        rows = [cls.allocate(**SIZES, dtype=torch.float32, device="cpu") for cls in (KVCache, GrowingCache)]
+        k, v = torch.randn(2, 2, 4, 3, 8).unbind()
+        got_k, got_v = BatchCache(rows).update(1, k, v)
+        assert torch.equal(got_k, k)
+        assert torch.equal(got_v, v)
+        rows[0].advance(3)
+        with pytest.raises(ValueError, match="rows of different lengths have no common keys"):
+            BatchCache(rows).update(1, k, v)
+
+    def test_no_rows(self) -> None:
+        with pytest.raises(ValueError, match="at least one row"):
+            BatchCache([])

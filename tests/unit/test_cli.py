@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints import byte_tokenizer, reference_model, save_folder, save_gguf
 from matplotlib.image import imread
-from mocks import naive_llama
+from mocks import naive_logits
 from torch import Tensor
 
 from infer import KVCache, SamplingParams, Tokenizer, bench, load_model, machine, render_chat_template
@@ -24,13 +24,14 @@ from infer import generate as generate_tokens
 from infer.cli import main
 from infer.cli.common import DEFAULT_MODEL
 from infer.engine import generate as engine
+from infer.engine import verify
 from infer.engine.conversation import Conversation
 from infer.engine.result import GeneratedToken, GenerationResult
-from infer.engine.verify import PROMPTS
 from infer.loader import describe, load
 from infer.loader.builtin import BUILTIN
 from infer.loader.gguf_file import GGUFFile
 from infer.loader.hf_folder import HFFolder
+from infer.models.common import Decoder
 
 # Templates may refuse a message, as some of the real ones do.
 TEMPLATE = (
@@ -40,6 +41,10 @@ TEMPLATE = (
 )
 CONTEXT = 256
 CACHE_BYTES_PER_TOKEN = 2 * 3 * 2 * 16 * 4  # k and v, layers, kv heads, head_dim, float32
+WINDOW = 16
+WINDOWED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+THINKING_TEMPLATE = TEMPLATE + "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
+CACHES = ["KVCache", "GrowingCache", "SlidingCache"]
 COMMANDS = ["generate", "chat", "pull", "models", "info", "verify", "bench"]
 
 
@@ -60,6 +65,40 @@ def plain(folder: Path) -> Path:
     tokenizer = json.loads(byte_tokenizer().to_str())
     (path / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
     return path
+
+
+@pytest.fixture(scope="session")
+def windowed(folder: Path) -> Path:
+    """The same with windows in two of three layers."""
+    path = folder.with_name("windowed")
+    shutil.copytree(folder, path)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"layer_types": WINDOWED_LAYERS, "sliding_window": WINDOW}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="session")
+def thinker(folder: Path) -> Path:
+    """The same with a switch for thinking in its template."""
+    path = folder.with_name("thinker")
+    shutil.copytree(folder, path)
+    (path / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    return path
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that will hold how many tokens each forward pass was fed."""
+    sizes: list[int] = []
+    forward = Decoder.forward
+
+    def noted(model: Decoder, input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
+        sizes.append(input_ids.shape[1])
+        return forward(model, input_ids, *args, **options)
+
+    monkeypatch.setattr(Decoder, "forward", noted)
+    return sizes
 
 
 @pytest.fixture(autouse=True)
@@ -122,10 +161,10 @@ def expect(folder: Path, prompt_ids: list[int], **params: Any) -> GenerationResu
     return generate_tokens(model, Tokenizer(folder), prompt_ids, SamplingParams(**params))
 
 
-def chat_ids(folder: Path, *messages: tuple[str, str]) -> list[int]:
+def chat_ids(folder: Path, *messages: tuple[str, str], **variables: Any) -> list[int]:
     tokenizer = Tokenizer(folder)
     chat = [{"role": role, "content": content} for role, content in messages]
-    return tokenizer.encode(render_chat_template(chat, tokenizer=tokenizer), add_special_tokens=False)
+    return tokenizer.encode(render_chat_template(chat, tokenizer=tokenizer, **variables), add_special_tokens=False)
 
 
 def assert_refused(done: Done, message: str) -> None:
@@ -239,6 +278,34 @@ class TestGenerate:
         output = json.loads(run("generate", "hello", "--stop", text[3], "--json", "--max-new-tokens", "8").out)
         assert output["text"] == text[: text.index(text[3])]
         assert output["finish_reason"] == "stop"
+
+    @pytest.mark.parametrize(("chunk", "sizes"), [(2, [2, 2, 1]), (5, [5]), (100, [5])])
+    def test_prefill_chunk(self, run: Run, passes: list[int], chunk: int, sizes: list[int]) -> None:
+        args = ("generate", "hello", "--json", "--max-new-tokens", "4")
+        expected = json.loads(run(*args).out)["token_ids"]
+        passes.clear()
+        assert json.loads(run(*args, "--prefill-chunk", str(chunk)).out)["token_ids"] == expected
+        assert passes == sizes + [1] * 3
+
+    def test_windows(self, run: Run, windowed: Path) -> None:
+        """The default cache keeps windows, as wide as the chunks need them, and changes nothing."""
+        args = ("generate", "x" * 40, "--compare", "--json", "--max-new-tokens", "24")
+        outputs = [json.loads(run(*args, *options, model=windowed).out) for options in ([], ["--prefill-chunk", "7"])]
+        assert all(output["without_kv_cache"]["same_tokens"] for output in outputs)
+        layer = CACHE_BYTES_PER_TOKEN // 3
+        assert outputs[0]["cache_memory_bytes"] == layer * 3 * 65  # the chunk of a whole prompt is 512
+        assert outputs[1]["cache_memory_bytes"] == layer * (65 + 2 * (WINDOW + 7))
+
+    @pytest.mark.parametrize(
+        ("options", "variables"),
+        [([], {}), (["--thinking"], {"enable_thinking": True}), (["--no-thinking"], {"enable_thinking": False})],
+    )
+    def test_thinking(self, run: Run, thinker: Path, options: list[str], variables: dict[str, bool]) -> None:
+        done = run("generate", "hello", "--chat", *options, "--json", "--max-new-tokens", "2", model=thinker)
+        prompt = json.loads(done.out)["prompt_token_ids"]
+        assert prompt == chat_ids(thinker, ("user", "hello"), **variables)
+        ending = "assistant:" + "".join(f"[{value}]" for value in variables.values())
+        assert Tokenizer(thinker).decode(prompt).endswith(ending)
 
     def test_gguf(self, run: Run, folder: Path, tmp_path: Path) -> None:
         file = save_gguf(reference_model(max_position_embeddings=CONTEXT), tmp_path / "tiny.gguf")
@@ -426,6 +493,34 @@ class TestChat:
         stdin = "hello\n/reset\nhello\n"
         assert run("chat", "--system", "Be kind", "--max-new-tokens", "8", stdin=stdin).out == f"{expected}\n" * 2
 
+    @pytest.mark.parametrize(
+        ("options", "variables"),
+        [([], {}), (["--thinking"], {"enable_thinking": True}), (["--no-thinking"], {"enable_thinking": False})],
+    )
+    def test_thinking(self, run: Run, thinker: Path, options: list[str], variables: dict[str, bool]) -> None:
+        expected = expect(thinker, chat_ids(thinker, ("user", "hello"), **variables), max_new_tokens=8).text
+        assert run("chat", *options, "--max-new-tokens", "8", model=thinker, stdin="hello\n").out == f"{expected}\n"
+
+    def test_prefill_chunk(self, run: Run, folder: Path, passes: list[int]) -> None:
+        args = ("chat", "--max-new-tokens", "4")
+        expected = run(*args, stdin="hello\n").out
+        passes.clear()
+        assert run(*args, "--prefill-chunk", "10", stdin="hello\n").out == expected
+        length = len(chat_ids(folder, ("user", "hello")))
+        assert passes == [10] * (length // 10) + [length % 10] * bool(length % 10) + [1] * 3
+
+    def test_windows(self, run: Run, windowed: Path) -> None:
+        """Answers of any number of windows; the cache is smaller than the contiguous one."""
+        history: list[tuple[str, str]] = []
+        for text in ("hello", "go on"):
+            history.append(("user", text))
+            history.append(("assistant", expect(windowed, chat_ids(windowed, *history), max_new_tokens=20).text))
+        options = ("--max-new-tokens", "20", "--prefill-chunk", "8", "--context", "200")
+        done = run("chat", *options, model=windowed, stdin="hello\ngo on\n")
+        assert done.out == "".join(text + "\n" for role, text in history if role == "assistant")
+        size = CACHE_BYTES_PER_TOKEN // 3 * (200 + 2 * (WINDOW + 8))
+        assert done.err.startswith(f"{windowed}: 200 positions, {size / 1e6:.0f} MB of cache")
+
     @pytest.mark.parametrize("stdin", ["", "/exit\n", "hello", "hello\n"])
     def test_leaving(self, run: Run, stdin: str) -> None:
         done = run("chat", "--max-new-tokens", "4", stdin=stdin)
@@ -502,16 +597,18 @@ class TestCatalogue:
         )
 
     def test_models(self, run: Run, tmp_path: Path, folder: Path) -> None:
-        (line,) = run("models").out.splitlines()
-        assert line.split()[:3] == [DEFAULT_MODEL, "98", "MB"]
-        assert "not yet fetched" in line
-        assert "Apache-2.0" in line
+        lines = run("models").out.splitlines()
+        assert [line.split()[0] for line in lines] == list(BUILTIN)
+        assert lines[0].split()[:3] == [DEFAULT_MODEL, "98", "MB"]
+        assert "Apache-2.0" in lines[0]
+        assert all("not yet fetched" in line for line in lines)
         self.put_builtin()
         self.put_hub_model(tmp_path, folder)
         done = run("models")
-        builtin, hub = done.out.splitlines()
-        assert "cached" in builtin
-        assert "not yet" not in builtin
+        cached, *others, hub = done.out.splitlines()
+        assert "cached" in cached
+        assert "not yet" not in cached
+        assert all("not yet fetched" in line for line in others)
         assert hub.split()[0] == "someone/tiny"
         assert hub.endswith("from the hub")
         assert (done.status, done.err) == (0, "")
@@ -519,9 +616,11 @@ class TestCatalogue:
     def test_models_json(self, run: Run, tmp_path: Path, folder: Path) -> None:
         self.put_hub_model(tmp_path, folder)
         done = run("models", "--json")
-        builtin, hub = json.loads(done.out)
-        assert list(builtin) == ["name", "bytes", "cached", "source"]
-        assert (builtin["name"], builtin["bytes"], builtin["cached"]) == (DEFAULT_MODEL, 98_362_432, False)
+        *builtin, hub = json.loads(done.out)
+        assert [list(model) for model in builtin] == [["name", "bytes", "cached", "source"]] * len(BUILTIN)
+        assert [(m["name"], m["bytes"], m["cached"]) for m in builtin] == [
+            (model.name, model.size, False) for model in BUILTIN.values()
+        ]
         assert hub == {
             "name": "someone/tiny",
             "bytes": sum(file.stat().st_size for file in folder.iterdir()),
@@ -558,8 +657,12 @@ class TestInfo:
             "dtype": "float32",
             "device": "cpu",
             "weight_bytes": weights,
+            "sliding_window": None,
+            "sliding_layers": 0,
             "cache_bytes_per_token": CACHE_BYTES_PER_TOKEN,
             "context": CONTEXT,
+            "cache_bytes": CONTEXT * CACHE_BYTES_PER_TOKEN,
+            "contiguous_cache_bytes": CONTEXT * CACHE_BYTES_PER_TOKEN,
             "free_bytes": weights + 100 * CACHE_BYTES_PER_TOKEN + 1,
             "largest_context": 100,
         }
@@ -593,7 +696,67 @@ class TestInfo:
         assert lines["cache per token"] == f"{CACHE_BYTES_PER_TOKEN} bytes"
         assert lines["context"] == f"{CONTEXT} positions, {CONTEXT * CACHE_BYTES_PER_TOKEN / 1e3:.1f} kB of cache"
         assert lines["largest that fits"].startswith("100 positions (")
+        assert "windows" not in lines
         assert done.err == ""
+
+    def test_context(self, run: Run) -> None:
+        facts = json.loads(run("info", "--json", "--context", "10").out)
+        assert facts["context"] == 10
+        assert facts["cache_bytes"] == facts["contiguous_cache_bytes"] == 10 * CACHE_BYTES_PER_TOKEN
+        assert (
+            f"10 positions, {10 * CACHE_BYTES_PER_TOKEN / 1e3:.1f} kB of cache\n" in run("info", "--context", "10").out
+        )
+
+    @pytest.fixture
+    def gemma(self, tmp_path: Path) -> Path:
+        """The config of Gemma-3-1b, and nothing else."""
+        config = {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 26,
+            "hidden_size": 1152,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "intermediate_size": 6912,
+            "vocab_size": 262_144,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+        }
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    def test_windows(self, run: Run, gemma: Path) -> None:
+        args = ("info", "--context", "32768", "--dtype", "bfloat16")
+        facts = json.loads(run(*args, "--json", model=gemma).out)
+        assert (facts["sliding_window"], facts["sliding_layers"]) == (512, 22)
+        assert facts["contiguous_cache_bytes"] == 32_768 * facts["cache_bytes_per_token"] == 872_415_232
+        # Four layers keep everything, the others their window and a chunk.
+        assert facts["cache_bytes"] == 1024 * (4 * 32_768 + 22 * (512 + 512)) <= 160e6
+        done = run(*args, model=gemma)
+        lines = {line[:22].strip(): line[22:].strip() for line in done.out.splitlines()}
+        assert lines["parameters"] == "999.9 M"
+        assert lines["windows"] == "22 of 26 layers see 512 positions"
+        assert lines["context"] == ("32,768 positions, 157.3 MB of cache; 872.4 MB if every layer kept everything")
+        assert json.loads(run("info", "--dtype", "bfloat16", "--json", model=gemma).out) == facts | {
+            "free_bytes": pytest.approx(facts["free_bytes"], rel=0.5)
+        }
+
+    @pytest.mark.parametrize("context", [1, 512, 1024])
+    def test_contexts_within_a_ring(self, run: Run, gemma: Path, context: int) -> None:
+        """The default cache is never larger than the contiguous one."""
+        facts = json.loads(run("info", "--context", str(context), "--json", model=gemma).out)
+        assert facts["cache_bytes"] == facts["contiguous_cache_bytes"]
+
+    @pytest.mark.parametrize(("spare", "expected"), [(0, 20_000), (-1, 19_999), (4 * 1024 - 1, 20_000)])
+    def test_largest_context_with_windows(
+        self, run: Run, gemma: Path, free: Callable[[int | None], None], spare: int, expected: int
+    ) -> None:
+        """Each further position takes memory in the four global layers alone."""
+        args = ("info", "--json", "--dtype", "bfloat16")
+        weights = json.loads(run(*args, model=gemma).out)["weight_bytes"]
+        free(weights + 1024 * (4 * 20_000 + 22 * 1024) + spare)
+        assert json.loads(run(*args, model=gemma).out)["largest_context"] == expected
 
     def test_text_where_nothing_fits(self, run: Run, free: Callable[[int | None], None]) -> None:
         free(1000)
@@ -607,25 +770,49 @@ class TestInfo:
 
 
 class TestVerify:
+    DEFAULT = ("hello", "水は")
+
+    @pytest.fixture(autouse=True)
+    def few_prompts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(verify, "PROMPTS", self.DEFAULT)
+
     def test_equal(self, run: Run) -> None:
         done = run("verify", "--max-new-tokens", "3")
         assert done.status == 0
         lines = done.out.splitlines()
-        assert len(lines) == len(PROMPTS) * 4  # greedy and seeded, two caches
+        greedy, seeded = lines[: 2 * 9 + 2], lines[2 * 9 + 2 :]
+        assert len(seeded) == 2 * 3 + 2  # three caches, and the batch
+        assert all(line.startswith("greedy ") for line in greedy)
+        assert all(line.startswith("seeded ") for line in seeded)
         assert all(line.endswith("equal, 3 tokens") for line in lines)
-        assert lines[0].split()[:2] == ["greedy", "KVCache"]
-        assert lines[3].split()[:2] == ["seeded", "GrowingCache"]
+        paths = [line[8:34].strip() for line in lines]
+        each = [f"{cache}{chunk}" for cache in CACHES for chunk in ("", ", chunks of 1", ", chunks of 3")]
+        assert paths == [*each * 2, *["default cache, batch of 2"] * 2, *CACHES * 2, *["default cache, batch of 2"] * 2]
+        assert '"水は"' in lines[9]
         assert (
             done.err
             == f"{len(lines)} of {len(lines)} runs with a cache generate exactly what the run without one does\n"
         )
 
-    def test_prompts_from_a_file(self, run: Run, tmp_path: Path) -> None:
+    def test_windows(self, run: Run, windowed: Path) -> None:
+        """A prompt past the window joins the others, unless the prompts are the user's."""
+        done = run("verify", "--max-new-tokens", "3", "--json", model=windowed)
+        output = json.loads(done.out)
+        assert (done.status, output["equal"]) == (0, True)
+        texts = [*self.DEFAULT, "(a text longer than the window)"]
+        assert list(dict.fromkeys(row["prompt"] for row in output["comparisons"])) == texts
+        long = [row for row in output["comparisons"] if row["prompt"] == texts[2] and row["mode"] == "greedy"]
+        assert [(row["cache"], row["chunk"], row["batch"]) for row in long] == [
+            *((cache, chunk, 1) for cache in CACHES for chunk in (None, 48, WINDOW, WINDOW + 1)),
+            ("default cache", None, 3),
+        ]
+
+    def test_prompts_from_a_file(self, run: Run, windowed: Path, tmp_path: Path) -> None:
         file = tmp_path / "prompts.txt"
         file.write_text("hello\n\n  \nwho goes “there”?\n", encoding="utf-8")
-        done = run("verify", "--prompts", file, "--max-new-tokens", "2", "--json")
-        output = json.loads(done.out)
-        assert [row["prompt"] for row in output["comparisons"]] == ["hello"] * 4 + ["who goes “there”?"] * 4
+        done = run("verify", "--prompts", file, "--max-new-tokens", "2", "--json", model=windowed)
+        prompts = [row["prompt"] for row in json.loads(done.out)["comparisons"]]
+        assert list(dict.fromkeys(prompts)) == ["hello", "who goes “there”?"]
 
     def test_json(self, run: Run, folder: Path, tmp_path: Path) -> None:
         file = tmp_path / "prompts.txt"
@@ -639,13 +826,16 @@ class TestVerify:
                     "prompt": "hello",
                     "mode": mode,
                     "cache": cache,
+                    "chunk": chunk,
+                    "batch": 1,
                     "tokens": 3,
                     "first_difference": None,
                     "margin": None,
                     "equal": True,
                 }
-                for mode in ("greedy", "seeded")
-                for cache in ("KVCache", "GrowingCache")
+                for mode, chunks in (("greedy", (None, 1, 3)), ("seeded", (None,)))
+                for cache in CACHES
+                for chunk in chunks
             ],
         }
         assert done.status == 0
@@ -661,7 +851,7 @@ class TestVerify:
         right = generate_tokens(model, tokenizer, prompt, params, use_kv_cache=False).token_ids
         wrong = generate_tokens(model, tokenizer, prompt, params).token_ids
         step = [a == b for a, b in zip(right, wrong, strict=True)].index(False)
-        best, second = naive_llama(model, torch.tensor([prompt + right[:step]]))[0, -1].topk(2).values
+        best, second = naive_logits(model, torch.tensor([prompt + right[:step]]))[0, -1].topk(2).values
         args = ("verify", "--prompts", file, "--max-new-tokens", "24", "--dtype", "float32")
         done = run(*args, "--json")
         assert done.status == 1
@@ -670,12 +860,12 @@ class TestVerify:
         row = output["comparisons"][0]
         assert (row["mode"], row["cache"], row["equal"], row["first_difference"]) == ("greedy", "KVCache", False, step)
         assert row["margin"] == pytest.approx(float(best - second), abs=1e-4)
-        assert output["comparisons"][1]["equal"]  # the other cache is sound
+        assert all(row["equal"] for row in output["comparisons"] if row["cache"] != "KVCache")  # the others are sound
         done = run(*args)
         assert done.status == 1
         different = [line for line in done.out.splitlines() if "DIFFERS" in line]
         assert f"DIFFERS at step {step}; margin between the two best logits {row['margin']:.2e}" in different[0]
-        assert f"{4 - len(different)} of 4 runs" in done.err
+        assert f"{12 - len(different)} of 12 runs" in done.err
         assert "Traceback" not in done.err
 
 
@@ -709,6 +899,15 @@ class TestBench:
         assert [row["same_tokens"] for row in output["comparisons"]] == [True] * (len(kinds) - 1)
         assert done.out.count("\n") == 1
 
+    def test_prefill_chunk(self, run: Run, passes: list[int]) -> None:
+        """Also beside the run without a cache, which has no chunks."""
+        done = run("bench", *self.ARGS, "--prefill-chunk", "4", "--compare", "--json")
+        output = json.loads(done.out)
+        assert [result["config"]["prefill_chunk"] for result in output["results"]] == [4, None]
+        assert output["comparisons"][0]["same_tokens"] is True
+        assert passes == [4, 2, 1, 1, 1] * 3 + [6, 7, 8, 9] * 3
+        assert "6 prompt + 4 new, prefilled in chunks of 4" in run("bench", *self.ARGS, "--prefill-chunk", "4").out
+
     def test_suite_plot_and_report(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(bench, "SUITE", {"short": (3, 4), "long": (9, 5)})
         plot, report = tmp_path / "steps.png", tmp_path / "report.json"
@@ -725,6 +924,8 @@ class TestBench:
 
 SUPPORTED_DEVICES = "use auto, cpu, cuda or cuda:N"
 TOO_LONG = "x" * 300
+NO_SWITCH = "this model's chat template has no switch for thinking: leave --thinking/--no-thinking out"
+NO_CHUNK = "prefill_chunk must be a whole number, 1 or more, not 0"
 
 # Arguments and what the message must say. "FOLDER" and "MISSING" stand for paths that only a run knows.
 REFUSED: dict[str, tuple[list[str], str]] = {
@@ -751,7 +952,24 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["generate", TOO_LONG, "--max-new-tokens", "1"],
         "301 prompt tokens + 1 new tokens = 302 positions exceed the model's context of 256",
     ),
-    "system without chat": (["generate", "hi", "--system", "Be kind"], "--system goes with --chat"),
+    "system without chat": (["generate", "hi", "--system", "Be kind"], "--system and --thinking go with --chat"),
+    "thinking without chat": (["generate", "hi", "--thinking"], "--system and --thinking go with --chat"),
+    "no thinking without chat": (["generate", "hi", "--no-thinking"], "--system and --thinking go with --chat"),
+    "no switch for thinking": (["generate", "hi", "--chat", "--no-thinking"], NO_SWITCH),
+    "no switch for thinking in a chat": (["chat", "--thinking", "--max-new-tokens", "5"], NO_SWITCH),
+    "no tokens in a chunk": (["generate", "hi", "--prefill-chunk", "0"], NO_CHUNK),
+    "no tokens in a chunk of a chat": (["chat", "--prefill-chunk", "0"], NO_CHUNK),
+    "no tokens in a chunk of a bench": (["bench", "--prefill-chunk", "0"], NO_CHUNK),
+    "chunks without a cache": (
+        ["generate", "hi", "--prefill-chunk", "4", "--no-kv-cache"],
+        "--prefill-chunk needs the cache: leave --no-kv-cache out",
+    ),
+    "chunks without a cache in a bench": (
+        ["bench", "--prefill-chunk", "4", "--no-kv-cache"],
+        "prefill_chunk needs the cache",
+    ),
+    "no context": (["info", "FOLDER", "--context", "0"], "context must be from 1 to the model's 256, not 0"),
+    "too much context": (["info", "FOLDER", "--context", "257"], "context must be from 1 to the model's 256, not 257"),
     "template refuses": (["generate", "forbidden", "--chat"], "the chat template refuses these messages: not that"),
     "unknown dtype": (["generate", "hi", "--dtype", "int3", "--max-new-tokens", "5"], "unknown dtype 'int3'"),
     "unknown device": (["generate", "hi", "--device", "gpu", "--max-new-tokens", "5"], SUPPORTED_DEVICES),
@@ -834,7 +1052,7 @@ class TestRefused:
         config = json.loads((folder / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
         words = ["hi"] if command == "generate" else []
-        assert_refused(run(command, *words, model=tmp_path), "architecture 'mamba' is not supported; supported: llama")
+        assert_refused(run(command, *words, model=tmp_path), "architecture 'mamba' is not supported; supported: ")
 
     @pytest.mark.parametrize(
         ("name", "message"),

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3Config
 
-from infer import KVCache, ModelConfig
+from infer import KVCache, ModelConfig, SlidingCache
 from infer.config import RopeConfig
 
 HF = {
@@ -51,6 +52,98 @@ GGUF = {
     "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.eos_token_id": 2,
 }
+QWEN3_0_6B = {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+GEMMA3_1B = {
+    "model_type": "gemma3_text",
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+LINEAR_8 = {"factor": 8.0, "rope_type": "linear"}
+GEMMA3_4B = {  # with the image encoder's part beside the text's
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": LINEAR_8,
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
+}
+GEMMA3_27B = GEMMA3_4B | {
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": LINEAR_8,
+        "sliding_window": 1024,
+    }
+}
+GEMMA3_GGUF = {
+    "general.architecture": "gemma3",
+    "gemma3.context_length": 32768,
+    "gemma3.embedding_length": 640,
+    "gemma3.block_count": 18,
+    "gemma3.feed_forward_length": 2048,
+    "gemma3.attention.head_count": 4,
+    "gemma3.attention.head_count_kv": 1,
+    "gemma3.attention.key_length": 256,
+    "gemma3.attention.value_length": 256,
+    "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
+    "gemma3.attention.sliding_window": 512,
+    "gemma3.rope.freq_base": 1e6,
+    "tokenizer.ggml.tokens": ["a"] * 100,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -192,6 +285,182 @@ class TestFromHF:
             ModelConfig.from_hf(HF | {name: value})
 
 
+def assert_agrees(config: ModelConfig, reference: PreTrainedConfig) -> None:
+    """Every value that transformers' config knows by the same name, and the kinds of layers."""
+    shared = {field.name for field in dataclasses.fields(config)} & set(reference.to_dict()) - {"model_type"}
+    for name in sorted(shared - {"layer_types"}):
+        assert getattr(config, name) == getattr(reference, name), name
+    assert list(config.layer_types) == reference.layer_types
+
+
+class TestQwen3:
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {},
+            {"sliding_window": 64},
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 20},
+            {"use_sliding_window": True, "sliding_window": 64, "layer_types": [SLIDING, FULL] * 14},
+            {"use_sliding_window": True, "sliding_window": 64},
+            {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 20},
+        ],
+        ids=["none", "unused", "last layers", "layer types", "last layers beyond the end", "no size"],
+    )
+    def test_agrees_with_the_reference(self, changes: dict) -> None:
+        raw = QWEN3_0_6B | changes
+        config = ModelConfig.from_hf(raw)
+        assert_agrees(config, Qwen3Config(**raw))
+        assert config.rope == RopeConfig(1e6)
+        assert config.local_rope is None
+        assert config.eos_token_ids == (151645,)
+        assert config.attention_scale == pytest.approx(128**-0.5)
+
+    def test_windows(self) -> None:
+        raw = QWEN3_0_6B | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 20}
+        config = ModelConfig.from_hf(raw)
+        assert [config.window(i) for i in range(28)] == [None] * 20 + [64] * 8
+        assert not ModelConfig.from_hf(QWEN3_0_6B | {"sliding_window": 64}).has_windows
+
+    def test_head_dim_left_out(self) -> None:
+        raw = without(QWEN3_0_6B, "head_dim")
+        assert ModelConfig.from_hf(raw).computed_head_dim == Qwen3Config(**raw).head_dim == 128
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn' is not supported"),
+            ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for qwen3: only silu is"),
+            ({"layer_types": [FULL]}, "1 layer_types for 28 layers"),
+            ({"layer_types": [SLIDING] * 28}, "need a positive sliding_window, not None"),
+            ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "positive sliding_window, not"),
+            ({"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
+            (
+                {"num_hidden_layers": "28", "use_sliding_window": True, "sliding_window": 64},
+                "num_hidden_layers must be a positive integer, not '28'",
+            ),
+        ],
+        ids=str,
+    )
+    def test_unsupported(self, changes: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            ModelConfig.from_hf(QWEN3_0_6B | changes)
+
+
+class TestGemma3:
+    @pytest.mark.parametrize(
+        ("raw", "rope"),
+        [
+            (GEMMA3_1B, RopeConfig(1e6)),
+            (GEMMA3_4B, RopeConfig(1e6, "linear", 8.0)),
+            (GEMMA3_27B, RopeConfig(1e6, "linear", 8.0)),
+        ],
+        ids=["1b", "4b", "27b"],
+    )
+    def test_published(self, raw: dict, rope: RopeConfig) -> None:
+        config = ModelConfig.from_hf(raw)
+        assert_agrees(config, Gemma3TextConfig(**raw.get("text_config", raw)))
+        assert config.model_type == raw["model_type"]
+        assert config.ropes() == {SLIDING: RopeConfig(1e4), FULL: rope}
+        assert config.eos_token_ids == (1, 106)
+        assert config.tie_word_embeddings
+        assert [i for i in range(26) if config.window(i) is None] == [5, 11, 17, 23]
+
+    def test_defaults(self) -> None:
+        config = ModelConfig.from_hf(GEMMA3_4B)
+        assert (config.vocab_size, config.head_dim, config.max_position_embeddings) == (262_208, 256, 131_072)
+        assert (config.num_attention_heads, config.num_key_value_heads) == (8, 4)
+        assert config.sliding_window == 1024
+        assert config.bos_token_id == 2
+
+    def test_scale(self) -> None:
+        assert ModelConfig.from_hf(GEMMA3_1B).attention_scale == 1 / 16
+        assert ModelConfig.from_hf(GEMMA3_27B).attention_scale == pytest.approx(168**-0.5)
+
+    @pytest.mark.parametrize(
+        ("changes", "full"),
+        [
+            ({"sliding_window_pattern": 2}, [1, 3, 5]),
+            ({"sliding_window_pattern": 6}, [5]),
+            ({"sliding_window_pattern": 1}, [0, 1, 2, 3, 4, 5, 6]),
+            ({}, [5]),
+            ({"_sliding_window_pattern": 6}, [5]),
+            ({"layer_types": [FULL] + [SLIDING] * 6}, [0]),
+            ({"layer_types": [FULL] + [SLIDING] * 6, "_sliding_window_pattern": 2}, [0]),
+            ({"layer_types": None, "sliding_window_pattern": 3}, [2, 5]),
+        ],
+        ids=str,
+    )
+    def test_layers(self, changes: dict, full: list[int]) -> None:
+        raw = without(GEMMA3_1B, "sliding_window_pattern") | {"num_hidden_layers": 7} | changes
+        config = ModelConfig.from_hf(raw)
+        assert [i for i in range(7) if config.window(i) is None] == full
+        assert list(config.layer_types) == Gemma3TextConfig(**raw).layer_types
+
+    @pytest.mark.parametrize(
+        ("changes", "local", "whole"),
+        [
+            ({"rope_theta": 5e5, "rope_local_base_freq": 7}, RopeConfig(7.0), RopeConfig(5e5)),
+            ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeConfig(1e4), RopeConfig(1e6, "linear", 2)),
+            (
+                {"rope_parameters": {FULL: LINEAR_8 | {"rope_theta": 5.0}, SLIDING: {"rope_theta": 7.0}}},
+                RopeConfig(7.0),
+                RopeConfig(5.0, "linear", 8.0),
+            ),
+            ({"rope_parameters": {FULL: {"rope_type": "default"}}}, RopeConfig(1e4), RopeConfig(1e6)),
+            ({"rope_parameters": {SLIDING: None, FULL: {"rope_theta": 3.0}}}, RopeConfig(1e4), RopeConfig(3.0)),
+        ],
+        ids=["thetas", "scaling", "by layer type", "one of two", "null"],
+    )
+    def test_ropes(self, changes: dict, local: RopeConfig, whole: RopeConfig) -> None:
+        raw = without(GEMMA3_1B, "rope_theta", "rope_local_base_freq", "rope_scaling") | changes
+        assert ModelConfig.from_hf(raw).ropes() == {SLIDING: local, FULL: whole}
+
+    def test_null_beside_the_text_part_says_nothing(self) -> None:
+        text = GEMMA3_4B["text_config"] | {"bos_token_id": 7}
+        raw = GEMMA3_4B | {"text_config": text, "bos_token_id": None}
+        assert ModelConfig.from_hf(raw).bos_token_id == 7
+
+    @pytest.mark.parametrize("raw", [GEMMA3_1B, GEMMA3_4B], ids=["text", "with vision"])
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+            ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+            ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+            ({"hidden_activation": "silu"}, "'silu' is not supported for gemma3.*: only gelu_pytorch_tanh is"),
+            ({"hidden_activation": "gelu"}, "'gelu' is not supported"),
+            ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "RoPE scaling 'yarn' is not supported"),
+            ({"rope_parameters": {FULL: {"rope_type": "yarn"}}}, "RoPE scaling 'yarn' is not supported"),
+            ({"rope_parameters": {SLIDING: {"rope_type": "dynamic"}}}, "RoPE scaling 'dynamic' is not supported"),
+            ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be at least 1, not 0"),
+            ({"sliding_window_pattern": "6"}, "sliding_window_pattern must be .*, not '6'"),
+            ({"sliding_window": 0}, "need a positive sliding_window, not 0"),
+            ({"layer_types": [FULL]}, r"1 layer_types for \d\d layers"),
+            ({"layer_types": ["chunked_attention"] * 26, "num_hidden_layers": 26}, "'chunked_attention' is not supp"),
+            ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0, not 0"),
+            ({"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
+            ({"num_hidden_layers": "26"}, "num_hidden_layers must be a positive integer, not '26'"),
+            ({"hidden_size": None}, "config.json lacks hidden_size"),
+            ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised with 'bitsandbytes'"),
+        ],
+        ids=str,
+    )
+    def test_unsupported(self, raw: dict, changes: dict, message: str) -> None:
+        raw = raw | {"text_config": raw["text_config"] | changes} if "text_config" in raw else raw | changes
+        with pytest.raises(ValueError, match=message):
+            ModelConfig.from_hf(raw)
+
+    def test_memory_of_a_long_context(self) -> None:
+        """Gemma 3 1B at 32,768 positions in bf16."""
+        config = ModelConfig.from_hf(GEMMA3_1B)
+        contiguous, sliding = (
+            cache_type.from_model_config(config, 32_768, dtype=torch.bfloat16, device="meta").memory_bytes
+            for cache_type in (KVCache, SlidingCache)
+        )
+        assert round(contiguous / 1e6) == 872
+        assert sliding <= 160e6
+
+
 class TestFromGGUF:
     def test_values(self) -> None:
         config = ModelConfig.from_gguf(GGUF, ["token_embd.weight", "blk.0.attn_q.weight"])
@@ -271,6 +540,54 @@ class TestFromGGUF:
     def test_unsupported(self, more: dict, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             ModelConfig.from_gguf(GGUF | more, [])
+
+
+class TestGemma3FromGGUF:
+    def test_what_the_metadata_leaves_out(self) -> None:
+        config = ModelConfig.from_gguf(GEMMA3_GGUF, [])
+        assert config.ropes() == {SLIDING: RopeConfig(1e4), FULL: RopeConfig(1e6)}
+        assert [i for i in range(18) if config.window(i) is None] == [5, 11, 17]
+        assert config.window(0) == 512
+        assert config.attention_scale == 1 / 16
+
+    def test_linear_scaling_is_of_the_global_rope(self) -> None:
+        more = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+        config = ModelConfig.from_gguf(GEMMA3_GGUF | more, [])
+        assert config.ropes() == {SLIDING: RopeConfig(1e4), FULL: RopeConfig(1e6, "linear", 8.0)}
+
+    @pytest.mark.parametrize("pattern", [3, [True, True, False] * 6])
+    def test_what_newer_files_have(self, pattern: Any) -> None:
+        more = {"gemma3.rope.freq_base_swa": 5e3, "gemma3.attention.sliding_window_pattern": pattern}
+        config = ModelConfig.from_gguf(GEMMA3_GGUF | more, [])
+        assert config.local_rope == RopeConfig(5e3)
+        assert [i for i in range(18) if config.window(i) is None] == [2, 5, 8, 11, 14, 17]
+
+    @pytest.mark.parametrize(("layers", "scalar"), [(62, 168), (48, 128)], ids=["27B", "12B"])
+    def test_the_27b_scales_otherwise(self, layers: int, scalar: int) -> None:
+        more = {
+            "gemma3.block_count": layers,
+            "gemma3.embedding_length": 5376,
+            "gemma3.attention.head_count": 32,
+            "gemma3.attention.head_count_kv": 16,
+            "gemma3.attention.key_length": 128,
+        }
+        assert ModelConfig.from_gguf(GEMMA3_GGUF | more, []).attention_scale == pytest.approx(scalar**-0.5)
+
+    @pytest.mark.parametrize(
+        ("more", "message"),
+        [
+            ({"gemma3.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn' is not supported"),
+            ({"gemma3.attention.sliding_window": 0}, "need a positive sliding_window, not None"),
+            ({"gemma3.attention.sliding_window_pattern": 0}, "sliding_window_pattern must be at least 1, not 0"),
+            ({"gemma3.attention.sliding_window_pattern": [True] * 17}, "17 layer_types for 18 layers"),
+            ({"gemma3.final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+            ({"gemma3.attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+        ],
+        ids=str,
+    )
+    def test_unsupported(self, more: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            ModelConfig.from_gguf(GEMMA3_GGUF | more, [])
 
 
 class TestValue:

@@ -9,14 +9,16 @@ import pytest
 from mocks import CACHES
 from torch import Tensor, nn
 
-from infer import SamplingParams, generate
+from infer import SamplingParams, SlidingCache, generate
 from infer.cache import BaseCache
 from infer.engine.conversation import Conversation, Encode, Message
 from infer.models.common import Decoder
 
 EOS = 63
 GREEDY = SamplingParams(max_new_tokens=8)
+ENDING = SamplingParams(max_new_tokens=8, logit_bias={EOS: 100.0})
 SEEDED = SamplingParams(temperature=1.0, seed=5, max_new_tokens=8)
+WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}
 TURNS = ["HELLO", "AND THEN?", "WHY IS THAT", "HELLO"]
 
 
@@ -83,7 +85,7 @@ ENCODERS = [rendered, without_earlier_answers, with_other_answers, last_message_
 
 @pytest.fixture
 def model(tiny_model: Callable[..., Decoder]) -> Watched:
-    return Watched(tiny_model(seed=15, eos_token_ids=(EOS,)))  # of the answers to TURNS, one ends by itself
+    return Watched(tiny_model(eos_token_ids=(EOS,)))
 
 
 @pytest.fixture(params=CACHES)
@@ -134,7 +136,7 @@ def test_only_new_tokens_are_fed(model: Watched, cache: BaseCache) -> None:
         prompt = rendered([*chat.messages, {"role": "user", "content": text}])
         assert prompt[: len(held)] == held
         model.fed.clear()
-        steps = list(chat.reply(text, GREEDY))
+        steps = list(chat.reply(text, ENDING if text == TURNS[1] else GREEDY))
         tokens = [step.token_id for step in steps]
         assert model.fed == [prompt[len(held) :], *([token] for token in tokens[:-1])]
         held = prompt + tokens[:-1]
@@ -146,8 +148,7 @@ def test_only_new_tokens_are_fed(model: Watched, cache: BaseCache) -> None:
 def test_end_of_sequence_is_part_of_the_history(model: Watched, cache: BaseCache) -> None:
     """The token that ends an answer is the template's own, so nothing is fed twice after it either."""
     chat = talk(model, cache)
-    params = SamplingParams(max_new_tokens=8, logit_bias={EOS: 100.0})
-    assert [step.token_id for step in chat.reply("HI", params)] == [EOS]
+    assert [step.token_id for step in chat.reply("HI", ENDING)] == [EOS]
     held = cache.seq_len
     prompt = rendered([*chat.messages, {"role": "user", "content": "YES"}])
     model.fed.clear()
@@ -157,9 +158,10 @@ def test_end_of_sequence_is_part_of_the_history(model: Watched, cache: BaseCache
 
 def test_stop_strings_do_not_stay_in_the_history(model: Watched, cache: BaseCache) -> None:
     chat = talk(model, cache)
-    answer = Letters().decode(fresh(chat, "HELLO"))
+    plain = {"max_new_tokens": 8, "ignore_eos": True}
+    answer = Letters().decode(fresh(chat, "HELLO", SamplingParams(**plain)))
     stop = answer[4:6]
-    say(chat, "HELLO", SamplingParams(max_new_tokens=8, stop=stop))
+    say(chat, "HELLO", SamplingParams(**plain, stop=stop))
     assert chat.messages[-1]["content"] == answer[: answer.index(stop)]
     say(chat, "GO ON")
 
@@ -252,3 +254,90 @@ def test_default_params(model: Watched) -> None:
     chat = talk(model, CACHES[0].from_model_config(model.config, 200, dtype="float32", device="cpu"))
     with pytest.raises(ValueError, match=r"\+ 256 new tokens"):
         next(iter(chat.reply("HELLO")))
+
+
+class TestChunks:
+    @pytest.mark.parametrize("chunk", [1, 4, 100])
+    def test_replies_are_those_of_a_fresh_run(self, model: Watched, cache: BaseCache, chunk: int) -> None:
+        chat = talk(model, cache, prefill_chunk=chunk)
+        for text in TURNS[:3]:
+            model.fed.clear()
+            new = len(rendered([*chat.messages, {"role": "user", "content": text}])) - cache.seq_len
+            said = say(chat, text)
+            sizes = [len(tokens) for tokens in model.fed]
+            assert sizes[: len(sizes) - len(said) + 1] == [chunk] * (new // chunk) + [new % chunk] * bool(new % chunk)
+
+    @pytest.mark.parametrize("number", [0, 1, 2])
+    def test_interrupting_the_prefill(self, model: Watched, cache: BaseCache, number: int) -> None:
+        """The chunks that were fed stay, and are not fed again."""
+        chat = talk(model, cache, prefill_chunk=2)
+        say(chat, "HELLO")
+        held = cache.seq_len
+        model.fed.clear()
+        model.break_before = number
+        with pytest.raises(KeyboardInterrupt):
+            list(chat.reply("AND SO ON", GREEDY))
+        model.break_before = None
+        assert cache.seq_len == held + 2 * number
+        say(chat, "GO ON")
+
+    @pytest.mark.parametrize("chunk", [0, 1.5])
+    def test_refused(self, model: Watched, cache: BaseCache, chunk: Any) -> None:
+        with pytest.raises(ValueError, match="prefill_chunk must be"):
+            list(talk(model, cache, prefill_chunk=chunk).reply("HELLO", GREEDY))
+        assert model.fed == []
+
+
+class TestRing:
+    """A model with windows and a ring that wraps within one turn."""
+
+    @pytest.fixture
+    def model(self, tiny_model: Callable[..., Decoder]) -> Watched:
+        return Watched(tiny_model(eos_token_ids=(EOS,), **WINDOWS))
+
+    @pytest.fixture(params=[1, 4, 512])
+    def cache(self, request: pytest.FixtureRequest, model: Watched) -> BaseCache:
+        ring = {"prefill_chunk": request.param, "dtype": "float32", "device": "cpu"}
+        return SlidingCache.from_model_config(model.config, 200, **ring)
+
+    @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+    @pytest.mark.parametrize("encode", ENCODERS)
+    def test_replies_are_those_of_a_fresh_run(
+        self, model: Watched, cache: BaseCache, encode: Encode, params: SamplingParams
+    ) -> None:
+        chat = talk(model, cache, encode)
+        for text in TURNS[:3]:
+            say(chat, text, params)
+
+    def test_only_new_tokens_are_fed_while_the_history_stays(self, model: Watched, cache: BaseCache) -> None:
+        chat = talk(model, cache)
+        for text in TURNS[:3]:
+            held = cache.seq_len
+            prompt = rendered([*chat.messages, {"role": "user", "content": text}])
+            model.fed.clear()
+            say(chat, text)
+            assert model.fed[0] == prompt[held:]
+
+    def test_what_the_ring_has_lost_is_fed_again(self, model: Watched, cache: BaseCache) -> None:
+        """A template that drops earlier answers asks for a truncation, which a narrow ring must refuse."""
+        chat = talk(model, cache, without_earlier_answers)
+        say(chat, "HELLO")
+        before = without_earlier_answers([{"role": "user", "content": "HELLO"}])
+        prompt = without_earlier_answers([*chat.messages, {"role": "user", "content": "GO ON"}])
+        keep = len(before)  # "U:HELLO_A:" stays, the answer goes
+        assert prompt[:keep] == before
+        assert cache.seq_len > keep
+        model.fed.clear()
+        wide = cache.k[0].shape[2] > cache.seq_len  # type: ignore[attr-defined]
+        say(chat, "GO ON")
+        assert model.fed[0] == (prompt[keep:] if wide else prompt)
+
+    def test_stopping_early(self, model: Watched, cache: BaseCache) -> None:
+        chat = talk(model, cache, prefill_chunk=3)
+        reply = chat.reply("A QUESTION OF SOME LENGTH", GREEDY)
+        next(reply)
+        reply.close()  # type: ignore[attr-defined]
+        say(chat, "GO ON")
+        chat.reset()
+        assert cache.seq_len == 0
+        say(chat, "AGAIN")

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mocks import LAYOUT_NAMES, LAYOUTS
+from torch import nn
 
-from infer import GrowingCache, KVCache
+from infer.cache import BaseCache, BatchCache
 from infer.config import RopeConfig
 from infer.models.common import MLP
 from infer.ops import decode
+from infer.ops.activation import ACTIVATIONS
+from infer.ops.attention import ring_attention, ring_span
 from infer.ops.linear import Linear
-from infer.ops.norm import RMSNorm
+from infer.ops.norm import RMSNorm, ZeroCentredRMSNorm
 from infer.ops.rope import Rope, apply_rope
 
 pytestmark = pytest.mark.skipif(decode.kernels() is None, reason="numba is not installed, or INFER_KERNELS=0")
@@ -41,45 +45,103 @@ def linear(in_features: int, out_features: int, bias: bool) -> Linear:
     return made
 
 
-def norm(size: int) -> RMSNorm:
-    made = RMSNorm(size, 1e-5).requires_grad_(False)
+def norm(size: int, kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
+    made = kind(size, 1e-5).requires_grad_(False)
     made.weight.copy_(randn(size))
     return made
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """An entry for each call of a part from here on."""
+    calls: list[int] = []
+    part = getattr(decode, name)
+    monkeypatch.setattr(decode, name, lambda *args, **options: calls.append(1) or part(*args, **options))
+    return calls
+
+
+both_norms = pytest.mark.parametrize("kind", [RMSNorm, ZeroCentredRMSNorm])
+
+
+@both_norms
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("hidden", "rows", "intermediate"), SIZES)
-def test_norm_linear(hidden: int, rows: int, intermediate: int, bias: bool) -> None:
-    x, normed, product = randn(1, hidden), norm(hidden), linear(hidden, rows, bias)
+def test_norm_linear(hidden: int, rows: int, intermediate: int, bias: bool, kind: type[RMSNorm]) -> None:
+    x, normed, product = randn(1, hidden), norm(hidden, kind), linear(hidden, rows, bias)
+    before = x.clone()
     torch.testing.assert_close(decode.norm_linear(x, normed, product), product(normed(x)), atol=1e-5, rtol=1e-5)
+    assert torch.equal(x, before)
 
 
+@both_norms
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("after_attention", "after_mlp"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("hidden", "rows", "intermediate"), SIZES)
-def test_finish(hidden: int, rows: int, intermediate: int, bias: bool) -> None:
+def test_finish(
+    hidden: int,
+    rows: int,
+    intermediate: int,
+    bias: bool,
+    after_attention: bool,
+    after_mlp: bool,
+    activation: str,
+    kind: type[RMSNorm],
+) -> None:
     attended, residual = randn(1, rows, 1, 4), randn(1, hidden, std=10)
+    before = attended.clone(), residual.clone()
     o, gate_up, down = (
         linear(rows * 4, hidden, bias),
         linear(hidden, 2 * intermediate, bias),
         linear(intermediate, hidden, bias),
     )
-    normed = norm(hidden)
-    got = decode.finish(attended, residual, o, normed, gate_up, down)
-    x = o(attended.reshape(1, -1), residual)
-    gate, up = gate_up(normed(x)).chunk(2, -1)
-    torch.testing.assert_close(got, down(F.silu(gate) * up, x), atol=2e-5, rtol=1e-5)
+    before_mlp = norm(hidden, kind)
+    sandwich = {
+        "after_attention": norm(hidden, kind) if after_attention else None,
+        "after_mlp": norm(hidden, kind) if after_mlp else None,
+    }
+    got = decode.finish(attended, residual, o, before_mlp, gate_up, down, activation=activation, **sandwich)
+    x = residual + (sandwich["after_attention"] or nn.Identity())(o(attended.reshape(1, -1)))
+    gate, up = gate_up(before_mlp(x)).chunk(2, -1)
+    expected = x + (sandwich["after_mlp"] or nn.Identity())(down(ACTIVATIONS[activation](gate) * up))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+    assert torch.equal(attended, before[0])
+    assert torch.equal(residual, before[1])
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_finish_at_the_far_ends_of_an_activation(activation: str) -> None:
+    """Where the exponential overflows or vanishes."""
+    gates = torch.tensor([-1e4, -200.0, -90.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 90.0, 1e4])
+    size = len(gates)
+    o, gate_up, down = linear(4, 1, False), linear(1, 2 * size, True), linear(size, 1, False)
+    o.weight.zero_()
+    gate_up.weight.zero_()
+    gate_up.bias.copy_(torch.cat((gates, torch.ones(size))))
+    for i in range(size):
+        down.weight.zero_()
+        down.weight[0, i] = 1.0
+        got = decode.finish(randn(1, 1, 1, 4), torch.zeros(1, 1), o, norm(1), gate_up, down, activation=activation)
+        torch.testing.assert_close(got[0], ACTIVATIONS[activation](gates[i : i + 1]), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [None, RMSNorm, ZeroCentredRMSNorm])
+@pytest.mark.parametrize("position", [0, 1234])
 @pytest.mark.parametrize("head_dim", [2, 6, 64])
-def test_rotate(head_dim: int) -> None:
-    heads = randn(1, 7, 1, head_dim)
-    rope = Rope(RopeConfig(), head_dim)(torch.tensor([[1234]]))
-    expected = torch.cat((apply_rope(heads[:, :5], *rope), heads[:, 5:]), dim=1)
-    decode.rotate(heads, rope, 5)
-    torch.testing.assert_close(heads, expected)
+def test_norm_rotate(head_dim: int, position: int, kind: type[RMSNorm] | None) -> None:
+    """In place, and on nothing but the given heads."""
+    heads = randn(1, 7, 1, head_dim, std=3)
+    normed = None if kind is None else norm(head_dim, kind)
+    rope = Rope(RopeConfig(), head_dim)(torch.tensor([[position]]))
+    turned = apply_rope(heads[:, 1:5] if normed is None else normed(heads[:, 1:5]), *rope)
+    expected = torch.cat((heads[:, :1], turned, heads[:, 5:]), dim=1)
+    decode.norm_rotate(heads[:, 1:5], normed, rope)
+    torch.testing.assert_close(heads, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 2), (6, 2, 6), (9, 3, 64), (8, 1, 128)])
+HEADS = [(1, 1, 2), (2, 1, 10), (6, 2, 6), (9, 3, 64), (4, 4, 12), (8, 1, 128)]  # heads, kv_heads, head_dim
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
 @pytest.mark.parametrize("keys", [1, 2, 31, 300])
 def test_attend(heads: int, kv_heads: int, head_dim: int, keys: int) -> None:
     q = randn(1, heads, 1, head_dim, std=3)
@@ -87,6 +149,39 @@ def test_attend(heads: int, kv_heads: int, head_dim: int, keys: int) -> None:
     assert decode.can_attend(q, k, v)
     expected = F.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(decode.attend(q, k, v, 0.3), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ratio", range(1, 9))
+@pytest.mark.parametrize("slots", [1, 2, 7, 33])
+def test_attend_around_a_ring(slots: int, ratio: int) -> None:
+    """From every slot on; what lies outside is never read."""
+    kv_heads, head_dim = 2, 6
+    q = randn(1, ratio * kv_heads, 1, head_dim, std=3)
+    k, v = (randn(1, kv_heads, slots, head_dim) for _ in range(2))
+    for first in range(slots):
+        for count in {1, (slots + 1) // 2, max(1, slots - 1), slots}:
+            read = torch.tensor([(first + i) % slots for i in range(count)])
+            poisoned = [torch.full_like(ring, torch.nan).index_copy_(2, read, ring[:, :, read]) for ring in (k, v)]
+            got = decode.attend(q, *poisoned, 0.3, first, count)
+            expected = F.scaled_dot_product_attention(q, k[:, :, read], v[:, :, read], scale=0.3, enable_gqa=True)
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+def test_ring_attention_is_compiled(heads: int, kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = randn(1, heads, 1, head_dim, std=3)
+    k, v = (randn(1, kv_heads, 11, head_dim) for _ in range(2))
+    spans = [(0, 1), (0, 11), (3, 9), (7, 14), (10, 12), (21, 32), (22, 30)]
+    calls = count_calls(monkeypatch, "attend")
+    compiled = [ring_attention(q, k, v, first, end, scale=0.3) for first, end in spans]
+    assert len(calls) == len(spans)
+    monkeypatch.setattr(decode, "kernels", lambda: None)
+    for (first, end), got in zip(spans, compiled, strict=True):
+        torch.testing.assert_close(got, ring_attention(q, k, v, first, end, scale=0.3), atol=1e-5, rtol=1e-5)
+        keys, values = ring_span(k, first, end), ring_span(v, first, end)
+        expected = F.scaled_dot_product_attention(q, keys, values, scale=0.3, enable_gqa=True)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert len(calls) == len(spans)
 
 
 def test_attend_leaves_other_layouts_to_torch() -> None:
@@ -106,30 +201,59 @@ VARIANTS: list[dict[str, Any]] = [
     {"tie_word_embeddings": True, "num_key_value_heads": 1},
     {"head_dim": 6, "num_key_value_heads": 4},
     {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 3},
+    {"model_type": "qwen3"},
+    {"model_type": "qwen3", "attention_bias": True, "num_key_value_heads": 4},
+    {"model_type": "gemma3"},
+    {"model_type": "gemma3", "mlp_bias": True, "attention_bias": True, "num_key_value_heads": 1, "sliding_window": 1},
+    {"model_type": "gemma3", "sliding_window": 100, "tie_word_embeddings": False},
 ]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("cache_class", [KVCache, GrowingCache])
+@pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
 def test_a_model_gives_the_same_logits(
-    cache_class: Any, variant: dict[str, Any], tiny_model: Callable, monkeypatch: pytest.MonkeyPatch
+    cls: type[BaseCache],
+    options: dict[str, Any],
+    variant: dict[str, Any],
+    tiny_model: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_model(**variant)
-    ids = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(0))
 
     def logits() -> torch.Tensor:
-        cache = cache_class.from_model_config(model.config, 12, dtype="float32", device="cpu")
+        cache = cls.from_model_config(model.config, 16, dtype="float32", device="cpu", **options)
         model(ids[:, :4], kv_cache=cache)
-        return torch.cat([model(ids[:, i : i + 1], kv_cache=cache) for i in range(4, 12)])
+        return torch.cat([model(ids[:, i : i + 1], kv_cache=cache) for i in range(4, 16)])
 
-    calls = []
-    finish = decode.finish
-    monkeypatch.setattr(decode, "finish", lambda *args: calls.append(1) or finish(*args))
+    layers = model.config.num_hidden_layers
+    expected = {"norm_linear": layers + 1, "norm_rotate": 2 * layers, "attend": layers, "finish": layers}
+    calls = {name: count_calls(monkeypatch, name) for name in expected}
     compiled = logits()
-    assert len(calls) == 8 * model.config.num_hidden_layers
+    assert {name: len(calls[name]) for name in calls} == {name: 12 * count for name, count in expected.items()}
     monkeypatch.setattr(decode, "kernels", lambda: None)
     torch.testing.assert_close(compiled, logits(), atol=1e-4, rtol=1e-4)
-    assert len(calls) == 8 * model.config.num_hidden_layers
+    assert len(calls["finish"]) == 12 * layers
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_rows_of_a_batch_attend_compiled(family: str, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of several tokens are plain; each row's attention is a single query's all the same."""
+    model = tiny_model(model_type=family)
+    ids = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+
+    def logits() -> torch.Tensor:
+        rows = [cls.from_model_config(model.config, 9, dtype="float32", device="cpu") for cls, _ in LAYOUTS[:3]]
+        for i, row in enumerate(rows):
+            model(ids[i : i + 1, : 2 + 3 * i], kv_cache=row)
+        return model(ids[:, -1:], kv_cache=BatchCache(rows))
+
+    attended, finished = count_calls(monkeypatch, "attend"), count_calls(monkeypatch, "finish")
+    compiled = logits()
+    assert len(attended) == 3 * model.config.num_hidden_layers
+    assert not finished
+    monkeypatch.setattr(decode, "kernels", lambda: None)
+    torch.testing.assert_close(compiled, logits(), atol=1e-4, rtol=1e-4)
 
 
 INSIDE = [
@@ -143,6 +267,14 @@ INSIDE = [
     "layers.0.mlp.gate_up_proj",
     "layers.1.mlp.down_proj",
 ]
+INSIDE_GEMMA = [
+    "layers.0.self_attn.q_norm",
+    "layers.1.self_attn.k_norm",
+    "layers.0.input_layernorm",
+    "layers.0.post_attention_layernorm",
+    "layers.1.pre_feedforward_layernorm",
+    "layers.2.post_feedforward_layernorm",
+]
 
 
 class TestIsPlain:
@@ -150,10 +282,7 @@ class TestIsPlain:
 
     @pytest.fixture
     def compiled(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        blocks: list[int] = []
-        finish = decode.finish
-        monkeypatch.setattr(decode, "finish", lambda *args: blocks.append(1) or finish(*args))
-        return blocks
+        return count_calls(monkeypatch, "finish")
 
     def run(self, model: Any) -> torch.Tensor:
         return model(torch.tensor([[3]]))
@@ -173,6 +302,30 @@ class TestIsPlain:
         torch.testing.assert_close(self.run(model), plain, atol=1e-4, rtol=1e-4)
         assert seen == [1]
         assert len(compiled) == (2 if name.count(".") == 1 else 1)  # a block's own hooks fire either way
+
+    @pytest.mark.parametrize("name", INSIDE_GEMMA)
+    def test_hooks_of_every_norm_fire(self, tiny_model: Callable, compiled: list[int], name: str) -> None:
+        model = tiny_model(model_type="gemma3")
+        plain = self.run(model)
+        seen = []
+        model.get_submodule(name).register_forward_hook(lambda *args: seen.append(1))
+        compiled.clear()
+        torch.testing.assert_close(self.run(model), plain, atol=1e-4, rtol=1e-4)
+        assert seen == [1]
+        assert len(compiled) == 2
+
+    @pytest.mark.parametrize("name", INSIDE_GEMMA)
+    @pytest.mark.parametrize("change", ["eps", "kind"])
+    def test_a_norm_unlike_the_others(self, tiny_model: Callable, name: str, change: str) -> None:
+        """One with an epsilon, or a centre, of its own counts as it is."""
+        model = tiny_model(model_type="gemma3")
+        changed = model.get_submodule(name)
+        if change == "eps":
+            changed.eps = 3.0
+        else:
+            changed.__class__ = RMSNorm
+        expected = model(torch.tensor([[3, 4]]))[:, :1]
+        torch.testing.assert_close(self.run(model), expected, atol=1e-4, rtol=1e-4)
 
     @pytest.mark.parametrize("name", ["embed_tokens", "norm", "lm_head"])
     def test_hooks_around_the_blocks_fire(self, tiny_model: Callable, name: str) -> None:

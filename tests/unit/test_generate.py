@@ -9,24 +9,36 @@ import pytest
 import torch
 from mocks import CACHES, MockModel, MockTokenizer, UniformMockModel
 
-from infer import GenerationResult, KVCache, SamplingParams, generate, stream
+from infer import GenerationResult, KVCache, SamplingParams, SlidingCache, generate, prefill, stream
 from infer.cache import BaseCache, NoCache
-from infer.engine.generate import step
+from infer.engine.generate import make_cache, step
 from infer.engine.result import Timing
 from infer.models.common import Decoder
 
 WORDS = ["Hello", " wor", "ld", " ST", "OP", "!", "?", " again", "<eos>", "."]
+WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 5}
 USE_CACHE = pytest.mark.parametrize("use_kv_cache", [True, False], ids=["cached", "uncached"])
 
 
 def run(model: Any, prompt: list[int] | None = None, *, words: list[str] = WORDS, **options: Any) -> GenerationResult:
     """Generate with a mock tokenizer; options of `generate` and of `SamplingParams` alike."""
-    own = {name: options.pop(name) for name in ("device", "use_kv_cache", "cache") if name in options}
+    own = {name: options.pop(name) for name in ("device", "use_kv_cache", "cache", "prefill_chunk") if name in options}
     return generate(model, MockTokenizer(words), prompt or [1, 2], SamplingParams(**options), **own)
 
 
 def letters(model: Decoder) -> list[str]:
     return [chr(ord("A") + i) for i in range(model.config.vocab_size)]
+
+
+def empty(cls: type[BaseCache], model: Decoder, size: int = 64, **options: Any) -> BaseCache:
+    return cls.from_model_config(model.config, size, dtype="float32", device="cpu", **options)
+
+
+def passes(model: Decoder) -> list[tuple[int, ...]]:
+    """A list that will hold the shape of whatever the model is fed."""
+    shapes: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    return shapes
 
 
 class TestFinish:
@@ -259,7 +271,7 @@ class TestRefusals:
         assert model.calls == 0
 
     def test_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("infer.cache.simple.available_memory", lambda device: 10)
+        monkeypatch.setattr("infer.cache.base.available_memory", lambda device: 10)
         model = MockModel(0)
         with pytest.raises(ValueError, match="are free on cpu"):
             run(model, max_new_tokens=4)
@@ -285,14 +297,7 @@ class TestRealModel:
 
     @pytest.fixture
     def fed(self, model: Decoder) -> list[tuple[int, ...]]:
-        """The shapes of what the model is fed."""
-        shapes: list[tuple[int, ...]] = []
-        model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-        return shapes
-
-    @staticmethod
-    def cache(model: Decoder, size: int = 64, cls: type[BaseCache] = KVCache) -> BaseCache:
-        return cls.from_model_config(model.config, size, dtype="float32", device="cpu")
+        return passes(model)
 
     @MODES
     def test_cached_is_uncached(self, model: Decoder, mode: dict) -> None:
@@ -302,9 +307,7 @@ class TestRealModel:
         assert cached.text == plain.text
         assert len(set(plain.token_ids)) > 3  # not a loop that anything would reproduce
         for cls in CACHES:
-            own = run(
-                model, self.PROMPT, words=letters(model), cache=self.cache(model, cls=cls), max_new_tokens=40, **mode
-            )
+            own = run(model, self.PROMPT, words=letters(model), cache=empty(cls, model), max_new_tokens=40, **mode)
             assert own.token_ids == plain.token_ids
 
     def test_prefills_once_then_feeds_one_token(self, model: Decoder, fed: list) -> None:
@@ -324,7 +327,7 @@ class TestRealModel:
     @MODES
     @pytest.mark.parametrize("cls", CACHES)
     def test_resumes_what_the_cache_holds(self, model: Decoder, fed: list, cls: type[BaseCache], mode: dict) -> None:
-        cache = self.cache(model, cls=cls)
+        cache = empty(cls, model)
         words = letters(model)
         first = run(model, self.PROMPT, words=words, cache=cache, max_new_tokens=5, **mode)
         assert cache.seq_len == 8 + 5 - 1  # all but the last generated
@@ -339,7 +342,7 @@ class TestRealModel:
         assert again.token_ids == first.token_ids
 
     def test_a_stream_left_halfway_can_be_resumed(self, model: Decoder) -> None:
-        cache = self.cache(model)
+        cache = empty(KVCache, model)
         words = MockTokenizer(letters(model))
         params = SamplingParams(max_new_tokens=10)
         tokens = stream(model, words, self.PROMPT, params, cache=cache)
@@ -367,3 +370,196 @@ class TestRealModel:
         assert torch.allclose(step(model, cache, ids[:, :5]), expected[:, 4], atol=1e-4)
         assert torch.allclose(step(model, cache, ids[:, 5:]), expected[:, 7], atol=1e-4)
         assert torch.allclose(step(model, NoCache(2), ids), expected[:, 7], atol=1e-4)
+
+
+@pytest.fixture(params=[{}, WINDOWS], ids=["full", "windows"])
+def model(request: pytest.FixtureRequest, tiny_model: Callable) -> Decoder:
+    return tiny_model(**request.param)
+
+
+LONG = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]  # past the window, twice
+CHUNKS = {None: [11], 1: [1] * 11, 3: [3, 3, 3, 2], 11: [11], 50: [11]}
+NOT_CHUNKS = [0, -1, 2.5, "3", True]
+
+
+class TestDefaultCache:
+    def test_keeps_windows_where_the_model_has_them(self, model: Decoder) -> None:
+        made = make_cache(model, 40, torch.device("cpu"))
+        assert type(made) is (SlidingCache if model.config.has_windows else KVCache)
+        assert made.capacity == 40
+
+    def test_memory(self, model: Decoder) -> None:
+        """A ring has room for the window and one chunk."""
+        per_layer = model.config.cache_bytes_per_token(4) // 2
+        result = run(model, LONG, words=letters(model), max_new_tokens=30, prefill_chunk=3)
+        assert result.cache_memory_bytes == per_layer * (41 + (5 + 3 if model.config.has_windows else 41))
+
+    def test_none(self, model: Decoder) -> None:
+        assert type(make_cache(model, 40, torch.device("cpu"), use_kv_cache=False)) is NoCache
+
+
+class TestPrefillChunk:
+    MODES = TestRealModel.MODES
+
+    @pytest.fixture
+    def expected(self, model: Decoder) -> list[int]:
+        """What the run without a cache generates."""
+        tokens = run(model, LONG, words=letters(model), max_new_tokens=12, use_kv_cache=False).token_ids
+        assert len(set(tokens)) > 3
+        return tokens
+
+    @pytest.mark.parametrize(("chunk", "sizes"), CHUNKS.items())
+    @pytest.mark.parametrize("cls", [None, *CACHES])
+    def test_passes_and_tokens(
+        self, model: Decoder, expected: list[int], cls: type[BaseCache] | None, chunk: int | None, sizes: list[int]
+    ) -> None:
+        shapes = passes(model)
+        own = None if cls is None else empty(cls, model)
+        result = run(model, LONG, words=letters(model), max_new_tokens=12, cache=own, prefill_chunk=chunk)
+        assert shapes == [(1, size) for size in sizes + [1] * 11]
+        assert result.token_ids == expected
+        assert len(result.timing.decode_times_s) == 11  # all passes of the prompt are one prefill
+
+    def test_a_ring_of_a_narrower_chunk(self, model: Decoder, expected: list[int]) -> None:
+        own = empty(SlidingCache, model, prefill_chunk=1)
+        assert (
+            run(model, LONG, words=letters(model), cache=own, prefill_chunk=4, max_new_tokens=12).token_ids == expected
+        )
+
+    @MODES
+    def test_streams_alike(self, model: Decoder, mode: dict) -> None:
+        words, params = MockTokenizer(letters(model)), SamplingParams(max_new_tokens=12, **mode)
+        expected = generate(model, words, LONG, params, use_kv_cache=False)
+        for chunk in (None, 4):
+            steps = list(stream(model, words, LONG, params, prefill_chunk=chunk))
+            assert [s.token_id for s in steps] == expected.token_ids
+            assert "".join(s.text for s in steps) == expected.text
+
+    @pytest.mark.parametrize("held", [1, 4, 10])
+    @pytest.mark.parametrize("cls", CACHES)
+    def test_only_what_the_cache_lacks(
+        self, model: Decoder, expected: list[int], cls: type[BaseCache], held: int
+    ) -> None:
+        own = empty(cls, model)
+        step(model, own, torch.tensor([LONG[:held]]))
+        shapes = passes(model)
+        result = run(model, LONG, words=letters(model), cache=own, prefill_chunk=3, max_new_tokens=12)
+        rest = len(LONG) - held
+        assert [size for _, size in shapes[:-11]] == [3] * (rest // 3) + [rest % 3] * bool(rest % 3)
+        assert result.token_ids == expected
+
+    @pytest.mark.parametrize("where", ["before", "inside"])
+    @pytest.mark.parametrize("number", [0, 2, 3])
+    @pytest.mark.parametrize("cls", [None, *CACHES])
+    def test_interrupted(
+        self,
+        model: Decoder,
+        expected: list[int],
+        cls: type[BaseCache] | None,
+        number: int,
+        where: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Ctrl-C before a pass, or in its second layer: the passes before it count, and can be gone on from."""
+        own = make_cache(model, 64, torch.device("cpu"), prefill_chunk=3) if cls is None else empty(cls, model)
+        words = MockTokenizer(letters(model))
+        params = SamplingParams(max_new_tokens=12)
+        shapes = passes(model)
+        attend = own.attend
+
+        def interrupted(layer_idx: int, *args: Any, **options: Any) -> torch.Tensor:
+            if len(shapes) == number + 1 and layer_idx == (0 if where == "before" else 1):
+                raise KeyboardInterrupt
+            return attend(layer_idx, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(own, "attend", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, words, LONG, params, cache=own, prefill_chunk=3)
+        assert own.seq_len == 3 * number
+        assert generate(model, words, LONG, params, cache=own, prefill_chunk=3).token_ids == expected
+
+    @pytest.mark.parametrize("chunk", NOT_CHUNKS)
+    @pytest.mark.parametrize("function", [generate, stream])
+    def test_refused(self, function: Callable, chunk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(KVCache, "from_model_config", lambda *args, **options: pytest.fail("memory was taken"))
+        mock = MockModel(0)
+        with pytest.raises(ValueError, match=f"prefill_chunk must be a whole number, 1 or more, not {chunk!r}"):
+            function(mock, MockTokenizer(), [1], SamplingParams(max_new_tokens=2), prefill_chunk=chunk)
+        assert mock.calls == 0
+
+    @pytest.mark.parametrize("options", [{"use_kv_cache": False}, {"cache": NoCache()}], ids=["no cache", "NoCache"])
+    @pytest.mark.parametrize("function", [generate, stream])
+    def test_needs_a_cache(self, function: Callable, options: dict) -> None:
+        mock = MockModel(0)
+        with pytest.raises(ValueError, match="prefill_chunk needs a cache"):
+            function(mock, MockTokenizer(), [1, 2], SamplingParams(max_new_tokens=2), prefill_chunk=1, **options)
+        assert mock.calls == 0
+
+
+class TestPrefill:
+    IDS = torch.tensor([LONG, LONG[::-1]])
+
+    @pytest.mark.parametrize("chunk", CHUNKS)
+    @pytest.mark.parametrize("cls", CACHES)
+    def test_logits_of_all_positions(self, model: Decoder, cls: type[BaseCache], chunk: int | None) -> None:
+        own = empty(cls, model, batch_size=2)
+        expected = model(self.IDS)
+        shapes = passes(model)
+        logits, filled, trace = prefill(model, self.IDS, own, prefill_chunk=chunk)
+        assert shapes == [(2, size) for size in CHUNKS[chunk]]
+        assert logits.shape == (2, 11, 64)
+        assert torch.allclose(logits, expected, atol=1e-4)
+        assert filled is own
+        assert trace is None
+        assert own.seq_len == 11
+        after = torch.tensor([[7], [8]])
+        whole = model(torch.cat((self.IDS, after), dim=1))
+        assert torch.allclose(step(model, own, after), whole[:, -1], atol=1e-4)
+
+    def test_generation_goes_on_from_it(self, model: Decoder) -> None:
+        _, own, _ = prefill(model, torch.tensor([LONG[:-1]]), empty(SlidingCache, model, prefill_chunk=2))
+        result = run(model, LONG, words=letters(model), cache=own, max_new_tokens=12)
+        assert result.token_ids == run(model, LONG, words=letters(model), max_new_tokens=12).token_ids
+
+    def test_no_gradients(self, model: Decoder) -> None:
+        model.requires_grad_(True)
+        assert not prefill(model, self.IDS, empty(KVCache, model, batch_size=2))[0].requires_grad
+
+    @pytest.mark.parametrize(
+        ("length", "size", "held", "message"),
+        [
+            (3, 8, 2, "the cache must be empty before prefill, but it holds 2 positions"),
+            (9, 8, 0, "a prompt needs 1 to 8 tokens for this model and cache, not 9"),
+            (65, 80, 0, "a prompt needs 1 to 64 tokens for this model and cache, not 65"),
+            (0, 8, 0, "a prompt needs 1 to 8 tokens for this model and cache, not 0"),
+        ],
+        ids=["not empty", "cache", "context", "no tokens"],
+    )
+    def test_refused(self, length: int, size: int, held: int, message: str) -> None:
+        mock = MockModel(0)
+        own = empty(KVCache, mock, size)
+        own.advance(held)
+        with pytest.raises(ValueError, match=message):
+            prefill(mock, torch.ones(1, length, dtype=torch.long), own)
+        assert (mock.calls, own.seq_len) == (0, held)
+
+    @pytest.mark.parametrize("chunk", NOT_CHUNKS)
+    def test_refused_chunk(self, chunk: Any) -> None:
+        mock = MockModel(0)
+        with pytest.raises(ValueError, match="prefill_chunk must be a whole number"):
+            prefill(mock, torch.ones(1, 3, dtype=torch.long), empty(KVCache, mock, 8), prefill_chunk=chunk)
+        assert mock.calls == 0
+
+    def test_chunks_need_a_cache(self) -> None:
+        """Without one each chunk would start at position 0."""
+        mock = MockModel(0)
+        with pytest.raises(ValueError, match="prefill_chunk needs a cache"):
+            prefill(mock, torch.ones(1, 3, dtype=torch.long), NoCache(), prefill_chunk=2)
+        assert mock.calls == 0
+
+    def test_batch_of_another_size(self, model: Decoder) -> None:
+        own = empty(KVCache, model)
+        with pytest.raises(ValueError, match="a batch of 2, but the cache one of 1"):
+            prefill(model, self.IDS, own)
+        assert own.seq_len == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import struct
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from checkpoints import (
     LLAMA3_ROPE,
     byte_tokenizer,
+    byte_tokenizer_metadata,
     gguf_metadata,
     gguf_tensors,
     quantised,
@@ -25,7 +27,7 @@ from checkpoints import (
 )
 from gguf import GGMLQuantizationType as Quant
 from gguf import quants
-from tokenizers import AddedToken, ByteLevelBPETokenizer, Regex, pre_tokenizers
+from tokenizers import AddedToken, ByteLevelBPETokenizer, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from infer import ModelConfig, SamplingParams, Tokenizer, generate, load_model
@@ -96,6 +98,19 @@ def test_quantised_logits(tmp_path: Path, quant: Quant) -> None:
     model = load(save_gguf(reference, tmp_path / "m.gguf", quant))
     expected = quantised(reference, quant)(random_ids()).logits
     assert (model(random_ids()) - expected).abs().max() <= 1e-4 * max(1, expected.abs().max().item())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_quantised_families(tmp_path: Path, family: str) -> None:
+    """Norms are kept in float32, whose 1 comes off again in Gemma's."""
+    changes = {"sliding_window_pattern": 6, "query_pre_attn_scalar": 32} if family == "gemma3" else {}
+    reference = reference_model(family, tie_word_embeddings=True, **changes)
+    keys = {"gemma3.rope.freq_base_swa": 1e3} if family == "gemma3" else {}
+    metadata = byte_tokenizer_metadata() | keys
+    model = load(save_gguf(reference, tmp_path / "m.gguf", Quant.Q8_0, metadata))
+    expected = quantised(reference, Quant.Q8_0)(random_ids()).logits
+    assert (model(random_ids()) - expected).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("block_weights", [1, 1000, gguf_file.BLOCK_WEIGHTS])
@@ -269,9 +284,18 @@ def test_missing_tensors(tmp_path: Path, parts: Parts) -> None:
     refuse(write_gguf(tmp_path / "m.gguf", *parts), "lacks tensors: layers.1.mlp.up_proj.weight")
 
 
-def test_extra_tensors(tmp_path: Path, parts: Parts) -> None:
-    parts[1]["blk.0.attn_q_norm.weight"] = np.ones(16, np.float32)
-    refuse(write_gguf(tmp_path / "m.gguf", *parts), "unknown tensors: blk.0.attn_q_norm.weight")
+@pytest.mark.parametrize(
+    ("stored", "named"),
+    [
+        ("blk.0.attn_q_norm.weight", "layers.0.self_attn.q_norm.weight"),
+        ("blk.0.ssm_a.weight", "blk.0.ssm_a.weight"),
+        ("blk.0.post_ffw_norm.weight", "blk.0.post_ffw_norm.weight"),
+    ],
+    ids=["of another family", "of none", "by the name of another family"],
+)
+def test_extra_tensors(tmp_path: Path, parts: Parts, stored: str, named: str) -> None:
+    parts[1][stored] = np.ones(16, np.float32)
+    refuse(write_gguf(tmp_path / "m.gguf", *parts), f"unknown tensors: {named}")
 
 
 def test_wrong_shape(tmp_path: Path, parts: Parts) -> None:
@@ -298,6 +322,31 @@ def test_missing_metadata(tmp_path: Path, parts: Parts, key: str) -> None:
 )
 def test_unsupported_settings(tmp_path: Path, parts: Parts, changes: dict[str, Any], message: str) -> None:
     refuse(write_gguf(tmp_path / "m.gguf", parts[0] | changes, parts[1]), message)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3", {"rope.scaling.type": "yarn"}, "'yarn' is not supported"),
+        ("gemma3", {"attention.sliding_window": 0}, "need a positive sliding_window"),
+        ("gemma3", {"attention.sliding_window_pattern": 0}, "sliding_window_pattern must be at least 1, not 0"),
+        ("gemma3", {"attention.sliding_window_pattern": [True] * 4}, "4 layer_types for 2 layers"),
+    ],
+)
+def test_unsupported_family_settings(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
+    model = reference_model(family, num_hidden_layers=2)
+    metadata = gguf_metadata(model) | byte_tokenizer_metadata() | {f"{family}.{k}": v for k, v in changes.items()}
+    refuse(write_gguf(tmp_path / "m.gguf", metadata, gguf_tensors(model), arch=family), rf"m\.gguf: .*{message}")
+
+
+@pytest.mark.parametrize(
+    ("family", "missing"), [("qwen3", "attn_q_norm"), ("gemma3", "attn_k_norm"), ("gemma3", "post_ffw_norm")]
+)
+def test_missing_norms(tmp_path: Path, family: str, missing: str) -> None:
+    model = reference_model(family, num_hidden_layers=2)
+    tensors = {name: tensor for name, tensor in gguf_tensors(model).items() if name != f"blk.1.{missing}.weight"}
+    metadata = gguf_metadata(model) | byte_tokenizer_metadata()
+    refuse(write_gguf(tmp_path / "m.gguf", metadata, tensors, arch=family), r"lacks tensors: layers\.1\..*norm")
 
 
 def test_partial_blocks(tmp_path: Path, parts: Parts) -> None:
@@ -395,12 +444,15 @@ def test_byte_level_by_pre_tokenizer(byte_level: ByteLevelBPETokenizer, pre: str
     rebuilt = build_tokenizer(metadata)
     reference = Backend.from_str(byte_level.to_str())
     reference.pre_tokenizer = expected
+    if pre == "qwen2":
+        reference.normalizer = normalizers.NFC()
     reference.add_special_tokens(["<|end|>"])
     reference.add_tokens([AddedToken("<tool>", normalized=False)])
     for text in [*TEXTS, "a<|end|>b <tool>c<tool>"]:
         ids = rebuilt.encode(text, add_special_tokens=False).ids
         assert ids == reference.encode(text).ids
-        assert rebuilt.decode(ids, skip_special_tokens=False) == text
+        kept = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
+        assert rebuilt.decode(ids, skip_special_tokens=False) == kept
     end = metadata["tokenizer.ggml.eos_token_id"]
     starts_with_bos = pre == "llama-bpe"
     assert (rebuilt.encode("x").ids[0] == end) == starts_with_bos
@@ -511,6 +563,7 @@ SENTENCEPIECE_TEXTS = [
     "\x00\x01\x7f",
     "a\nb\n\nc",
     "▁under▁score",
+    "<0x41>",  # a byte's token, which text does not spell
     "\U0001f9d1\u200d\U0001f680",
 ]
 
@@ -521,17 +574,57 @@ def random_texts(extra: list[str]) -> list[str]:
     return ["".join(rng.choices(atoms, k=rng.randint(1, 40))) for _ in range(500)]
 
 
+SYMBOL_TEXTS = ["<turn>the one", "the<turn>one", "a <turn> b<turn>", "<turn><turn>", "a\n\n\nb", " <turn> x"]
+
+
+def assert_agrees_with_sentencepiece(rebuilt: Backend, spm: sentencepiece.SentencePieceProcessor, text: str) -> None:
+    ids = spm.encode(text)
+    assert rebuilt.encode(text, add_special_tokens=False).ids == ids, text
+    assert rebuilt.encode(text).ids == [spm.bos_id(), *ids]
+    assert rebuilt.decode(ids) == spm.decode(ids)
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("symbols", [[], USER_SYMBOLS], ids=["plain", "user-symbols"])
 def test_sentencepiece(tmp_path: Path, prefix: bool, symbols: list[str]) -> None:
     spm = train_sentencepiece(tmp_path, add_dummy_prefix=prefix, user_defined_symbols=symbols)
     rebuilt = build_tokenizer(sentencepiece_metadata(spm, prefix=prefix))
-    symbol_texts = ["<turn>the one", "the<turn>one", "a <turn> b<turn>", "<turn><turn>", "a\n\n\nb", " <turn> x"]
-    for text in SENTENCEPIECE_TEXTS + symbol_texts + random_texts(symbols):
-        ids = spm.encode(text)
-        assert rebuilt.encode(text, add_special_tokens=False).ids == ids, text
-        assert rebuilt.encode(text).ids == [spm.bos_id(), *ids]
-        assert rebuilt.decode(ids) == spm.decode(ids)
+    for text in SENTENCEPIECE_TEXTS + SYMBOL_TEXTS + random_texts(symbols):
+        assert_agrees_with_sentencepiece(rebuilt, spm, text)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_user_symbols_stored_with_spaces(tmp_path: Path, prefix: bool) -> None:
+    """As Gemma's files have them, with a score that says nothing."""
+    spm = train_sentencepiece(tmp_path, add_dummy_prefix=prefix, user_defined_symbols=USER_SYMBOLS)
+    metadata = sentencepiece_metadata(spm, prefix=prefix)
+    for symbol in USER_SYMBOLS:
+        i = metadata["tokenizer.ggml.tokens"].index(symbol)
+        metadata["tokenizer.ggml.tokens"][i] = symbol.replace("▁", " ")
+        metadata["tokenizer.ggml.scores"][i] = -1000.0
+    rebuilt = build_tokenizer(metadata)
+    spaces = [f"{' ' * n}the{' ' * m}of" for n in range(8) for m in range(8)]
+    for text in SENTENCEPIECE_TEXTS + SYMBOL_TEXTS + spaces + random_texts([" ", "  ", "   "]):
+        if "▁" not in text:
+            assert_agrees_with_sentencepiece(rebuilt, spm, text)
+    if not prefix:  # transformers looks for "▁▁" before spaces turn into "▁", SentencePiece after
+        ids = [*spm.encode("the "), spm.piece_to_id("▁▁"), *spm.encode(" of")]
+        assert rebuilt.encode("the ▁▁ of", add_special_tokens=False).ids == ids != spm.encode("the ▁▁ of")
+
+
+def test_gemma_decodes_fillers_but_not_marks() -> None:
+    kinds = {"<unk>": 2, "<bos>": 3, "<unused7>": 3, "<end_of_turn>": 3, "<start_of_image>": 4, "<b>": 4, "a": 1}
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [*kinds],
+        "tokenizer.ggml.scores": [0.0] * len(kinds),
+        "tokenizer.ggml.token_type": [*kinds.values()],
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    rebuilt = build_tokenizer(metadata)
+    assert rebuilt.encode("".join(kinds)).ids == [*range(len(kinds))]
+    assert rebuilt.decode([*range(len(kinds))]) == "<unused7><b>a"
 
 
 def test_sentencepiece_without_bos(tmp_path: Path) -> None:

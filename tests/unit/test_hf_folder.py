@@ -153,6 +153,28 @@ def test_unusable_configs(folder: Path, refuse: Refuse, changes: dict[str, Any],
     refuse(folder, message)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "need a positive sliding_window, not None"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+        ("gemma3", {"hidden_activation": "relu"}, "'relu' is not supported"),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "pattern must be at least 1, not 0"),
+        ("gemma3", {"layer_types": ["sliding_attention"]}, "1 layer_types for 2 layers"),
+        ("gemma3", {"sliding_window": 0}, "need a positive sliding_window, not 0"),
+        ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "'yarn' is not supported"),
+    ],
+)
+def test_unusable_family_configs(
+    tmp_path: Path, refuse: Refuse, family: str, changes: dict[str, Any], message: str
+) -> None:
+    folder = save_folder(reference_model(family, num_hidden_layers=2), tmp_path)
+    edit_json(folder / "config.json", **changes)
+    refuse(folder, rf"config\.json: .*{message}")
+
+
 def test_config_without_weights(folder: Path) -> None:
     expected = load(folder).config
     (folder / "model.safetensors").unlink()
@@ -180,6 +202,14 @@ def test_missing_head(folder: Path, refuse: Refuse) -> None:
 def test_extra_tensors(folder: Path, refuse: Refuse) -> None:
     edit_weights(folder, **{"model/layers/0/self_attn/q_norm/weight": torch.ones(16)})
     refuse(folder, r"has unknown tensors: layers\.0\.self_attn\.q_norm\.weight$")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"])
+def test_missing_norms(tmp_path: Path, refuse: Refuse, family: str, name: str) -> None:
+    folder = save_folder(reference_model(family, num_hidden_layers=2), tmp_path)
+    edit_weights(folder, **{f"model.layers.1.{name}.weight": None})
+    refuse(folder, rf"lacks tensors: layers\.1\.{name}\.weight$")
 
 
 def test_unannounced_bias(folder: Path, refuse: Refuse) -> None:
@@ -223,6 +253,36 @@ def test_names_without_the_model_prefix(folder: Path) -> None:
     path = folder / "model.safetensors"
     save_file({name.removeprefix("model."): t for name, t in load_file(path).items()}, path, {"format": "pt"})
     assert torch.equal(load(folder)(torch.arange(3, 20)[None]), before)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [("", ""), ("model.", ""), ("language_model.model.", "language_model."), ("model.language_model.", "")],
+)
+@pytest.mark.parametrize("vision", ["vision_tower.", "model.vision_tower."])
+def test_text_part_of_a_checkpoint_that_also_sees(tmp_path: Path, prefix: str, head: str, vision: str) -> None:
+    folder = save_folder(reference_model("gemma3", num_hidden_layers=2), tmp_path)
+    before = load(folder)(torch.arange(3, 20)[None])
+    path = folder / "model.safetensors"
+    tensors = {
+        prefix + name.removeprefix("model.") if name.startswith("model.") else head + name: tensor
+        for name, tensor in load_file(path).items()
+    }
+    tensors[f"{vision}encoder.layers.0.self_attn.q_proj.weight"] = torch.ones(3, 3)
+    tensors[f"{vision.replace('vision_tower', 'multi_modal_projector')}mm_soft_emb_norm.weight"] = torch.ones(3)
+    save_file(tensors, path, {"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    config = {"model_type": "gemma3", "text_config": text, "tie_word_embeddings": False, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = load(folder)
+    assert model.config.model_type == "gemma3"
+    assert torch.equal(model(torch.arange(3, 20)[None]), before)
+
+
+def test_unknown_parts_are_refused(tmp_path: Path, refuse: Refuse) -> None:
+    folder = save_folder(reference_model("gemma3", num_hidden_layers=2), tmp_path)
+    edit_weights(folder, **{"audio_tower.conv.weight": torch.ones(3)})
+    refuse(folder, r"has unknown tensors: audio_tower\.conv\.weight$")
 
 
 def test_weights_beyond_memory(folder: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:

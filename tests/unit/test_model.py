@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from mocks import CACHES, naive_llama
+from mocks import LAYOUT_NAMES, LAYOUTS, naive_logits
 from torch import Tensor
 
 from infer import KVCache
@@ -16,8 +17,10 @@ from infer.cache import BaseCache
 from infer.config import RopeConfig
 from infer.models.common import Decoder
 from infer.models.registry import build_model
+from infer.ops import attention as ops
+from infer.ops.activation import ACTIVATIONS
 from infer.ops.linear import FusedLinear, Linear
-from infer.ops.norm import RMSNorm
+from infer.ops.norm import RMSNorm, ZeroCentredRMSNorm
 from infer.ops.rope import Rope, apply_rope, inverse_frequencies
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -29,6 +32,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide heads": {"head_dim": 16},
     "theta": {"rope": RopeConfig(theta=500_000.0)},
     "sliding": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 3},
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3, tied, bias, sliding": {
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "layer_types": ("full_attention", "sliding_attention"),
+        "sliding_window": 1,
+    },
+    "gemma3": {"model_type": "gemma3"},
+    "gemma3, untied, MLP bias": {"model_type": "gemma3", "tie_word_embeddings": False, "mlp_bias": True},
 }
 LLAMA3 = RopeConfig(theta=500_000.0, scaling="llama3", factor=32.0, original_max_position_embeddings=8192)
 
@@ -42,14 +55,8 @@ def random_ids(batch: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(64, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def make_cache(model: Decoder, batch: int = 1, cls: type[BaseCache] = KVCache) -> BaseCache:
-    return cls.from_model_config(model.config, 16, batch_size=batch, dtype=model.dtype, device="cpu")
-
-
-def randomise_biases(model: Decoder) -> None:
-    for name, parameter in model.named_parameters():
-        if name.endswith(".bias") or "norm" in name:
-            parameter.data.normal_(1.0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+def make_cache(model: Decoder, batch: int = 1, cls: type[BaseCache] = KVCache, **options: Any) -> BaseCache:
+    return cls.from_model_config(model.config, 16, batch_size=batch, dtype=model.dtype, device="cpu", **options)
 
 
 class TestForward:
@@ -63,20 +70,41 @@ class TestForward:
 
     def test_plain_formulas(self, tiny_model: Callable, variant: dict) -> None:
         model = tiny_model(**variant)
-        randomise_biases(model)
         ids = random_ids(2, 7)
-        torch.testing.assert_close(model(ids), naive_llama(model, ids), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(model(ids), naive_logits(model, ids), atol=1e-4, rtol=1e-4)
 
-    @pytest.mark.parametrize("cls", CACHES)
-    def test_plain_formulas_through_a_cache(self, tiny_model: Callable, variant: dict, cls: type[BaseCache]) -> None:
+    @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
+    def test_plain_formulas_through_a_cache(
+        self, tiny_model: Callable, variant: dict, cls: type[BaseCache], options: dict
+    ) -> None:
         model = tiny_model(**variant)
-        randomise_biases(model)
         ids = random_ids(2, 9)
-        expected = naive_llama(model, ids)
-        cache = make_cache(model, 2, cls)
+        expected = naive_logits(model, ids)
+        cache = make_cache(model, 2, cls, **options)
         for start, end in ((0, 4), (4, 5), (5, 8), (8, 9)):
             logits = model(ids[:, start:end], kv_cache=cache)
             torch.testing.assert_close(logits[:, 0], expected[:, end - 1], atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("batch", [1, 2])
+    @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
+    def test_all_logits(
+        self, tiny_model: Callable, variant: dict, cls: type[BaseCache], options: dict, batch: int
+    ) -> None:
+        """Of every position, chunk by chunk, in a single token too; the last is what is given without asking."""
+        model = tiny_model(**variant)
+        ids = random_ids(batch, 9)
+        expected = model(ids)
+        cache, other = (make_cache(model, batch, cls, **options) for _ in range(2))
+        for start, end in ((0, 5), (5, 6), (6, 9)):
+            logits = model(ids[:, start:end], kv_cache=cache, all_logits=True)
+            torch.testing.assert_close(logits, expected[:, start:end], atol=1e-4, rtol=1e-4)
+            last = model(ids[:, start:end], kv_cache=other)
+            torch.testing.assert_close(last, logits[:, -1:], atol=1e-5, rtol=1e-5)
+
+    def test_all_logits_without_a_cache_changes_nothing(self, tiny_model: Callable) -> None:
+        model = tiny_model()
+        ids = random_ids(2, 4)
+        assert torch.equal(model(ids, all_logits=True), model(ids))
 
     def test_rows_do_not_touch(self, tiny_model: Callable) -> None:
         model = tiny_model()
@@ -103,17 +131,15 @@ class TestForward:
         torch.testing.assert_close(v[:, 0], v[:, 1])
 
     def test_heads_are_not_expanded(self, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-        from infer.cache import base
-
         model = tiny_model(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
         shapes: list[tuple[torch.Size, ...]] = []
-        attention = base.attention
+        attention = ops.attention
 
         def spy(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             shapes.append((q.shape, k.shape, v.shape))
             return attention(q, k, v, **options)
 
-        monkeypatch.setattr(base, "attention", spy)
+        monkeypatch.setattr(ops, "attention", spy)
         cache = make_cache(model, 2)
         for n in (5, 1):
             model(random_ids(2, n), kv_cache=cache)
@@ -189,6 +215,66 @@ class TestNorm:
         normed = RMSNorm(4, 1e-5).half()(x)
         assert normed.dtype == torch.float16
         torch.testing.assert_close(normed, torch.ones_like(x))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_zero_centred_weights_lack_one(self, dtype: torch.dtype) -> None:
+        stored = torch.tensor([0.25, -0.5, 0.0, 2.0])
+        plain, centred = RMSNorm(4, 1e-6).requires_grad_(False), ZeroCentredRMSNorm(4, 1e-6).requires_grad_(False)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+        assert torch.equal(centred(x), plain(x))  # as they are made, both only normalise
+        centred.weight.copy_(stored)
+        plain.weight.copy_(stored + 1)
+        assert torch.equal(centred.to(dtype)(x), plain.to(dtype)(x))
+
+    def test_one_is_added_in_float32(self) -> None:
+        """1 + 2**-9 is no bfloat16."""
+        norm = ZeroCentredRMSNorm(2, 0.0).requires_grad_(False)
+        norm.weight.fill_(2.0**-9)
+        normed = norm.bfloat16()(torch.tensor([[192.0, 256.0]]))
+        torch.testing.assert_close(normed, torch.tensor([[192.0, 256.0]]) / (51200**0.5) * (1 + 2.0**-9))
+
+
+class TestGemma3:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_embeddings_are_scaled_by_a_rounded_root(self, tiny_model: Callable, dtype: torch.dtype) -> None:
+        model = tiny_model(model_type="gemma3", hidden_size=40, dtype=dtype)
+        ids = random_ids(1, 5)[0]
+        factor = torch.tensor(40**0.5).to(dtype)
+        assert (dtype is torch.bfloat16) == (float(factor) != float(torch.tensor(40**0.5)))
+        assert torch.equal(model.embed(ids), model.embed_tokens.weight[ids] * factor)
+
+    def test_each_kind_of_layer_has_its_rope(self, tiny_model: Callable) -> None:
+        """A change of the local RoPE reaches window layers only, one of the global RoPE the others only."""
+        ids = random_ids(1, 6)
+
+        def keys(**ropes: RopeConfig) -> list[Tensor]:
+            """What each layer stores, all of them being fed the embeddings."""
+            model = tiny_model(model_type="gemma3", **ropes)
+            for layer in model.layers:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+            cache = make_cache(model)
+            model(ids, kv_cache=cache)
+            return list(cache.k)
+
+        plain = keys()
+        local, everywhere = keys(local_rope=RopeConfig(77.0)), keys(rope=RopeConfig(77.0))
+        assert [torch.equal(a, b) for a, b in zip(plain, local, strict=True)] == [False, True, False]
+        assert [torch.equal(a, b) for a, b in zip(plain, everywhere, strict=True)] == [True, False, True]
+
+
+class TestActivation:
+    @pytest.mark.parametrize(
+        ("name", "formula"),
+        [
+            ("silu", lambda x: x / (1 + math.exp(-x))),
+            ("gelu_tanh", lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
+        ],
+    )
+    def test_formula(self, name: str, formula: Callable[[float], float]) -> None:
+        values = [-9.0, -3.0, -1.0, -0.1, 0.0, 0.5, 2.0, 8.0]
+        expected = torch.tensor([formula(x) for x in values])
+        torch.testing.assert_close(ACTIVATIONS[name](torch.tensor(values)), expected, atol=1e-6, rtol=1e-5)
 
 
 class TestRope:
@@ -278,7 +364,7 @@ class TestRope:
     def test_frequencies_are_real_in_a_model_built_on_meta(self, tiny_config: Callable) -> None:
         with torch.device("meta"):
             model = build_model(tiny_config(rope=RopeConfig(divisors=(1.0, 2.0, 3.0, 4.0))))
-        assert model.rope.inv_freq.device.type == "cpu"
+        assert model.ropes["full_attention"].inv_freq.device.type == "cpu"
 
 
 class TestModule:
@@ -329,7 +415,6 @@ class TestModule:
     @pytest.mark.parametrize("assign", [False, True])
     def test_state_dict_round_trip(self, tiny_model: Callable, variant: dict, assign: bool) -> None:
         source, target = tiny_model(seed=1, **variant), tiny_model(seed=2, **variant)
-        randomise_biases(source)
         ids = random_ids(1, 4)
         assert not torch.allclose(source(ids), target(ids))
         target.load_state_dict(source.state_dict(), assign=assign)
@@ -367,10 +452,9 @@ class TestModule:
 
     @pytest.mark.parametrize("shape", [(2, 6), (1, 1)])  # a single token must not be compiled
     def test_gradients_are_those_of_the_formulas(
-        self, tiny_model: Callable, variant: dict, shape: tuple[int, int]
+        self, tiny_model: Callable, variant: dict, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model = tiny_model(**variant).requires_grad_(True).train()
-        randomise_biases(model)
         ids = random_ids(*shape)
         targets = random_ids(*shape, seed=1).flatten()
 
@@ -379,8 +463,9 @@ class TestModule:
             torch.nn.functional.cross_entropy(forward(ids).flatten(0, 1), targets).backward()
             return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
+        monkeypatch.setattr(ops, "BLOCK", 2)  # window layers attend in several blocks
         got = gradients(model)
-        expected = gradients(lambda ids: naive_llama(model, ids))
+        expected = gradients(lambda ids: naive_logits(model, ids))
         assert all(gradient.any() for gradient in got.values())
         for name, gradient in got.items():
             torch.testing.assert_close(gradient, expected[name], atol=1e-4, rtol=1e-3, msg=name)

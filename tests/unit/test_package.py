@@ -20,9 +20,12 @@ PUBLIC = [
     "KVCache",
     "ModelConfig",
     "SamplingParams",
+    "SlidingCache",
     "Tokenizer",
     "generate",
+    "generate_batch",
     "load_model",
+    "prefill",
     "render_chat_template",
     "stream",
 ]

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from conftest import make_tiny_model
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from mocks import CACHES
+from mocks import LAYOUT_NAMES, LAYOUTS
 from torch import Tensor
 
-from infer.cache import BaseCache
+from infer import KVCache, SlidingCache
+from infer.cache import BaseCache, sliding
 from infer.config import RopeConfig
 from infer.models.common import Decoder
+from infer.ops.attention import ring_attention, ring_span
 
 CAPACITY = 20
+RING_CAPACITY = 48
 CONFIGS: dict[str, dict[str, Any]] = {
     "grouped heads": {},
     "one KV head, tied": {"num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "bias, no grouping": {"attention_bias": True, "num_key_value_heads": 4},
     "windows": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4},
+    "qwen3": {"model_type": "qwen3"},
+    "gemma3": {"model_type": "gemma3"},
     "llama3 rope": {"rope": RopeConfig(5e5, "llama3", 32.0, original_max_position_embeddings=64), "head_dim": 16},
 }
 
@@ -42,56 +49,109 @@ OPERATIONS = st.lists(
 
 
 class Driver:
-    """Feeds a cached model, and keeps the tokens that the cache should stand for."""
+    """Feeds a model and its caches, all the same, and keeps the tokens that they should stand for."""
 
-    def __init__(self, model: Decoder, cache: BaseCache, seed: int) -> None:
+    def __init__(self, model: Decoder, caches: list[BaseCache], seed: int) -> None:
         self.model = model
-        self.cache = cache
+        self.caches = caches
+        self.capacity = caches[0].capacity
         self.generator = torch.Generator().manual_seed(seed)
-        self.tokens = torch.zeros(cache.shape.batch_size, 0, dtype=torch.long)
+        self.tokens = torch.zeros(caches[0].shape.batch_size, 0, dtype=torch.long)
+        self.reached = 0  # positions that passes have come to since the last reset, failed ones included
+
+    def run(self, operations: list[tuple[str, int]]) -> None:
+        for name, number in operations:
+            getattr(self, name)(number)
+            assert {cache.seq_len for cache in self.caches} == {self.length}
+        self.decode(1)
+
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[1]
 
     def random(self, n: int) -> Tensor:
         return torch.randint(self.model.config.vocab_size, (self.tokens.shape[0], n), generator=self.generator)
 
     def prefill(self, n: int) -> None:
-        n = min(n, self.cache.capacity - self.cache.seq_len)
+        n = min(n, self.capacity - self.length)
         if n:
             new = self.random(n)
             self.tokens = torch.cat((self.tokens, new), dim=1)
-            logits = self.model(new, kv_cache=self.cache)
-            torch.testing.assert_close(logits, self.model(self.tokens)[:, -1:], atol=1e-4, rtol=0)
+            self.reached = max(self.reached, self.length)
+            expected = self.model(self.tokens)[:, -n:]
+            for cache in self.caches:
+                logits = self.model(new, kv_cache=cache, all_logits=True)
+                torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
     def decode(self, steps: int) -> None:
         for _ in range(steps):
             self.prefill(1)
 
     def truncate(self, length: int) -> None:
-        length = min(length, self.cache.seq_len)
-        self.tokens = self.tokens[:, :length]
-        self.cache.truncate(length)
+        """Rewind, unless a ring has reason to refuse."""
+        length = min(length, self.length)
+        refusal = None
+        try:
+            for cache in reversed(self.caches):  # the one that may refuse comes last
+                cache.truncate(length)
+        except ValueError as error:
+            refusal = str(error)
+        if refusal is None:
+            self.tokens = self.tokens[:, :length]
+            if length == 0:
+                self.reached = 0
+        else:
+            assert "have been overwritten" in refusal
+            assert self.overwritten(length)
+
+    def rewind(self, n: int) -> None:
+        self.truncate(max(0, self.length - n))
+
+    def brink(self, beyond: int) -> None:
+        """Rewind as far as a ring that holds all it can still goes, or one position further."""
+        ring, window = self.caches[-1], self.model.config.sliding_window
+        self.truncate(max(0, self.reached - ring.k[0].shape[2] + window - 1 - beyond))
+
+    def overwritten(self, length: int) -> bool:
+        """Whether a ring may have lost what a query at this position sees."""
+        ring = self.caches[-1]
+        assert isinstance(ring, SlidingCache)
+        return any(
+            window is not None and max(0, length - window + 1) < min(length, self.reached - ring.k[i].shape[2])
+            for i, window in enumerate(ring.windows)
+        )
 
     def reset(self, _: int) -> None:
         self.tokens = self.tokens[:, :0]
-        self.cache.reset()
+        self.reached = 0
+        for cache in self.caches:
+            cache.reset()
 
     def refused(self, excess: int) -> None:
         """More than fits, and rewinding forward."""
-        with pytest.raises(ValueError, match="overflow"):
-            self.model(self.random(self.cache.capacity - self.cache.seq_len + excess), kv_cache=self.cache)
-        with pytest.raises(ValueError, match="cannot truncate"):
-            self.cache.truncate(self.cache.seq_len + excess)
+        tokens = self.random(self.capacity - self.length + excess)
+        for cache in self.caches:
+            with pytest.raises(ValueError, match="overflow"):
+                self.model(tokens, kv_cache=cache)
+            with pytest.raises(ValueError, match="cannot truncate"):
+                cache.truncate(self.length + excess)
 
     def failed(self, n: int) -> None:
         """A forward pass that breaks off after the first layer has written."""
-        n = min(n, self.cache.capacity - self.cache.seq_len)
+        n = min(n, self.capacity - self.length)
+        if n == 0:
+            return
 
         def fail(*_: object) -> None:
             raise InterruptedError
 
+        tokens = self.random(n)
+        self.reached = max(self.reached, self.length + n)
         hook = self.model.layers[1].register_forward_pre_hook(fail)
         try:
-            with pytest.raises(InterruptedError):
-                self.model(self.random(n), kv_cache=self.cache) if n else fail()
+            for cache in self.caches:
+                with pytest.raises(InterruptedError):
+                    self.model(tokens, kv_cache=cache)
         finally:
             hook.remove()
 
@@ -101,35 +161,164 @@ def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Decoder]) ->
     return tiny_model(**request.param)
 
 
-@pytest.mark.parametrize("cache_class", CACHES)
-@settings(  # the model is the same for all examples, and no example changes it
+# Examples share models, and none changes one.
+SETTINGS = settings(
     deadline=None,
-    max_examples=20,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+
+
+@pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
+@settings(SETTINGS, max_examples=20)
 @given(operations=OPERATIONS, batch=st.integers(1, 3), seed=st.integers(0, 999))
 def test_cached_is_recomputed(
-    model: Decoder, cache_class: type[BaseCache], operations: list[tuple[str, int]], batch: int, seed: int
+    model: Decoder,
+    cls: type[BaseCache],
+    options: dict[str, Any],
+    operations: list[tuple[str, int]],
+    batch: int,
+    seed: int,
 ) -> None:
-    cache = cache_class.from_model_config(model.config, CAPACITY, batch_size=batch, dtype="float32", device="cpu")
-    driver = Driver(model, cache, seed)
-    for name, number in operations:
-        getattr(driver, name)(number)
-        assert cache.seq_len == driver.tokens.shape[1]
-    driver.decode(1)
+    cache = cls.from_model_config(model.config, CAPACITY, batch_size=batch, dtype="float32", device="cpu", **options)
+    Driver(model, [cache], seed).run(operations)
 
 
-@pytest.mark.parametrize("cache_class", CACHES)
-def test_every_way_to_cut_a_prompt(model: Decoder, cache_class: type[BaseCache]) -> None:
+@pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
+def test_every_way_to_cut_a_prompt(model: Decoder, cls: type[BaseCache], options: dict[str, Any]) -> None:
     """All 32 ways to feed six tokens."""
     tokens = torch.tensor([[5, 9, 60, 33, 2, 2]])
     expected = model(tokens)
-    cache = cache_class.from_model_config(model.config, 6, dtype="float32", device="cpu")
+    cache = cls.from_model_config(model.config, 6, dtype="float32", device="cpu", **options)
     for cuts in range(2**5):
         edges = [0, *(i + 1 for i in range(5) if cuts >> i & 1), 6]
         for start, end in pairwise(edges):
             logits = model(tokens[:, start:end], kv_cache=cache)
             torch.testing.assert_close(logits[:, 0], expected[:, end - 1], atol=1e-4, rtol=0)
         cache.reset()
+
+
+@functools.cache
+def window_model(family: str, window: int) -> Decoder:
+    """A window layer, one that sees everything, and a window layer again."""
+    kinds = ("sliding_attention", "full_attention", "sliding_attention")
+    return make_tiny_model(model_type=family, num_hidden_layers=3, layer_types=kinds, sliding_window=window)
+
+
+RING = given(
+    family=st.sampled_from(["llama", "qwen3", "gemma3"]),
+    window=st.integers(1, 12),
+    prefill_chunk=st.integers(1, 8),
+    operations=st.lists(
+        st.one_of(
+            st.tuples(st.just("prefill"), st.integers(1, 30)),
+            st.tuples(st.just("decode"), st.integers(1, 6)),
+            st.tuples(st.just("truncate"), st.integers(0, RING_CAPACITY)),
+            st.tuples(st.just("rewind"), st.integers(0, 12)),
+            st.tuples(st.just("brink"), st.integers(0, 1)),
+            st.tuples(st.just("reset"), st.just(0)),
+            st.tuples(st.just("refused"), st.integers(1, 3)),
+            st.tuples(st.just("failed"), st.integers(1, 20)),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    batch=st.integers(1, 2),
+    compiled=st.booleans(),
+    seed=st.integers(0, 999),
+)
+
+
+def check_ring(
+    family: str,
+    window: int,
+    prefill_chunk: int,
+    operations: list[tuple[str, int]],
+    batch: int,
+    compiled: bool,
+    seed: int,
+) -> None:
+    """Rings, the contiguous cache and computing everything afresh agree. compiled: single tokens, where they can be."""
+    model = window_model(family, window)
+    sizes = {"batch_size": batch, "dtype": "float32", "device": "cpu"}
+    caches = [
+        KVCache.from_model_config(model.config, RING_CAPACITY, **sizes),
+        SlidingCache.from_model_config(model.config, RING_CAPACITY, prefill_chunk=prefill_chunk, **sizes),
+    ]
+    with torch.inference_mode(compiled):
+        Driver(model, caches, seed).run(operations)
+
+
+def test_a_ring_is_the_whole_sequence() -> None:
+    settings(SETTINGS, max_examples=80)(RING(check_ring))()
+
+
+class OneOff:
+    """The parts of a ring, each with a mistake of one position."""
+
+    first_seen, write = SlidingCache._first_seen, SlidingCache._write
+
+    @staticmethod
+    def span_late(ring: Tensor, first: int, end: int) -> Tensor:
+        return ring_span(ring, min(first + 1, end), end)
+
+    @staticmethod
+    def span_shifted(ring: Tensor, first: int, end: int) -> Tensor:
+        return ring_span(ring, first + 1, end + 1)
+
+    @staticmethod
+    def token_late(q: Tensor, k: Tensor, v: Tensor, first: int, end: int, *, scale: float) -> Tensor:
+        return ring_attention(q, k, v, min(first + 1, end - 1), end, scale=scale)
+
+    @staticmethod
+    def token_early(q: Tensor, k: Tensor, v: Tensor, first: int, end: int, *, scale: float) -> Tensor:
+        return ring_attention(q, k, v, max(first - 1, 0), end, scale=scale)
+
+    @staticmethod
+    def slot_missing(window: int | None, prefill_chunk: int, max_seq_len: int) -> int:
+        return max_seq_len if window is None else max(1, min(window + prefill_chunk - 2, max_seq_len))
+
+    @staticmethod
+    def window_late(cache: SlidingCache, layer_idx: int) -> int:
+        first = OneOff.first_seen(cache, layer_idx)
+        return first if cache.windows[layer_idx] is None else min(first + 1, cache.seq_len)
+
+    @staticmethod
+    def written_late(cache: SlidingCache, layer_idx: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Only where a pass is written after it is through."""
+        OneOff.write(cache, layer_idx, start + (start != cache.seq_len), k, v)
+
+    @staticmethod
+    def oldest_early(cache: SlidingCache, layer_idx: int, start: int, k: Tensor, v: Tensor) -> None:
+        OneOff.write(cache, layer_idx, start, k, v)
+        slots = cache.k[layer_idx].shape[2]
+        cache._oldest[layer_idx] = max(0, start + k.shape[2] - slots - 1)
+
+    @staticmethod
+    def oldest_late(cache: SlidingCache, layer_idx: int, start: int, k: Tensor, v: Tensor) -> None:
+        OneOff.write(cache, layer_idx, start, k, v)
+        slots = cache.k[layer_idx].shape[2]
+        cache._oldest[layer_idx] = max(cache._oldest[layer_idx], start + k.shape[2] - slots + 1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (sliding, "ring_span", OneOff.span_late),
+        (sliding, "ring_span", OneOff.span_shifted),
+        (sliding, "ring_attention", OneOff.token_late),
+        (sliding, "ring_attention", OneOff.token_early),
+        (sliding, "ring_slots", OneOff.slot_missing),
+        (SlidingCache, "_first_seen", OneOff.window_late),
+        (SlidingCache, "_write", OneOff.written_late),
+        (SlidingCache, "_write", OneOff.oldest_early),
+        (SlidingCache, "_write", OneOff.oldest_late),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_ring_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    search = settings(SETTINGS, max_examples=200, phases=[Phase.generate], report_multiple_bugs=False)
+    with pytest.raises(AssertionError):
+        search(RING(check_ring))()

@@ -108,8 +108,7 @@ def _prepare(
     check_chunk(prefill_chunk)
     if cache is None:
         cache = make_cache(model, request.max_seq_len, device, use_kv_cache=use_kv_cache, prefill_chunk=prefill_chunk)
-    if prefill_chunk is not None and isinstance(cache, NoCache):
-        raise ValueError("prefill_chunk needs a cache: without one every pass starts from the beginning")
+    _check_keeps(cache, prefill_chunk)
     if cache.seq_len >= len(request.tokens):
         raise ValueError(
             f"the cache holds {cache.seq_len} positions and the prompt has {len(request.tokens)} tokens: nothing is "
@@ -142,6 +141,7 @@ def make_cache(
 def prefill(model: Model, ids: Tensor, cache: Cache, *, prefill_chunk: int | None = None) -> tuple[Tensor, Cache, None]:
     """Fill an empty cache with ids [B, n]. Returns the logits of all positions [B, n, V], the cache, and no trace."""
     check_chunk(prefill_chunk)
+    _check_keeps(cache, prefill_chunk)
     if cache.seq_len:
         raise ValueError(f"the cache must be empty before prefill, but it holds {cache.seq_len} positions")
     limit = min(cache.capacity, model.config.max_position_embeddings)
@@ -149,6 +149,11 @@ def prefill(model: Model, ids: Tensor, cache: Cache, *, prefill_chunk: int | Non
         raise ValueError(f"a prompt needs 1 to {limit} tokens for this model and cache, not {ids.shape[1]}")
     logits = [model(chunk, kv_cache=cache, all_logits=True) for chunk in _chunks(ids, prefill_chunk)]
     return torch.cat(logits, dim=1), cache, None
+
+
+def _check_keeps(cache: Cache, prefill_chunk: int | None) -> None:
+    if prefill_chunk is not None and isinstance(cache, NoCache):
+        raise ValueError("prefill_chunk needs a cache: without one every pass starts from the beginning")
 
 
 def _chunks(tokens: Tensor, size: int | None) -> Sequence[Tensor]:

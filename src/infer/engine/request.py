@@ -78,5 +78,5 @@ def check_request(
 
 
 def check_chunk(prefill_chunk: int | None) -> None:
-    if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
+    if prefill_chunk is not None and (type(prefill_chunk) is not int or prefill_chunk < 1):
         raise ValueError(f"prefill_chunk must be a whole number, 1 or more, not {prefill_chunk!r}")

@@ -116,10 +116,15 @@ class Block(Module):
 
     def is_plain(self) -> bool:
         """Whether `decode` computes what the modules inside would."""
-        attn, mlp = self.self_attn, self.mlp
-        optional = (attn.q_norm, attn.k_norm, *self.norms())
+        attn, mlp, norms = self.self_attn, self.mlp, self.norms()
+        for norm in (norms.after_attention, norms.after_mlp):
+            # The second half of a block takes one eps and offset for all its norms.
+            if norm is not None and (norm.eps, norm.offset) != (norms.before_mlp.eps, norms.before_mlp.offset):
+                return False
+        if (attn.q_norm is None) != (attn.k_norm is None):
+            return False
         products = (attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        return decode.is_plain((attn, mlp, *products, *filter(None, optional)), PLAIN)
+        return decode.is_plain((attn, mlp, *products, *filter(None, (attn.q_norm, attn.k_norm, *norms))), PLAIN)
 
     def decode(self, x: Tensor, step: Pass) -> Tensor:
         """The same for a single token, in compiled parts."""

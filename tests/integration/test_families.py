@@ -1,0 +1,398 @@
+"""Windows, the configs that Gemma 3 is published with, and GGUF files of each family, against transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    GEMMA3_ROPES,
+    byte_tokenizer_metadata,
+    difference,
+    greedy,
+    load,
+    random_ids,
+    randomised,
+    reference_model,
+    save_folder,
+    save_gguf,
+    single_threaded,
+)
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    PreTrainedModel,
+)
+
+from infer import GrowingCache, KVCache, ModelConfig, SamplingParams, SlidingCache, Tokenizer, generate
+from infer.cache.base import Cache
+from infer.config import RopeConfig
+from infer.models.common import Decoder
+
+TOLERANCE = 1e-4
+W = 8
+LENGTHS = (W - 1, W, W + 1, 2 * W + 3)
+CHUNKS = (1, 3, W, W + 1, 2 * W + 3)
+Pair = tuple[PreTrainedModel, Decoder]
+
+one_thread = pytest.fixture(scope="module", autouse=True)(single_threaded)
+
+# The layers' windows in the order of the layers, and a model that has them.
+WINDOWS: dict[str, tuple[list[int | None], str, dict[str, Any]]] = {
+    "gemma3-untied": ([W, None, W], "gemma3", {}),
+    "gemma3-tied": ([W, None, W], "gemma3", {"tie_word_embeddings": True}),
+    "gemma3-pattern-3": ([W, W, None], "gemma3", {"sliding_window_pattern": 3}),
+    "gemma3-pattern-6": (
+        [W, W, W, W, W, None, W],
+        "gemma3",
+        {"sliding_window_pattern": 6, "num_hidden_layers": 7},
+    ),
+    "gemma3-window-1": ([1, None, 1], "gemma3", {"sliding_window": 1}),
+    "gemma3-window-100": ([100, None, 100], "gemma3", {"sliding_window": 100}),
+    "qwen3-untied": ([None] * 3, "qwen3", {}),
+    "qwen3-tied": ([None] * 3, "qwen3", {"tie_word_embeddings": True}),
+    "qwen3-windows": (
+        [None, W, W],
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": W, "max_window_layers": 1},
+    ),
+}
+# A ring as long as the sequence, one that most chunks fit, and one that only single tokens do.
+CACHES: dict[str, tuple[type[KVCache | GrowingCache | SlidingCache], dict[str, Any]]] = {
+    "KVCache": (KVCache, {}),
+    "GrowingCache": (GrowingCache, {}),
+    "SlidingCache": (SlidingCache, {}),
+    "SlidingCache-4": (SlidingCache, {"prefill_chunk": 4}),
+    "SlidingCache-1": (SlidingCache, {"prefill_chunk": 1}),
+}
+
+
+@pytest.fixture(scope="module", params=WINDOWS)
+def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    windows, family, changes = WINDOWS[request.param]
+    reference = reference_model(family, **changes)
+    model = load(save_folder(reference, tmp_path_factory.mktemp(request.param)))
+    assert [model.config.window(i) for i in range(model.config.num_hidden_layers)] == windows
+    return reference, model
+
+
+def logits_in_chunks(model: Decoder, ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
+    return torch.cat([model(part, cache, all_logits=True) for part in ids.split(chunk, 1)], 1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("length", LENGTHS)
+def test_windows(windowed: Pair, length: int) -> None:
+    """Every position's logits, for two rows, and for one, whose single tokens go through the compiled parts."""
+    check_every_way(*windowed, length, CHUNKS)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("window", [W, 128, 150])
+def test_long_passes(tmp_path: Path, window: int) -> None:
+    """More queries than are attended from at once."""
+    reference = reference_model("gemma3", sliding_window=window, max_position_embeddings=512)
+    check_every_way(reference, load(save_folder(reference, tmp_path)), 300, (129, 150, 300))
+
+
+def check_every_way(reference: PreTrainedModel, model: Decoder, length: int, chunks: Sequence[int]) -> None:
+    both = random_ids(2, length)
+    expected = reference(both).logits
+    assert expected.std() > 0.5
+    assert difference(model(both), expected) <= TOLERANCE
+    for name, (cache_type, settings) in CACHES.items():
+        for rows in (1, 2):
+            for chunk in sorted({min(chunk, length) for chunk in chunks}):
+                cache = cache_type.from_model_config(
+                    model.config, length, batch_size=rows, dtype="float32", device="cpu", **settings
+                )
+                logits = logits_in_chunks(model, both[:rows], cache, chunk)
+                assert difference(logits, expected[:rows]) <= TOLERANCE, (name, rows, chunk)
+
+
+@pytest.mark.parametrize("prefill_chunk", [None, 1, 3, W])
+@pytest.mark.parametrize("name", ["gemma3-untied", "qwen3-windows", "qwen3-untied"])
+def test_greedy_with_the_default_cache(tmp_path: Path, name: str, prefill_chunk: int | None) -> None:
+    windows, family, changes = WINDOWS[name]
+    reference = reference_model(family, **changes)
+    model, tokenizer = load(save_folder(reference, tmp_path)), Tokenizer(tmp_path)
+    ids, params = random_ids(1, 2 * W + 3), SamplingParams(max_new_tokens=16)
+    result = generate(model, tokenizer, ids[0].tolist(), params, prefill_chunk=prefill_chunk)
+    assert result.token_ids == greedy(reference, ids, 16)[0]
+    positions = 2 * W + 3 + 16
+    slots = sum(positions if window is None else min(window + (prefill_chunk or 512), positions) for window in windows)
+    assert result.cache_memory_bytes == 2 * slots * 2 * 32 * 4  # K and V, 2 heads of 32 float32 numbers
+
+
+# Configs as they are published
+
+
+def rewrite_as_published(folder: Path, **more: Any) -> None:
+    """config.json with the keys that Google's files have. more: those for the kinds of layers."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    ropes = config.pop("rope_parameters")
+    whole, local = ropes["full_attention"], ropes["sliding_attention"]
+    for name in ("layer_types", "_sliding_window_pattern", "use_bidirectional_attention"):
+        config.pop(name)
+    if config["tie_word_embeddings"]:
+        config.pop("tie_word_embeddings")
+    config |= {
+        "rope_theta": whole["rope_theta"],
+        "rope_local_base_freq": local["rope_theta"],
+        "rope_scaling": {"rope_type": "linear", "factor": whole["factor"]} if "factor" in whole else None,
+        "cache_implementation": "hybrid",
+        "torch_dtype": config.pop("dtype"),
+        "transformers_version": "4.50.0.dev0",
+    }
+    path.write_text(json.dumps(config | more))
+
+
+PLAIN_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+PATTERNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2": (2, {"sliding_window_pattern": 2}),
+    "3": (3, {"sliding_window_pattern": 3}),
+    "6": (6, {"sliding_window_pattern": 6}),
+    "none": (6, {}),
+    "private": (6, {"_sliding_window_pattern": 6}),  # as Gemma 3 270M has it
+    "layer-types": (2, {"layer_types": ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"]}),
+    "layer-types-first": (
+        2,
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"],
+            "_sliding_window_pattern": 6,
+            "use_bidirectional_attention": False,
+        },
+    ),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("tied", "ropes"), [(True, PLAIN_ROPES), (False, GEMMA3_ROPES)], ids=["tied", "untied-linear-rope"]
+)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_published_gemma3_configs(tmp_path: Path, name: str, tied: bool, ropes: dict[str, Any]) -> None:
+    pattern, keys = PATTERNS[name]
+    reference = reference_model(
+        "gemma3",
+        num_hidden_layers=7,
+        sliding_window_pattern=pattern,
+        tie_word_embeddings=tied,
+        rope_parameters=ropes,
+    )
+    save_folder(reference, tmp_path)
+    before = ModelConfig.from_pretrained(str(tmp_path))
+    rewrite_as_published(tmp_path, **keys)
+    model, ids = load(tmp_path), random_ids(2, 2 * W + 3)
+    assert model.config == before
+    reread = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert difference(model(ids), reread(ids).logits) <= TOLERANCE
+    assert difference(model(ids), reference(ids).logits) <= TOLERANCE
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "windows",
+    [
+        {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 3},
+        {"use_sliding_window": False, "sliding_window": W, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": W, "max_window_layers": 1},
+    ],
+    ids=["none", "unused", "used"],
+)
+def test_published_qwen3_configs(tmp_path: Path, windows: dict[str, Any]) -> None:
+    """The kinds of layers follow from max_window_layers."""
+    save_folder(reference_model("qwen3"), tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    config.pop("layer_types")
+    path.write_text(json.dumps(config | windows | {"rope_scaling": None}))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = random_ids(2, 2 * W + 3)
+    assert difference(load(tmp_path)(ids), reference(ids).logits) <= TOLERANCE
+
+
+# The text part of a checkpoint that also sees
+
+VISION = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+SPARSE_TEXT = {  # the keys of gemma-3-4b-it, and none besides
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": W,
+}
+
+
+def multimodal(**text: Any) -> PreTrainedModel:
+    tied = text.get("tie_word_embeddings", True)
+    config = Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4, tie_word_embeddings=tied)
+    return randomised(Gemma3ForConditionalGeneration(config))
+
+
+def rename_tensors(folder: Path, *renames: tuple[str, str]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for old, new in renames:
+        tensors = {name.replace(old, new) if name.startswith(old) else name: t for name, t in tensors.items()}
+    save_file(tensors, path, {"format": "pt"})
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("names", ["language_model.model.", "model.language_model."])
+def test_text_part(tmp_path: Path, names: str, tied: bool) -> None:
+    text = reference_model("gemma3", tie_word_embeddings=tied).config.to_dict()
+    reference = multimodal(**text)
+    save_folder(reference, tmp_path)
+    if names == "model.language_model.":
+        rename_tensors(
+            tmp_path,
+            ("language_model.model.", "model.language_model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("vision_tower.", "model.vision_tower."),
+            ("multi_modal_projector.", "model.multi_modal_projector."),
+        )
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith(names) for name in stored)
+    assert any("vision_tower." in name for name in stored)
+    assert any("multi_modal_projector." in name for name in stored)
+    model, ids = load(tmp_path), random_ids(2, 2 * W + 3)
+    expected = reference(ids).logits
+    assert expected.std() > 0.5
+    assert difference(model(ids), expected) <= TOLERANCE
+    cache = SlidingCache.from_model_config(model.config, 2 * W + 3, batch_size=2, dtype="float32", device="cpu")
+    assert difference(logits_in_chunks(model, ids, cache, 3), expected) <= TOLERANCE
+
+
+@torch.inference_mode()
+def test_sparse_config(tmp_path: Path) -> None:
+    """What gemma-3-4b-it's config.json leaves out is the reference's default."""
+    reference = multimodal(**SPARSE_TEXT)
+    save_folder(reference, tmp_path)
+    rename_tensors(tmp_path, ("vision_tower.", "vision_tower.vision_model."))  # as on the hub
+    published = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 4,
+        "model_type": "gemma3",
+        "text_config": SPARSE_TEXT,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0",
+        "vision_config": VISION | {"model_type": "siglip_vision_model", "vision_use_head": False},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    model, ids = load(tmp_path), random_ids(1, 2 * W + 3)
+    expected = Gemma3TextConfig(**SPARSE_TEXT)
+    for name in (
+        "vocab_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "attention_bias",
+        "tie_word_embeddings",
+        "bos_token_id",
+    ):
+        assert getattr(model.config, name) == getattr(expected, name), name
+    assert model.config.layer_types == tuple(expected.layer_types)
+    assert model.config.eos_token_ids == (1, 106)
+    ropes = expected.rope_parameters
+    assert model.config.rope == RopeConfig(ropes["full_attention"]["rope_theta"], "linear", 8.0)
+    assert model.config.local_rope == RopeConfig(ropes["sliding_attention"]["rope_theta"])
+    assert difference(model(ids), reference(ids).logits) <= TOLERANCE
+
+
+# GGUF
+
+GGUF_EPS = 2.0**-20  # a float32 number, which is what the file holds
+GGUF_GEMMA3 = {  # what the metadata leaves out has these values
+    "num_hidden_layers": 7,
+    "sliding_window_pattern": 6,
+    "rms_norm_eps": GGUF_EPS,
+    "query_pre_attn_scalar": 32,
+    "rope_parameters": GEMMA3_ROPES | {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+}
+PATTERN_KEY, THETA_KEY = "gemma3.attention.sliding_window_pattern", "gemma3.rope.freq_base_swa"
+GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3-untied": ("qwen3", {"rms_norm_eps": GGUF_EPS}, {}),
+    "qwen3-tied": ("qwen3", {"rms_norm_eps": GGUF_EPS, "tie_word_embeddings": True}, {}),
+    "gemma3-untied": ("gemma3", GGUF_GEMMA3, {}),
+    "gemma3-tied": ("gemma3", GGUF_GEMMA3 | {"tie_word_embeddings": True}, {}),
+    "gemma3-default-ropes": (
+        "gemma3",
+        GGUF_GEMMA3 | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e4}}},
+        {},
+    ),
+    "gemma3-local-theta": ("gemma3", GGUF_GEMMA3 | {"rope_parameters": GEMMA3_ROPES}, {THETA_KEY: 1e3}),
+    "gemma3-pattern-number": ("gemma3", GGUF_GEMMA3 | {"sliding_window_pattern": 3}, {PATTERN_KEY: 3}),
+    "gemma3-pattern-list": (
+        "gemma3",
+        GGUF_GEMMA3 | {"sliding_window_pattern": 2},
+        {PATTERN_KEY: [True, False, True, False, True, False, True]},
+    ),
+}
+
+
+def as_gguf_says(config: ModelConfig) -> dict[str, Any]:
+    """The values of a folder's config in the words of a GGUF file's: the same name for both kinds of Gemma 3."""
+    values = dict(vars(config))
+    values |= {"model_type": config.model_type.removesuffix("_text"), "scale": config.attention_scale}
+    values.pop("query_pre_attn_scalar")  # only the scale counts
+    return values
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", GGUF_CASES)
+def test_gguf(tmp_path: Path, name: str) -> None:
+    family, changes, keys = GGUF_CASES[name]
+    reference = reference_model(family, **changes)
+    from_folder = load(save_folder(reference, tmp_path / "folder"))
+    model = load(save_gguf(reference, tmp_path / "m.gguf", metadata=byte_tokenizer_metadata() | keys))
+    assert as_gguf_says(model.config) == as_gguf_says(from_folder.config)
+    ids = random_ids(2, 2 * W + 3)
+    assert difference(model(ids), reference(ids).logits) <= TOLERANCE
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_gguf_read_by_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+    """With the sizes that it does not read from such files at their defaults."""
+    changes: dict[str, Any] = {"head_dim": 128} if family == "qwen3" else GGUF_GEMMA3
+    if family == "gemma3":
+        ropes = {"full_attention": {"rope_type": "default", "rope_theta": 5e4}}
+        changes = changes | {"head_dim": 256, "query_pre_attn_scalar": 256, "rope_parameters": ropes}
+    path = save_gguf(reference_model(family, tie_word_embeddings=tied, **changes), tmp_path / "m.gguf")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    ids = random_ids(2, 2 * W + 3)
+    expected = reference(ids).logits
+    assert expected.std() > 0.5
+    assert difference(load(path)(ids), expected) <= TOLERANCE

@@ -1,0 +1,258 @@
+"""Several prompts at once: each row is what its prompt gives alone, and costs nothing once it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mocks import MockModel, MockTokenizer
+
+from infer import GenerationResult, KVCache, SamplingParams, SlidingCache, generate, generate_batch
+from infer.cache import BatchCache
+from infer.models.common import Decoder
+
+WINDOW = 5
+WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": WINDOW}
+FAMILIES = {
+    "llama": {},
+    "llama with windows": WINDOWS,
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3 with windows": {"model_type": "qwen3", **WINDOWS},
+    "gemma3": {"model_type": "gemma3", "sliding_window": WINDOW},
+}
+LETTERS = MockTokenizer([chr(33 + i) for i in range(64)])
+# One token, the window's edge, twice around, and the same prompt twice.
+LENGTHS = [1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3, WINDOW]
+PROMPTS = [[(7 * length + 11 * i * i) % 64 for i in range(length)] for length in LENGTHS]
+SEEDED = SamplingParams(temperature=1.0, seed=3, max_new_tokens=12)
+EACH = [
+    SamplingParams(max_new_tokens=1),
+    SamplingParams(max_new_tokens=14),
+    SamplingParams(max_new_tokens=7, temperature=1.0, top_p=0.9, seed=1),
+    SamplingParams(max_new_tokens=9, temperature=1.5, top_k=20, seed=2),
+    SamplingParams(max_new_tokens=5, repetition_penalty=2.0, frequency_penalty=1.0),
+    SamplingParams(max_new_tokens=14, logit_bias={9: 100.0, 12: 99.5}, frequency_penalty=1.0),
+]
+
+
+@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES)
+def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Decoder]) -> Decoder:
+    return tiny_model(**request.param)
+
+
+@pytest.fixture
+def llama(tiny_model: Callable[..., Decoder]) -> Decoder:
+    return tiny_model()
+
+
+def outcome(result: GenerationResult) -> tuple[Any, ...]:
+    """All but the times."""
+    return result.prompt_token_ids, result.token_ids, result.text, result.finish_reason, result.cache_memory_bytes
+
+
+def check(model: Decoder, prompts: list[list[int]], params: Any = None, **options: Any) -> list[GenerationResult]:
+    """Generate together, and compare with each prompt alone."""
+    results = generate_batch(model, LETTERS, prompts, params, **options)
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    alone = [generate(model, LETTERS, *one, **options) for one in zip(prompts, each, strict=True)]
+    assert [outcome(result) for result in results] == [outcome(result) for result in alone]
+    return results
+
+
+def fed(model: Decoder) -> list[tuple[int, ...]]:
+    """A list that will hold the shape of whatever the model is fed."""
+    shapes: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    return shapes
+
+
+class TestRowsAreThoseOfEachAlone:
+    @pytest.mark.parametrize(
+        "params", [SamplingParams(max_new_tokens=12), SEEDED, EACH], ids=["greedy", "seeded", "each its own"]
+    )
+    def test_every_family(self, model: Decoder, params: Any) -> None:
+        results = check(model, PROMPTS, params)
+        assert [result.prompt_tokens for result in results] == LENGTHS
+        assert len({tuple(result.token_ids) for result in results}) >= 5  # the same prompt twice may give the same
+
+    @pytest.mark.parametrize("chunk", [1, 3, WINDOW, WINDOW + 1, 50])
+    def test_chunks(self, tiny_model: Callable[..., Decoder], chunk: int) -> None:
+        model = tiny_model(**WINDOWS)
+        whole = generate_batch(model, LETTERS, PROMPTS, EACH)
+        results = check(model, PROMPTS, EACH, prefill_chunk=chunk)
+        assert [result.token_ids for result in results] == [result.token_ids for result in whole]
+
+    def test_without_a_cache_too(self, model: Decoder) -> None:
+        params = SamplingParams(max_new_tokens=12)
+        together = generate_batch(model, LETTERS, PROMPTS, params)
+        for prompt, result in zip(PROMPTS, together, strict=True):
+            assert result.token_ids == generate(model, LETTERS, prompt, params, use_kv_cache=False).token_ids
+
+    def test_one_prompt(self, llama: Decoder) -> None:
+        check(llama, PROMPTS[:1], SEEDED)
+
+    def test_defaults(self, tiny_model: Callable[..., Decoder]) -> None:
+        model = tiny_model(max_position_embeddings=300, eos_token_ids=tuple(range(0, 64, 2)))
+        check(model, PROMPTS)
+
+    def test_duplicates(self, llama: Decoder) -> None:
+        results = check(llama, [PROMPTS[3]] * 3, SEEDED)
+        assert len({tuple(result.token_ids) for result in results}) == 1
+
+    def test_end_of_sequence_and_stop_strings(self, tiny_model: Callable[..., Decoder]) -> None:
+        free = generate(tiny_model(), LETTERS, PROMPTS[1], SamplingParams(max_new_tokens=14))
+        model = tiny_model(eos_token_ids=(free.token_ids[3],))
+        params = [
+            SamplingParams(max_new_tokens=14),
+            SamplingParams(max_new_tokens=14, ignore_eos=True),
+            SamplingParams(max_new_tokens=14, ignore_eos=True, stop=free.text[5:7]),
+            SamplingParams(max_new_tokens=2),
+        ]
+        results = check(model, [PROMPTS[1]] * 4, params)
+        assert [result.finish_reason for result in results] == ["eos", "length", "stop", "length"]
+        assert results[2].text == free.text[: free.text.index(free.text[5:7])]
+
+    def test_results_keep_the_order_of_the_prompts(self, llama: Decoder) -> None:
+        forwards = generate_batch(llama, LETTERS, PROMPTS, EACH)
+        backwards = generate_batch(llama, LETTERS, PROMPTS[::-1], EACH[::-1])
+        assert [outcome(result) for result in backwards[::-1]] == [outcome(result) for result in forwards]
+
+    def test_other_sequences_than_lists(self, llama: Decoder) -> None:
+        as_tuples = generate_batch(llama, LETTERS, tuple(map(tuple, PROMPTS)), tuple(EACH))
+        assert list(map(outcome, as_tuples)) == list(map(outcome, generate_batch(llama, LETTERS, PROMPTS, EACH)))
+        assert all(type(result.prompt_token_ids) is list for result in as_tuples)
+
+    def test_arguments_are_not_changed(self, llama: Decoder) -> None:
+        prompts, params = [[1, 2], [3]], [SEEDED, SEEDED]
+        generate_batch(llama, LETTERS, prompts, params)
+        assert (prompts, params) == ([[1, 2], [3]], [SEEDED, SEEDED])
+
+
+class TestSeeds:
+    def test_neighbours_do_not_matter(self, llama: Decoder) -> None:
+        seeds = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=12) for seed in range(4)]
+        rows = generate_batch(llama, LETTERS, [PROMPTS[2]] * 4, seeds)
+        assert len({tuple(row.token_ids) for row in rows}) == 4
+        for order in ([3, 1, 0, 2], [1], [2, 2, 0]):
+            again = generate_batch(llama, LETTERS, [PROMPTS[2]] * len(order), [seeds[i] for i in order])
+            assert [row.token_ids for row in again] == [rows[i].token_ids for i in order]
+
+    def test_without_a_seed_rows_differ(self, llama: Decoder) -> None:
+        params = SamplingParams(temperature=1.0, max_new_tokens=30)
+        first, second = generate_batch(llama, LETTERS, [PROMPTS[2]] * 2, params)
+        assert first.token_ids != second.token_ids
+
+
+class TestSteps:
+    def test_nothing_is_padded_and_rows_leave_when_done(self, llama: Decoder) -> None:
+        shapes = fed(llama)
+        params = [SamplingParams(max_new_tokens=count) for count in (3, 1, 5)]
+        results = generate_batch(llama, LETTERS, [PROMPTS[4], PROMPTS[0], PROMPTS[1]], params)
+        assert shapes == [(1, 13), (1, 1), (1, 4), (2, 1), (2, 1), (1, 1), (1, 1)]
+        assert [len(result.timing.decode_times_s) for result in results] == [2, 0, 4]
+        assert all(result.timing.prefill_time_s > 0 for result in results)
+
+    def test_chunks(self, llama: Decoder) -> None:
+        shapes = fed(llama)
+        generate_batch(llama, LETTERS, [PROMPTS[4], PROMPTS[3]], SamplingParams(max_new_tokens=2), prefill_chunk=5)
+        assert [size for _, size in shapes] == [5, 5, 3, 5, 1, 1]
+
+    def test_done_with_the_first_token(self, llama: Decoder) -> None:
+        shapes = fed(llama)
+        generate_batch(llama, LETTERS, PROMPTS, SamplingParams(max_new_tokens=1))
+        assert shapes == [(1, length) for length in LENGTHS]
+
+    def test_caches_are_as_long_as_each_row_needs(self, tiny_model: Callable[..., Decoder]) -> None:
+        model = tiny_model(**WINDOWS)
+        results = generate_batch(model, LETTERS, [PROMPTS[0], PROMPTS[4]], EACH[1], prefill_chunk=2)
+        layer = model.config.cache_bytes_per_token(4) // 2
+        assert [result.cache_memory_bytes for result in results] == [
+            layer * (length + WINDOW + 2) for length in (1 + 14, 13 + 14)
+        ]
+
+    def test_weights_that_ask_for_gradients(self, llama: Decoder) -> None:
+        llama.requires_grad_(True)
+        check(llama, PROMPTS, SEEDED)
+
+
+class TestNothing:
+    @pytest.mark.parametrize("params", [None, SEEDED, []], ids=["none", "one", "one each"])
+    def test_no_prompts(self, params: Any) -> None:
+        assert generate_batch(MockModel(0), LETTERS, [], params) == []
+
+
+class TestRefusals:
+    """All before the model is called."""
+
+    @pytest.mark.parametrize(
+        ("prompts", "params", "message"),
+        [
+            ([[1], []], None, "^prompt 1: the prompt is empty"),
+            ([[1], [2], [10]], None, r"^prompt 2: token id 10 in the prompt is outside the vocabulary 0\.\.9"),
+            ([[-1], [2]], None, "^prompt 0: token id -1"),
+            ([[1], [1] * 60], None, "^prompt 1: 60 prompt tokens [+] 5 new tokens = 65 positions exceed the model's"),
+            ([[1], [1]], [{}, {"max_new_tokens": 64}], "^prompt 1: 1 prompt tokens [+] 64 new tokens"),
+            ([[1], [1]], [{}, {"logit_bias": {10: 1.0}}], "^prompt 1: token id 10 in the logit_bias"),
+            ([[1], [1]], [{}], "^1 SamplingParams for 2 prompts: give one for all, or one for each$"),
+            ([[1]], [{}, {}], "^2 SamplingParams for 1 prompts"),
+            ([], [{}], "^1 SamplingParams for 0 prompts"),
+            ([[1]], [], "^0 SamplingParams for 1 prompts"),
+        ],
+    )
+    def test_request(self, prompts: list[list[int]], params: Any, message: str) -> None:
+        model = MockModel(0)
+        small = {"max_new_tokens": 5}
+        each = params if params is None else [SamplingParams(**(small | values)) for values in params]
+        with pytest.raises(ValueError, match=message):
+            generate_batch(model, LETTERS, prompts, SamplingParams(**small) if each is None else each)
+        assert model.calls == 0
+
+    @pytest.mark.parametrize("chunk", [0, -1, 2.5, "3", True])
+    def test_chunk(self, chunk: Any) -> None:
+        model = MockModel(0)
+        with pytest.raises(ValueError, match=f"prefill_chunk must be a whole number, 1 or more, not {chunk!r}"):
+            generate_batch(model, LETTERS, [[1]], SamplingParams(max_new_tokens=2), prefill_chunk=chunk)
+        assert model.calls == 0
+
+    def test_device(self) -> None:
+        model = MockModel(0)
+        with pytest.raises(ValueError, match="the model is on cpu, not on meta"):
+            generate_batch(model, LETTERS, [[1]], SamplingParams(max_new_tokens=2), device="meta")
+        assert model.calls == 0
+
+    @pytest.mark.parametrize("windows", [{}, {"layer_types": ("sliding_attention",), "sliding_window": 4}])
+    def test_memory(self, windows: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each row fits alone, all of them do not."""
+        model = MockModel(0, **windows)
+        kind = SlidingCache if windows else KVCache
+        free = 3 * kind.from_model_config(model.config, 10, dtype="float32", device="cpu").memory_bytes
+        for home in ("infer.cache.base", "infer.engine.batch"):
+            monkeypatch.setattr(f"{home}.available_memory", lambda device: free)
+        params = SamplingParams(max_new_tokens=8)
+        with pytest.raises(ValueError, match=r"the caches of 4 rows need 0\.00 GB, but 0\.00 GB are free"):
+            generate_batch(model, LETTERS, [[1, 2]] * 4, params)
+        assert model.calls == 0
+        assert len(generate_batch(model, LETTERS, [[1, 2]] * 3, params)) == 3
+
+    def test_memory_of_one_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("infer.cache.base.available_memory", lambda device: 10)
+        model = MockModel(0)
+        with pytest.raises(ValueError, match="are free on cpu"):
+            generate_batch(model, LETTERS, [[1, 2]], SamplingParams(max_new_tokens=8))
+        assert model.calls == 0
+
+
+def test_a_mix_up_of_rows_would_be_seen(tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts are such that a row which read its neighbour's keys would answer otherwise."""
+    model = tiny_model(**WINDOWS)
+    right = generate_batch(model, LETTERS, PROMPTS, SamplingParams(max_new_tokens=12))
+    attend = BatchCache.attend
+
+    def rotated(cache: BatchCache, *args: Any, **options: Any) -> torch.Tensor:
+        return attend(cache, *args, **options).roll(1, 0)
+
+    monkeypatch.setattr(BatchCache, "attend", rotated)
+    wrong = generate_batch(model, LETTERS, PROMPTS, SamplingParams(max_new_tokens=12))
+    assert all(a.token_ids != b.token_ids for a, b in zip(right, wrong, strict=True))
