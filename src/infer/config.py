@@ -180,6 +180,9 @@ class ModelConfig:
         scaling = get("rope.scaling.type", "none")
         if scaling not in ("none", "linear"):
             raise ValueError(f"RoPE scaling {scaling!r} is not supported in GGUF files: only linear is")
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if get(name, 0):
+                raise ValueError(f"{arch}.{name} {get(name)!r} is not supported")
         window = get("attention.sliding_window", 0)
         layers = get("block_count")
         local_rope = layer_types = scalar = None
@@ -232,28 +235,37 @@ _REQUIRED_IN_HF = ("model_type", *(name for name in _POSITIVE if name != "num_ke
 
 def _layer_pattern(pattern: int | list[bool], layers: int) -> tuple[str, ...]:
     """Every pattern-th layer sees everything; or one entry per layer, true where it slides."""
-    if isinstance(pattern, int) and pattern < 1:
-        raise ValueError(f"sliding_window_pattern must be at least 1, not {pattern}")
+    if not isinstance(pattern, list) and (not isinstance(pattern, int) or pattern < 1):
+        raise ValueError(f"sliding_window_pattern must be at least 1, not {pattern!r}")
     slides = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(layers)]
     return tuple(SLIDING_ATTENTION if slide else FULL_ATTENTION for slide in slides)
 
 
+def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A null says nothing."""
+    return {name: value for name, value in raw.items() if value is not None}
+
+
+def _layers(raw: Mapping[str, Any]) -> int:
+    """0 where the number is missing or none, which is refused with the other sizes."""
+    layers = raw.get("num_hidden_layers")
+    return layers if isinstance(layers, int) else 0
+
+
 def _qwen3(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Windows, if any, from layer max_window_layers on."""
-    raw = dict(raw)
+    raw = {"head_dim": 128} | _given(raw)
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     if window is not None and not raw.get("layer_types"):
         full = raw.get("max_window_layers", 28)
-        raw["layer_types"] = [
-            SLIDING_ATTENTION if i >= full else FULL_ATTENTION for i in range(raw.get("num_hidden_layers") or 0)
-        ]
+        raw["layer_types"] = [SLIDING_ATTENTION if i >= full else FULL_ATTENTION for i in range(_layers(raw))]
     return raw | {"sliding_window": window}
 
 
 def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The text part of a config with others, what published configs leave to the reference's defaults, two RoPEs."""
-    given = (raw.get("text_config") or {}) | {name: value for name, value in raw.items() if name != "text_config"}
-    raw = _GEMMA3_DEFAULTS | {name: value for name, value in given.items() if value is not None}
+    whole = {name: value for name, value in raw.items() if name != "text_config"}
+    raw = _GEMMA3_DEFAULTS | _given(raw.get("text_config") or {}) | _given(whole)
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
         if raw.get(name):
             raise ValueError(f"{name} {raw[name]!r} is not supported")
@@ -263,7 +275,7 @@ def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_act": raw["hidden_activation"],
         "rope_scaling": ropes.get(FULL_ATTENTION) or raw.get("rope_scaling"),
         "local_rope": RopeConfig.from_hf(ropes.get(SLIDING_ATTENTION) or {}, raw["rope_local_base_freq"]),
-        "layer_types": raw.get("layer_types") or _layer_pattern(pattern, raw.get("num_hidden_layers", 0)),
+        "layer_types": raw.get("layer_types") or _layer_pattern(pattern, _layers(raw)),
     }
 
 
