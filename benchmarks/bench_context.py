@@ -12,7 +12,6 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 
 from infer import KVCache, ModelConfig, SlidingCache, Tokenizer, load_model
 from infer.bench import describe_machine, fixed_prompt, machine_line, peak_memory, reset_peak_memory
-from infer.cache import BaseCache
 from infer.engine.generate import step
 from infer.engine.request import check_chunk
 from infer.models.common import Decoder
@@ -41,15 +39,19 @@ GEMMA_3_1B = {
 }
 
 
-def make(kind: type[BaseCache], model: Decoder, positions: int, chunk: int) -> BaseCache:
+def make(kind: type[KVCache | SlidingCache], model: Decoder, positions: int, chunk: int) -> KVCache | SlidingCache:
     layout = {"prefill_chunk": chunk} if kind is SlidingCache else {}
     return kind.from_model_config(model.config, positions, dtype=model.dtype, device=model.device, **layout)
 
 
 @torch.inference_mode()
-def measure_prefill(model: Decoder, cache: BaseCache, prompt: list[int], chunk: int | None) -> tuple[float, int | None]:
-    """Seconds, and the most bytes held beyond what was held before."""
+def measure_prefill(
+    model: Decoder, cache: KVCache | SlidingCache, prompt: list[int], chunk: int | None
+) -> tuple[float, int | None]:
+    """Seconds, and the most bytes held beyond the weights and the cache."""
     tokens = torch.tensor([prompt], device=model.device)
+    for tensor in (*cache.k, *cache.v):  # memory is taken when it is first written
+        tensor.zero_()
     release_free_memory()
     reset_peak_memory(model.device)
     before = peak_memory(model.device)
@@ -68,16 +70,18 @@ def release_free_memory() -> None:
 
 
 @torch.inference_mode()
-def measure_decode(model: Decoder, caches: list[BaseCache], token: int, steps: int) -> Iterator[list[float]]:
-    """Seconds of each step with each cache, in turn."""
+def measure_decode(model: Decoder, caches: list[KVCache | SlidingCache], token: int, steps: int) -> list[list[float]]:
+    """Seconds of each step with each cache. They take turns in going first: it is not the same place."""
     fed = torch.tensor([[token]], device=model.device)
+    times: list[list[float]] = [[] for _ in caches]
+    order = list(range(len(caches)))
     for _ in range(steps):
-        times = []
-        for cache in caches:
+        for i in order:
             started = time.perf_counter()
-            step(model, cache, fed)[0, 0].item()
-            times.append(time.perf_counter() - started)
-        yield times
+            step(model, caches[i], fed)[0, 0].item()
+            times[i].append(time.perf_counter() - started)
+        order.reverse()
+    return times
 
 
 def cache_sizes() -> dict[str, int]:
@@ -91,7 +95,7 @@ def cache_sizes() -> dict[str, int]:
 
 def run(model: Decoder, tokenizer: Tokenizer, context: int, new_tokens: int, chunk: int, trials: int) -> dict[str, Any]:
     prompt, positions = fixed_prompt(tokenizer, context), context + new_tokens
-    kinds: tuple[type[BaseCache], ...] = (SlidingCache, KVCache)
+    kinds = (SlidingCache, KVCache)
     prefill: dict[tuple[str, int | None], list[tuple[float, int | None]]] = {}
     for _ in range(trials):
         for kind in kinds:
@@ -101,7 +105,7 @@ def run(model: Decoder, tokenizer: Tokenizer, context: int, new_tokens: int, chu
     caches = [make(kind, model, positions, chunk) for kind in kinds]
     for cache in caches:
         measure_prefill(model, cache, prompt, chunk)
-    times = list(measure_decode(model, caches, prompt[-1], new_tokens))
+    times = measure_decode(model, caches, prompt[-1], new_tokens)
     return {
         "context": context,
         "chunk": chunk,
@@ -118,7 +122,7 @@ def run(model: Decoder, tokenizer: Tokenizer, context: int, new_tokens: int, chu
             {
                 "cache": kind.__name__,
                 "cache_bytes": cache.memory_bytes,
-                "step_ms": statistics.median(row[i] for row in times) * 1e3,
+                "step_ms": statistics.median(times[i]) * 1e3,
             }
             for i, (kind, cache) in enumerate(zip(kinds, caches, strict=True))
         ],
@@ -128,7 +132,7 @@ def run(model: Decoder, tokenizer: Tokenizer, context: int, new_tokens: int, chu
 
 def table(figures: dict[str, Any]) -> str:
     whole = {row["cache"]: row["seconds"] for row in figures["prefill"] if row["chunk"] is None}
-    lines = [f"prefill of {figures['context']} tokens       seconds   to whole   peak memory beyond the weights"]
+    lines = [f"prefill of {figures['context']} tokens       seconds   to whole   peak memory beyond weights and cache"]
     for row in figures["prefill"]:
         size = "whole" if row["chunk"] is None else f"chunks of {row['chunk']}"
         peak = "unknown" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f} MB"

@@ -42,13 +42,18 @@ class SlidingCache(BaseCache):
             raise ValueError(f"prefill_chunk must be at least 1, not {prefill_chunk}")
         slots = [ring_slots(window, prefill_chunk, shape.max_seq_len) for window in self.windows]
         check_memory(sum(slots), shape, dtype, device)
-        self.k, self.v = (
+        # Layers that store alike lie in one tensor, so that a step can cut its slots out of all of them at once.
+        sizes = sorted(set(slots))
+        self._places = [(sizes.index(count), slots[:i].count(count)) for i, count in enumerate(slots)]
+        self._stacks_k, self._stacks_v = (
             [
-                torch.zeros(shape.batch_size, shape.num_kv_heads, count, shape.head_dim, dtype=dtype, device=device)
-                for count in slots
+                torch.zeros(slots.count(count), *shape[1:3], count, shape.head_dim, dtype=dtype, device=device)
+                for count in sizes
             ]
             for _ in range(2)
         )
+        self.k, self.v = self._by_layer(self._stacks_k), self._by_layer(self._stacks_v)
+        self._next: tuple[list[Tensor], list[Tensor]] | None = None  # by layer, the slots of one more token
         self._oldest = [0] * shape.num_layers  # the first position that has not been overwritten
         self._staged: dict[int, tuple[Tensor, Tensor]] = {}  # of a pass too wide to be written before it is through
 
@@ -122,7 +127,7 @@ class SlidingCache(BaseCache):
         if q.shape[2] > 1 or window != kept:
             return super().attend(layer_idx, q, k, v, scale=scale, window=window)
         self._check_update(layer_idx, k, v)
-        self._write(layer_idx, self.seq_len, k, v)
+        self._write_one(layer_idx, k, v)
         first = self._first_seen(layer_idx)
         return ring_attention(q, self.k[layer_idx], self.v[layer_idx], first, self.seq_len + 1, scale=scale)
 
@@ -146,6 +151,7 @@ class SlidingCache(BaseCache):
     def _move_to(self, seq_len: int) -> None:
         super()._move_to(seq_len)
         self._staged.clear()
+        self._next = None
         if seq_len == 0:
             self._oldest = [0] * self.shape.num_layers
 
@@ -154,16 +160,35 @@ class SlidingCache(BaseCache):
         window = self.windows[layer_idx]
         return 0 if window is None else max(0, self.seq_len - window + 1)
 
+    def _by_layer(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        views = [stack.unbind() for stack in stacks]
+        return [views[stack][i] for stack, i in self._places]
+
+    def _write_one(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """`_write` for a single token, without cutting out its slot layer by layer."""
+        if self._next is None:
+            at = self.seq_len
+            self._next = (
+                self._by_layer([stack.narrow(3, at % stack.shape[3], 1) for stack in self._stacks_k]),
+                self._by_layer([stack.narrow(3, at % stack.shape[3], 1) for stack in self._stacks_v]),
+            )
+        self._staged.pop(layer_idx, None)
+        self._next[0][layer_idx].copy_(k)
+        self._next[1][layer_idx].copy_(v)
+        self._oldest[layer_idx] = max(self._oldest[layer_idx], self.seq_len + 1 - self.k[layer_idx].shape[2])
+
     def _write(self, layer_idx: int, start: int, k: Tensor, v: Tensor) -> None:
         """Put k, v [B, Hkv, n, D] into the slots of positions start..start+n-1, n being at most the ring's length."""
         self._staged.pop(layer_idx, None)
         n, slots = k.shape[2], self.k[layer_idx].shape[2]
+        slot = start % slots
+        until_end = min(n, slots - slot)
         for ring, new in ((self.k[layer_idx], k), (self.v[layer_idx], v)):
-            slot = start % slots
-            until_end = min(n, slots - slot)
-            ring[:, :, slot : slot + until_end] = new[:, :, :until_end]
-            if until_end < n:
-                ring[:, :, : n - until_end] = new[:, :, until_end:]
+            if until_end == n:
+                ring.narrow(2, slot, n).copy_(new)
+            else:
+                ring.narrow(2, slot, until_end).copy_(new[:, :, :until_end])
+                ring.narrow(2, 0, n - until_end).copy_(new[:, :, until_end:])
         self._oldest[layer_idx] = max(self._oldest[layer_idx], start + n - slots)
 
 
