@@ -128,13 +128,16 @@ def test_finish_at_the_far_ends_of_an_activation(activation: str) -> None:
 @pytest.mark.parametrize("position", [0, 1234])
 @pytest.mark.parametrize("head_dim", [2, 6, 64])
 def test_norm_rotate(head_dim: int, position: int, kind: type[RMSNorm] | None) -> None:
-    """In place, and on nothing but the given heads."""
+    """In place, on the heads of q and of k, each with its own norm, and not on those of v."""
     heads = randn(1, 7, 1, head_dim, std=3)
-    normed = None if kind is None else norm(head_dim, kind)
+    q_norm, k_norm = (None, None) if kind is None else (norm(head_dim, kind), norm(head_dim, kind))
     rope = Rope(RopeConfig(), head_dim)(torch.tensor([[position]]))
-    turned = apply_rope(heads[:, 1:5] if normed is None else normed(heads[:, 1:5]), *rope)
-    expected = torch.cat((heads[:, :1], turned, heads[:, 5:]), dim=1)
-    decode.norm_rotate(heads[:, 1:5], normed, rope)
+    parts = heads[:, :3], heads[:, 3:5]
+    if q_norm is not None:
+        k_norm.weight.mul_(1.5)
+        parts = q_norm(parts[0]), k_norm(parts[1])
+    expected = torch.cat((*(apply_rope(part, *rope) for part in parts), heads[:, 5:]), dim=1)
+    decode.norm_rotate(heads, q_norm, k_norm, 3, 2, rope)
     torch.testing.assert_close(heads, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -227,7 +230,7 @@ def test_a_model_gives_the_same_logits(
         return torch.cat([model(ids[:, i : i + 1], kv_cache=cache) for i in range(4, 16)])
 
     layers = model.config.num_hidden_layers
-    expected = {"norm_linear": layers + 1, "norm_rotate": 2 * layers, "attend": layers, "finish": layers}
+    expected = {"norm_linear": layers + 1, "norm_rotate": layers, "attend": layers, "finish": layers}
     calls = {name: count_calls(monkeypatch, name) for name in expected}
     compiled = logits()
     assert {name: len(calls[name]) for name in calls} == {name: 12 * count for name, count in expected.items()}

@@ -66,8 +66,8 @@ def _bias(address: int, i: int) -> Any:
 
 
 @njit(fastmath=FASTMATH)
-def _rms_norm(x: Any, weight_at: int, eps: float, offset: float) -> None:
-    """In place; a weight at address 0 is no norm at all."""
+def _rms_norm(x: Any, weight_at: int, eps: float, offset: float, out: Any) -> None:
+    """out, which may be x, = norm(x); a weight at address 0 is no norm: out is left alone."""
     if weight_at == 0:
         return
     weight = _vector(weight_at, x.shape[0])
@@ -76,7 +76,13 @@ def _rms_norm(x: Any, weight_at: int, eps: float, offset: float) -> None:
         square += x[i] * x[i]
     scale = np.float32(1 / math.sqrt(square / x.shape[0] + eps))
     for i in range(x.shape[0]):
-        x[i] = x[i] * scale * (weight[i] + np.float32(offset))
+        out[i] = x[i] * scale * (weight[i] + np.float32(offset))
+
+
+@njit(fastmath=FASTMATH)
+def _add(x: Any, y: Any) -> None:
+    for i in range(x.shape[0]):
+        x[i] += y[i]
 
 
 @njit(fastmath=FASTMATH)
@@ -103,26 +109,56 @@ def norm_linear(
     x_at: int, norm_at: int, eps: float, offset: float, weight_at: int, bias_at: int, out: Any, hidden: int
 ) -> None:
     """out [rows] = W norm(x) + b."""
-    x = _vector(x_at, hidden).copy()
-    _rms_norm(x, norm_at, eps, offset)
+    x = np.empty(hidden, np.float32)
+    _rms_norm(_vector(x_at, hidden), norm_at, eps, offset, x)
     weight = _matrix(weight_at, out.shape[0], hidden)
     for row in prange(out.shape[0]):
         out[row] = _dot(weight, row, x) + _bias(bias_at, row)
 
 
-@njit(types.void(*[ADDRESS] * 2, *[NUMBER] * 2, *[ADDRESS] * 2, SIZE, SIZE), fastmath=FASTMATH, cache=True)
+@njit(types.void(*[ADDRESS] * 3, *[NUMBER] * 2, *[ADDRESS] * 2, *[SIZE] * 3), fastmath=FASTMATH, cache=True)
 def norm_rotate(
-    heads_at: int, norm_at: int, eps: float, offset: float, cos_at: int, sin_at: int, heads: int, head_dim: int
+    heads_at: int,
+    q_norm_at: int,
+    k_norm_at: int,
+    eps: float,
+    offset: float,
+    cos_at: int,
+    sin_at: int,
+    q_heads: int,
+    k_heads: int,
+    head_dim: int,
 ) -> None:
-    """Norm and RoPE on heads [H, D] in place; sin carries the sign of rotate-half."""
-    x, cos, sin = _matrix(heads_at, heads, head_dim), _vector(cos_at, head_dim), _vector(sin_at, head_dim)
+    """Norm and RoPE on heads [Hq + Hk, D] in place; sin carries the sign of rotate-half."""
+    x = _matrix(heads_at, q_heads + k_heads, head_dim)
+    cos, sin = _vector(cos_at, head_dim), _vector(sin_at, head_dim)
     half = head_dim // 2
-    for head in range(heads):
-        _rms_norm(x[head], norm_at, eps, offset)
+    for head in range(q_heads + k_heads):
+        _rms_norm(x[head], q_norm_at if head < q_heads else k_norm_at, eps, offset, x[head])
         for i in range(half):
             a, b = x[head, i], x[head, i + half]
             x[head, i] = a * cos[i] + b * sin[i]
             x[head, i + half] = b * cos[i + half] + a * sin[i + half]
+
+
+@njit(fastmath=FASTMATH)
+def _score(q: Any, k_at: int, scale: float, out: Any) -> Any:
+    """out [keys] = scale q k; returns the highest."""
+    k = _matrix(k_at, out.shape[0], q.shape[0])
+    highest = np.float32(-np.inf)
+    for j in range(out.shape[0]):
+        out[j] = _dot(k, j, q) * np.float32(scale)
+        highest = max(highest, out[j])
+    return highest
+
+
+@njit(fastmath=FASTMATH)
+def _mix(weights: Any, v_at: int, out: Any) -> None:
+    """out [D] += the weighted sum of values."""
+    v = _matrix(v_at, weights.shape[0], out.shape[0])
+    for j in range(weights.shape[0]):
+        for i in range(out.shape[0]):
+            out[i] += weights[j] * v[j, i]
 
 
 @_kernel(*[ADDRESS] * 3, OUT, *[SIZE] * 7, NUMBER)
@@ -146,24 +182,20 @@ def attend(
     """
     q = _matrix(q_at, heads, head_dim)
     until_end = min(keys, slots - first)
+    start = first * head_dim * 4
     for head in prange(heads):
         offset = (head // (heads // kv_heads)) * stride * 4
-        k, v = _matrix(k_at + offset, slots, head_dim), _matrix(v_at + offset, slots, head_dim)
         score = np.empty(keys, np.float32)
-        highest = np.float32(-np.inf)
-        for j in range(keys):
-            slot = first + j if j < until_end else j - until_end
-            score[j] = _dot(k, slot, q[head]) * np.float32(scale)
-            highest = max(highest, score[j])
+        before, behind = score[:until_end], score[until_end:]
+        highest = _score(q[head], k_at + offset + start, scale, before)
+        highest = max(highest, _score(q[head], k_at + offset, scale, behind))
         total = np.float32(0)
         for j in range(keys):
             score[j] = np.float32(math.exp(score[j] - highest))
             total += score[j]
         mixed = np.zeros(head_dim, np.float32)
-        for j in range(keys):
-            slot = first + j if j < until_end else j - until_end
-            for i in range(head_dim):
-                mixed[i] += score[j] * v[slot, i]
+        _mix(before, v_at + offset + start, mixed)
+        _mix(behind, v_at + offset, mixed)
         for i in range(head_dim):
             out[head * head_dim + i] = mixed[i] / total
 
@@ -196,11 +228,10 @@ def finish(
     x = np.empty(hidden, np.float32)
     for row in prange(hidden):
         x[row] = _dot(o_weight, row, attended) + _bias(o_bias_at, row)
-    _rms_norm(x, after_attention_at, eps, offset)
-    for i in range(hidden):
-        x[i] += residual[i]
-    h = x.copy()
-    _rms_norm(h, before_mlp_at, eps, offset)
+    _rms_norm(x, after_attention_at, eps, offset, x)
+    _add(x, residual)
+    h = np.empty(hidden, np.float32)
+    _rms_norm(x, before_mlp_at, eps, offset, h)
     gated = np.empty(intermediate, np.float32)
     for row in prange(intermediate):
         gate = _dot(gate_up, row, h) + _bias(gate_up_bias_at, row)
@@ -208,6 +239,5 @@ def finish(
         gated[row] = _activate(gate, gelu) * up
     for row in prange(hidden):
         out[row] = _dot(down, row, gated) + _bias(down_bias_at, row)
-    _rms_norm(out, after_mlp_at, eps, offset)
-    for i in range(hidden):
-        out[i] += x[i]
+    _rms_norm(out, after_mlp_at, eps, offset, out)
+    _add(out, x)

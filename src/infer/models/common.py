@@ -103,9 +103,12 @@ class Block(Module):
         self.self_attn = Attention(config, layer_idx, self.qk_norm)
         self.post_attention_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, self.activation)
+        self.is_plain = decode.PlainCheck(PLAIN)
 
     def forward(self, x: Tensor, step: Pass) -> Tensor:
-        return self.decode(x, step) if step.compiled and self.is_plain() and decode.fits(x) else self.plain(x, step)
+        if step.compiled and decode.fits(x) and self.is_plain(self.parts):
+            return self.decode(x, step)
+        return self.plain(x, step)
 
     def plain(self, x: Tensor, step: Pass) -> Tensor:
         x = self.self_attn(self.input_layernorm(x), x, step)
@@ -114,25 +117,25 @@ class Block(Module):
     def norms(self) -> Norms:
         return Norms(before_attention=self.input_layernorm, before_mlp=self.post_attention_layernorm)
 
-    def is_plain(self) -> bool:
-        """Whether `decode` computes what the modules inside would."""
+    def parts(self) -> list[Module] | None:
+        """All that `decode` stands for; None where it stands for nothing like them."""
         attn, mlp, norms = self.self_attn, self.mlp, self.norms()
-        for norm in (norms.after_attention, norms.after_mlp):
-            # The second half of a block takes one eps and offset for all its norms.
-            if norm is not None and (norm.eps, norm.offset) != (norms.before_mlp.eps, norms.before_mlp.offset):
-                return False
+        halves = (attn.q_norm, attn.k_norm), (norms.before_mlp, norms.after_attention, norms.after_mlp)
+        for alike in halves:  # a kernel takes one eps and one offset for all its norms
+            if len({(norm.eps, norm.offset) for norm in alike if norm is not None}) > 1:
+                return None
         if (attn.q_norm is None) != (attn.k_norm is None):
-            return False
-        products = (attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        return decode.is_plain((attn, mlp, *products, *filter(None, (attn.q_norm, attn.k_norm, *norms))), PLAIN)
+            return None
+        parts = (attn, mlp, attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj, norms.before_attention)
+        return [part for part in (*parts, *halves[0], *halves[1]) if part is not None]
 
     def decode(self, x: Tensor, step: Pass) -> Tensor:
         """The same for a single token, in compiled parts."""
         attn, mlp, norms = self.self_attn, self.mlp, self.norms()
         heads = decode.norm_linear(x, norms.before_attention, attn.qkv_proj).view(1, -1, 1, attn.head_dim)
+        rope = step.rope[attn.layer_type]
+        decode.norm_rotate(heads, attn.q_norm, attn.k_norm, attn.num_heads, attn.num_kv_heads, rope)
         q, k, v = heads.split_with_sizes([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], 1)
-        decode.norm_rotate(q, attn.q_norm, step.rope[attn.layer_type])
-        decode.norm_rotate(k, attn.k_norm, step.rope[attn.layer_type])
         out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
         return decode.finish(
             out,
@@ -163,6 +166,7 @@ class Decoder(Module):
         self.layers = nn.ModuleList(self.block(config, i) for i in range(config.num_hidden_layers))
         self.norm = self.block.norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.is_plain = decode.PlainCheck(PLAIN)
         self.ropes = {kind: Rope(rope, config.computed_head_dim) for kind, rope in config.ropes().items()}
         self.tie_weights()
 
@@ -189,7 +193,7 @@ class Decoder(Module):
         cache.advance(n)
         if kv_cache is not None and not all_logits:
             x = x.view(batch, n, -1)[:, -1]  # [B, C]: generation samples from the last position alone
-        if step.compiled and decode.is_plain((self.norm, self.lm_head), PLAIN) and decode.fits(x):
+        if step.compiled and decode.fits(x) and self.is_plain(lambda: (self.norm, self.lm_head)):
             logits = decode.norm_linear(x, self.norm, self.lm_head)
         else:
             logits = self.lm_head(self.norm(x))

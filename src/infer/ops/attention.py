@@ -27,8 +27,6 @@ def visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
 
 def span_mask(n: int, keys: int, window: int | None, device: torch.device) -> Mask:
     """The rule for queries at the last n of `keys` positions; no tensor where SDPA has the case."""
-    if n == 1 and (window is None or window >= keys):
-        return None
     if n == keys and (window is None or window >= n):
         return "causal"
     positions = torch.arange(keys, device=device)
@@ -58,6 +56,10 @@ def span_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int
     masks: those made so far for the pass under way; the layers that follow need the same.
     """
     n, keys = q.shape[2], k.shape[2]
+    if n == 1:  # sees all that its window holds
+        if window is not None and keys > window:
+            k, v = k.narrow(2, keys - window, window), v.narrow(2, keys - window, window)
+        return attention(q, k, v, scale=scale, mask=None)
     if window is None:
         return _attend_block(q, k, v, scale, window, masks)
     # A block of queries sees only its window's keys: many blocks cost less than one mask over everything.

@@ -11,7 +11,7 @@ run them (GNU OpenMP): start it with spawn.
 from __future__ import annotations
 
 import os
-from collections.abc import Set
+from collections.abc import Callable, Iterable, Set
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from infer.ops.linear import Linear
+from infer.ops.module import Module
 from infer.ops.norm import RMSNorm
 
 
@@ -46,22 +47,40 @@ def fits(x: Tensor) -> bool:
     return x.shape[0] == 1 and x.dtype is torch.float32 and x.is_cpu and x.is_contiguous()
 
 
-def is_plain(modules: tuple[nn.Module, ...], classes: Set[type[nn.Module]]) -> bool:
-    """Whether the kernels compute what these modules would: of these classes, and not patched or hooked."""
-    for module in modules:
-        if type(module) not in classes or "forward" in module.__dict__:
-            return False
-        if module._forward_hooks or module._forward_pre_hooks:
-            return False
-        for weight in module._parameters.values():
-            if weight is not None and not (
+class PlainCheck:
+    """Whether the kernels compute what some modules would: all of these classes, and none patched or hooked.
+
+    Found out again when any module has changed; hooks, which come and go unnoticed, are looked at each time.
+    """
+
+    def __init__(self, classes: Set[type[nn.Module]]) -> None:
+        self._classes = classes
+        self._checked_at = -1
+        self._plain = False
+        self._hooks: list[Any] = []
+
+    def __call__(self, modules: Callable[[], Iterable[nn.Module] | None]) -> bool:
+        """modules: returns them, or None where no kernel fits their like."""
+        if self._checked_at != Module.changes:
+            found = modules()
+            self._plain = found is not None and all(map(self._is_plain, found))
+            self._hooks = [hooks for m in found or () for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+            self._checked_at = Module.changes
+        return self._plain and not any(self._hooks)
+
+    def _is_plain(self, module: nn.Module) -> bool:
+        return (
+            type(module) in self._classes
+            and "forward" not in module.__dict__
+            and all(
                 type(weight) is nn.Parameter
                 and weight.dtype is torch.float32
                 and weight.is_cpu
                 and weight.is_contiguous()
-            ):
-                return False
-    return True
+                for weight in module._parameters.values()
+                if weight is not None
+            )
+        )
 
 
 def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
@@ -81,13 +100,28 @@ def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
     return out.view(1, rows)
 
 
-def norm_rotate(heads: Tensor, norm: RMSNorm | None, rope: tuple[Tensor, Tensor]) -> None:
-    """The norm, if there is one, and RoPE, in place on heads [1, H, 1, D]."""
+def norm_rotate(
+    heads: Tensor,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
+    q_count: int,
+    k_count: int,
+    rope: tuple[Tensor, Tensor],
+) -> None:
+    """Norms, where there are any, and RoPE, in place on the first heads [1, H, 1, D]: those of q, then those of k."""
     cos, sin = rope
-    eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
-    _, count, _, head_dim = heads.shape
+    eps, offset = (0.0, 0.0) if q_norm is None else (q_norm.eps, q_norm.offset)
     kernels().norm_rotate(
-        heads.data_ptr(), _address(norm), eps, offset, cos.data_ptr(), sin.data_ptr(), count, head_dim
+        heads.data_ptr(),
+        _address(q_norm),
+        _address(k_norm),
+        eps,
+        offset,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        q_count,
+        k_count,
+        heads.shape[-1],
     )
 
 

@@ -19,19 +19,24 @@ class Module(nn.Module):
     Two things of torch's do not reach it: hooks on all modules at once, and `torch.func.functional_call`.
     """
 
+    changes = 0  # made to any module's attributes or weights so far: what was found out before may no longer hold
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         self.__dict__[name] = param
+        Module.changes += 1
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
             self.__dict__[name] = value
+        Module.changes += 1
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Moving a module may replace its parameters.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.__dict__.update(self._parameters)
+        Module.changes += 1
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
