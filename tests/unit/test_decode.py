@@ -63,10 +63,11 @@ both_norms = pytest.mark.parametrize("kind", [RMSNorm, ZeroCentredRMSNorm])
 
 
 @both_norms
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("hidden", "rows", "intermediate"), SIZES)
-def test_norm_linear(hidden: int, rows: int, intermediate: int, bias: bool, kind: type[RMSNorm]) -> None:
-    x, normed, product = randn(1, hidden), norm(hidden, kind), linear(hidden, rows, bias)
+def test_norm_linear(hidden: int, rows: int, intermediate: int, bias: bool, batch: int, kind: type[RMSNorm]) -> None:
+    x, normed, product = randn(batch, hidden), norm(hidden, kind), linear(hidden, rows, bias)
     before = x.clone()
     torch.testing.assert_close(decode.norm_linear(x, normed, product), product(normed(x)), atol=1e-5, rtol=1e-5)
     assert torch.equal(x, before)
@@ -87,7 +88,7 @@ def test_finish(
     activation: str,
     kind: type[RMSNorm],
 ) -> None:
-    attended, residual = randn(1, rows, 1, 4), randn(1, hidden, std=10)
+    attended, residual = randn(2, rows, 1, 4), randn(2, hidden, std=10)
     before = attended.clone(), residual.clone()
     o, gate_up, down = (
         linear(rows * 4, hidden, bias),
@@ -100,7 +101,7 @@ def test_finish(
         "after_mlp": norm(hidden, kind) if after_mlp else None,
     }
     got = decode.finish(attended, residual, o, before_mlp, gate_up, down, activation=activation, **sandwich)
-    x = residual + (sandwich["after_attention"] or nn.Identity())(o(attended.reshape(1, -1)))
+    x = residual + (sandwich["after_attention"] or nn.Identity())(o(attended.reshape(2, -1)))
     gate, up = gate_up(before_mlp(x)).chunk(2, -1)
     expected = x + (sandwich["after_mlp"] or nn.Identity())(down(ACTIVATIONS[activation](gate) * up))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
@@ -146,9 +147,10 @@ HEADS = [(1, 1, 2), (2, 1, 10), (6, 2, 6), (9, 3, 64), (4, 4, 12), (8, 1, 128)] 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
 @pytest.mark.parametrize("keys", [1, 2, 31, 300])
-def test_attend(heads: int, kv_heads: int, head_dim: int, keys: int) -> None:
-    q = randn(1, heads, 1, head_dim, std=3)
-    k, v = (randn(1, kv_heads, keys + 9, head_dim)[:, :, 4 : keys + 4] for _ in range(2))
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_attend(heads: int, kv_heads: int, head_dim: int, keys: int, batch: int) -> None:
+    q = randn(batch, heads + 3, 1, head_dim, std=3)[:, :heads]  # as it is cut out of q, k and v together
+    k, v = (randn(batch, kv_heads, keys + 9, head_dim)[:, :, 4 : keys + 4] for _ in range(2))
     assert decode.can_attend(q, k, v)
     expected = F.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(decode.attend(q, k, v, 0.3), expected, atol=1e-5, rtol=1e-5)
@@ -190,7 +192,9 @@ def test_ring_attention_is_compiled(heads: int, kv_heads: int, head_dim: int, mo
 def test_attend_leaves_other_layouts_to_torch() -> None:
     q, k, v = randn(1, 4, 1, 8), randn(1, 2, 5, 8), randn(1, 2, 5, 8)
     assert decode.can_attend(q, k, v)
-    assert not decode.can_attend(randn(2, 4, 1, 8), randn(2, 2, 5, 8), randn(2, 2, 5, 8))
+    many = decode.MAX_ROWS + 1
+    assert not decode.can_attend(randn(many, 4, 1, 8), randn(many, 2, 5, 8), randn(many, 2, 5, 8))
+    assert not decode.can_attend(randn(1, 1, 4, 8).transpose(1, 2)[..., ::2], k[..., :4], v[..., :4])
     assert not decode.can_attend(randn(1, 4, 2, 8), k, v)
     assert not decode.can_attend(q, randn(1, 2, 8, 5).transpose(2, 3), v)
     assert not decode.can_attend(q.double(), k.double(), v.double())
@@ -214,18 +218,20 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
+@pytest.mark.parametrize("batch", [1, 4])
 def test_a_model_gives_the_same_logits(
     cls: type[BaseCache],
     options: dict[str, Any],
     variant: dict[str, Any],
+    batch: int,
     tiny_model: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_model(**variant)
-    ids = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 64, (batch, 16), generator=torch.Generator().manual_seed(0))
 
     def logits() -> torch.Tensor:
-        cache = cls.from_model_config(model.config, 16, dtype="float32", device="cpu", **options)
+        cache = cls.from_model_config(model.config, 16, batch_size=batch, dtype="float32", device="cpu", **options)
         model(ids[:, :4], kv_cache=cache)
         return torch.cat([model(ids[:, i : i + 1], kv_cache=cache) for i in range(4, 16)])
 
@@ -241,7 +247,7 @@ def test_a_model_gives_the_same_logits(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_rows_of_a_batch_attend_compiled(family: str, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of several tokens are plain; each row's attention is a single query's all the same."""
+    """Products run over all rows at once, attention in each row's own cache."""
     model = tiny_model(model_type=family)
     ids = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(0))
 
@@ -254,7 +260,7 @@ def test_rows_of_a_batch_attend_compiled(family: str, tiny_model: Callable, monk
     attended, finished = count_calls(monkeypatch, "attend"), count_calls(monkeypatch, "finish")
     compiled = logits()
     assert len(attended) == 3 * model.config.num_hidden_layers
-    assert not finished
+    assert len(finished) == model.config.num_hidden_layers
     monkeypatch.setattr(decode, "kernels", lambda: None)
     torch.testing.assert_close(compiled, logits(), atol=1e-4, rtol=1e-4)
 
@@ -392,7 +398,7 @@ class TestIsPlain:
     def test_several_tokens(self, tiny_model: Callable, compiled: list[int]) -> None:
         model = tiny_model()
         model(torch.tensor([[3, 4]]))
-        model(torch.tensor([[3], [4]]))
+        model(torch.tensor([[3]] * (decode.MAX_ROWS + 1)))
         assert not compiled
 
 

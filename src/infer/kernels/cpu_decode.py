@@ -1,4 +1,4 @@
-"""One token through a model on the CPU, a few calls per block.
+"""One token of each of a few rows through a model on the CPU, a few calls per block.
 
 A decode step reads every weight once, so memory sets its pace, as long as nothing else takes time. In plain torch a
 third of a step is Python and operators between the products; compiled by numba it is close to nothing. Importing this
@@ -104,19 +104,31 @@ def _kernel(*arguments: Any) -> Any:
     return njit(types.void(*arguments), parallel=True, fastmath=FASTMATH, cache=True)
 
 
-@_kernel(*[ADDRESS] * 2, *[NUMBER] * 2, *[ADDRESS] * 2, OUT, SIZE)
+@_kernel(*[ADDRESS] * 2, *[NUMBER] * 2, *[ADDRESS] * 2, OUT, *[SIZE] * 2)
 def norm_linear(
-    x_at: int, norm_at: int, eps: float, offset: float, weight_at: int, bias_at: int, out: Any, hidden: int
+    x_at: int,
+    norm_at: int,
+    eps: float,
+    offset: float,
+    weight_at: int,
+    bias_at: int,
+    out: Any,
+    batch: int,
+    hidden: int,
 ) -> None:
-    """out [rows] = W norm(x) + b."""
-    x = np.empty(hidden, np.float32)
-    _rms_norm(_vector(x_at, hidden), norm_at, eps, offset, x)
-    weight = _matrix(weight_at, out.shape[0], hidden)
-    for row in prange(out.shape[0]):
-        out[row] = _dot(weight, row, x) + _bias(bias_at, row)
+    """out [B * rows] = W norm(x) + b, for x [B, C]."""
+    rows = out.shape[0] // batch
+    x = np.empty((batch, hidden), np.float32)
+    for b in range(batch):
+        _rms_norm(_vector(x_at + b * hidden * 4, hidden), norm_at, eps, offset, x[b])
+    weight = _matrix(weight_at, rows, hidden)
+    for row in prange(rows):
+        bias = _bias(bias_at, row)
+        for b in range(batch):
+            out[b * rows + row] = _dot(weight, row, x[b]) + bias
 
 
-@njit(types.void(*[ADDRESS] * 3, *[NUMBER] * 2, *[ADDRESS] * 2, *[SIZE] * 3), fastmath=FASTMATH, cache=True)
+@njit(types.void(*[ADDRESS] * 3, *[NUMBER] * 2, *[ADDRESS] * 2, *[SIZE] * 5), fastmath=FASTMATH, cache=True)
 def norm_rotate(
     heads_at: int,
     q_norm_at: int,
@@ -125,20 +137,23 @@ def norm_rotate(
     offset: float,
     cos_at: int,
     sin_at: int,
+    batch: int,
+    heads: int,
     q_heads: int,
     k_heads: int,
     head_dim: int,
 ) -> None:
-    """Norm and RoPE on heads [Hq + Hk, D] in place; sin carries the sign of rotate-half."""
-    x = _matrix(heads_at, q_heads + k_heads, head_dim)
-    cos, sin = _vector(cos_at, head_dim), _vector(sin_at, head_dim)
+    """Norm and RoPE in place on the first Hq + Hk of heads [B, H, D]; sin carries the sign of rotate-half."""
     half = head_dim // 2
-    for head in range(q_heads + k_heads):
-        _rms_norm(x[head], q_norm_at if head < q_heads else k_norm_at, eps, offset, x[head])
-        for i in range(half):
-            a, b = x[head, i], x[head, i + half]
-            x[head, i] = a * cos[i] + b * sin[i]
-            x[head, i + half] = b * cos[i + half] + a * sin[i + half]
+    for b in range(batch):
+        x = _matrix(heads_at + b * heads * head_dim * 4, heads, head_dim)
+        cos, sin = _vector(cos_at + b * head_dim * 4, head_dim), _vector(sin_at + b * head_dim * 4, head_dim)
+        for head in range(q_heads + k_heads):
+            _rms_norm(x[head], q_norm_at if head < q_heads else k_norm_at, eps, offset, x[head])
+            for i in range(half):
+                first, second = x[head, i], x[head, i + half]
+                x[head, i] = first * cos[i] + second * sin[i]
+                x[head, i + half] = second * cos[i + half] + first * sin[i + half]
 
 
 @njit(fastmath=FASTMATH)
@@ -161,34 +176,38 @@ def _mix(weights: Any, v_at: int, out: Any) -> None:
             out[i] += weights[j] * v[j, i]
 
 
-@_kernel(*[ADDRESS] * 3, OUT, *[SIZE] * 7, NUMBER)
+@_kernel(*[ADDRESS] * 3, OUT, *[SIZE] * 10, NUMBER)
 def attend(
     q_at: int,
     k_at: int,
     v_at: int,
     out: Any,
+    batch: int,
     heads: int,
     kv_heads: int,
     first: int,
     keys: int,
     slots: int,
     head_dim: int,
+    q_stride: int,
+    batch_stride: int,
     stride: int,
     scale: float,
 ) -> None:
-    """out [Hq * D]: each head's softmax(scale q k) v over `keys` keys, from slot `first` on and around the end.
+    """out [B * Hq * D]: each head's softmax(scale q k) v over `keys` keys, from slot `first` on and around the end.
 
-    One KV head every `stride` floats, of which each has `slots` keys.
+    A row's q every q_stride floats; a row's keys every batch_stride, a KV head's every `stride`, `slots` of them.
     """
-    q = _matrix(q_at, heads, head_dim)
     until_end = min(keys, slots - first)
     start = first * head_dim * 4
-    for head in prange(heads):
-        offset = (head // (heads // kv_heads)) * stride * 4
+    for item in prange(batch * heads):
+        row, head = item // heads, item % heads
+        q = _vector(q_at + (row * q_stride + head * head_dim) * 4, head_dim)
+        offset = (row * batch_stride + (head // (heads // kv_heads)) * stride) * 4
         score = np.empty(keys, np.float32)
         before, behind = score[:until_end], score[until_end:]
-        highest = _score(q[head], k_at + offset + start, scale, before)
-        highest = max(highest, _score(q[head], k_at + offset, scale, behind))
+        highest = _score(q, k_at + offset + start, scale, before)
+        highest = max(highest, _score(q, k_at + offset, scale, behind))
         total = np.float32(0)
         for j in range(keys):
             score[j] = np.float32(math.exp(score[j] - highest))
@@ -197,10 +216,10 @@ def attend(
         _mix(before, v_at + offset + start, mixed)
         _mix(behind, v_at + offset, mixed)
         for i in range(head_dim):
-            out[head * head_dim + i] = mixed[i] / total
+            out[item * head_dim + i] = mixed[i] / total
 
 
-@_kernel(*[ADDRESS] * 11, *[NUMBER] * 2, OUT, *[SIZE] * 3)
+@_kernel(*[ADDRESS] * 11, *[NUMBER] * 2, OUT, *[SIZE] * 4)
 def finish(
     attended_at: int,
     residual_at: int,
@@ -216,28 +235,37 @@ def finish(
     eps: float,
     offset: float,
     out: Any,
+    batch: int,
     attended_size: int,
     intermediate: int,
     gelu: int,
 ) -> None:
-    """x = residual + norm(O attended); out [C] = x + norm(Down(activation(Gate norm(x)) * Up norm(x)))."""
-    hidden = out.shape[0]
-    attended, residual = _vector(attended_at, attended_size), _vector(residual_at, hidden)
+    """x = residual + norm(O attended); out [B * C] = x + norm(Down(activation(Gate norm(x)) * Up norm(x)))."""
+    hidden = out.shape[0] // batch
+    attended = _matrix(attended_at, batch, attended_size)
     o_weight, down = _matrix(o_at, hidden, attended_size), _matrix(down_at, hidden, intermediate)
     gate_up = _matrix(gate_up_at, 2 * intermediate, hidden)
-    x = np.empty(hidden, np.float32)
+    x, h = np.empty((batch, hidden), np.float32), np.empty((batch, hidden), np.float32)
     for row in prange(hidden):
-        x[row] = _dot(o_weight, row, attended) + _bias(o_bias_at, row)
-    _rms_norm(x, after_attention_at, eps, offset, x)
-    _add(x, residual)
-    h = np.empty(hidden, np.float32)
-    _rms_norm(x, before_mlp_at, eps, offset, h)
-    gated = np.empty(intermediate, np.float32)
+        bias = _bias(o_bias_at, row)
+        for b in range(batch):
+            x[b, row] = _dot(o_weight, row, attended[b]) + bias
+    for b in range(batch):
+        _rms_norm(x[b], after_attention_at, eps, offset, x[b])
+        _add(x[b], _vector(residual_at + b * hidden * 4, hidden))
+        _rms_norm(x[b], before_mlp_at, eps, offset, h[b])
+    gated = np.empty((batch, intermediate), np.float32)
     for row in prange(intermediate):
-        gate = _dot(gate_up, row, h) + _bias(gate_up_bias_at, row)
-        up = _dot(gate_up, intermediate + row, h) + _bias(gate_up_bias_at, intermediate + row)
-        gated[row] = _activate(gate, gelu) * up
+        gate_bias, up_bias = _bias(gate_up_bias_at, row), _bias(gate_up_bias_at, intermediate + row)
+        for b in range(batch):
+            gate = _dot(gate_up, row, h[b]) + gate_bias
+            up = _dot(gate_up, intermediate + row, h[b]) + up_bias
+            gated[b, row] = _activate(gate, gelu) * up
     for row in prange(hidden):
-        out[row] = _dot(down, row, gated) + _bias(down_bias_at, row)
-    _rms_norm(out, after_mlp_at, eps, offset, out)
-    _add(out, x)
+        bias = _bias(down_bias_at, row)
+        for b in range(batch):
+            out[b * hidden + row] = _dot(down, row, gated[b]) + bias
+    for b in range(batch):
+        y = out[b * hidden : (b + 1) * hidden]
+        _rms_norm(y, after_mlp_at, eps, offset, y)
+        _add(y, x[b])

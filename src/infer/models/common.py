@@ -30,7 +30,7 @@ class Pass(NamedTuple):
     n: int
     rope: dict[str, tuple[Tensor, Tensor]]  # cos and sin by layer type
     cache: Cache
-    compiled: bool = False  # a single token that ops/decode.py can take
+    compiled: bool = False  # one token a row, and so few rows that ops/decode.py can take them
 
 
 class Attention(Module):
@@ -130,9 +130,9 @@ class Block(Module):
         return [part for part in (*parts, *halves[0], *halves[1]) if part is not None]
 
     def decode(self, x: Tensor, step: Pass) -> Tensor:
-        """The same for a single token, in compiled parts."""
+        """The same for one token a row, in compiled parts."""
         attn, mlp, norms = self.self_attn, self.mlp, self.norms()
-        heads = decode.norm_linear(x, norms.before_attention, attn.qkv_proj).view(1, -1, 1, attn.head_dim)
+        heads = decode.norm_linear(x, norms.before_attention, attn.qkv_proj).view(step.batch, -1, 1, attn.head_dim)
         rope = step.rope[attn.layer_type]
         decode.norm_rotate(heads, attn.q_norm, attn.k_norm, attn.num_heads, attn.num_kv_heads, rope)
         q, k, v = heads.split_with_sizes([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], 1)
@@ -187,7 +187,7 @@ class Decoder(Module):
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
         x = self.embed(input_ids.flatten())  # [T, C]
         rope = {kind: rope(positions) for kind, rope in self.ropes.items()}
-        step = Pass(batch, n, rope, cache, decode.available(x))
+        step = Pass(batch, n, rope, cache, n == 1 and decode.available(x))
         for layer in self.layers:
             x = layer(x, step)
         cache.advance(n)

@@ -1,4 +1,4 @@
-"""The parts of a decode step, compiled: for a single float32 token on the CPU.
+"""The parts of a decode step, compiled: for one float32 token of each of a few rows, on the CPU.
 
 Each stands beside its reference in plain torch: norm and product (`RMSNorm`, `Linear`), `apply_rope`, `attention`, and
 the second half of a block (`Linear`, `RMSNorm`, `MLP`). A step should be compiled as a whole: numba's threads and
@@ -22,6 +22,8 @@ from infer.ops.linear import Linear
 from infer.ops.module import Module
 from infer.ops.norm import RMSNorm
 
+MAX_ROWS = 6  # with more, torch's product, which works on blocks of rows, is faster
+
 
 @cache
 def kernels() -> Any:
@@ -36,7 +38,7 @@ def kernels() -> Any:
 
 
 def available(x: Tensor) -> bool:
-    """Whether x [T, C] is one float32 token on the CPU that no gradient is asked of, and the kernels are there."""
+    """Whether x [B, C] is a few float32 tokens on the CPU that no gradient is asked of, and the kernels are there."""
     if not fits(x) or torch.is_grad_enabled() or kernels() is None:
         return False
     kernels().use_threads(torch.get_num_threads())
@@ -44,7 +46,7 @@ def available(x: Tensor) -> bool:
 
 
 def fits(x: Tensor) -> bool:
-    return x.shape[0] == 1 and x.dtype is torch.float32 and x.is_cpu and x.is_contiguous()
+    return x.shape[0] <= MAX_ROWS and x.dtype is torch.float32 and x.is_cpu and x.is_contiguous()
 
 
 class PlainCheck:
@@ -84,9 +86,9 @@ class PlainCheck:
 
 
 def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
-    """x [1, C] -> [1, rows]"""
-    rows, hidden = linear.weight.shape
-    out = _empty(rows)
+    """x [B, C] -> [B, rows]"""
+    batch, (rows, hidden) = x.shape[0], linear.weight.shape
+    out = _empty(batch * rows)
     kernels().norm_linear(
         x.data_ptr(),
         norm.weight.data_ptr(),
@@ -95,9 +97,10 @@ def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
         linear.weight.data_ptr(),
         _address(linear.bias),
         out.numpy(),
+        batch,
         hidden,
     )
-    return out.view(1, rows)
+    return out.view(batch, rows)
 
 
 def norm_rotate(
@@ -108,8 +111,9 @@ def norm_rotate(
     k_count: int,
     rope: tuple[Tensor, Tensor],
 ) -> None:
-    """Norms, where there are any, and RoPE, in place on the first heads [1, H, 1, D]: those of q, then those of k."""
+    """Norms, where there are any, and RoPE, in place on heads [B, H, 1, D]: those of q, then of k, then others."""
     cos, sin = rope
+    batch, count, _, head_dim = heads.shape
     eps, offset = (0.0, 0.0) if q_norm is None else (q_norm.eps, q_norm.offset)
     kernels().norm_rotate(
         heads.data_ptr(),
@@ -119,20 +123,24 @@ def norm_rotate(
         offset,
         cos.data_ptr(),
         sin.data_ptr(),
+        batch,
+        count,
         q_count,
         k_count,
-        heads.shape[-1],
+        head_dim,
     )
 
 
 def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether q [1, Hq, 1, D] is a single query, and k and v lie in memory as `attend` reads them."""
+    """Whether q [B, Hq, 1, D] is one query a row, and all lie in memory as `attend` reads them."""
     batch, _, n, head_dim = q.shape
     return (
-        batch == n == 1
+        n == 1
+        and batch <= MAX_ROWS
         and q.dtype is k.dtype is v.dtype is torch.float32
         and q.is_cpu
-        and q.is_contiguous()
+        and q.stride(1) == head_dim
+        and q.stride(3) == 1
         and k.is_cpu
         and v.is_cpu
         and k.stride()[2:] == (head_dim, 1)
@@ -144,21 +152,24 @@ def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int = 0, count: int | None = None) -> Tensor:
-    """q [1, Hq, 1, D] over k, v [1, Hkv, S, D] -> [1, Hq, 1, D]; first and count: over these slots of a ring."""
-    _, heads, _, head_dim = q.shape
-    out = _empty(heads * head_dim)
+    """q [B, Hq, 1, D] over k, v [B, Hkv, S, D] -> [B, Hq, 1, D]; first and count: over these slots of a ring."""
+    batch, heads, _, head_dim = q.shape
+    out = _empty(batch * heads * head_dim)
     _, kv_heads, slots, _ = k.shape
     kernels().attend(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
         out.numpy(),
+        batch,
         heads,
         kv_heads,
         first,
         slots if count is None else count,
         slots,
         head_dim,
+        q.stride(0),
+        k.stride(0),
         k.stride(1),
         scale,
     )
@@ -177,10 +188,10 @@ def finish(
     after_attention: RMSNorm | None = None,
     after_mlp: RMSNorm | None = None,
 ) -> Tensor:
-    """attended [1, Hq, 1, D], residual [1, C] -> [1, C]: output product and MLP, with their norms and residuals."""
+    """attended [B, Hq, 1, D], residual [B, C] -> [B, C]: output product and MLP, with their norms and residuals."""
     attended = attended.contiguous()
-    hidden, intermediate = down.weight.shape
-    out = _empty(hidden)
+    batch, (hidden, intermediate) = residual.shape[0], down.weight.shape
+    out = _empty(batch * hidden)
     kernels().finish(
         attended.data_ptr(),
         residual.data_ptr(),
@@ -196,11 +207,12 @@ def finish(
         before_mlp.eps,
         before_mlp.offset,
         out.numpy(),
-        attended.numel(),
+        batch,
+        attended.numel() // batch,
         intermediate,
         int(activation == "gelu_tanh"),
     )
-    return out.view(1, hidden)
+    return out.view(batch, hidden)
 
 
 def _empty(size: int) -> Tensor:
