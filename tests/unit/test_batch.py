@@ -199,6 +199,7 @@ class TestRefusals:
             ([[1]], [{}, {}], "^2 SamplingParams for 1 prompts"),
             ([], [{}], "^1 SamplingParams for 0 prompts"),
             ([[1]], [], "^0 SamplingParams for 1 prompts"),
+            ([1, 2], None, "^prompts must be a list of lists of token ids: for a single one, use generate$"),
         ],
     )
     def test_request(self, prompts: list[list[int]], params: Any, message: str) -> None:

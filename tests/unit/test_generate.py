@@ -527,22 +527,30 @@ class TestPrefill:
         assert not prefill(model, self.IDS, empty(KVCache, model, batch_size=2))[0].requires_grad
 
     @pytest.mark.parametrize(
-        ("length", "size", "held", "message"),
+        ("shape", "size", "held", "message"),
         [
-            (3, 8, 2, "the cache must be empty before prefill, but it holds 2 positions"),
-            (9, 8, 0, "a prompt needs 1 to 8 tokens for this model and cache, not 9"),
-            (65, 80, 0, "a prompt needs 1 to 64 tokens for this model and cache, not 65"),
-            (0, 8, 0, "a prompt needs 1 to 8 tokens for this model and cache, not 0"),
+            ((1, 3), 8, 2, "the cache must be empty before prefill, but it holds 2 positions"),
+            ((1, 9), 8, 0, r"a prompt is \[batch, 1 to 8 tokens\] for this model and cache, not \[1, 9\]"),
+            ((1, 65), 80, 0, r"a prompt is \[batch, 1 to 64 tokens\] for this model and cache, not \[1, 65\]"),
+            ((1, 0), 8, 0, r"not \[1, 0\]"),
+            ((3,), 8, 0, r"not \[3\]"),
         ],
-        ids=["not empty", "cache", "context", "no tokens"],
+        ids=["not empty", "cache", "context", "no tokens", "no batch"],
     )
-    def test_refused(self, length: int, size: int, held: int, message: str) -> None:
+    def test_refused(self, shape: tuple[int, ...], size: int, held: int, message: str) -> None:
         mock = MockModel(0)
         own = empty(KVCache, mock, size)
         own.advance(held)
         with pytest.raises(ValueError, match=message):
-            prefill(mock, torch.ones(1, length, dtype=torch.long), own)
+            prefill(mock, torch.ones(shape, dtype=torch.long), own)
         assert (mock.calls, own.seq_len) == (0, held)
+
+    @pytest.mark.parametrize("token", [-1, 10])
+    def test_token_outside_the_vocabulary(self, token: int) -> None:
+        mock = MockModel(0)
+        with pytest.raises(ValueError, match=r"token ids outside the vocabulary 0\.\.9"):
+            prefill(mock, torch.tensor([[1, token]]), empty(KVCache, mock, 8))
+        assert mock.calls == 0
 
     @pytest.mark.parametrize("chunk", NOT_CHUNKS)
     def test_refused_chunk(self, chunk: Any) -> None:

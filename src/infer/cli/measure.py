@@ -54,7 +54,7 @@ def verify(
             if not row.equal:
                 outcome = f"DIFFERS at step {row.first_difference}; margin between the two best logits {row.margin:.2e}"
             text = json.dumps(texts[row.prompt], ensure_ascii=False)[:40]
-            print(f"{row.mode:<7} {row.path:<26} {text:<42} {outcome}")
+            print(f"{row.mode:<7} {row.path:<28} {text:<42} {outcome}")
     different = sum(not row.equal for row in rows)
     if as_json:
         comparisons = [asdict(row) | {"prompt": texts[row.prompt], "equal": row.equal} for row in rows]

@@ -64,6 +64,8 @@ def _requests(
         params = [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
         raise ValueError(f"{len(params)} SamplingParams for {len(prompts)} prompts: give one for all, or one for each")
+    if any(isinstance(prompt, int) for prompt in prompts):
+        raise ValueError("prompts must be a list of lists of token ids: for a single one, use generate")
     requests = []
     for i, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
         try:

@@ -144,9 +144,11 @@ def prefill(model: Model, ids: Tensor, cache: Cache, *, prefill_chunk: int | Non
     _check_keeps(cache, prefill_chunk)
     if cache.seq_len:
         raise ValueError(f"the cache must be empty before prefill, but it holds {cache.seq_len} positions")
-    limit = min(cache.capacity, model.config.max_position_embeddings)
-    if not 0 < ids.shape[1] <= limit:
-        raise ValueError(f"a prompt needs 1 to {limit} tokens for this model and cache, not {ids.shape[1]}")
+    limit, vocabulary = min(cache.capacity, model.config.max_position_embeddings), model.config.vocab_size
+    if ids.dim() != 2 or not 0 < ids.shape[1] <= limit:
+        raise ValueError(f"a prompt is [batch, 1 to {limit} tokens] for this model and cache, not {list(ids.shape)}")
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(f"the prompt has token ids outside the vocabulary 0..{vocabulary - 1}")
     logits = [model(chunk, kv_cache=cache, all_logits=True) for chunk in _chunks(ids, prefill_chunk)]
     return torch.cat(logits, dim=1), cache, None
 
