@@ -352,6 +352,16 @@ class TestIsPlain:
             def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
                 return 3 * super().forward(x, residual)
 
+        class Foreign(nn.Module):
+            def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+                return residual + x
+
+        def foreign(model: Any) -> None:
+            model.layers[0].mlp = Foreign()
+
+        def foreign_norm(model: Any) -> None:
+            model.layers[0].post_attention_layernorm = nn.LayerNorm(model.config.hidden_size)
+
         def subclassed(model: Any) -> None:
             model.layers[0].mlp.__class__ = Doubled
 
@@ -364,8 +374,9 @@ class TestIsPlain:
         def head(model: Any) -> None:
             model.lm_head.__class__ = Scaled
 
-        for change in (subclassed, replaced, patched, head):
+        for change in (foreign, foreign_norm, subclassed, replaced, patched, head):
             model = tiny_model()
+            self.run(model)  # what is remembered of it must not outlast the change
             change(model)
             compiled.clear()
             torch.testing.assert_close(self.run(model), model(torch.tensor([[3, 4]]))[:, :1], atol=1e-4, rtol=1e-4)

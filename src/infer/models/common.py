@@ -120,14 +120,16 @@ class Block(Module):
     def parts(self) -> list[Module] | None:
         """All that `decode` stands for; None where it stands for nothing like them."""
         attn, mlp, norms = self.self_attn, self.mlp, self.norms()
-        halves = (attn.q_norm, attn.k_norm), (norms.before_mlp, norms.after_attention, norms.after_mlp)
-        for alike in halves:  # a kernel takes one eps and one offset for all its norms
-            if len({(norm.eps, norm.offset) for norm in alike if norm is not None}) > 1:
-                return None
-        if (attn.q_norm is None) != (attn.k_norm is None):
+        if type(attn) is not Attention or type(mlp) is not MLP or (attn.q_norm is None) != (attn.k_norm is None):
             return None
-        parts = (attn, mlp, attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj, norms.before_attention)
-        return [part for part in (*parts, *halves[0], *halves[1]) if part is not None]
+        found: list[Module] = [attn, mlp, attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
+        # Each of these goes through one kernel, with one eps and one offset for all its norms.
+        for group in norms[:1], (attn.q_norm, attn.k_norm), norms[1:]:
+            present = [norm for norm in group if norm is not None]
+            if len({(type(norm), norm.eps) for norm in present}) > 1:
+                return None
+            found += present
+        return found
 
     def decode(self, x: Tensor, step: Pass) -> Tensor:
         """The same for one token a row, in compiled parts."""
