@@ -27,6 +27,8 @@ class RopeConfig:
     @classmethod
     def from_hf(cls, settings: Mapping[str, Any], theta: float) -> RopeConfig:
         """From `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it."""
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"RoPE settings must be an object, not {settings!r}")
         scaling = settings.get("rope_type", settings.get("type", "default"))
         if scaling not in ("default", "linear", "llama3"):
             raise ValueError(f"RoPE scaling {scaling!r} is not supported: only default, linear and llama3 are")
@@ -87,7 +89,7 @@ class ModelConfig:
         unknown = set(self.layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION}
         if unknown:
             raise ValueError(f"layer type {unknown.pop()!r} is not supported")
-        if self.has_windows and (self.sliding_window is None or self.sliding_window < 1):
+        if self.has_windows and (not isinstance(self.sliding_window, int) or self.sliding_window < 1):
             raise ValueError(f"sliding layers need a positive sliding_window, not {self.sliding_window!r}")
         if self.query_pre_attn_scalar is not None and not self.query_pre_attn_scalar > 0:
             raise ValueError(f"query_pre_attn_scalar must be above 0, not {self.query_pre_attn_scalar!r}")
@@ -130,6 +132,9 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
         """From the contents of `config.json` and, where there is one, `generation_config.json`."""
+        for name in ("text_config", "rope_parameters", "rope_scaling", "quantization_config"):
+            if not isinstance(raw.get(name) or {}, Mapping):
+                raise ValueError(f"{name} must be an object, not {raw[name]!r}")
         raw = _FAMILIES.get(str(raw.get("model_type")), dict)(raw)
         missing = [name for name in _REQUIRED_IN_HF if raw.get(name) is None]
         if missing:
@@ -177,7 +182,8 @@ class ModelConfig:
         head_dim = get("attention.key_length", hidden // heads)
         if get("rope.dimension_count", head_dim) != head_dim:
             raise ValueError(f"RoPE over {get('rope.dimension_count')} of {head_dim} dimensions is not supported")
-        scaling = get("rope.scaling.type", "none")
+        factor = get("rope.scaling.factor", 1.0)
+        scaling = get("rope.scaling.type", "none" if factor == 1 else "linear")
         if scaling not in ("none", "linear"):
             raise ValueError(f"RoPE scaling {scaling!r} is not supported in GGUF files: only linear is")
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -206,7 +212,7 @@ class ModelConfig:
             rope=RopeConfig(
                 theta=get("rope.freq_base", RopeConfig.theta),
                 scaling="linear" if scaling == "linear" else "default",
-                factor=get("rope.scaling.factor", 1.0),
+                factor=factor,
                 divisors=rope_divisors,
             ),
             local_rope=local_rope,
@@ -217,7 +223,7 @@ class ModelConfig:
             mlp_bias="blk.0.ffn_down.bias" in tensor_names,
             tie_word_embeddings="output.weight" not in tensor_names,
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=_unique(*(metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom"))),
+            eos_token_ids=_gguf_eos(metadata),
         )
 
 
@@ -254,8 +260,8 @@ def _layers(raw: Mapping[str, Any]) -> int:
 
 def _qwen3(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Windows, if any, from layer max_window_layers on."""
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
     raw = {"head_dim": 128} | _given(raw)
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     if window is not None and not raw.get("layer_types"):
         full = raw.get("max_window_layers", 28)
         raw["layer_types"] = [SLIDING_ATTENTION if i >= full else FULL_ATTENTION for i in range(_layers(raw))]
@@ -303,6 +309,19 @@ _FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
 }
+
+
+def _gguf_eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """What ends a text: the ids that are given, and marks for the end of a turn, which many files do not give."""
+    tokens, types = (metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
+    marks = [tokens.index(mark) for mark in _END_OF_TURN if mark in tokens]
+    given = (metadata.get(f"tokenizer.ggml.{name}") for name in _GGUF_EOS)
+    return _unique(*given, [i for i in marks if i < len(types) and types[i] != _NORMAL_TOKEN])
+
+
+_GGUF_EOS = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
+_END_OF_TURN = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+_NORMAL_TOKEN = 1
 
 
 def _unique(*ids: int | list[int] | None) -> tuple[int, ...]:

@@ -199,15 +199,22 @@ class TestRefusals:
             ([[1]], [{}, {}], "^2 SamplingParams for 1 prompts"),
             ([], [{}], "^1 SamplingParams for 0 prompts"),
             ([[1]], [], "^0 SamplingParams for 1 prompts"),
-            ([1, 2], None, "^prompts must be a list of lists of token ids: for a single one, use generate$"),
+            ([1, 2], None, "^prompt 0: the prompt must be a flat sequence of token ids, not 1$"),
+            ([[1], "text"], None, "^prompt 1: the prompt must be token ids, not text: encode it first$"),
         ],
     )
     def test_request(self, prompts: list[list[int]], params: Any, message: str) -> None:
         model = MockModel(0)
         small = {"max_new_tokens": 5}
         each = params if params is None else [SamplingParams(**(small | values)) for values in params]
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             generate_batch(model, LETTERS, prompts, SamplingParams(**small) if each is None else each)
+        assert model.calls == 0
+
+    def test_params_as_a_dict(self) -> None:
+        model = MockModel(0)
+        with pytest.raises(TypeError, match="params must be SamplingParams, or one for each prompt, not a dict"):
+            generate_batch(model, LETTERS, [[1], [2]], {"temperature": 1.0})  # type: ignore[arg-type]
         assert model.calls == 0
 
     @pytest.mark.parametrize("chunk", [0, -1, 2.5, "3", True])

@@ -598,7 +598,7 @@ class TestSlidingCache:
             ({"windows": [4]}, "2 layers need a window of at least 1, or None, each"),
             ({"windows": [4, 4, 4]}, "2 layers need a window"),
             ({"windows": [None, 0]}, "2 layers need a window"),
-            ({"prefill_chunk": 0}, "prefill_chunk must be at least 1, not 0"),
+            ({"prefill_chunk": 0}, "prefill_chunk must be a whole number, 1 or more, not 0"),
         ],
     )
     def test_layouts_are_checked(self, layout: dict, message: str) -> None:

@@ -633,3 +633,29 @@ class TestValue:
         assert round(needed / 1e6, 1) == megabytes
         cache = KVCache.from_model_config(config, 1024, dtype=torch.bfloat16, device="meta")
         assert cache.memory_bytes == needed
+
+
+class TestEndOfTurnInGGUF:
+    """Many files give one EOS token and leave the mark that ends a turn to its name."""
+
+    def metadata(self, **changes: Any) -> dict[str, Any]:
+        tokens = ["<pad>", "<eos>", "<bos>", "a", "<end_of_turn>", "<|im_end|>"]
+        return GGUF | {
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [3, 3, 3, 1, 4, 1],
+            "tokenizer.ggml.eos_token_id": 1,
+            **changes,
+        }
+
+    def test_marks_count_and_ordinary_words_do_not(self) -> None:
+        assert ModelConfig.from_gguf(self.metadata(), []).eos_token_ids == (1, 4)
+
+    def test_a_list_of_ids(self) -> None:
+        metadata = self.metadata(**{"tokenizer.ggml.eos_token_ids": [1, 3]})
+        assert ModelConfig.from_gguf(metadata, []).eos_token_ids == (1, 3, 4)
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling", "text_config", "quantization_config"])
+def test_settings_that_are_no_object(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be an object, not 'x'"):
+        ModelConfig.from_hf({"model_type": "llama", name: "x"})

@@ -568,6 +568,70 @@ class TestPrefill:
 
     def test_batch_of_another_size(self, model: Decoder) -> None:
         own = empty(KVCache, model)
-        with pytest.raises(ValueError, match="a batch of 2, but the cache one of 1"):
+        with pytest.raises(ValueError, match="the cache has 1 rows, but 2 are needed"):
             prefill(model, self.IDS, own)
         assert own.seq_len == 0
+
+
+class TestPromptIds:
+    """Any flat sequence of integers will do, and nothing else."""
+
+    @pytest.mark.parametrize("convert", [tuple, torch.tensor, lambda ids: torch.tensor(ids).numpy()])
+    def test_sequences(self, convert: Callable[[list[int]], Any]) -> None:
+        result = generate(MockModel(3), MockTokenizer(), convert([1, 2]), SamplingParams(max_new_tokens=2))
+        assert result.prompt_token_ids == [1, 2]
+        assert {type(i) for i in result.prompt_token_ids} == {int}
+
+    @pytest.mark.parametrize(
+        ("prompt", "message"),
+        [
+            ("text", "must be token ids, not text: encode it first"),
+            ([1.5], "a flat sequence of token ids"),
+            ([[1, 2]], "a flat sequence of token ids"),
+            (torch.tensor([[1, 2]]), "a flat sequence of token ids"),
+            (3, "a flat sequence of token ids, not 3"),
+        ],
+        ids=["text", "floats", "nested", "two dimensions", "one number"],
+    )
+    def test_refused(self, prompt: Any, message: str) -> None:
+        mock = MockModel(0)
+        with pytest.raises(TypeError, match=message):
+            stream(mock, MockTokenizer(), prompt)
+        assert mock.calls == 0
+
+    def test_params_of_another_kind(self) -> None:
+        with pytest.raises(TypeError, match="params must be SamplingParams, not dict"):
+            stream(MockModel(0), MockTokenizer(), [1], {"temperature": 1.0})  # type: ignore[arg-type]
+
+
+class TestForeignCaches:
+    """A cache that was made for something else is refused before the model runs."""
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"num_layers": 1}, "the cache has 1 layers, but 2 are needed"),
+            ({"num_kv_heads": 1}, "the cache has 1 KV heads, but 2 are needed"),
+            ({"head_dim": 4}, "the cache has 4 dimensions a head, but 8 are needed"),
+            ({"batch_size": 2}, "the cache has 2 rows, but 1 are needed"),
+            ({"dtype": torch.bfloat16}, "the cache is torch.bfloat16 on cpu, but the model is torch.float32 on cpu"),
+        ],
+    )
+    @pytest.mark.parametrize("cls", CACHES)
+    def test_shape(self, tiny_model: Callable, cls: type[BaseCache], changes: dict[str, Any], message: str) -> None:
+        model = tiny_model()
+        sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "max_seq_len": 32, "dtype": torch.float32}
+        own = cls.allocate(**(sizes | changes), device="cpu")
+        shapes = passes(model)
+        with pytest.raises(ValueError, match=message):
+            stream(model, MockTokenizer(), [1, 2], SamplingParams(max_new_tokens=2), cache=own)
+        if "batch_size" not in changes:
+            with pytest.raises(ValueError, match=message):
+                prefill(model, torch.tensor([[1, 2]]), own)
+        assert (shapes, own.seq_len) == ([], 0)
+
+    def test_windows(self, tiny_model: Callable) -> None:
+        model = tiny_model(layer_types=("sliding_attention", "full_attention"), sliding_window=8)
+        own = SlidingCache.allocate(2, 2, 8, 32, dtype="float32", device="cpu", windows=[4, None])
+        with pytest.raises(ValueError, match="layer 0 sees 8 positions, but its cache keeps only 4"):
+            stream(model, MockTokenizer(), [1, 2], SamplingParams(max_new_tokens=2), cache=own)

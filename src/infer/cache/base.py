@@ -51,6 +51,8 @@ class CacheShape(NamedTuple):
 class BaseCache(ABC):
     """A cache whose rows all have the same length, and which returns keys in the order of their positions."""
 
+    keeps_gradients = False
+
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.dtype = dtype
@@ -129,12 +131,30 @@ class BaseCache(ABC):
 
     def truncate(self, seq_len: int) -> None:
         """Forget everything from position seq_len on."""
+        if type(seq_len) is not int:
+            raise TypeError(f"a cache is truncated to a whole number of positions, not {seq_len!r}")
         if not 0 <= seq_len <= self.seq_len:
             raise ValueError(f"cannot truncate to {seq_len}: the cache holds {self.seq_len} positions")
         self._move_to(seq_len)
 
     def reset(self) -> None:
         self._move_to(0)
+
+    def check_model(
+        self, config: ModelConfig, batch_size: int, dtype: torch.dtype | None, device: torch.device
+    ) -> None:
+        """Refuse a model, or a batch, that this cache was not made for. dtype: None if any will do."""
+        own = self.shape
+        for name, has, needs in (
+            ("layers", own.num_layers, config.num_hidden_layers),
+            ("KV heads", own.num_kv_heads, config.num_key_value_heads),
+            ("dimensions a head", own.head_dim, config.computed_head_dim),
+            ("rows", own.batch_size, batch_size),
+        ):
+            if has != needs:
+                raise ValueError(f"the cache has {has} {name}, but {needs} are needed")
+        if self.dtype != (dtype or self.dtype) or self.device != device:
+            raise ValueError(f"the cache is {self.dtype} on {self.device}, but the model is {dtype} on {device}")
 
     def _move_to(self, seq_len: int) -> None:
         self.seq_len = seq_len
@@ -162,6 +182,8 @@ class BaseCache(ABC):
             )
         if k.dtype != self.dtype or v.dtype != self.dtype:
             raise ValueError(f"k is {k.dtype} and v is {v.dtype}, but the cache holds {self.dtype}")
+        if k.requires_grad and not self.keeps_gradients and torch.is_grad_enabled():
+            raise ValueError("this cache keeps no gradients: run the model under torch.no_grad() or inference_mode()")
         if k.device != self.device or v.device != self.device:
             raise ValueError(f"k is on {k.device} and v on {v.device}, but the cache is on {self.device}")
         self._check_room(n)
@@ -210,3 +232,8 @@ class NoCache(BaseCache):
 
     def advance(self, n: int) -> None:
         self._masks.clear()
+
+    def check_model(
+        self, config: ModelConfig, batch_size: int, dtype: torch.dtype | None, device: torch.device
+    ) -> None:
+        pass

@@ -19,6 +19,8 @@ class BatchCache:
     def __init__(self, rows: Sequence[Cache]) -> None:
         if not rows:
             raise ValueError("a batch needs at least one row")
+        if len({id(row) for row in rows}) < len(rows):
+            raise ValueError("each row of a batch needs a cache of its own")
         self.rows = list(rows)
 
     @property

@@ -15,6 +15,8 @@ from infer.cache.base import BaseCache, CacheShape
 class GrowingCache(BaseCache):
     """Holds exactly what was written, up to max_seq_len positions."""
 
+    keeps_gradients = True
+
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, dtype, device)
         empty = torch.empty(shape.batch_size, shape.num_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)

@@ -49,8 +49,8 @@ class KVCache(BaseCache):
         return views.k[layer_idx], views.v[layer_idx]
 
     def _move_to(self, seq_len: int) -> None:
+        self._views = Views(-1, (), (), (), ())  # first: an interrupt in between must not leave them behind
         super()._move_to(seq_len)
-        self._views = Views(-1, (), (), (), ())
 
     def _slice(self, n: int) -> Views:
         start, end = self.seq_len, self.seq_len + n

@@ -36,10 +36,11 @@ class SlidingCache(BaseCache):
     ) -> None:
         super().__init__(shape, dtype, device)
         self.windows = tuple(windows) or (None,) * shape.num_layers
-        if len(self.windows) != shape.num_layers or any(window is not None and window < 1 for window in self.windows):
+        sizes_given = [window for window in self.windows if window is not None]
+        if len(self.windows) != shape.num_layers or any(type(size) is not int or size < 1 for size in sizes_given):
             raise ValueError(f"{shape.num_layers} layers need a window of at least 1, or None, each; not {windows}")
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk must be at least 1, not {prefill_chunk}")
+        if type(prefill_chunk) is not int or prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be a whole number, 1 or more, not {prefill_chunk!r}")
         slots = [ring_slots(window, prefill_chunk, shape.max_seq_len) for window in self.windows]
         check_memory(sum(slots), shape, dtype, device)
         # Layers that store alike lie in one tensor, so that a step can cut its slots out of all of them at once.
@@ -103,6 +104,19 @@ class SlidingCache(BaseCache):
     def memory_bytes(self) -> int:
         return sum(t.nbytes for t in self.k + self.v)
 
+    def check_model(
+        self, config: ModelConfig, batch_size: int, dtype: torch.dtype | None, device: torch.device
+    ) -> None:
+        super().check_model(config, batch_size, dtype, device)
+        for layer_idx in range(config.num_hidden_layers):
+            self._check_window(layer_idx, config.window(layer_idx))
+
+    def positions(self, n: int) -> Tensor:
+        for layer_idx, oldest in enumerate(self._oldest):
+            if self._first_seen(layer_idx) < min(oldest, self.seq_len):
+                raise ValueError("a pass was interrupted while it wrote: reset the cache, and feed the tokens again")
+        return super().positions(n)
+
     def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As in every cache, but a window layer returns only the keys and values that the new queries can see."""
         n = self._check_update(layer_idx, k, v)
@@ -121,10 +135,8 @@ class SlidingCache(BaseCache):
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
     ) -> Tensor:
-        kept = self.windows[layer_idx]
-        if kept is not None and (window is None or window > kept):
-            raise ValueError(f"layer {layer_idx} sees {window or 'all'} positions, but its cache keeps only {kept}")
-        if q.shape[2] > 1 or window != kept:
+        self._check_window(layer_idx, window)
+        if q.shape[2] > 1 or window != self.windows[layer_idx]:
             return super().attend(layer_idx, q, k, v, scale=scale, window=window)
         self._check_update(layer_idx, k, v)
         self._write_one(layer_idx, k, v)
@@ -149,11 +161,17 @@ class SlidingCache(BaseCache):
         super().truncate(seq_len)
 
     def _move_to(self, seq_len: int) -> None:
-        super()._move_to(seq_len)
-        self._staged.clear()
+        # First: an interrupt in between must not leave them behind.
+        self._staged = {}
         self._next = None
+        super()._move_to(seq_len)
         if seq_len == 0:
             self._oldest = [0] * self.shape.num_layers
+
+    def _check_window(self, layer_idx: int, window: int | None) -> None:
+        kept = self.windows[layer_idx]
+        if kept is not None and (window is None or window > kept):
+            raise ValueError(f"layer {layer_idx} sees {window or 'all'} positions, but its cache keeps only {kept}")
 
     def _first_seen(self, layer_idx: int) -> int:
         """The furthest position that the next query sees."""
@@ -173,9 +191,9 @@ class SlidingCache(BaseCache):
                 self._by_layer([stack.narrow(3, at % stack.shape[3], 1) for stack in self._stacks_v]),
             )
         self._staged.pop(layer_idx, None)
+        self._oldest[layer_idx] = max(self._oldest[layer_idx], self.seq_len + 1 - self.k[layer_idx].shape[2])
         self._next[0][layer_idx].copy_(k)
         self._next[1][layer_idx].copy_(v)
-        self._oldest[layer_idx] = max(self._oldest[layer_idx], self.seq_len + 1 - self.k[layer_idx].shape[2])
 
     def _write(self, layer_idx: int, start: int, k: Tensor, v: Tensor) -> None:
         """Put k, v [B, Hkv, n, D] into the slots of positions start..start+n-1, n being at most the ring's length."""
@@ -183,13 +201,13 @@ class SlidingCache(BaseCache):
         n, slots = k.shape[2], self.k[layer_idx].shape[2]
         slot = start % slots
         until_end = min(n, slots - slot)
+        self._oldest[layer_idx] = max(self._oldest[layer_idx], start + n - slots)
         for ring, new in ((self.k[layer_idx], k), (self.v[layer_idx], v)):
             if until_end == n:
                 ring.narrow(2, slot, n).copy_(new)
             else:
                 ring.narrow(2, slot, until_end).copy_(new[:, :, :until_end])
                 ring.narrow(2, 0, n - until_end).copy_(new[:, :, until_end:])
-        self._oldest[layer_idx] = max(self._oldest[layer_idx], start + n - slots)
 
 
 def ring_slots(window: int | None, prefill_chunk: int, max_seq_len: int) -> int:

@@ -45,6 +45,8 @@ def verify(
     if prompts is None:
         prompt_ids = with_long_prompt(config, prompt_ids, max_new_tokens)
         texts += ("(a text longer than the window)",) * (len(prompt_ids) - len(texts))
+    if config.has_windows and max(map(len, prompt_ids)) <= (config.sliding_window or 0):
+        say(f"note: no prompt is longer than the window of {config.sliding_window}: what windows forget goes untested")
     network, _ = load_model(model, dtype=dtype, device=device)
     rows = []
     for row in compare_runs(network, tokenizer, prompt_ids, max_new_tokens, seed):

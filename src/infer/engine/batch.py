@@ -7,7 +7,7 @@ own, so nothing is padded, and a row that is done costs nothing more.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -51,7 +51,10 @@ def generate_batch(
         logits = step(model, BatchCache([caches[i] for i in going]), fed)
         for i, row_logits in zip(going, logits, strict=True):
             rows[i].append(requests[i].accept(row_logits, started))
-    return [collect(prompt, row, cache.memory_bytes) for prompt, row, cache in zip(prompts, rows, caches, strict=True)]
+    return [
+        collect(request.prompt, row, cache.memory_bytes)
+        for request, row, cache in zip(requests, rows, caches, strict=True)
+    ]
 
 
 def _requests(
@@ -62,16 +65,16 @@ def _requests(
 ) -> list[Request]:
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
+    if isinstance(params, Mapping):
+        raise TypeError("params must be SamplingParams, or one for each prompt, not a dict")
     if len(params) != len(prompts):
         raise ValueError(f"{len(params)} SamplingParams for {len(prompts)} prompts: give one for all, or one for each")
-    if any(isinstance(prompt, int) for prompt in prompts):
-        raise ValueError("prompts must be a list of lists of token ids: for a single one, use generate")
     requests = []
     for i, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
         try:
             requests.append(Request(model.config, tokenizer, prompt, settings))
-        except ValueError as error:
-            raise ValueError(f"prompt {i}: {error}") from None
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"prompt {i}: {error}") from None
     return requests
 
 

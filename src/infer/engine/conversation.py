@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from infer.cache.base import Cache
 from infer.engine.generate import Model, stream
 from infer.engine.params import SamplingParams
-from infer.engine.request import check_request
+from infer.engine.request import check_chunk, check_request
 from infer.engine.result import GeneratedToken
 from infer.engine.text import Decodes
 
@@ -38,6 +38,7 @@ class Conversation:
         self.cache = cache
         self.system = system
         self.prefill_chunk = prefill_chunk
+        check_chunk(prefill_chunk)
         self.reset()
 
     def reset(self) -> None:
@@ -56,12 +57,10 @@ class Conversation:
             self.cache.truncate(keep)
         except ValueError:  # a ring has lost what comes before
             self.cache.reset()
+        tokens = stream(self.model, self.tokenizer, prompt, params, cache=self.cache, prefill_chunk=self.prefill_chunk)
         self._ids = list(prompt)
         answer = ""
         try:
-            tokens = stream(
-                self.model, self.tokenizer, prompt, params, cache=self.cache, prefill_chunk=self.prefill_chunk
-            )
             for token in tokens:
                 self._ids.append(token.token_id)
                 answer += token.text

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from infer.cache.base import Cache, NoCache
+from infer.cache.base import BaseCache, Cache, NoCache
 from infer.cache.simple import KVCache
 from infer.cache.sliding import PREFILL_CHUNK, SlidingCache
 from infer.config import ModelConfig
@@ -60,7 +60,7 @@ def stream(
     rest is then prefilled. It ends up holding every token but the last generated.
     prefill_chunk: feed the prompt in passes of at most so many tokens; None: at once.
     """
-    return _steps(*_prepare(model, tokenizer, prompt_token_ids, params, device, use_kv_cache, cache, prefill_chunk))
+    return _steps(_prepare(model, tokenizer, prompt_token_ids, params, device, use_kv_cache, cache, prefill_chunk))
 
 
 def generate(
@@ -76,12 +76,21 @@ def generate(
 ) -> GenerationResult:
     """Generate to the end and return it all. The arguments are those of `stream`."""
     run = _prepare(model, tokenizer, prompt_token_ids, params, device, use_kv_cache, cache, prefill_chunk)
-    _, _, used_cache, _ = run
-    return collect(prompt_token_ids, list(_steps(*run)), used_cache.memory_bytes)
+    return collect(run.request.prompt, list(_steps(run)), run.cache.memory_bytes)
+
+
+class Run(NamedTuple):
+    """A request with all that it takes."""
+
+    model: Model
+    request: Request
+    cache: Cache
+    prefill_chunk: int | None
 
 
 @torch.inference_mode()
-def _steps(model: Model, request: Request, cache: Cache, prefill_chunk: int | None) -> Iterator[GeneratedToken]:
+def _steps(run: Run) -> Iterator[GeneratedToken]:
+    model, request, cache, prefill_chunk = run
     device = model_device(model)
     while request.finish_reason is None:
         started = time.perf_counter()
@@ -99,13 +108,14 @@ def _prepare(
     use_kv_cache: bool,
     cache: Cache | None,
     prefill_chunk: int | None,
-) -> tuple[Model, Request, Cache, int | None]:
+) -> Run:
     """Check everything, then make the cache, unless there is one."""
     device = model_device(model, device)
     if cache is not None and not use_kv_cache:
         raise ValueError("use_kv_cache=False and a cache were both given: leave one out")
     request = Request(model.config, tokenizer, prompt, params, None if cache is None else cache.capacity)
     check_chunk(prefill_chunk)
+    _check_fits(model, cache, 1)
     if cache is None:
         cache = make_cache(model, request.max_seq_len, device, use_kv_cache=use_kv_cache, prefill_chunk=prefill_chunk)
     _check_keeps(cache, prefill_chunk)
@@ -114,7 +124,7 @@ def _prepare(
             f"the cache holds {cache.seq_len} positions and the prompt has {len(request.tokens)} tokens: nothing is "
             "left to feed; truncate the cache to what the prompt begins with, less at least one token"
         )
-    return model, request, cache, prefill_chunk
+    return Run(model, request, cache, prefill_chunk)
 
 
 def make_cache(
@@ -139,7 +149,10 @@ def make_cache(
 
 @torch.no_grad()
 def prefill(model: Model, ids: Tensor, cache: Cache, *, prefill_chunk: int | None = None) -> tuple[Tensor, Cache, None]:
-    """Fill an empty cache with ids [B, n]. Returns the logits of all positions [B, n, V], the cache, and no trace."""
+    """Fill an empty cache with ids [B, n]. Returns the logits of all positions [B, n, V], the cache, and no trace.
+
+    Chunks bound the memory of the passes, not of those logits: for a long prompt, `step` returns the last ones alone.
+    """
     check_chunk(prefill_chunk)
     _check_keeps(cache, prefill_chunk)
     if cache.seq_len:
@@ -149,8 +162,16 @@ def prefill(model: Model, ids: Tensor, cache: Cache, *, prefill_chunk: int | Non
         raise ValueError(f"a prompt is [batch, 1 to {limit} tokens] for this model and cache, not {list(ids.shape)}")
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError(f"the prompt has token ids outside the vocabulary 0..{vocabulary - 1}")
+    _check_fits(model, cache, ids.shape[0])
     logits = [model(chunk, kv_cache=cache, all_logits=True) for chunk in _chunks(ids, prefill_chunk)]
     return torch.cat(logits, dim=1), cache, None
+
+
+def _check_fits(model: Model, cache: Cache | None, batch_size: int) -> None:
+    """Refuse a cache that was made for something else."""
+    if isinstance(cache, BaseCache):
+        weights = next(model.parameters(), None)
+        cache.check_model(model.config, batch_size, None if weights is None else weights.dtype, model_device(model))
 
 
 def _check_keeps(cache: Cache, prefill_chunk: int | None) -> None:

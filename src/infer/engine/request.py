@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 import time
 from collections.abc import Sequence
@@ -27,14 +28,20 @@ class Request:
         capacity: int | None = None,
     ) -> None:
         """capacity: of the cache, if it is there already."""
-        self.params = params or SamplingParams()
-        self.tokens = list(prompt)
+        self.params = SamplingParams() if params is None else params
+        if not isinstance(self.params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        self.tokens = token_ids(prompt)
         check_request(config, self.tokens, self.params, capacity)
         self.finish_reason: str | None = None
         self._prompt_len = len(self.tokens)
         self._text = TextStream(tokenizer, self.params.stop)
         self._seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         self._eos = () if self.params.ignore_eos else config.eos_token_ids
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.tokens[: self._prompt_len]
 
     @property
     def max_seq_len(self) -> int:
@@ -56,6 +63,16 @@ class Request:
         elif is_last:
             self.finish_reason = "eos" if is_eos else "length"
         return GeneratedToken(token, piece, elapsed, self.finish_reason)
+
+
+def token_ids(prompt: Sequence[int]) -> list[int]:
+    """As plain integers, from whatever sequence of them: a list, an array, a tensor."""
+    if isinstance(prompt, str):
+        raise TypeError("the prompt must be token ids, not text: encode it first")
+    try:
+        return [operator.index(i) for i in prompt]
+    except TypeError:
+        raise TypeError(f"the prompt must be a flat sequence of token ids, not {prompt!r:.80}") from None
 
 
 def check_request(

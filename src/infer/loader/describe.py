@@ -50,7 +50,9 @@ class Description:
         yield "weights", f"{_size(self.weight_bytes)} in {self.dtype} on {self.device}"
         if self.sliding_layers:
             yield "windows", f"{self.sliding_layers} of {self.layers} layers see {self.sliding_window} positions"
-        yield "cache per token", _size(self.cache_bytes_per_token)
+        full = self.cache_bytes_per_token * (self.layers - self.sliding_layers) // self.layers
+        later = f", {_size(full)} once the windows are full" if self.sliding_layers else ""
+        yield "cache per token", f"{_size(self.cache_bytes_per_token)}{later}"
         kept = f"; {_size(self.contiguous_cache_bytes)} if every layer kept everything" if self.sliding_layers else ""
         yield "context", f"{self.context:,} positions, {_size(self.cache_bytes)} of cache{kept}"
         if self.free_bytes is not None:

@@ -8,7 +8,7 @@ Activations are [T, C]: only attention cares which token belongs to which row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,10 @@ class Norms(NamedTuple):
 
 
 class Block(Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the last product of each adds the residual."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with a norm behind each too where the model has one.
+
+    Where there is none, the last product of each adds the residual.
+    """
 
     norm: type[RMSNorm] = RMSNorm
     qk_norm: type[RMSNorm] | None = None
@@ -111,8 +114,12 @@ class Block(Module):
         return self.plain(x, step)
 
     def plain(self, x: Tensor, step: Pass) -> Tensor:
-        x = self.self_attn(self.input_layernorm(x), x, step)
-        return self.mlp(self.post_attention_layernorm(x), x)  # type: ignore[no-any-return]
+        norms = self.norms()
+        if norms.after_attention is None or norms.after_mlp is None:
+            x = self.self_attn(norms.before_attention(x), x, step)
+            return self.mlp(norms.before_mlp(x), x)  # type: ignore[no-any-return]
+        x = x + norms.after_attention(self.self_attn(norms.before_attention(x), None, step))
+        return x + norms.after_mlp(self.mlp(norms.before_mlp(x), None))  # type: ignore[no-any-return]
 
     def norms(self) -> Norms:
         return Norms(before_attention=self.input_layernorm, before_mlp=self.post_attention_layernorm)
@@ -120,11 +127,20 @@ class Block(Module):
     def parts(self) -> list[Module] | None:
         """All that `decode` stands for; None where it stands for nothing like them."""
         attn, mlp, norms = self.self_attn, self.mlp, self.norms()
-        if type(attn) is not Attention or type(mlp) is not MLP or (attn.q_norm is None) != (attn.k_norm is None):
+        if (
+            type(self).plain is not Block.plain
+            or "plain" in self.__dict__
+            or type(attn) is not Attention
+            or type(mlp) is not MLP
+            or mlp.activation not in decode.ACTIVATION_CODES
+            or (attn.q_norm is None) != (attn.k_norm is None)
+            or (norms.after_attention is None) != (norms.after_mlp is None)
+        ):
             return None
         found: list[Module] = [attn, mlp, attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
         # Each of these goes through one kernel, with one eps and one offset for all its norms.
-        for group in norms[:1], (attn.q_norm, attn.k_norm), norms[1:]:
+        heads, second_half = (attn.q_norm, attn.k_norm), (norms.before_mlp, norms.after_attention, norms.after_mlp)
+        for group in (norms.before_attention,), heads, second_half:
             present = [norm for norm in group if norm is not None]
             if len({(type(norm), norm.eps) for norm in present}) > 1:
                 return None
@@ -153,7 +169,9 @@ class Block(Module):
 
 
 # What the compiled parts stand for.
-PLAIN = frozenset({Attention, MLP, RMSNorm, ZeroCentredRMSNorm, Linear, FusedLinear})
+PLAIN: dict[type[nn.Module], Any] = {
+    kind: kind.forward for kind in (Attention, MLP, RMSNorm, ZeroCentredRMSNorm, Linear, FusedLinear)
+}
 
 
 class Decoder(Module):

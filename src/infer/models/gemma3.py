@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from infer.config import ModelConfig
-from infer.models.common import Block, Decoder, Norms, Pass
+from infer.models.common import Block, Decoder, Norms
 from infer.ops.norm import ZeroCentredRMSNorm
 
 
@@ -33,10 +33,6 @@ class Gemma3Block(Block):
         super().__init__(config, layer_idx)
         self.pre_feedforward_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
-
-    def plain(self, x: Tensor, step: Pass) -> Tensor:
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), None, step))
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), None))  # type: ignore[no-any-return]
 
     def norms(self) -> Norms:
         return Norms(

@@ -11,7 +11,7 @@ run them (GNU OpenMP): start it with spawn.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from infer.ops.linear import Linear
 from infer.ops.module import Module
 from infer.ops.norm import RMSNorm
 
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}  # those that the kernels have
 MAX_ROWS = 6  # with more, torch's product, which works on blocks of rows, is faster
 
 
@@ -52,36 +53,41 @@ def fits(x: Tensor) -> bool:
 class PlainCheck:
     """Whether the kernels compute what some modules would: all of these classes, and none patched or hooked.
 
-    Found out again when any module has changed; hooks, which come and go unnoticed, are looked at each time.
+    What is in a module is found out again when any module has changed. Hooks, weights and classes, which can be changed
+    without a module's knowledge, are looked at each time.
     """
 
-    def __init__(self, classes: Set[type[nn.Module]]) -> None:
-        self._classes = classes
+    def __init__(self, forwards: Mapping[type[nn.Module], Any]) -> None:
+        """forwards: the classes, and what computes them."""
+        self._forwards = forwards
         self._checked_at = -1
         self._plain = False
         self._hooks: list[Any] = []
+        self._weights: list[nn.Parameter] = []
 
-    def __call__(self, modules: Callable[[], Iterable[nn.Module] | None]) -> bool:
+    def __call__(self, modules: Callable[[], Sequence[nn.Module] | None]) -> bool:
         """modules: returns them, or None where no kernel fits their like."""
         if self._checked_at != Module.changes:
-            found = modules()
-            self._plain = found is not None and all(map(self._is_plain, found))
-            self._hooks = [hooks for m in found or () for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+            found = modules() or ()
+            self._plain = bool(found) and all(map(self._is_plain, found))
+            self._hooks = [hooks for m in found for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+            self._weights = [weight for m in found for weight in m._parameters.values() if weight is not None]
             self._checked_at = Module.changes
-        return self._plain and not any(self._hooks)
+        if not self._plain or any(self._hooks):
+            return False
+        for kind, forward in self._forwards.items():
+            if kind.forward is not forward:
+                return False
+        for weight in self._weights:
+            if weight.dtype is not torch.float32 or not weight.is_cpu or not weight.is_contiguous():
+                return False
+        return True
 
     def _is_plain(self, module: nn.Module) -> bool:
         return (
-            type(module) in self._classes
+            type(module) in self._forwards
             and "forward" not in module.__dict__
-            and all(
-                type(weight) is nn.Parameter
-                and weight.dtype is torch.float32
-                and weight.is_cpu
-                and weight.is_contiguous()
-                for weight in module._parameters.values()
-                if weight is not None
-            )
+            and all(type(weight) is nn.Parameter for weight in module._parameters.values() if weight is not None)
         )
 
 
@@ -210,7 +216,7 @@ def finish(
         batch,
         attended.numel() // batch,
         intermediate,
-        int(activation == "gelu_tanh"),
+        ACTIVATION_CODES[activation],
     )
     return out.view(batch, hidden)
 

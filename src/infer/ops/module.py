@@ -26,6 +26,16 @@ class Module(nn.Module):
         self.__dict__[name] = param
         Module.changes += 1
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)
+        self.__dict__[name] = module
+        Module.changes += 1
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self.__dict__.pop(name, None)
+        Module.changes += 1
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):

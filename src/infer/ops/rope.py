@@ -47,7 +47,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     if config.divisors:
         if len(config.divisors) != len(inv_freq):
             raise ValueError(f"{len(config.divisors)} RoPE divisors for {len(inv_freq)} frequencies")
-        inv_freq = inv_freq / torch.tensor(config.divisors, device="cpu")
+        inv_freq = inv_freq / torch.tensor(config.divisors, dtype=torch.float32, device="cpu")
     return inv_freq
 
 
