@@ -57,7 +57,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         check_chunk(self.prefill_chunk)
         if self.prefill_chunk is not None and not self.use_kv_cache:
-            raise ValueError("prefill_chunk needs the cache")
+            raise ValueError("prefill_chunk needs the cache: leave it or use_kv_cache=False out")
         # Two new tokens, because the first belongs to the prefill.
         for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("trials", 1), ("warmup", 0)):
             if getattr(self, name) < least:

@@ -299,7 +299,7 @@ def test_gemma_any_ids(gemma_gguf: Tokenizer, gemma: Family, ids: list[int]) -> 
 
 def test_gemma_chat(gemma_gguf: Tokenizer, gemma: Family) -> None:
     """The file has no template, and says so; its tokenizer reads what the family's template writes."""
-    with pytest.raises(ValueError, match="no chat template: give it a raw prompt instead"):
+    with pytest.raises(ValueError, match="no chat template: it completes raw prompts"):
         render_chat_template(TURNS, tokenizer=gemma_gguf)
     ids = gemma_gguf.encode(render_chat_template(TURNS, model_type="gemma3"), add_special_tokens=False)
     assert ids == gemma.theirs.apply_chat_template(TURNS, return_dict=False, add_generation_prompt=True)

@@ -742,3 +742,70 @@ class TestBatchCache:
     def test_no_rows(self) -> None:
         with pytest.raises(ValueError, match="at least one row"):
             BatchCache([])
+
+
+class TestInterrupted:
+    """Ctrl-C may come between any two lines. What is left behind is whole, or refuses to go on."""
+
+    def test_in_the_middle_of_a_staged_write(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache = SlidingCache.allocate(2, 1, 4, 64, dtype="float32", device="cpu", windows=[4, None], prefill_chunk=2)
+        fill(cache, 5)
+        for layer in range(2):
+            cache.update(layer, *random_kv(cache, 20))
+
+        def interrupted(self: BaseCache, seq_len: int) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BaseCache, "_move_to", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                cache.advance(20)
+        assert cache.seq_len == 5
+        with pytest.raises(ValueError, match="a pass was interrupted while it wrote: reset the cache"):
+            cache.positions(1)
+        cache.reset()
+        assert cache.positions(1).tolist() == [[0]]
+
+    @pytest.mark.parametrize("cls", [KVCache, SlidingCache])
+    def test_between_two_tokens(self, cls: type[BaseCache], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the next token goes follows from seq_len alone."""
+        cache = cls.allocate(1, 1, 4, 16, dtype="float32", device="cpu")
+        written = fill(cache, 3)
+        q, (k, v) = random_kv(cache, 1)[0], random_kv(cache, 1, seed=5)
+        cache.attend(0, q, k, v, scale=1.0)
+        moved = BaseCache._move_to
+
+        def interrupted(self: BaseCache, seq_len: int) -> None:
+            moved(self, seq_len)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BaseCache, "_move_to", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                cache.advance(1)
+        assert cache.seq_len == 4
+        last_k, last_v = random_kv(cache, 1, seed=6)
+        cache.attend(0, q, last_k, last_v, scale=1.0)
+        assert torch.equal(cache.k[0][:, :, :5], torch.cat((written[0][0], k, last_k), dim=2))
+
+
+@pytest.mark.parametrize("cls", CACHES)
+@pytest.mark.parametrize("length", [1.5, "1", True, None])
+def test_truncating_to_no_whole_number(cls: type[BaseCache], length: object) -> None:
+    cache = cls.allocate(1, 1, 4, 16, dtype="float32", device="cpu")
+    fill(cache, 3)
+    with pytest.raises(TypeError):
+        cache.truncate(length)  # type: ignore[arg-type]
+    assert cache.seq_len == 3
+
+
+def test_gradients_are_refused_where_they_would_be_lost(tiny_model: Callable) -> None:
+    model = tiny_model().requires_grad_(True)
+    ids = torch.tensor([[1, 2, 3]])
+    for cls in (KVCache, SlidingCache):
+        cache = cls.from_model_config(model.config, 8, dtype="float32", device="cpu")
+        with pytest.raises(ValueError, match="keeps no gradients"):
+            model(ids, kv_cache=cache)
+    cache = GrowingCache.from_model_config(model.config, 8, dtype="float32", device="cpu")
+    model(ids, kv_cache=cache).sum().backward()
+    assert model.layers[0].self_attn.qkv_proj.weight.grad is not None

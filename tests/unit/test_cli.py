@@ -789,10 +789,10 @@ class TestVerify:
         each = [f"{cache}{chunk}" for cache in CACHES for chunk in ("", ", chunks of 1", ", chunks of 3")]
         assert paths == [*each * 2, *["default cache, batch of 2"] * 2, *CACHES * 2, *["default cache, batch of 2"] * 2]
         assert '"水は"' in lines[9]
-        assert (
-            done.err
-            == f"{len(lines)} of {len(lines)} runs with a cache generate exactly what the run without one does\n"
-        )
+        assert done.err.splitlines() == [
+            f"{len(lines)} runs to come, each compared with one without a cache",
+            f"{len(lines)} of {len(lines)} runs with a cache generate exactly what the run without one does",
+        ]
 
     def test_windows(self, run: Run, windowed: Path) -> None:
         """A prompt past the window joins the others, unless the prompts are the user's."""
@@ -983,7 +983,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["chat", "--context", "20", "--max-new-tokens", "20"],
         "20 new tokens = ",
     ),
-    "no context in a chat": (["chat", "--context", "0"], "context must be at least 1, not 0"),
+    "no context in a chat": (["chat", "--context", "0"], "context must be from 1 to the model's 256, not 0"),
+    "too much context in a chat": (["chat", "--context", "257"], "context must be from 1 to the model's 256, not 257"),
     "unknown dtype for info": (["info", "FOLDER", "--dtype", "int3"], "unknown dtype 'int3'"),
     "unknown device for info": (["info", "FOLDER", "--device", "gpu"], SUPPORTED_DEVICES),
     "unknown dtype for verify": (["verify", "FOLDER", "--dtype", "int3"], "unknown dtype 'int3'"),

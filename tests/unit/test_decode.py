@@ -13,7 +13,7 @@ from torch import nn
 
 from infer.cache import BaseCache, BatchCache
 from infer.config import RopeConfig
-from infer.models.common import MLP
+from infer.models.common import MLP, Block
 from infer.ops import decode
 from infer.ops.activation import ACTIVATIONS
 from infer.ops.attention import ring_attention, ring_span
@@ -416,3 +416,55 @@ class TestIsPlain:
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFER_KERNELS", "0")
     assert decode.kernels.__wrapped__() is None
+
+
+class TestRemembered:
+    """What is known of a model must not outlast a change that no module hears of."""
+
+    def logits(self, model: Any) -> torch.Tensor:
+        return model(torch.tensor([[3]]))
+
+    def reference(self, model: Any) -> torch.Tensor:
+        return model(torch.tensor([[3, 4]]))[:, :1]
+
+    def test_weights_in_another_order(self, tiny_model: Callable) -> None:
+        model = tiny_model()
+        self.logits(model)
+        weight = model.layers[0].mlp.down_proj.weight
+        weight.data = weight.data.t().contiguous().t()
+        torch.testing.assert_close(self.logits(model), self.reference(model), atol=1e-4, rtol=1e-4)
+
+    def test_a_class_that_is_patched(self, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_model()
+        self.logits(model)
+        monkeypatch.setattr(MLP, "forward", lambda self, x, residual: residual + x)
+        torch.testing.assert_close(self.logits(model), self.reference(model), atol=1e-4, rtol=1e-4)
+
+    def test_a_module_that_is_added_in_place_of_another(self, tiny_model: Callable) -> None:
+        class Silent(nn.Module):
+            def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+                return residual
+
+        model = tiny_model()
+        before = self.logits(model)
+        model.layers[0].add_module("mlp", Silent())
+        assert not torch.allclose(self.logits(model), before, atol=1e-2)
+        torch.testing.assert_close(self.logits(model), self.reference(model), atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("change", ["activation", "order"])
+    def test_a_block_that_computes_something_else(
+        self, change: str, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(ACTIVATIONS, "relu", F.relu)
+
+        class Parallel(Block):
+            def plain(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+                return self.mlp(self.post_attention_layernorm(x), self.self_attn(self.input_layernorm(x), x, step))
+
+        model = tiny_model()
+        for layer in model.layers:
+            if change == "activation":
+                layer.mlp.activation = "relu"
+            else:
+                layer.__class__ = Parallel
+        torch.testing.assert_close(self.logits(model), self.reference(model), atol=1e-4, rtol=1e-4)

@@ -33,7 +33,9 @@ def models(as_json: JsonOption = False) -> None:
 
 def info(
     model: ModelArgument = DEFAULT_MODEL,
-    context: Annotated[int | None, typer.Option(help="Positions of cache.  [default: all the model has]")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Positions to count the cache for.  [default: all the model has]")
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     as_json: JsonOption = False,

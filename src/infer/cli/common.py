@@ -18,7 +18,10 @@ ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 PrefillChunkOption = Annotated[
-    int | None, typer.Option(help="Feed the prompt in passes of at most this many tokens; less memory for long ones.")
+    int | None,
+    typer.Option(
+        help="Feed the prompt in passes of at most this many tokens, say 512: a long one then takes less memory."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 

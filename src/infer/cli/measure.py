@@ -31,7 +31,7 @@ def verify(
 ) -> None:
     """Check that the cache changes nothing: generate with every kind of cache, in chunks, in a batch, and without."""
     from infer import ModelConfig, Tokenizer, load_model
-    from infer.engine.verify import PROMPTS, check, with_long_prompt
+    from infer.engine.verify import PROMPTS, check, number_of_comparisons, with_long_prompt
     from infer.engine.verify import verify as compare_runs
 
     texts: tuple[str, ...] = PROMPTS
@@ -48,6 +48,7 @@ def verify(
     if config.has_windows and max(map(len, prompt_ids)) <= (config.sliding_window or 0):
         say(f"note: no prompt is longer than the window of {config.sliding_window}: what windows forget goes untested")
     network, _ = load_model(model, dtype=dtype, device=device)
+    say(f"{number_of_comparisons(config, prompt_ids)} runs to come, each compared with one without a cache")
     rows = []
     for row in compare_runs(network, tokenizer, prompt_ids, max_new_tokens, seed):
         rows.append(row)
@@ -55,7 +56,8 @@ def verify(
             outcome = f"equal, {row.tokens} tokens"
             if not row.equal:
                 outcome = f"DIFFERS at step {row.first_difference}; margin between the two best logits {row.margin:.2e}"
-            text = json.dumps(texts[row.prompt], ensure_ascii=False)[:40]
+            text = json.dumps(texts[row.prompt], ensure_ascii=False)
+            text = text if len(text) <= 40 else f'{text[:38]}…"'
             print(f"{row.mode:<7} {row.path:<28} {text:<42} {outcome}")
     different = sum(not row.equal for row in rows)
     if as_json:

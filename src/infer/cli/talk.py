@@ -104,7 +104,9 @@ def chat(
     system: SystemOption = None,
     thinking: ThinkingOption = None,
     prefill_chunk: PrefillChunkOption = None,
-    context: Annotated[int, typer.Option(help="Positions to allocate the cache for.")] = 4096,
+    context: Annotated[
+        int | None, typer.Option(help="Positions to allocate the cache for.  [default: 4096, or all the model has]")
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     params: SamplingParams,
@@ -116,14 +118,15 @@ def chat(
     from infer.engine.request import check_chunk, check_request
 
     check_chunk(prefill_chunk)
-    if context < 1:
-        raise ValueError(f"context must be at least 1, not {context}")
     tokenizer = Tokenizer(model)
     encode = functools.partial(encode_chat, tokenizer, thinking)
+    config = ModelConfig.from_pretrained(model)
+    capacity = min(4096, config.max_position_embeddings) if context is None else context
+    if not 1 <= capacity <= config.max_position_embeddings:
+        raise ValueError(f"context must be from 1 to the model's {config.max_position_embeddings}, not {context}")
     # A model without a chat template, or a context without room for any turn, is refused before the weights are read.
-    check_request(ModelConfig.from_pretrained(model), encode([{"role": "user", "content": "hello"}]), params, context)
+    check_request(config, encode([{"role": "user", "content": "hello"}]), params, capacity)
     network, _ = load_model(model, dtype=dtype, device=device)
-    capacity = min(context, network.config.max_position_embeddings)
     cache = make_cache(network, capacity, network.device, prefill_chunk=prefill_chunk)
     conversation = Conversation(network, tokenizer, encode, cache, system, prefill_chunk)
     say(f"{model}: {capacity} positions, {cache.memory_bytes / 1e6:.0f} MB of cache. /reset forgets, /exit leaves.")
@@ -137,7 +140,7 @@ def chat(
             try:
                 steps = show(conversation.reply(text, params))
             except ValueError as error:
-                say(f"{error} (/reset forgets the conversation)")
+                say(f"{error} (/reset forgets the conversation; --context makes room for longer ones)")
                 continue
             if steps:
                 new = sum(step.time_s for step in steps[1:])

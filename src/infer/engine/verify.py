@@ -99,6 +99,12 @@ def verify(
                 yield _compare(where, model, prompts[index], result.token_ids, expected[index])
 
 
+def number_of_comparisons(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
+    """How many `verify` will make."""
+    alone = len(CACHES) * sum(len(chunkings(config, len(prompt))) + 1 for prompt in prompts)
+    return alone + (2 * len(prompts) if len(prompts) > 1 else 0)
+
+
 def chunkings(config: ModelConfig, length: int) -> list[int | None]:
     """Whole, and chunks that end before, at and behind the edge of a window; short ones only for short prompts."""
     sizes = [1, 3] if length < LONG_EXTRA else [LONG_EXTRA]

@@ -69,7 +69,9 @@ def render_chat_template(
     special = {}
     if tokenizer is not None:
         if tokenizer.chat_template is None:
-            raise ValueError("this model has no chat template: give it a raw prompt instead")
+            raise ValueError(
+                "this model has no chat template: it completes raw prompts, as `infer generate` without --chat does"
+            )
         template = tokenizer.chat_template
         special = {"bos_token": tokenizer.bos_token or "", "eos_token": tokenizer.eos_token or ""}
     elif model_type in TEMPLATES:

@@ -207,7 +207,7 @@ class Decoder(Module):
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
         x = self.embed(input_ids.flatten())  # [T, C]
         rope = {kind: rope(positions) for kind, rope in self.ropes.items()}
-        step = Pass(batch, n, rope, cache, n == 1 and decode.available(x))
+        step = Pass(batch, n, rope, cache, n == 1 and decode.available(x, PLAIN))
         for layer in self.layers:
             x = layer(x, step)
         cache.advance(n)

@@ -38,9 +38,14 @@ def kernels() -> Any:
     return cpu_decode
 
 
-def available(x: Tensor) -> bool:
-    """Whether x [B, C] is a few float32 tokens on the CPU that no gradient is asked of, and the kernels are there."""
+def available(x: Tensor, forwards: Mapping[type[nn.Module], Any]) -> bool:
+    """Whether x [B, C] is a few float32 tokens on the CPU that no gradient is asked of, and the kernels are there.
+
+    forwards: of the classes that the kernels stand for; if one has been replaced, they no longer do.
+    """
     if not fits(x) or torch.is_grad_enabled() or kernels() is None:
+        return False
+    if any(kind.forward is not forward for kind, forward in forwards.items()):
         return False
     kernels().use_threads(torch.get_num_threads())
     return True
@@ -53,8 +58,8 @@ def fits(x: Tensor) -> bool:
 class PlainCheck:
     """Whether the kernels compute what some modules would: all of these classes, and none patched or hooked.
 
-    What is in a module is found out again when any module has changed. Hooks, weights and classes, which can be changed
-    without a module's knowledge, are looked at each time.
+    What is in a module is found out again when any module has changed. Hooks and weights, which can be changed without
+    a module's knowledge, are looked at each time.
     """
 
     def __init__(self, forwards: Mapping[type[nn.Module], Any]) -> None:
@@ -75,9 +80,6 @@ class PlainCheck:
             self._checked_at = Module.changes
         if not self._plain or any(self._hooks):
             return False
-        for kind, forward in self._forwards.items():
-            if kind.forward is not forward:
-                return False
         for weight in self._weights:
             if weight.dtype is not torch.float32 or not weight.is_cpu or not weight.is_contiguous():
                 return False
