@@ -320,5 +320,5 @@ class OneOff:
 def test_a_ring_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any) -> None:
     monkeypatch.setattr(owner, name, broken)
     search = settings(SETTINGS, max_examples=200, phases=[Phase.generate], report_multiple_bugs=False)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ValueError)):  # other logits, or a refusal that there was no reason for
         search(RING(check_ring))()
