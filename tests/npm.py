@@ -16,8 +16,6 @@ import pytest
 
 from infer.loader.builtin import cache_folder
 
-PUBLIC_REGISTRY = "https://registry.npmjs.org"  # npm's own default, for when nothing is configured
-
 
 def json_files(package: str, version: str, inside: str) -> Path:
     """A folder with the package's JSON files under `inside`; skips the test where they cannot be fetched."""
@@ -67,7 +65,10 @@ def _registry(package: str) -> str:
         if key.lower() == "npm_config_registry":
             settings["registry"] = value
     scope = package.partition("/")[0]
-    return (settings.get(f"{scope}:registry") or settings.get("registry") or PUBLIC_REGISTRY).rstrip("/")
+    registry = settings.get(f"{scope}:registry") or settings.get("registry")
+    if registry is None:
+        raise FileNotFoundError("none is configured")
+    return registry.rstrip("/")
 
 
 def _unpack(archive: Path, inside: str, folder: Path) -> Path:
