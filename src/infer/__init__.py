@@ -9,10 +9,20 @@ if TYPE_CHECKING:
     from infer.cache import GrowingCache, KVCache, SlidingCache
     from infer.config import ModelConfig
     from infer.engine.batch import generate_batch
-    from infer.engine.generate import generate, prefill, stream
+    from infer.engine.cached import (
+        allocate_kv_cache,
+        decode_step,
+        full_attention_matrix,
+        generate_ids_cached,
+        generate_ids_greedy_cached,
+        generate_ids_greedy_full,
+        prefill,
+    )
+    from infer.engine.generate import generate, stream
     from infer.engine.params import SamplingParams
     from infer.engine.result import GenerationResult
     from infer.loader import Tokenizer, load_model, render_chat_template
+    from infer.trace import Trace
 
 _HOMES = {
     "GenerationResult": "infer.engine.result",
@@ -22,10 +32,17 @@ _HOMES = {
     "SamplingParams": "infer.engine.params",
     "SlidingCache": "infer.cache",
     "Tokenizer": "infer.loader",
+    "Trace": "infer.trace",
+    "allocate_kv_cache": "infer.engine.cached",
+    "decode_step": "infer.engine.cached",
+    "full_attention_matrix": "infer.engine.cached",
     "generate": "infer.engine.generate",
     "generate_batch": "infer.engine.batch",
+    "generate_ids_cached": "infer.engine.cached",
+    "generate_ids_greedy_cached": "infer.engine.cached",
+    "generate_ids_greedy_full": "infer.engine.cached",
     "load_model": "infer.loader",
-    "prefill": "infer.engine.generate",
+    "prefill": "infer.engine.cached",
     "render_chat_template": "infer.loader",
     "stream": "infer.engine.generate",
 }
@@ -38,8 +55,15 @@ __all__ = [
     "SamplingParams",
     "SlidingCache",
     "Tokenizer",
+    "Trace",
+    "allocate_kv_cache",
+    "decode_step",
+    "full_attention_matrix",
     "generate",
     "generate_batch",
+    "generate_ids_cached",
+    "generate_ids_greedy_cached",
+    "generate_ids_greedy_full",
     "load_model",
     "prefill",
     "render_chat_template",

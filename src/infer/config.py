@@ -65,6 +65,7 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
+    dropout: float = 0.0  # while training
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

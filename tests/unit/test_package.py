@@ -22,8 +22,15 @@ PUBLIC = [
     "SamplingParams",
     "SlidingCache",
     "Tokenizer",
+    "Trace",
+    "allocate_kv_cache",
+    "decode_step",
+    "full_attention_matrix",
     "generate",
     "generate_batch",
+    "generate_ids_cached",
+    "generate_ids_greedy_cached",
+    "generate_ids_greedy_full",
     "load_model",
     "prefill",
     "render_chat_template",
@@ -38,9 +45,10 @@ LAYERS = {
     "cache": {"machine", "config", "ops"},
     "models": {"machine", "config", "ops", "cache"},
     "loader": {"machine", "config", "ops", "cache", "models"},
-    "engine": {"machine", "config", "ops", "cache", "models"},
+    "trace": {"machine", "config", "ops", "cache"},
+    "engine": {"machine", "config", "ops", "cache", "models", "trace"},
     "bench": {"machine", "config", "ops", "cache", "models", "loader", "engine"},
-    "cli": {"machine", "config", "ops", "cache", "models", "loader", "engine", "bench"},
+    "cli": {"machine", "config", "ops", "cache", "models", "loader", "engine", "bench", "trace"},
 }
 # The one import that goes up, inside a function: ModelConfig.from_pretrained opens a checkpoint.
 UPWARD = {("config", "loader")}

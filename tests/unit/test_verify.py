@@ -213,13 +213,13 @@ class TestPlantedBugs:
     def test_chunks_that_lose_their_seam(
         self, model: Decoder, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        cut = engine._chunks
+        cut = engine.chunks
 
         def wrong(tokens: Tensor, size: int | None) -> list[Tensor]:
             first, *rest = cut(tokens, size)
             return [first, *((chunk + 1) % 64 for chunk in rest)]
 
-        monkeypatch.setattr(engine, "_chunks", wrong)
+        monkeypatch.setattr(engine, "chunks", wrong)
         rows = check(model, prompts, new=6)
         assert paths(rows, equal=False) == {row.path for row in rows if row.chunk is not None}
         assert all(row.equal for row in rows if row.chunk is None)

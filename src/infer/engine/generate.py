@@ -5,22 +5,26 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infer.cache.base import BaseCache, Cache, NoCache
+from infer.cache.debug import debugged
 from infer.cache.simple import KVCache
 from infer.cache.sliding import PREFILL_CHUNK, SlidingCache
+from infer.cache.traced import TracedCache
 from infer.config import ModelConfig
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
 from infer.engine.text import Decodes
 from infer.machine import resolve_device
+from infer.trace.record import Trace
 
 
 class Model(Protocol):
@@ -32,12 +36,20 @@ class Model(Protocol):
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
 
+class Recorder(Protocol):
+    """What watches a run, and of which layers it wants the attention rows."""
+
+    @property
+    def layers(self) -> Collection[int]: ...
+    def record(self, tokens: Sequence[int], logits: Tensor, cache: TracedCache, time_s: float) -> None: ...
+
+
 def step(model: Model, cache: Cache, tokens: Tensor, prefill_chunk: int | None = None) -> Tensor:
     """Feed tokens [B, n] behind what the cache holds; logits [B, V] for the token to follow.
 
     prefill_chunk: in passes of at most so many tokens, which bounds the memory that a long prompt takes.
     """
-    for chunk in _chunks(tokens, prefill_chunk):
+    for chunk in chunks(tokens, prefill_chunk):
         logits = model(chunk, kv_cache=cache)
     return logits[:, -1]
 
@@ -52,6 +64,8 @@ def stream(
     use_kv_cache: bool = True,
     cache: Cache | None = None,
     prefill_chunk: int | None = None,
+    on_full: str = "error",
+    trace: Trace | None = None,
 ) -> Iterator[GeneratedToken]:
     """Generate token by token. What cannot be generated is refused here, before the first token is asked for.
 
@@ -59,8 +73,12 @@ def stream(
     cache: one of your own instead of a fresh one; what it holds must be the beginning of the prompt, of which only the
     rest is then prefilled. It ends up holding every token but the last generated.
     prefill_chunk: feed the prompt in passes of at most so many tokens; None: at once.
+    on_full: what to do about more positions than the model or the cache has. "error": refuse. "recompute": once they
+    are used up, feed the last ones that fit anew at each step, which no cache can help with.
+    trace: records every step.
     """
-    return _steps(_prepare(model, tokenizer, prompt_token_ids, params, device, use_kv_cache, cache, prefill_chunk))
+    settings = device, use_kv_cache, cache, prefill_chunk, on_full, trace
+    return steps(_prepare(model, tokenizer, prompt_token_ids, params, *settings))
 
 
 def generate(
@@ -73,10 +91,13 @@ def generate(
     use_kv_cache: bool = True,
     cache: Cache | None = None,
     prefill_chunk: int | None = None,
+    on_full: str = "error",
+    trace: Trace | None = None,
 ) -> GenerationResult:
     """Generate to the end and return it all. The arguments are those of `stream`."""
-    run = _prepare(model, tokenizer, prompt_token_ids, params, device, use_kv_cache, cache, prefill_chunk)
-    return collect(run.request.prompt, list(_steps(run)), run.cache.memory_bytes)
+    settings = device, use_kv_cache, cache, prefill_chunk, on_full, trace
+    run = _prepare(model, tokenizer, prompt_token_ids, params, *settings)
+    return collect(run.request.prompt, list(steps(run)), run.cache.memory_bytes)
 
 
 class Run(NamedTuple):
@@ -85,18 +106,36 @@ class Run(NamedTuple):
     model: Model
     request: Request
     cache: Cache
-    prefill_chunk: int | None
+    prefill_chunk: int | None = None
+    recorder: Recorder | None = None
 
 
 @torch.inference_mode()
-def _steps(run: Run) -> Iterator[GeneratedToken]:
-    model, request, cache, prefill_chunk = run
+def steps(run: Run) -> Iterator[GeneratedToken]:
+    """Run it token by token."""
+    model, request, cache, prefill_chunk, recorder = run
     device = model_device(model)
+    context = model.config.max_position_embeddings
+    room = min(context, cache.capacity)
+    cache = watched(cache, recorder)
     while request.finish_reason is None:
         started = time.perf_counter()
+        if len(request.tokens) > room:
+            # Every token moves to another position, so what the cache holds no longer holds: start over.
+            cache, prefill_chunk, room = watched(NoCache(1, device), recorder), None, sys.maxsize
         # With a cache that is the prompt, then each new token alone; NoCache holds nothing, so everything.
-        fed = torch.tensor([request.tokens[cache.seq_len :]], device=device)
-        yield request.accept(step(model, cache, fed, prefill_chunk)[0], started)
+        fed = torch.tensor([request.tokens[cache.seq_len :][-context:]], device=device)
+        logits = step(model, cache, fed, prefill_chunk)[0]
+        token = request.accept(logits, started)
+        if isinstance(cache, TracedCache) and recorder is not None:
+            recorder.record(request.tokens, logits, cache, token.time_s)
+        yield token
+
+
+def watched(cache: Cache, recorder: Recorder | None = None) -> Cache:
+    """With what records its rows around it, and what prints its events, where these are asked for."""
+    cache = debugged(cache)
+    return cache if recorder is None else TracedCache(cache, recorder.layers)
 
 
 def _prepare(
@@ -108,23 +147,28 @@ def _prepare(
     use_kv_cache: bool,
     cache: Cache | None,
     prefill_chunk: int | None,
+    on_full: str,
+    trace: Trace | None,
 ) -> Run:
     """Check everything, then make the cache, unless there is one."""
     device = model_device(model, device)
     if cache is not None and not use_kv_cache:
         raise ValueError("use_kv_cache=False and a cache were both given: leave one out")
-    request = Request(model.config, tokenizer, prompt, params, None if cache is None else cache.capacity)
+    request = Request(model.config, tokenizer, prompt, params, None if cache is None else cache.capacity, on_full)
     check_chunk(prefill_chunk)
-    _check_fits(model, cache, 1)
+    check_fits(model, cache, 1)
+    if trace is not None:
+        trace.start(model.config, tokenizer, request.tokens, request.params.max_new_tokens)
     if cache is None:
-        cache = make_cache(model, request.max_seq_len, device, use_kv_cache=use_kv_cache, prefill_chunk=prefill_chunk)
-    _check_keeps(cache, prefill_chunk)
+        positions = min(request.max_seq_len, model.config.max_position_embeddings)
+        cache = make_cache(model, positions, device, use_kv_cache=use_kv_cache, prefill_chunk=prefill_chunk)
+    check_keeps(cache, prefill_chunk)
     if cache.seq_len >= len(request.tokens):
         raise ValueError(
             f"the cache holds {cache.seq_len} positions and the prompt has {len(request.tokens)} tokens: nothing is "
             "left to feed; truncate the cache to what the prompt begins with, less at least one token"
         )
-    return Run(model, request, cache, prefill_chunk)
+    return Run(model, request, cache, prefill_chunk, trace)
 
 
 def make_cache(
@@ -147,39 +191,21 @@ def make_cache(
     return KVCache.from_model_config(model.config, max_seq_len, dtype=dtype, device=device)
 
 
-@torch.no_grad()
-def prefill(model: Model, ids: Tensor, cache: Cache, *, prefill_chunk: int | None = None) -> tuple[Tensor, Cache, None]:
-    """Fill an empty cache with ids [B, n]. Returns the logits of all positions [B, n, V], the cache, and no trace.
-
-    Chunks bound the memory of the passes, not of those logits: for a long prompt, `step` returns the last ones alone.
-    """
-    check_chunk(prefill_chunk)
-    _check_keeps(cache, prefill_chunk)
-    if cache.seq_len:
-        raise ValueError(f"the cache must be empty before prefill, but it holds {cache.seq_len} positions")
-    limit, vocabulary = min(cache.capacity, model.config.max_position_embeddings), model.config.vocab_size
-    if ids.dim() != 2 or not 0 < ids.shape[1] <= limit:
-        raise ValueError(f"a prompt is [batch, 1 to {limit} tokens] for this model and cache, not {list(ids.shape)}")
-    if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise ValueError(f"the prompt has token ids outside the vocabulary 0..{vocabulary - 1}")
-    _check_fits(model, cache, ids.shape[0])
-    logits = [model(chunk, kv_cache=cache, all_logits=True) for chunk in _chunks(ids, prefill_chunk)]
-    return torch.cat(logits, dim=1), cache, None
-
-
-def _check_fits(model: Model, cache: Cache | None, batch_size: int) -> None:
-    """Refuse a cache that was made for something else."""
+def check_fits(model: Model, cache: Cache | None, batch_size: int) -> None:
+    """Refuse a cache that was made for something else, and a model that is being trained."""
+    if isinstance(model, nn.Module) and model.training and model.config.dropout:
+        raise ValueError("the model is in training mode, where dropout makes each run another: call model.eval()")
     if isinstance(cache, BaseCache):
         weights = next(model.parameters(), None)
         cache.check_model(model.config, batch_size, None if weights is None else weights.dtype, model_device(model))
 
 
-def _check_keeps(cache: Cache, prefill_chunk: int | None) -> None:
+def check_keeps(cache: Cache, prefill_chunk: int | None) -> None:
     if prefill_chunk is not None and isinstance(cache, NoCache):
         raise ValueError("prefill_chunk needs a cache: without one every pass starts from the beginning")
 
 
-def _chunks(tokens: Tensor, size: int | None) -> Sequence[Tensor]:
+def chunks(tokens: Tensor, size: int | None) -> Sequence[Tensor]:
     n = tokens.shape[1]
     if size is None or size >= n:
         return (tokens,)

@@ -15,6 +15,8 @@ from infer.engine.result import GeneratedToken
 from infer.engine.sampler import sample
 from infer.engine.text import Decodes, TextStream
 
+ON_FULL = ("error", "recompute")
+
 
 class Request:
     """The tokens so far, and what turns logits into the next one. A request that is impossible is not made."""
@@ -26,13 +28,14 @@ class Request:
         prompt: Sequence[int],
         params: SamplingParams | None = None,
         capacity: int | None = None,
+        on_full: str = "error",
     ) -> None:
-        """capacity: of the cache, if it is there already."""
+        """capacity: of the cache, if it is there already; on_full: as for `stream`."""
         self.params = SamplingParams() if params is None else params
         if not isinstance(self.params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         self.tokens = token_ids(prompt)
-        check_request(config, self.tokens, self.params, capacity)
+        check_request(config, self.tokens, self.params, capacity, on_full)
         self.finish_reason: str | None = None
         self._prompt_len = len(self.tokens)
         self._text = TextStream(tokenizer, self.params.stop)
@@ -76,15 +79,23 @@ def token_ids(prompt: Sequence[int]) -> list[int]:
 
 
 def check_request(
-    config: ModelConfig, tokens: Sequence[int], params: SamplingParams, capacity: int | None = None
+    config: ModelConfig,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    capacity: int | None = None,
+    on_full: str = "error",
 ) -> None:
     """Refuse what cannot be generated, before any work. capacity: of the cache, if it is there already."""
+    if on_full not in ON_FULL:
+        raise ValueError(f"on_full must be one of {', '.join(ON_FULL)}, not {on_full!r}")
     if not tokens:
         raise ValueError("the prompt is empty: it needs at least one token")
     for where, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
         wrong = [i for i in ids if not 0 <= i < config.vocab_size]
         if wrong:
             raise ValueError(f"token id {wrong[0]} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}")
+    if on_full == "recompute":
+        return
     needed = len(tokens) + params.max_new_tokens
     for what, limit in (("model's context", config.max_position_embeddings), ("cache's capacity", capacity)):
         if limit is not None and needed > limit:

@@ -85,6 +85,30 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | N
     return attention(q, k, v, scale=scale, mask=masks[case])
 
 
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, rows: int = 1
+) -> tuple[Tensor, Tensor]:
+    """`span_attention` in plain sight: also returns the weights of the last `rows` queries [B, Hq, rows, S].
+
+    In blocks of queries, so that a long prompt takes no matrix of its length squared unless all rows are asked for.
+    """
+    batch, heads, n, head_dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    positions = torch.arange(keys, device=q.device)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    k, v = k.to(exact)[:, :, None], v.to(exact)[:, :, None]  # [B, Hkv, 1, S, D]
+    outputs, kept = [], []
+    for start in range(0, n, BLOCK):
+        block = q[:, :, start : start + BLOCK].to(exact).reshape(batch, kv_heads, heads // kv_heads, -1, head_dim)
+        seen = visible(positions[keys - n + start :][: block.shape[3]], positions, window)  # [block, S]
+        scores = (block @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
+        weights = scores.softmax(-1)  # [B, Hkv, Hq/Hkv, block, S]
+        outputs.append((weights @ v).flatten(1, 2))
+        if start + BLOCK > n - rows:
+            kept.append(weights.flatten(1, 2)[:, :, max(0, n - rows - start) :])
+    return torch.cat(outputs, 2).to(q.dtype), torch.cat(kept, 2)
+
+
 def ring_span(ring: Tensor, first: int, end: int) -> Tensor:
     """Positions first..end-1 of a ring [B, H, slots, D] in order; position p lies in slot p % slots."""
     slots = ring.shape[2]

@@ -1,0 +1,74 @@
+"""A cache that prints what happens to it: KV_DEBUG=1, and KV_DEBUG_LAYER=N for one layer's events alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from torch import Tensor
+
+from infer.cache.base import Cache, NoCache
+from infer.cache.wrapped import WrappedCache
+
+
+def debugged(cache: Cache) -> Cache:
+    """The cache itself, unless KV_DEBUG=1 asks for one that prints: asked once, not on the way of a token."""
+    if os.environ.get("KV_DEBUG", "0") in ("", "0"):
+        return cache
+    layer = os.environ.get("KV_DEBUG_LAYER", "")
+    if layer and not layer.isdecimal():
+        raise ValueError(f"KV_DEBUG_LAYER must be the number of a layer, not {layer!r}")
+    return DebugCache(cache, int(layer) if layer else None)
+
+
+class DebugCache(WrappedCache):
+    """Prints what the cache does on each call: positions once per pass, and for each layer what is added to what."""
+
+    def __init__(self, cache: Cache, layer: int | None = None) -> None:
+        """layer: the only one to print; None: all."""
+        super().__init__(cache)
+        self.layer = layer
+
+    def positions(self, n: int) -> Tensor:
+        positions = super().positions(n)
+        held = "present" if self.seq_len else "none"
+        batch, start = positions.shape[0], self.seq_len
+        self._print("GPT", f"kv_cache={held} b={batch} t={n} cache_pos={start} pos={_span(start, n)}")
+        return positions
+
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+    ) -> Tensor:
+        if self.layer in (None, layer_idx):
+            self._print_attention(f"Attn L{layer_idx}", q.shape[2], window)
+        return super().attend(layer_idx, q, k, v, scale=scale, window=window)
+
+    def _print_attention(self, where: str, n: int, window: int | None) -> None:
+        start, end = self.seq_len, self.seq_len + n
+        keys = end if window is None else min(end, window + n - 1)
+        if isinstance(self.cache, NoCache):
+            self._print(where, f"no cache T_q={n} T_k={keys}")
+        elif start == 0:
+            self._print(where, f"init_cache T={n} max_ctx={self.capacity}")
+            self._print(where, f"T_q={n} T_k={keys}")
+        else:
+            self._print(where, f"cache_pos={start} T={n} new_cache_pos={end} max_ctx={self.capacity}")
+            self._print(where, f"using cache T_q={n} T_k={keys}")
+
+    def truncate(self, seq_len: int) -> None:
+        self._print("GPT", f"truncate cache_pos={self.seq_len} new_cache_pos={seq_len}")
+        super().truncate(seq_len)
+
+    def reset(self) -> None:
+        self._print("GPT", f"reset cache_pos={self.seq_len}")
+        super().reset()
+
+    @staticmethod
+    def _print(where: str, event: str) -> None:
+        print(f"[KVDBG][{where}] {event}", file=sys.stderr, flush=True)
+
+
+def _span(start: int, n: int) -> str:
+    """Positions start..start+n-1; the middle of many left out."""
+    shown = [str(position) for position in range(start, start + n)]
+    return f"[{','.join(shown if n <= 8 else [*shown[:3], '...', shown[-1]])}]"

@@ -1,0 +1,46 @@
+"""A cache around another, to build watchers on."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from infer.cache.base import Cache
+
+
+class WrappedCache:
+    """A cache that leaves all to the one inside."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+
+    @property
+    def seq_len(self) -> int:
+        return self.cache.seq_len
+
+    @property
+    def capacity(self) -> int:
+        return self.cache.capacity
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.cache.memory_bytes
+
+    def positions(self, n: int) -> Tensor:
+        return self.cache.positions(n)
+
+    def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cache.update(layer_idx, k, v)
+
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+    ) -> Tensor:
+        return self.cache.attend(layer_idx, q, k, v, scale=scale, window=window)
+
+    def advance(self, n: int) -> None:
+        self.cache.advance(n)
+
+    def truncate(self, seq_len: int) -> None:
+        self.cache.truncate(seq_len)
+
+    def reset(self) -> None:
+        self.cache.reset()

@@ -1,0 +1,5 @@
+"""Watching a run: what each token was chosen from, where attention looked, what the cache held."""
+
+from infer.trace.record import Trace, TraceStep
+
+__all__ = ["Trace", "TraceStep"]

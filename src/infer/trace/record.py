@@ -1,0 +1,135 @@
+"""What a traced run leaves behind: for each token how it was chosen, where attention looked, how full the cache was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from infer.cache.traced import TracedCache
+from infer.config import ModelConfig
+from infer.machine import available_memory
+from infer.trace.text import token_text
+
+
+class Alternative(NamedTuple):
+    token_id: int
+    text: str
+    probability: float
+
+
+class AttentionRows(NamedTuple):
+    """Where one layer looked: weights of the keys at positions first, first + 1, ... of the sequence."""
+
+    first: int
+    weights: npt.NDArray[np.float16]  # [heads, keys]; each row sums to 1
+
+
+@dataclass(frozen=True)
+class TraceStep:
+    """One generated token. Probabilities are the model's own: before temperature, filters and penalties."""
+
+    token_id: int
+    text: str
+    probability: float
+    entropy: float  # of the distribution it was chosen from, in nats
+    alternatives: tuple[Alternative, ...]  # the top_k likeliest tokens, this one among them or not
+    attention: dict[int, AttentionRows]  # by layer: the row of the query that the token was chosen from
+    cache_positions: int  # filled after the step
+    cache_bytes: int  # held by the cache
+    time_s: float
+
+
+class Trace:
+    """Give one to `generate` or `stream`, and read `steps` while or after it runs.
+
+    Each step keeps 2 bytes for every traced layer, head and visible position: for long runs choose some.
+    """
+
+    def __init__(
+        self, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None, top_k: int = 10
+    ) -> None:
+        """layers, heads: which to keep rows of, -1 being the last; None: all. top_k: alternatives to keep."""
+        if type(top_k) is not int or top_k < 1:
+            raise ValueError(f"top_k must be a whole number, 1 or more, not {top_k!r}")
+        self._asked_layers, self._asked_heads, self.top_k = layers, heads, top_k
+        self.title = ""
+        self.layers: list[int] = []
+        self.heads: list[int] = []
+        self.prompt: list[Alternative] = []  # its tokens; nothing was chosen, so their probability is 1
+        self.steps: list[TraceStep] = []
+        self.cache_capacity = 0  # positions
+
+    def start(self, config: ModelConfig, tokenizer: Any, prompt: Sequence[int], max_new_tokens: int) -> None:
+        """Forget what was recorded before; refuse layers and heads that the model does not have."""
+        self.layers = _chosen("layer", self._asked_layers, config.num_hidden_layers)
+        self.heads = _chosen("head", self._asked_heads, config.num_attention_heads)
+        self._check_memory(config, len(prompt), max_new_tokens)
+        self.title = self.title or config.model_type
+        self._tokenizer = tokenizer
+        before = [None, *prompt]
+        self.prompt = [
+            Alternative(token, token_text(tokenizer, token, last), 1.0)
+            for token, last in zip(prompt, before, strict=False)
+        ]
+        self.steps = []
+
+    def record(self, tokens: Sequence[int], logits: Tensor, cache: TracedCache, time_s: float) -> None:
+        """tokens: all, the one just chosen last. logits: [V], what it was chosen from."""
+        *_, before, token = tokens
+        fed = len(tokens) - 1
+        log_probabilities = logits.float().log_softmax(-1)
+        probabilities = log_probabilities.exp()
+        best = probabilities.topk(min(self.top_k, len(probabilities)))
+        self.cache_capacity = cache.capacity
+        self.steps.append(
+            TraceStep(
+                token_id=token,
+                text=token_text(self._tokenizer, token, before),
+                probability=probabilities[token].item(),
+                entropy=torch.special.entr(probabilities).sum().item(),
+                alternatives=tuple(
+                    Alternative(i, token_text(self._tokenizer, i, before), p)
+                    for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                ),
+                attention={
+                    layer: AttentionRows(fed - rows.shape[-1], rows[0, self.heads].half().cpu().numpy())
+                    for layer, rows in cache.rows.items()
+                },
+                cache_positions=cache.seq_len,
+                cache_bytes=cache.memory_bytes,
+                time_s=time_s,
+            )
+        )
+
+    def save(self, path: str | Path) -> None:
+        """As JSON lines (.jsonl), as arrays (.npz), or as a page to look at (.html)."""
+        from infer.trace.save import save
+
+        save(self, Path(path))
+
+    def _check_memory(self, config: ModelConfig, prompt_len: int, max_new_tokens: int) -> None:
+        """Of the rows to come, before any is kept."""
+        lengths = range(prompt_len, prompt_len + max_new_tokens)
+        keys = sum(sum(min(n, config.window(layer) or n) for n in lengths) for layer in self.layers)
+        needed, free = 2 * len(self.heads) * keys, available_memory(torch.device("cpu"))
+        if free is not None and needed > free:
+            raise ValueError(
+                f"the attention rows of {max_new_tokens} steps, {len(self.layers)} layers and {len(self.heads)} heads "
+                f"may take {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free: trace fewer layers or heads"
+            )
+
+
+def _chosen(what: str, asked: Sequence[int] | None, count: int) -> list[int]:
+    if asked is None:
+        return list(range(count))
+    wrong = [i for i in asked if type(i) is not int or not -count <= i < count]
+    if wrong:
+        raise ValueError(f"there is no {what} {wrong[0]!r} to trace: the model has {what}s 0 to {count - 1}")
+    return sorted({i % count for i in asked})
