@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,14 +56,16 @@ class ModelConfig:
     num_key_value_heads: int
     max_position_embeddings: int
     head_dim: int | None = None
-    rms_norm_eps: float = 1e-5
-    rope: RopeConfig = field(default_factory=RopeConfig)
+    rms_norm_eps: float = 1e-5  # of the norms, whichever kind they are
+    rope: RopeConfig | None = field(default_factory=RopeConfig)  # None: positions are learned
     local_rope: RopeConfig | None = None  # of the sliding layers, where theirs differs
     query_pre_attn_scalar: float | None = None  # scores are divided by its root; None: head_dim
     layer_types: tuple[str, ...] = ()  # one kind per layer; empty: full attention everywhere
     sliding_window: int | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
+    norm_bias: bool = False
+    hidden_act: str | None = None  # "gelu" | "gelu_tanh" where a family has either; None: the family's own
     tie_word_embeddings: bool = False
     dropout: float = 0.0  # while training
     bos_token_id: int | None = None
@@ -81,7 +83,7 @@ class ModelConfig:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by {self.num_attention_heads} heads: set head_dim"
             )
-        if self.computed_head_dim % 2:
+        if self.rope is not None and self.computed_head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, not {self.computed_head_dim}")
         if not self.layer_types:
             object.__setattr__(self, "layer_types", (FULL_ATTENTION,) * self.num_hidden_layers)
@@ -114,6 +116,8 @@ class ModelConfig:
 
     def ropes(self) -> dict[str, RopeConfig]:
         """By layer type, those that the model has."""
+        if self.rope is None:
+            return {}
         return {
             kind: self.local_rope if kind == SLIDING_ATTENTION and self.local_rope else self.rope
             for kind in dict.fromkeys(self.layer_types)
@@ -143,30 +147,62 @@ class ModelConfig:
         if raw.get("quantization_config") is not None:
             method = raw["quantization_config"].get("quant_method", "unknown")
             raise ValueError(f"safetensors quantised with {method!r} are not supported: use the original or a GGUF")
-        activation, expected = raw.get("hidden_act", "silu"), _ACTIVATIONS.get(raw["model_type"], "silu")
-        if activation != expected:
-            raise ValueError(f"hidden_act {activation!r} is not supported for {raw['model_type']}: only {expected} is")
+        activation, known = raw.get("hidden_act", "silu"), _ACTIVATIONS.get(raw["model_type"], {"silu": None})
+        if activation not in known:
+            only = " and ".join(known)
+            raise ValueError(f"hidden_act {activation!r} is not supported for {raw['model_type']}: only {only} is")
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        learned = raw["model_type"] == "gpt2"
         return cls(
             **{name: raw[name] for name in _REQUIRED_IN_HF},
             num_key_value_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
             head_dim=raw.get("head_dim"),
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope=RopeConfig.from_hf(rope, raw.get("rope_theta", RopeConfig.theta)),
+            rope=None if learned else RopeConfig.from_hf(rope, raw.get("rope_theta", RopeConfig.theta)),
             local_rope=raw.get("local_rope"),
             query_pre_attn_scalar=raw.get("query_pre_attn_scalar"),
             layer_types=tuple(raw.get("layer_types") or ()),
             sliding_window=raw.get("sliding_window"),
             attention_bias=raw.get("attention_bias", False),
             mlp_bias=raw.get("mlp_bias", False),
+            norm_bias=raw.get("norm_bias", False),
+            hidden_act=known[activation],
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=_unique(raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
         )
 
     @classmethod
+    def from_nanogpt(cls, args: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
+        """From the `model_args` of a nanoGPT checkpoint; a `model_type` of "rope_gpt" there has RoPE instead."""
+        missing = [name for name in _REQUIRED_IN_NANOGPT if args.get(name) is None]
+        if missing:
+            raise ValueError(f"model_args lack {', '.join(missing)}")
+        model_type = args.get("model_type", "gpt2")
+        bias = args.get("bias", True)  # checkpoints from before it could be chosen have biases
+        width, heads = args["n_embd"], args["n_head"]
+        return cls(
+            model_type=model_type,
+            vocab_size=args["vocab_size"],
+            hidden_size=width,
+            intermediate_size=4 * width if isinstance(width, int) else width,
+            num_hidden_layers=args["n_layer"],
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=args["block_size"],
+            rope=None if model_type == "gpt2" else RopeConfig(),
+            attention_bias=bias,
+            mlp_bias=bias,
+            norm_bias=bias,
+            hidden_act="gelu",
+            tie_word_embeddings=True,
+            dropout=args.get("dropout", 0.0),
+            eos_token_ids=eos_token_ids,
+        )
+
+    @classmethod
     def from_gguf(
-        cls, metadata: Mapping[str, Any], tensor_names: Collection[str], rope_divisors: tuple[float, ...] = ()
+        cls, metadata: Mapping[str, Any], tensor_names: Set[str], rope_divisors: tuple[float, ...] = ()
     ) -> ModelConfig:
         """From a GGUF file's metadata; what it leaves to its tensors (biases, a head of its own) from their names."""
         arch = metadata["general.architecture"]
@@ -190,6 +226,7 @@ class ModelConfig:
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             if get(name, 0):
                 raise ValueError(f"{arch}.{name} {get(name)!r} is not supported")
+        learned = arch == "gpt2"
         window = get("attention.sliding_window", 0)
         layers = get("block_count")
         local_rope = layer_types = scalar = None
@@ -209,8 +246,10 @@ class ModelConfig:
             num_key_value_heads=get("attention.head_count_kv", heads),
             max_position_embeddings=get("context_length"),
             head_dim=head_dim,
-            rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
-            rope=RopeConfig(
+            rms_norm_eps=get("attention.layer_norm_epsilon" if learned else "attention.layer_norm_rms_epsilon"),
+            rope=None
+            if learned
+            else RopeConfig(
                 theta=get("rope.freq_base", RopeConfig.theta),
                 scaling="linear" if scaling == "linear" else "default",
                 factor=factor,
@@ -220,8 +259,9 @@ class ModelConfig:
             query_pre_attn_scalar=scalar,
             layer_types=layer_types or (),
             sliding_window=window or None,
-            attention_bias="blk.0.attn_q.bias" in tensor_names,
+            attention_bias=not tensor_names.isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),
             mlp_bias="blk.0.ffn_down.bias" in tensor_names,
+            norm_bias="output_norm.bias" in tensor_names,
             tie_word_embeddings="output.weight" not in tensor_names,
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_ids=_gguf_eos(metadata),
@@ -237,6 +277,7 @@ _POSITIVE = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
+_REQUIRED_IN_NANOGPT = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
 _REQUIRED_IN_HF = ("model_type", *(name for name in _POSITIVE if name != "num_key_value_heads"))
 
 
@@ -286,6 +327,41 @@ def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Its own names for the same things, and the reference's defaults for what is left out."""
+    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if raw.get(name):
+            raise ValueError(f"{name} {raw[name]!r} is not supported")
+    raw = _GPT2_DEFAULTS | _given(raw)
+    return raw | {
+        "hidden_size": raw["n_embd"],
+        "intermediate_size": raw.get("n_inner") or 4 * raw["n_embd"],
+        "num_hidden_layers": raw["n_layer"],
+        "num_attention_heads": raw["n_head"],
+        "max_position_embeddings": raw["n_positions"],
+        "rms_norm_eps": raw["layer_norm_epsilon"],
+        "hidden_act": raw["activation_function"],
+        "query_pre_attn_scalar": None if raw["scale_attn_weights"] else 1.0,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "norm_bias": True,
+    }
+
+
+_GPT2_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50_257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "tie_word_embeddings": True,
+    "bos_token_id": 50_256,
+    "eos_token_id": 50_256,
+}
+
 _GEMMA3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -302,13 +378,21 @@ _GEMMA3_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
-_ACTIVATIONS = {"gemma3": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh"}  # of the families without SwiGLU
+# The names that a family without SwiGLU may give in its config, and ours; None: the only one it has.
+_GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_ACTIVATIONS: dict[str, Mapping[str, str | None]] = {
+    "gemma3": {"gelu_pytorch_tanh": None},
+    "gemma3_text": {"gelu_pytorch_tanh": None},
+    "gpt2": _GELUS,
+    "rope_gpt": _GELUS,
+}
 
 # How a family's config.json differs from Llama's.
 _FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "qwen3": _qwen3,
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
+    "gpt2": _gpt2,
 }
 
 

@@ -215,9 +215,11 @@ def check_memory(positions: int, shape: CacheShape, dtype: torch.dtype, device: 
 class NoCache(BaseCache):
     """No cache is a cache too: it keeps nothing, so that every forward pass starts at position 0."""
 
-    def __init__(self, batch_size: int = 1, device: torch.device | str = "cpu") -> None:
+    def __init__(self, batch_size: int = 1, device: torch.device | str = "cpu", dropout: float = 0.0) -> None:
+        """dropout: of attention weights, while a model is trained: training is a pass without a cache."""
         unlimited = CacheShape(0, batch_size, 0, sys.maxsize, 0)
         super().__init__(unlimited, torch.float32, torch.device(device))
+        self._dropout = dropout
 
     @classmethod
     def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
@@ -229,6 +231,11 @@ class NoCache(BaseCache):
 
     def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v
+
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+    ) -> Tensor:
+        return span_attention(q, k, v, scale=scale, window=window, masks=self._masks, dropout=self._dropout)
 
     def advance(self, n: int) -> None:
         self._masks.clear()

@@ -66,30 +66,38 @@ def _bias(address: int, i: int) -> Any:
 
 
 @njit(fastmath=FASTMATH)
-def _rms_norm(x: Any, weight_at: int, eps: float, offset: float, out: Any) -> None:
-    """out, which may be x, = norm(x); a weight at address 0 is no norm: out is left alone."""
-    if weight_at == 0:
-        return
-    weight = _vector(weight_at, x.shape[0])
-    square = np.float32(0)
-    for i in range(x.shape[0]):
-        square += x[i] * x[i]
-    scale = np.float32(1 / math.sqrt(square / x.shape[0] + eps))
-    for i in range(x.shape[0]):
-        out[i] = x[i] * scale * (weight[i] + np.float32(offset))
-
-
-@njit(fastmath=FASTMATH)
 def _add(x: Any, y: Any) -> None:
     for i in range(x.shape[0]):
         x[i] += y[i]
 
 
 @njit(fastmath=FASTMATH)
-def _activate(gate: Any, gelu: int) -> Any:
-    """SiLU, or GELU in its tanh form, which is a SiLU-like product too: x sigmoid(2 y)."""
+def _norm(x: Any, weight_at: int, bias_at: int, eps: float, offset: float, centred: int, out: Any) -> None:
+    """out, which may be x, = RMSNorm(x), or LayerNorm(x) if centred; a weight at address 0: out is left alone."""
+    if weight_at == 0:
+        return
+    weight = _vector(weight_at, x.shape[0])
+    mean, square = np.float32(0), np.float32(0)
+    if centred:
+        for i in range(x.shape[0]):
+            mean += x[i]
+        mean /= np.float32(x.shape[0])
+    for i in range(x.shape[0]):
+        square += (x[i] - mean) * (x[i] - mean)
+    scale = np.float32(1 / math.sqrt(square / x.shape[0] + eps))
+    for i in range(x.shape[0]):
+        out[i] = (x[i] - mean) * scale * (weight[i] + np.float32(offset))
+    if bias_at != 0:
+        _add(out, _vector(bias_at, x.shape[0]))
+
+
+@njit(fastmath=FASTMATH)
+def _activate(gate: Any, kind: int) -> Any:
+    """0: SiLU; 1: GELU in its tanh form, which is a SiLU-like product too, x sigmoid(2 y); 2: GELU itself."""
+    if kind == 2:
+        return np.float32(0.5) * gate * (np.float32(1) + np.float32(math.erf(gate * np.float32(0.7071067811865476))))
     y = gate
-    if gelu:
+    if kind == 1:
         y = np.float32(1.5957691216057308) * gate * (np.float32(1) + np.float32(0.044715) * gate * gate)
     return gate / (np.float32(1) + np.float32(math.exp(-y)))
 
@@ -104,12 +112,14 @@ def _kernel(*arguments: Any) -> Any:
     return njit(types.void(*arguments), parallel=True, fastmath=FASTMATH, cache=True)
 
 
-@_kernel(*[ADDRESS] * 2, *[NUMBER] * 2, *[ADDRESS] * 2, OUT, *[SIZE] * 2)
+@_kernel(*[ADDRESS] * 3, *[NUMBER] * 2, SIZE, *[ADDRESS] * 2, OUT, *[SIZE] * 2)
 def norm_linear(
     x_at: int,
     norm_at: int,
+    norm_bias_at: int,
     eps: float,
     offset: float,
+    centred: int,
     weight_at: int,
     bias_at: int,
     out: Any,
@@ -120,7 +130,7 @@ def norm_linear(
     rows = out.shape[0] // batch
     x = np.empty((batch, hidden), np.float32)
     for b in range(batch):
-        _rms_norm(_vector(x_at + b * hidden * 4, hidden), norm_at, eps, offset, x[b])
+        _norm(_vector(x_at + b * hidden * 4, hidden), norm_at, norm_bias_at, eps, offset, centred, x[b])
     weight = _matrix(weight_at, rows, hidden)
     for row in prange(rows):
         bias = _bias(bias_at, row)
@@ -149,7 +159,7 @@ def norm_rotate(
         x = _matrix(heads_at + b * heads * head_dim * 4, heads, head_dim)
         cos, sin = _vector(cos_at + b * head_dim * 4, head_dim), _vector(sin_at + b * head_dim * 4, head_dim)
         for head in range(q_heads + k_heads):
-            _rms_norm(x[head], q_norm_at if head < q_heads else k_norm_at, eps, offset, x[head])
+            _norm(x[head], q_norm_at if head < q_heads else k_norm_at, 0, eps, offset, 0, x[head])
             for i in range(half):
                 first, second = x[head, i], x[head, i + half]
                 x[head, i] = first * cos[i] + second * sin[i]
@@ -219,7 +229,7 @@ def attend(
             out[item * head_dim + i] = mixed[i] / total
 
 
-@_kernel(*[ADDRESS] * 11, *[NUMBER] * 2, OUT, *[SIZE] * 4)
+@_kernel(*[ADDRESS] * 12, *[NUMBER] * 2, SIZE, OUT, *[SIZE] * 5)
 def finish(
     attended_at: int,
     residual_at: int,
@@ -227,45 +237,51 @@ def finish(
     o_bias_at: int,
     after_attention_at: int,
     before_mlp_at: int,
-    gate_up_at: int,
-    gate_up_bias_at: int,
+    before_mlp_bias_at: int,
+    up_at: int,
+    up_bias_at: int,
     down_at: int,
     down_bias_at: int,
     after_mlp_at: int,
     eps: float,
     offset: float,
+    centred: int,
     out: Any,
     batch: int,
     attended_size: int,
     intermediate: int,
-    gelu: int,
+    activation: int,
+    gated: int,
 ) -> None:
-    """x = residual + norm(O attended); out [B * C] = x + norm(Down(activation(Gate norm(x)) * Up norm(x)))."""
+    """x = residual + norm(O attended); out [B * C] = x + norm(Down(activation(Gate norm(x)) * Up norm(x))).
+
+    Gate and Up lie in one matrix, in this order. Not gated: Down(activation(Up norm(x))).
+    """
     hidden = out.shape[0] // batch
     attended = _matrix(attended_at, batch, attended_size)
     o_weight, down = _matrix(o_at, hidden, attended_size), _matrix(down_at, hidden, intermediate)
-    gate_up = _matrix(gate_up_at, 2 * intermediate, hidden)
+    up = _matrix(up_at, intermediate * (2 if gated else 1), hidden)
     x, h = np.empty((batch, hidden), np.float32), np.empty((batch, hidden), np.float32)
     for row in prange(hidden):
         bias = _bias(o_bias_at, row)
         for b in range(batch):
             x[b, row] = _dot(o_weight, row, attended[b]) + bias
     for b in range(batch):
-        _rms_norm(x[b], after_attention_at, eps, offset, x[b])
+        _norm(x[b], after_attention_at, 0, eps, offset, centred, x[b])
         _add(x[b], _vector(residual_at + b * hidden * 4, hidden))
-        _rms_norm(x[b], before_mlp_at, eps, offset, h[b])
-    gated = np.empty((batch, intermediate), np.float32)
+        _norm(x[b], before_mlp_at, before_mlp_bias_at, eps, offset, centred, h[b])
+    inner = np.empty((batch, intermediate), np.float32)
     for row in prange(intermediate):
-        gate_bias, up_bias = _bias(gate_up_bias_at, row), _bias(gate_up_bias_at, intermediate + row)
         for b in range(batch):
-            gate = _dot(gate_up, row, h[b]) + gate_bias
-            up = _dot(gate_up, intermediate + row, h[b]) + up_bias
-            gated[b, row] = _activate(gate, gelu) * up
+            y = _activate(_dot(up, row, h[b]) + _bias(up_bias_at, row), activation)
+            if gated:
+                y *= _dot(up, intermediate + row, h[b]) + _bias(up_bias_at, intermediate + row)
+            inner[b, row] = y
     for row in prange(hidden):
         bias = _bias(down_bias_at, row)
         for b in range(batch):
-            out[b * hidden + row] = _dot(down, row, gated[b]) + bias
+            out[b * hidden + row] = _dot(down, row, inner[b]) + bias
     for b in range(batch):
         y = out[b * hidden : (b + 1) * hidden]
-        _rms_norm(y, after_mlp_at, eps, offset, y)
+        _norm(y, after_mlp_at, 0, eps, offset, centred, y)
         _add(y, x[b])

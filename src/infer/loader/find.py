@@ -9,18 +9,25 @@ from infer.loader.checkpoint import Checkpoint
 from infer.loader.gguf_file import GGUFFile
 from infer.loader.hf_folder import HFFolder
 from infer.loader.hub import fetch, is_hub_name
+from infer.loader.nanogpt import NanoGPTFile
+
+NANOGPT = "ckpt.pt"  # as nanoGPT names what it writes
 
 
 def open_checkpoint(name_or_path: str | Path, *, weights: bool = True) -> Checkpoint:
     """Open a checkpoint, fetching it first if need be. weights=False: of a hub model, only the small files."""
     path = locate(str(name_or_path), weights=weights)
+    if path.is_dir() and not (path / "config.json").exists() and (path / NANOGPT).exists():
+        path = path / NANOGPT
     if path.is_dir():
         if not (path / "config.json").exists():
             raise FileNotFoundError(f"{path} is not a model folder: it has no config.json{_ggufs_in(path)}")
         return HFFolder(path)
     if path.suffix == ".gguf":
         return GGUFFile(path)
-    raise ValueError(f"{path} is not a checkpoint: expected a folder with config.json, or a .gguf file")
+    if path.suffix in (".pt", ".pth"):
+        return NanoGPTFile(path)
+    raise ValueError(f"{path} is not a checkpoint: expected a folder with config.json, a .gguf file, or nanoGPT's .pt")
 
 
 def locate(name: str, *, weights: bool) -> Path:
@@ -28,7 +35,7 @@ def locate(name: str, *, weights: bool) -> Path:
         return Path(name)
     if name in BUILTIN:
         return pull(BUILTIN[name])
-    if name.endswith(".gguf") and Path(name).parent.is_dir():
+    if name.endswith((".gguf", ".pt", ".pth")) and Path(name).parent.is_dir():
         raise FileNotFoundError(f"there is no file {name}")
     if is_hub_name(name):
         return fetch(name, weights=weights)

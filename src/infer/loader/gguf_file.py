@@ -28,7 +28,12 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 
 # GGUF names -> Decoder names, without .weight and .bias.
-NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+NAMES = {
+    "token_embd": "embed_tokens",
+    "position_embd": "embed_positions",
+    "output_norm": "norm",
+    "output": "lm_head",
+}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q_norm": "self_attn.q_norm",
@@ -36,6 +41,7 @@ LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",

@@ -14,7 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infer.config import ModelConfig
+from infer.loader import gpt2_names
 from infer.loader.checkpoint import TokenizerParts
+from infer.loader.text_tokenizers import gpt2_tokenizer
 from infer.models.registry import check_supported
 
 INDEX = "model.safetensors.index.json"
@@ -54,6 +56,8 @@ class HFFolder:
     @cached_property
     def _names(self) -> dict[str, str]:
         """Names as the Decoder has them -> names in the files; of a checkpoint that also sees, the text part's."""
+        if self.config.model_type == "gpt2":
+            return {name: stored for stored in self._files if (name := gpt2_names.decoder_name(stored)) is not None}
         names = {TEXT_PREFIX.sub("", name): name for name in self._files}
         return {name: stored for name, stored in names.items() if not name.startswith(OTHER_PARTS)}
 
@@ -68,24 +72,34 @@ class HFFolder:
                 for name in names:
                     if self._names[name] not in stored_here:
                         raise ValueError(f"{path} lacks {self._names[name]}, which {INDEX} promises")
-                    shapes[name] = tuple(file.get_slice(self._names[name]).get_shape())
+                    shape = tuple(file.get_slice(self._names[name]).get_shape())
+                    shapes[name] = shape[::-1] if self._is_transposed(name) else shape
         return shapes
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         stored = self._names[name]
         path = self._files[stored]
+        transposed = self._is_transposed(name)
         with open_safetensors(path) as file:
             shape = file.get_slice(stored).get_shape()
-        rows_per_block = max(1, BLOCK_WEIGHTS * shape[0] // math.prod(shape))
-        for start in range(0, shape[0], rows_per_block):
+        rows = shape[1] if transposed else shape[0]
+        rows_per_block = max(1, BLOCK_WEIGHTS * rows // math.prod(shape))
+        for start in range(0, rows, rows_per_block):
+            end = start + rows_per_block
             # The file is opened for each block: pages of a mapping count as memory until it is closed.
             with open_safetensors(path) as file:
-                yield file.get_slice(stored)[start : start + rows_per_block]
+                weights = file.get_slice(stored)
+                yield weights[:, start:end].T if transposed else weights[start:end]
+
+    def _is_transposed(self, name: str) -> bool:
+        return self.config.model_type == "gpt2" and gpt2_names.is_transposed(name)
 
     def tokenizer_parts(self) -> TokenizerParts:
         import tokenizers
 
         path = self.path / "tokenizer.json"
+        if self.config.model_type == "gpt2" and not path.exists():
+            return gpt2_tokenizer(self.path)
         if not path.exists():
             raise FileNotFoundError(f"{self.path} has no tokenizer.json")
         try:

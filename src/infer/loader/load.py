@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +34,9 @@ def load_model(
     checkpoint = open_checkpoint(name_or_path)
     with torch.device("meta"):
         model = build_model(checkpoint.config)
-    slots = checkpoint_slots(model)
-    check_tensors(checkpoint, slots)
+    shapes = checkpoint.shapes()
+    slots = checkpoint_slots(model, shapes)
+    check_tensors(checkpoint, shapes, slots)
     check_memory(model, dtype, device)
     _materialise(model, dtype, device)
     parameters = dict(model.named_parameters())
@@ -58,13 +59,13 @@ class Slot:
     shape: tuple[int, ...]
 
 
-def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
-    """A slot for each tensor that a checkpoint must have, by its name there."""
+def checkpoint_slots(model: Decoder, stored: Collection[str]) -> dict[str, Slot]:
+    """A slot for each tensor that a checkpoint must have, by its name there: stacked ones apart, or as it has them."""
     slots = {}
     for name, parameter in model.named_parameters():
         module_name, _, kind = name.rpartition(".")
         module = model.get_submodule(module_name)
-        if not isinstance(module, FusedLinear):
+        if not isinstance(module, FusedLinear) or name in stored:
             slots[name] = Slot(name, 0, tuple(parameter.shape))
             continue
         start = 0
@@ -75,9 +76,8 @@ def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
     return slots
 
 
-def check_tensors(checkpoint: Checkpoint, slots: Mapping[str, Slot]) -> None:
+def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], slots: Mapping[str, Slot]) -> None:
     """Refuse a checkpoint that does not hold exactly what the model needs, before anything is allocated."""
-    shapes = checkpoint.shapes()
     unused = [name for name in shapes if name not in slots and not _is_redundant(name, checkpoint.config)]
     for what, names in (("lacks", [name for name in slots if name not in shapes]), ("has unknown", unused)):
         if names:

@@ -40,7 +40,12 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """add_special_tokens: put BOS in front where the model has one; not after `render_chat_template`."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # tokenizers raises plain Exception; of ours, only characters without an id do it
+            strange = [character for character in dict.fromkeys(text) if self.token_to_id(character) is None]
+            shown = " ".join(map(repr, strange[:8])) or error
+            raise ValueError(f"the model cannot read the text, its vocabulary lacks {shown}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -19,7 +19,7 @@ from infer.ops import decode
 from infer.ops.activation import ACTIVATIONS
 from infer.ops.linear import Embedding, FusedLinear, Linear
 from infer.ops.module import Module
-from infer.ops.norm import RMSNorm, ZeroCentredRMSNorm
+from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
 from infer.ops.rope import Rope, apply_rope
 
 
@@ -28,7 +28,7 @@ class Pass(NamedTuple):
 
     batch: int
     n: int
-    rope: dict[str, tuple[Tensor, Tensor]]  # cos and sin by layer type
+    rope: dict[str, tuple[Tensor, Tensor]]  # cos and sin by layer type; empty where positions are learned
     cache: Cache
     compiled: bool = False  # one token a row, and so few rows that ops/decode.py can take them
 
@@ -61,7 +61,9 @@ class Attention(Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split_with_sizes([self.num_heads, self.num_kv_heads], 1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
-        q, k = apply_rope(qk, *step.rope[self.layer_type]).split_with_sizes([self.num_heads, self.num_kv_heads], 1)
+        if step.rope:
+            qk = apply_rope(qk, *step.rope[self.layer_type])
+        q, k = qk.split_with_sizes([self.num_heads, self.num_kv_heads], 1)
         out = step.cache.attend(self.layer_idx, q, k, v, scale=self.scale, window=self.window)  # [B, Hq, n, D]
         return self.o_proj(out.transpose(1, 2).reshape(x.shape[0], -1), residual)  # type: ignore[no-any-return]
 
@@ -80,14 +82,35 @@ class MLP(Module):
         gate, up = self.gate_up_proj(x).chunk(2, -1)
         return self.down_proj(ACTIVATIONS[self.activation](gate) * up, residual)  # type: ignore[no-any-return]
 
+    @property
+    def first(self) -> Linear:
+        return self.gate_up_proj
+
+
+class UngatedMLP(Module):
+    """down(activation(up(x)))"""
+
+    def __init__(self, config: ModelConfig, activation: str) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)), residual)  # type: ignore[no-any-return]
+
+    @property
+    def first(self) -> Linear:
+        return self.up_proj
+
 
 class Norms(NamedTuple):
     """A block's norms by where they stand."""
 
-    before_attention: RMSNorm
-    before_mlp: RMSNorm
-    after_attention: RMSNorm | None = None
-    after_mlp: RMSNorm | None = None
+    before_attention: Norm
+    before_mlp: Norm
+    after_attention: Norm | None = None
+    after_mlp: Norm | None = None
 
 
 class Block(Module):
@@ -102,11 +125,19 @@ class Block(Module):
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
-        self.input_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = self.make_norm(config)
         self.self_attn = Attention(config, layer_idx, self.qk_norm)
-        self.post_attention_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, self.activation)
+        self.post_attention_layernorm = self.make_norm(config)
+        self.mlp = self.make_mlp(config)
         self.is_plain = decode.PlainCheck(PLAIN)
+
+    @classmethod
+    def make_norm(cls, config: ModelConfig) -> Norm:
+        return cls.norm(config.hidden_size, config.rms_norm_eps)
+
+    @classmethod
+    def make_mlp(cls, config: ModelConfig) -> MLP | UngatedMLP:
+        return MLP(config, cls.activation)
 
     def forward(self, x: Tensor, step: Pass) -> Tensor:
         if step.compiled and decode.fits(x) and self.is_plain(self.parts):
@@ -124,20 +155,20 @@ class Block(Module):
     def norms(self) -> Norms:
         return Norms(before_attention=self.input_layernorm, before_mlp=self.post_attention_layernorm)
 
-    def parts(self) -> list[Module] | None:
+    def parts(self) -> list[nn.Module] | None:
         """All that `decode` stands for; None where it stands for nothing like them."""
         attn, mlp, norms = self.self_attn, self.mlp, self.norms()
         if (
             type(self).plain is not Block.plain
             or "plain" in self.__dict__
             or type(attn) is not Attention
-            or type(mlp) is not MLP
+            or type(mlp) not in (MLP, UngatedMLP)
             or mlp.activation not in decode.ACTIVATION_CODES
             or (attn.q_norm is None) != (attn.k_norm is None)
             or (norms.after_attention is None) != (norms.after_mlp is None)
         ):
             return None
-        found: list[Module] = [attn, mlp, attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
+        found: list[nn.Module] = [attn, mlp, attn.qkv_proj, attn.o_proj, mlp.first, mlp.down_proj]
         # Each of these goes through one kernel, with one eps and one offset for all its norms.
         heads, second_half = (attn.q_norm, attn.k_norm), (norms.before_mlp, norms.after_attention, norms.after_mlp)
         for group in (norms.before_attention,), heads, second_half:
@@ -151,8 +182,9 @@ class Block(Module):
         """The same for one token a row, in compiled parts."""
         attn, mlp, norms = self.self_attn, self.mlp, self.norms()
         heads = decode.norm_linear(x, norms.before_attention, attn.qkv_proj).view(step.batch, -1, 1, attn.head_dim)
-        rope = step.rope[attn.layer_type]
-        decode.norm_rotate(heads, attn.q_norm, attn.k_norm, attn.num_heads, attn.num_kv_heads, rope)
+        if step.rope:
+            rope = step.rope[attn.layer_type]
+            decode.norm_rotate(heads, attn.q_norm, attn.k_norm, attn.num_heads, attn.num_kv_heads, rope)
         q, k, v = heads.split_with_sizes([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], 1)
         out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
         return decode.finish(
@@ -160,7 +192,7 @@ class Block(Module):
             x,
             attn.o_proj,
             norms.before_mlp,
-            mlp.gate_up_proj,
+            mlp.first,
             mlp.down_proj,
             activation=mlp.activation,
             after_attention=norms.after_attention,
@@ -170,7 +202,8 @@ class Block(Module):
 
 # What the compiled parts stand for.
 PLAIN: dict[type[nn.Module], Any] = {
-    kind: kind.forward for kind in (Attention, MLP, RMSNorm, ZeroCentredRMSNorm, Linear, FusedLinear)
+    kind: kind.forward
+    for kind in (Attention, MLP, UngatedMLP, RMSNorm, ZeroCentredRMSNorm, LayerNorm, Linear, FusedLinear)
 }
 
 
@@ -184,7 +217,7 @@ class Decoder(Module):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(self.block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = self.block.norm(config.hidden_size, config.rms_norm_eps)
+        self.norm = self.block.make_norm(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.is_plain = decode.PlainCheck(PLAIN)
         self.ropes = {kind: Rope(rope, config.computed_head_dim) for kind, rope in config.ropes().items()}
@@ -201,11 +234,12 @@ class Decoder(Module):
         all_logits: of all n positions with a cache too.
         """
         batch, n = input_ids.shape
-        cache = NoCache(batch, input_ids.device) if kv_cache is None else kv_cache
+        dropout = self.config.dropout if self.training else 0.0
+        cache = NoCache(batch, input_ids.device, dropout) if kv_cache is None else kv_cache
         positions = cache.positions(n)
         if positions.shape[0] != batch:
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
-        x = self.embed(input_ids.flatten())  # [T, C]
+        x = self.embed(input_ids.flatten(), positions.flatten())  # [T, C]
         rope = {kind: rope(positions) for kind, rope in self.ropes.items()}
         step = Pass(batch, n, rope, cache, n == 1 and decode.available(x, PLAIN))
         for layer in self.layers:
@@ -219,7 +253,8 @@ class Decoder(Module):
             logits = self.lm_head(self.norm(x))
         return logits.view(batch, -1, self.config.vocab_size)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Both [T] -> [T, C]"""
         return self.embed_tokens(input_ids)  # type: ignore[no-any-return]
 
     @property

@@ -31,8 +31,8 @@ class Gemma3Block(Block):
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.pre_feedforward_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
-        self.post_feedforward_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
+        self.pre_feedforward_layernorm = self.make_norm(config)
+        self.post_feedforward_layernorm = self.make_norm(config)
 
     def norms(self) -> Norms:
         return Norms(
@@ -46,7 +46,7 @@ class Gemma3Block(Block):
 class Gemma3(Decoder):
     block = Gemma3Block
 
-    def embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         # The factor is rounded to the model's dtype first, as in training: 25.25 instead of 25.298 in bf16.
         scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
-        return super().embed(input_ids) * scale
+        return super().embed(input_ids, positions) * scale

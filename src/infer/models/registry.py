@@ -5,14 +5,18 @@ from __future__ import annotations
 from infer.config import ModelConfig
 from infer.models.common import Decoder
 from infer.models.gemma3 import Gemma3
+from infer.models.gpt2 import GPT2
 from infer.models.llama import Llama
 from infer.models.qwen3 import Qwen3
+from infer.models.rope_gpt import GPT
 
 MODELS: dict[str, type[Decoder]] = {
     "llama": Llama,
     "qwen3": Qwen3,
     "gemma3": Gemma3,
     "gemma3_text": Gemma3,
+    "gpt2": GPT2,
+    "rope_gpt": GPT,
 }
 
 

@@ -1,4 +1,4 @@
-"""What an MLP's gate goes through, by name."""
+"""What an MLP bends its input with, by name."""
 
 from __future__ import annotations
 
@@ -10,5 +10,6 @@ from torch import Tensor
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }

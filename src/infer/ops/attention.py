@@ -33,48 +33,53 @@ def span_mask(n: int, keys: int, window: int | None, device: torch.device) -> Ma
     return visible(positions[keys - n :], positions, window)  # [n, keys]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, dropout: float = 0.0) -> Tensor:
     """q [B, Hq, n, D] over k, v [B, Hkv, S, D] -> [B, Hq, n, D]; each KV head serves Hq/Hkv query heads in place."""
-    if mask is None and decode.can_attend(q, k, v):
+    if mask is None and not dropout and decode.can_attend(q, k, v):
         return decode.attend(q, k, v, scale)
     if q.is_cuda and q.shape[2] == 1:
         # cuDNN would spend 35 ms on a plan for each number of keys, which is another at every step.
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            return _sdpa(q, k, v, scale, mask)
-    return _sdpa(q, k, v, scale, mask)
+            return _sdpa(q, k, v, scale, mask, dropout)
+    return _sdpa(q, k, v, scale, mask, dropout)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Tensor:
-    if isinstance(mask, str):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, dropout: float) -> Tensor:
+    causal = isinstance(mask, str)
+    tensor = None if isinstance(mask, str) else mask
+    return F.scaled_dot_product_attention(q, k, v, tensor, dropout, causal, scale=scale, enable_gqa=True)
 
 
-def span_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, masks: Masks) -> Tensor:
+def span_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, masks: Masks, dropout: float = 0.0
+) -> Tensor:
     """q [B, Hq, n, D] at the last n positions of k, v [B, Hkv, S, D], which lie in order -> [B, Hq, n, D].
 
-    masks: those made so far for the pass under way; the layers that follow need the same.
+    masks: those made so far for the pass under way; the layers that follow need the same. dropout: of the weights.
     """
     n, keys = q.shape[2], k.shape[2]
     if n == 1:  # sees all that its window holds
         if window is not None and keys > window:
             k, v = k.narrow(2, keys - window, window), v.narrow(2, keys - window, window)
-        return attention(q, k, v, scale=scale, mask=None)
+        return attention(q, k, v, scale=scale, mask=None, dropout=dropout)
     if window is None:
-        return _attend_block(q, k, v, scale, window, masks)
+        return _attend_block(q, k, v, scale, window, masks, dropout)
     # A block of queries sees only its window's keys: many blocks cost less than one mask over everything.
     size = max(window, BLOCK)
     if n <= size:
-        return _attend_block(q, k, v, scale, window, masks)
+        return _attend_block(q, k, v, scale, window, masks, dropout)
     out = torch.empty_like(q)
     for start in range(0, n, size):
         end = min(start + size, n)
         last = keys - n + end
-        out[:, :, start:end] = _attend_block(q[:, :, start:end], k[:, :, :last], v[:, :, :last], scale, window, masks)
+        block = q[:, :, start:end], k[:, :, :last], v[:, :, :last]
+        out[:, :, start:end] = _attend_block(*block, scale, window, masks, dropout)
     return out
 
 
-def _attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, masks: Masks) -> Tensor:
+def _attend_block(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, masks: Masks, dropout: float
+) -> Tensor:
     n, keys = q.shape[2], k.shape[2]
     if window is not None and keys > n + window - 1:
         keys = n + window - 1  # the first query looks furthest back; keys before its window are no one's
@@ -82,7 +87,7 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | N
     case = n, keys, window
     if case not in masks:
         masks[case] = span_mask(n, keys, window, q.device)
-    return attention(q, k, v, scale=scale, mask=masks[case])
+    return attention(q, k, v, scale=scale, mask=masks[case], dropout=dropout)
 
 
 def softmax_attention(

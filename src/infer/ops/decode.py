@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from infer.ops.linear import Linear
 from infer.ops.module import Module
-from infer.ops.norm import RMSNorm
+from infer.ops.norm import Norm, RMSNorm
 
-ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}  # those that the kernels have
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # those that the kernels have
 MAX_ROWS = 6  # with more, torch's product, which works on blocks of rows, is faster
 
 
@@ -93,15 +93,17 @@ class PlainCheck:
         )
 
 
-def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
+def norm_linear(x: Tensor, norm: Norm, linear: Linear) -> Tensor:
     """x [B, C] -> [B, rows]"""
     batch, (rows, hidden) = x.shape[0], linear.weight.shape
     out = _empty(batch * rows)
     kernels().norm_linear(
         x.data_ptr(),
         norm.weight.data_ptr(),
+        _address(norm.bias),
         norm.eps,
         norm.offset,
+        norm.centred,
         linear.weight.data_ptr(),
         _address(linear.bias),
         out.numpy(),
@@ -188,15 +190,18 @@ def finish(
     attended: Tensor,
     residual: Tensor,
     o: Linear,
-    before_mlp: RMSNorm,
-    gate_up: Linear,
+    before_mlp: Norm,
+    up: Linear,
     down: Linear,
     *,
     activation: str = "silu",
-    after_attention: RMSNorm | None = None,
-    after_mlp: RMSNorm | None = None,
+    after_attention: Norm | None = None,
+    after_mlp: Norm | None = None,
 ) -> Tensor:
-    """attended [B, Hq, 1, D], residual [B, C] -> [B, C]: output product and MLP, with their norms and residuals."""
+    """attended [B, Hq, 1, D], residual [B, C] -> [B, C]: output product and MLP, with their norms and residuals.
+
+    An `up` of twice the width that `down` has is a gate and what it is multiplied with.
+    """
     attended = attended.contiguous()
     batch, (hidden, intermediate) = residual.shape[0], down.weight.shape
     out = _empty(batch * hidden)
@@ -207,18 +212,21 @@ def finish(
         _address(o.bias),
         _address(after_attention),
         before_mlp.weight.data_ptr(),
-        gate_up.weight.data_ptr(),
-        _address(gate_up.bias),
+        _address(before_mlp.bias),
+        up.weight.data_ptr(),
+        _address(up.bias),
         down.weight.data_ptr(),
         _address(down.bias),
         _address(after_mlp),
         before_mlp.eps,
         before_mlp.offset,
+        before_mlp.centred,
         out.numpy(),
         batch,
         attended.numel() // batch,
         intermediate,
         ACTIVATION_CODES[activation],
+        up.weight.shape[0] > intermediate,
     )
     return out.view(batch, hidden)
 
@@ -227,8 +235,8 @@ def _empty(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device="cpu")
 
 
-def _address(weight: Tensor | RMSNorm | None) -> int:
+def _address(weight: Tensor | Norm | None) -> int:
     """Of a bias or of a norm's weight; 0 where there is none."""
     if weight is None:
         return 0
-    return weight.weight.data_ptr() if isinstance(weight, RMSNorm) else weight.data_ptr()
+    return weight.weight.data_ptr() if isinstance(weight, Norm) else weight.data_ptr()

@@ -1,4 +1,4 @@
-"""Root-mean-square norm."""
+"""Norms."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ class RMSNorm(Module):
     """Scales each vector to unit root mean square, in float32 whatever the model's dtype."""
 
     offset = 0.0  # added to the weight
+    bias = None
+    centred = False
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -30,3 +32,23 @@ class ZeroCentredRMSNorm(RMSNorm):
     """Stores the weight less 1, which keeps its digits in 16 bits."""
 
     offset = 1.0
+
+
+class LayerNorm(Module):
+    """Takes the mean off each vector and scales it to unit variance."""
+
+    offset = 0.0
+    bias: Tensor | None
+    centred = True
+
+    def __init__(self, size: int, eps: float, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(size)) if bias else None)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm

@@ -1,0 +1,152 @@
+"""Train a small character-level GPT on a text file, a minute or two on a CPU.
+
+    python examples/train_gpt.py --text FILE
+    infer generate --model out/ckpt.pt "Once"
+
+Writes a checkpoint as nanoGPT does: ckpt.pt, and meta.pkl with the characters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pickle
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from torch import Tensor
+
+from infer import ModelConfig, SamplingParams, Tokenizer, generate, load_model
+from infer.loader.gpt2_names import stored_name
+from infer.models.common import Decoder
+from infer.models.registry import build_model
+
+
+def main(args: list[str] | None = None) -> None:
+    options = parse(args)
+    text = options.text.read_text(encoding="utf-8")
+    characters = sorted(set(text))
+    ids = {character: i for i, character in enumerate(characters)}
+    data = torch.tensor([ids[character] for character in text])
+    split = int(0.9 * len(data))
+    training, validation = data[:split], data[split:]
+    if len(validation) <= options.block_size:
+        raise SystemExit(f"{options.text} has {len(text)} characters; at least {11 * options.block_size} are needed")
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(options.seed)
+
+    model_args = {
+        "n_layer": options.layers,
+        "n_head": options.heads,
+        "n_embd": options.width,
+        "block_size": options.block_size,
+        "vocab_size": len(characters),
+        "dropout": options.dropout,
+        "bias": False,
+    }
+    if options.rope:
+        model_args["model_type"] = "rope_gpt"
+    model = build_model(ModelConfig.from_nanogpt(model_args))
+    size = sum(weight.numel() for weight in model.parameters())
+    print(f"{len(text):,} characters, {len(characters)} different; {size:,} weights")
+
+    losses = train(model, training, options)
+    validation_loss = evaluate(model, validation, options)
+    print(chart(losses))
+    print(f"validation loss {validation_loss:.3f}, where guessing would give {math.log(len(characters)):.3f}")
+
+    weights = {stored_name(name): tensor for name, tensor in model.state_dict().items()}
+    checkpoint = options.out / "ckpt.pt"
+    torch.save(
+        {
+            "model": weights,
+            "model_args": model_args,
+            "iter_num": options.steps,
+            "best_val_loss": validation_loss,
+            "config": {"dataset": options.text.stem},
+        },
+        checkpoint,
+    )
+    meta = {"vocab_size": len(characters), "stoi": ids, "itos": dict(enumerate(characters))}
+    (options.out / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+    # What was written is what speaks: read it back, as `infer generate` would.
+    trained, _ = load_model(checkpoint)
+    tokenizer = Tokenizer(checkpoint)
+    params = SamplingParams(temperature=0.8, seed=options.seed, max_new_tokens=300)
+    sample = generate(trained, tokenizer, tokenizer.encode(text[:8]), params, on_full="recompute")
+    print(f"\n{text[:8]}{sample.text}\n\nwritten to {checkpoint}")
+
+
+def train(model: Decoder, data: Tensor, options: argparse.Namespace) -> list[float]:
+    """AdamW with warm-up and cosine decay. A training step is a plain forward pass: no cache is involved."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.1)
+    warm_up = max(1, options.steps // 20)
+    rates = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(1, (step + 1) / warm_up) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / options.steps))),
+    )
+    losses = []
+    for _ in track(range(options.steps), description="training"):
+        loss = batch_loss(model, data, options)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rates.step()
+        losses.append(loss.item())
+    return losses
+
+
+@torch.no_grad()
+def evaluate(model: Decoder, data: Tensor, options: argparse.Namespace) -> float:
+    model.eval()
+    return sum(batch_loss(model, data, options).item() for _ in range(10)) / 10
+
+
+def batch_loss(model: Decoder, data: Tensor, options: argparse.Namespace) -> Tensor:
+    """Of random stretches: at each position, how unlikely the model found the character that follows."""
+    starts = torch.randint(len(data) - options.block_size, (options.batch_size,))
+    stretches = torch.stack([data[start : start + options.block_size + 1] for start in starts])  # [B, T + 1]
+    logits = model(stretches[:, :-1])  # [B, T, V]
+    return F.cross_entropy(logits.flatten(0, 1), stretches[:, 1:].flatten())
+
+
+def chart(losses: list[float], width: int = 72, height: int = 8) -> str:
+    """The loss over the steps, each column the mean of its share of them."""
+    columns = min(width, len(losses))
+    edges = [len(losses) * i // columns for i in range(columns + 1)]
+    means = [sum(losses[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    rows = [round((mean - low) / (high - low or 1) * (height - 1)) for mean in means]
+    labels = {height - 1: f"{high:.2f}", 0: f"{low:.2f}"}
+    lines = [
+        f"{labels.get(level, ''):>6} │{''.join('•' if row == level else ' ' for row in rows)}".rstrip()
+        for level in reversed(range(height))
+    ]
+    return "\n".join(["  loss", *lines, f"       └{'─' * columns} {len(losses)} steps"])
+
+
+def parse(args: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small character-level GPT on a text file.")
+    parser.add_argument("--text", type=Path, required=True, help="what to learn from, in UTF-8")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for ckpt.pt and meta.pkl")
+    parser.add_argument("--rope", action="store_true", help="rotate positions (RoPE) instead of learning them")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=12)
+    parser.add_argument("--block-size", type=int, default=64, help="the longest context, in characters")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=1337)
+    return parser.parse_args(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""nanoGPT checkpoints: `ckpt.pt`, with the characters of `meta.pkl` or GPT-2's tokenizer beside it.
+
+Both files are pickles, which could run any code when they are read. Here they cannot: torch's own restricted reader
+takes tensors and plain values from the one, and ours plain values from the other; anything else is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from infer.config import ModelConfig
+from infer.loader import gpt2_names
+from infer.loader.checkpoint import TokenizerParts
+from infer.loader.hub import fetch
+from infer.loader.text_tokenizers import character_tokenizer, gpt2_tokenizer
+from infer.models.registry import check_supported
+
+GPT2 = "openai-community/gpt2"
+GPT2_VOCABULARY = 50_257  # tokens; nanoGPT rounds the size up to 50,304
+END_OF_TEXT = 50_256
+
+
+class NanoGPTFile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        contents = _read_checkpoint(path)
+        args, weights = contents["model_args"], contents["model"]
+        eos = () if args.get("vocab_size") is None or args["vocab_size"] < GPT2_VOCABULARY else (END_OF_TEXT,)
+        try:
+            self.config = ModelConfig.from_nanogpt(args, eos)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: {error}") from None
+        check_supported(self.config.model_type)
+        named = {gpt2_names.decoder_name(stored): tensor for stored, tensor in weights.items()}
+        self._tensors = {name: tensor for name, tensor in named.items() if name is not None}
+        settings = contents.get("config")
+        self._dataset = settings.get("dataset") if isinstance(settings, Mapping) else None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        yield self._tensors[name]  # mapped from the file, not read before it is copied
+
+    def tokenizer_parts(self) -> TokenizerParts:
+        if self._meta is not None:
+            return TokenizerParts(character_tokenizer(_characters(self._meta, self.config.vocab_size)))
+        if self.config.vocab_size < GPT2_VOCABULARY:
+            raise FileNotFoundError(
+                f"{self.path} has {self.config.vocab_size} tokens, but no meta.pkl says which: put it beside the file"
+            )
+        try:
+            return gpt2_tokenizer(self.path.parent)
+        except FileNotFoundError as missing:
+            try:
+                return gpt2_tokenizer(fetch(GPT2, weights=False))
+            except OSError as error:
+                raise FileNotFoundError(f"{missing} ({error})") from None
+
+    @cached_property
+    def _meta(self) -> Path | None:
+        """Beside the checkpoint, or where nanoGPT has it: data/DATASET/meta.pkl, from the folder it was run in."""
+        places = [self.path.parent]
+        if isinstance(self._dataset, str):
+            places += [root / "data" / self._dataset for root in (self.path.resolve().parent.parent, Path.cwd())]
+        return next((file for place in places if (file := place / "meta.pkl").is_file()), None)
+
+
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        asks = f": it asks for {found[1]}" if found else ""
+        raise ValueError(f"{path} holds more than tensors and plain values, and is not read{asks}") from None
+    except (RuntimeError, EOFError, KeyError, AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged, or no torch checkpoint: {str(error).partition(chr(10))[0]}") from None
+    model, args = (contents.get(key) if isinstance(contents, Mapping) else None for key in ("model", "model_args"))
+    if not isinstance(model, Mapping) or not isinstance(args, Mapping):
+        raise ValueError(f"{path} is no nanoGPT checkpoint: it should hold a dict with 'model' and 'model_args'")
+    if not all(isinstance(tensor, Tensor) for tensor in model.values()):
+        raise ValueError(f"{path}: 'model' should hold tensors alone")
+    return dict(contents)
+
+
+def _is_zip(path: Path) -> bool:
+    """What torch has written since 1.6; only that can be mapped."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Numbers, texts, lists and dicts need no class: a pickle that names one wants to run code."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _characters(path: Path, vocab_size: int) -> dict[str, int]:
+    """The ids of the characters, from meta.pkl."""
+    try:
+        meta = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} holds more than plain values, and is not read: {error}") from None
+    except (EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    ids = meta.get("stoi") if isinstance(meta, dict) else None
+    if not isinstance(ids, dict) or not all(
+        isinstance(character, str) and len(character) == 1 and type(i) is int for character, i in ids.items()
+    ):
+        raise ValueError(f"{path} should hold 'stoi', the id of each character")
+    if sorted(ids.values()) != list(range(len(ids))) or len(ids) > vocab_size:
+        raise ValueError(f"{path} should number its characters from 0, at most {vocab_size} of them")
+    return ids

@@ -1,0 +1,51 @@
+"""A small GPT to train and look into.
+
+    x ─► LayerNorm ─► q, k, v ─► RoPE(q, k) ─► cache.attend ─► o_proj ─► + ─► LayerNorm ─► up ─► GELU ─► down ─► + ─►
+      └────────────────────────────────────────────────────────────────┘ └───────────────────────────────────┘
+
+Differs from GPT-2 in one thing: q and k are rotated by their positions, and none are learned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from infer.cache.base import NoCache
+from infer.cache.traced import TracedCache
+from infer.config import ModelConfig
+from infer.models.common import Decoder
+from infer.models.gpt2 import GPT2Block, init_weights
+
+
+class GPT(Decoder):
+    block = GPT2Block
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        init_weights(self)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.layers
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        return F.dropout(super().embed(input_ids, positions), self.config.dropout, self.training)
+
+    def forward_with_attn_trace(
+        self, x: Tensor, trace_layer: int, *, attn_full: bool = False
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """x [B, t] -> logits [B, t, V], and where trace_layer looked, by the weights that made them.
+
+        The trace is "layer", "attn_row" [B, H, t] of the last token and, if asked for, "attn_full" [B, H, t, t].
+        """
+        if not 0 <= trace_layer < len(self.blocks):
+            raise ValueError(f"trace_layer must be from 0 to {len(self.blocks) - 1}, not {trace_layer!r}")
+        cache = TracedCache(NoCache(x.shape[0], x.device), [trace_layer], all_rows=attn_full)
+        logits = self(x, kv_cache=cache, all_logits=True)
+        rows = cache.rows[trace_layer]
+        if not attn_full:
+            return logits, {"layer": trace_layer, "attn_row": rows}
+        return logits, {"layer": trace_layer, "attn_row": rows[:, :, -1], "attn_full": rows}
