@@ -72,6 +72,13 @@ class MockTokenizer:
         return "".join(self.words[i] for i in token_ids)
 
 
+class Letters:
+    """A letter for each token, however many there are."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(97 + i % 26) for i in token_ids)
+
+
 def sees(q_pos: int, k_pos: int, window: int | None) -> bool:
     """The visibility rule for one pair."""
     if k_pos < 0 or k_pos > q_pos:

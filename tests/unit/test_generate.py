@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from mocks import CACHES, MockModel, MockTokenizer, UniformMockModel
+from mocks import CACHES, Letters, MockModel, MockTokenizer, UniformMockModel
+from torch import Tensor
 
 from infer import GenerationResult, KVCache, SamplingParams, SlidingCache, generate, prefill, stream
-from infer.cache import BaseCache, NoCache
+from infer.cache import BaseCache, Cache, NoCache
 from infer.engine.generate import make_cache, step
 from infer.engine.result import Timing
 from infer.models.common import Decoder
@@ -635,3 +636,68 @@ class TestForeignCaches:
         own = SlidingCache.allocate(2, 2, 8, 32, dtype="float32", device="cpu", windows=[4, None])
         with pytest.raises(ValueError, match="layer 0 sees 8 positions, but its cache keeps only 4"):
             stream(model, MockTokenizer(), [1, 2], SamplingParams(max_new_tokens=2), cache=own)
+
+
+class TestOnFull:
+    """Beyond the positions that a model, or a cache, has."""
+
+    PROMPT: ClassVar = [5, 3, 7, 1]
+
+    @pytest.fixture(params=["llama", "gemma3", "gpt2", "rope_gpt"])
+    def short(self, request: pytest.FixtureRequest, tiny_model: Callable[..., Decoder]) -> Decoder:
+        return tiny_model(model_type=request.param, max_position_embeddings=12)
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            SamplingParams(max_new_tokens=20),
+            SamplingParams(max_new_tokens=20, temperature=1.2, top_p=0.9, repetition_penalty=1.2, seed=4),
+        ],
+    )
+    @pytest.mark.parametrize("length", [1, 4, 11, 12, 13, 30])
+    def test_recompute_equals_the_uncached_run(self, short: Decoder, params: SamplingParams, length: int) -> None:
+        prompt = (self.PROMPT * 8)[:length]
+        runs = [
+            generate(short, Letters(), prompt, params, on_full="recompute", **settings).token_ids
+            for settings in ({}, {"use_kv_cache": False}, {"prefill_chunk": 3})
+        ]
+        assert runs[0] == runs[1] == runs[2]
+        assert len(runs[0]) == 20
+
+    def test_recompute_crops_to_the_last_positions(self, short: Decoder) -> None:
+        """By hand: the last 12 tokens, as a text of their own."""
+        tokens = list(self.PROMPT)
+        with torch.inference_mode():
+            for _ in range(20):
+                tokens.append(int(short(torch.tensor([tokens[-12:]]))[0, -1].argmax()))
+        got = generate(short, Letters(), self.PROMPT, SamplingParams(max_new_tokens=20), on_full="recompute")
+        assert got.token_ids == tokens[4:]
+
+    def test_the_cache_helps_as_long_as_it_can(self, short: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+        fed, forward = [], short.forward
+
+        def watch(input_ids: Tensor, kv_cache: Cache, **settings: Any) -> Tensor:
+            fed.append((input_ids.shape[1], kv_cache.capacity < 100))
+            return forward(input_ids, kv_cache, **settings)
+
+        monkeypatch.setattr(short, "forward", watch)
+        generate(short, Letters(), self.PROMPT, SamplingParams(max_new_tokens=12), on_full="recompute")
+        assert fed == [(4, True), *[(1, True)] * 8, *[(12, False)] * 3]
+
+    def test_a_cache_shorter_than_the_context(self, short: Decoder) -> None:
+        """Once it is full it is left alone: the tokens are those of a run without it."""
+        params = SamplingParams(max_new_tokens=20)
+        cache = KVCache.from_model_config(short.config, 7, dtype="float32", device="cpu")
+        got = generate(short, Letters(), self.PROMPT, params, cache=cache, on_full="recompute").token_ids
+        without = generate(short, Letters(), self.PROMPT, params, use_kv_cache=False, on_full="recompute").token_ids
+        assert got == without
+        assert cache.seq_len == 7
+
+    def test_the_default_refuses(self, short: Decoder) -> None:
+        for settings in ({}, {"on_full": "error"}, {"on_full": "error", "use_kv_cache": False}):
+            with pytest.raises(ValueError, match="4 prompt tokens \\+ 9 new tokens = 13 positions exceed the model's"):
+                generate(short, Letters(), self.PROMPT, SamplingParams(max_new_tokens=9), **settings)
+
+    def test_unknown_policy(self, short: Decoder) -> None:
+        with pytest.raises(ValueError, match="on_full must be one of error, recompute, not 'slide'"):
+            generate(short, Letters(), self.PROMPT, on_full="slide")

@@ -48,7 +48,8 @@ LAYERS = {
     "trace": {"machine", "config", "ops", "cache"},
     "engine": {"machine", "config", "ops", "cache", "models", "trace"},
     "bench": {"machine", "config", "ops", "cache", "models", "loader", "engine"},
-    "cli": {"machine", "config", "ops", "cache", "models", "loader", "engine", "bench", "trace"},
+    "explain": {"config", "cache", "engine"},
+    "cli": {"machine", "config", "ops", "cache", "models", "loader", "engine", "bench", "explain", "trace"},
 }
 # The one import that goes up, inside a function: ModelConfig.from_pretrained opens a checkpoint.
 UPWARD = {("config", "loader")}

@@ -36,23 +36,29 @@ class DebugCache(WrappedCache):
         self._print("GPT", f"kv_cache={held} b={batch} t={n} cache_pos={start} pos={_span(start, n)}")
         return positions
 
+    def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(layer_idx, k, v)
+        self._print_attention(layer_idx, k.shape[2], keys.shape[2])
+        return keys, values
+
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
     ) -> Tensor:
-        if self.layer in (None, layer_idx):
-            self._print_attention(f"Attn L{layer_idx}", q.shape[2], window)
+        n, end = q.shape[2], self.seq_len + q.shape[2]
+        self._print_attention(layer_idx, n, end if window is None else min(end, window + n - 1))
         return super().attend(layer_idx, q, k, v, scale=scale, window=window)
 
-    def _print_attention(self, where: str, n: int, window: int | None) -> None:
-        start, end = self.seq_len, self.seq_len + n
-        keys = end if window is None else min(end, window + n - 1)
+    def _print_attention(self, layer_idx: int, n: int, keys: int) -> None:
+        if self.layer not in (None, layer_idx):
+            return
+        where, start = f"Attn L{layer_idx}", self.seq_len
         if isinstance(self.cache, NoCache):
             self._print(where, f"no cache T_q={n} T_k={keys}")
         elif start == 0:
             self._print(where, f"init_cache T={n} max_ctx={self.capacity}")
             self._print(where, f"T_q={n} T_k={keys}")
         else:
-            self._print(where, f"cache_pos={start} T={n} new_cache_pos={end} max_ctx={self.capacity}")
+            self._print(where, f"cache_pos={start} T={n} new_cache_pos={start + n} max_ctx={self.capacity}")
             self._print(where, f"using cache T_q={n} T_k={keys}")
 
     def truncate(self, seq_len: int) -> None:

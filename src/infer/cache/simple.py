@@ -14,6 +14,7 @@ class KVCache(BaseCache):
     """Keys (after QK-norm and RoPE) and values of all layers, preallocated.
 
     k, v: [num_layers, batch, num_kv_heads, max_seq_len, head_dim]; seq_len: how many positions are filled.
+    In formulas these are L, B, H, T_max, D and t.
     """
 
     def __init__(self, k: Tensor, v: Tensor, seq_len: int = 0) -> None:
@@ -34,6 +35,18 @@ class KVCache(BaseCache):
     def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
         check_memory(shape.num_layers * shape.max_seq_len, shape, dtype, device)
         return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+    @property
+    def L(self) -> int:
+        return self.shape.num_layers
+
+    @property
+    def T_max(self) -> int:
+        return self.shape.max_seq_len
+
+    @property
+    def t(self) -> int:
+        return self.seq_len
 
     @property
     def memory_bytes(self) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from infer.cache.base import Cache
 from infer.cache.batch import BatchCache
+from infer.cache.debug import debugged
 from infer.engine.generate import Model, make_cache, model_device, step
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk
@@ -40,6 +41,7 @@ def generate_batch(
     requests = _requests(model, tokenizer, prompts, params)
     caches = [make_cache(model, request.max_seq_len, device, prefill_chunk=prefill_chunk) for request in requests]
     _check_memory(caches, device)
+    caches = list(map(debugged, caches))
     rows: list[list[GeneratedToken]] = []
     for request, cache in zip(requests, caches, strict=True):
         started = time.perf_counter()

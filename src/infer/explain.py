@@ -1,0 +1,189 @@
+"""What the KV cache saves, worked out on one run: for `infer explain`.
+
+`explain` generates the same tokens with the cache and without it; the rest is arithmetic on what came out. P is the
+number of prompt tokens and N that of new ones: N passes, the first of which is over the prompt.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infer.cache.sliding import layer_slots
+from infer.config import ModelConfig
+from infer.engine.generate import Model, generate
+from infer.engine.params import SamplingParams
+from infer.engine.request import check_request
+from infer.engine.result import GenerationResult
+from infer.engine.text import Decodes
+
+NEW, REPEATED, REUSED, NOT_YET = "new", "repeated", "reused", "not yet"
+TRIALS = 2  # of each run; of each step the faster counts, because a machine is busy with other things too
+
+
+def work(token: int, step: int, prompt_tokens: int, *, use_kv_cache: bool) -> str:
+    """What a step (from 0) does about the key and value of a token (from 0)."""
+    first = max(0, token - prompt_tokens + 1)  # the step that feeds it
+    if step <= first:
+        return NEW if step == first else NOT_YET
+    return REUSED if use_kv_cache else REPEATED
+
+
+def tokens_fed(prompt_tokens: int, new_tokens: int, *, use_kv_cache: bool) -> list[int]:
+    """How many tokens each step feeds to the model; the last token that is generated is never fed."""
+    if use_kv_cache:
+        return [prompt_tokens] + [1] * (new_tokens - 1)
+    return list(range(prompt_tokens, prompt_tokens + new_tokens))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The forward passes of one run, in order."""
+
+    fed: list[int]  # tokens
+    times_ms: list[float]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.fed)
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self.times_ms)
+
+    @property
+    def ms_per_token(self) -> float:
+        return self.total_ms / self.tokens
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A line through two medians: a pass over n tokens costs fixed_ms + n x per_token_ms."""
+
+    step_ms: float  # of a pass over one token
+    pass_ms: float  # of a pass over pass_tokens
+    pass_tokens: float
+
+    @property
+    def per_token_ms(self) -> float:
+        return (self.pass_ms - self.step_ms) / (self.pass_tokens - 1)
+
+    @property
+    def fixed_ms(self) -> float:
+        return self.step_ms - self.per_token_ms
+
+    @property
+    def is_plausible(self) -> bool:
+        """Both parts show. Not so where passes are too short for their length to matter, or times too unsteady."""
+        return self.fixed_ms > 0 and self.per_token_ms > 0
+
+    def of(self, passes: Passes) -> float:
+        """What the passes should take together, in milliseconds."""
+        return len(passes.fed) * self.fixed_ms + passes.tokens * self.per_token_ms
+
+
+@dataclass(frozen=True)
+class Explanation:
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    same_tokens: bool  # in both runs
+    with_cache: Passes
+    without_cache: Passes
+    weight_bytes: int
+    element_size: int  # bytes of one number in the cache
+    cache_bytes: int  # as allocated
+
+    @property
+    def positions(self) -> int:
+        """That the cache was made for."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def theoretical_speed_up(self) -> float:
+        """If every token took the same time, wherever it is fed."""
+        return self.without_cache.tokens / self.with_cache.tokens
+
+    @property
+    def speed_up(self) -> float:
+        return self.without_cache.total_ms / self.with_cache.total_ms
+
+    @property
+    def cost(self) -> Cost:
+        whole = self.without_cache
+        return Cost(
+            statistics.median(self.with_cache.times_ms[1:]),
+            statistics.median(whole.times_ms),
+            statistics.median(whole.fed),
+        )
+
+
+def check(config: ModelConfig, prompt_token_ids: Sequence[int], max_new_tokens: int) -> None:
+    """Refuse what cannot be explained, as `explain` would: for asking before the weights are read."""
+    if max_new_tokens < 2:
+        raise ValueError(
+            f"max_new_tokens must be at least 2, not {max_new_tokens}: the first new token comes from the pass over "
+            "the prompt, and only the next one has anything to reuse"
+        )
+    check_request(config, prompt_token_ids, _params(max_new_tokens))
+
+
+def explain(model: Model, tokenizer: Decodes, prompt_token_ids: Sequence[int], max_new_tokens: int) -> Explanation:
+    """Run with the cache and without it, in turn, after a short warm-up of both."""
+    check(model.config, prompt_token_ids, max_new_tokens)
+
+    def run(new_tokens: int, use_kv_cache: bool) -> GenerationResult:
+        params = _params(new_tokens)
+        return generate(model, tokenizer, prompt_token_ids, params, use_kv_cache=use_kv_cache)
+
+    for use_kv_cache in (True, False):
+        run(2, use_kv_cache)
+    trials = [(run(max_new_tokens, True), run(max_new_tokens, False)) for _ in range(TRIALS)]
+    cached, whole = trials[0]
+    weights = list(model.parameters())
+    return Explanation(
+        prompt_token_ids=cached.prompt_token_ids,
+        token_ids=cached.token_ids,
+        text=cached.text,
+        same_tokens=cached.token_ids == whole.token_ids,
+        with_cache=_passes([trial[0] for trial in trials], use_kv_cache=True),
+        without_cache=_passes([trial[1] for trial in trials], use_kv_cache=False),
+        weight_bytes=sum(weight.nbytes for weight in weights),
+        element_size=weights[0].element_size(),
+        cache_bytes=cached.cache_memory_bytes,
+    )
+
+
+def _params(max_new_tokens: int) -> SamplingParams:
+    """Greedy, and past any end of the text: both runs are then as long as was asked for."""
+    return SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+
+
+def _passes(trials: Sequence[GenerationResult], *, use_kv_cache: bool) -> Passes:
+    times_s = [[result.timing.prefill_time_s, *result.timing.decode_times_s] for result in trials]
+    return Passes(
+        tokens_fed(trials[0].prompt_tokens, trials[0].generated_tokens, use_kv_cache=use_kv_cache),
+        [min(times) * 1000 for times in zip(*times_s, strict=True)],
+    )
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The layers of a model that keep alike."""
+
+    window: int | None  # None: they see, and keep, everything
+    layers: int
+    slots: int  # positions that each keeps
+    bytes: int  # of all of them together
+
+
+def cache_layout(config: ModelConfig, positions: int, element_size: int) -> list[LayerKind]:
+    """What the default cache keeps for so many positions: 2 x layers x KV heads x head_dim x slots x bytes."""
+    per_slot = config.cache_bytes_per_token(element_size) // config.num_hidden_layers  # of one layer
+    windows = [config.window(i) for i in range(config.num_hidden_layers)]
+    slots = dict(zip(windows, layer_slots(config, positions), strict=True))
+    return [
+        LayerKind(window, windows.count(window), slots[window], windows.count(window) * slots[window] * per_slot)
+        for window in sorted(slots, key=lambda window: window or 0)
+    ]
