@@ -21,7 +21,7 @@ from infer.loader.builtin import BUILTIN, pull
 
 INFER = Path(sys.executable).with_name("infer")
 README = Path(__file__).parents[2] / "README.md"
-COMMANDS = ["generate", "chat", "pull", "models", "info", "verify", "bench"]
+COMMANDS = ["generate", "chat", "trace", "explain", "pull", "models", "info", "verify", "bench"]
 QUESTION = "Why is the sky blue?"
 EXACT = ["--dtype", "float32", "--device", "cpu"]  # whatever this machine would choose
 HEAVY = ["torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "gguf", "jinja2", "matplotlib"]

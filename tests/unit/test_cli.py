@@ -45,7 +45,7 @@ WINDOW = 16
 WINDOWED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 THINKING_TEMPLATE = TEMPLATE + "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
 CACHES = ["KVCache", "GrowingCache", "SlidingCache"]
-COMMANDS = ["generate", "chat", "pull", "models", "info", "verify", "bench"]
+COMMANDS = ["generate", "chat", "trace", "pull", "models", "info", "verify", "bench"]
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from mocks import Letters, MockModel, MockTokenizer, UniformMockModel
 
-from infer import SamplingParams, Trace, full_attention_matrix, generate, stream
+from infer import KVCache, SamplingParams, Trace, full_attention_matrix, generate, stream
 from infer.models.common import Decoder
 from infer.trace import record
 from infer.trace.text import token_text
@@ -41,8 +41,11 @@ class TestRun:
         assert run(model, trace, params, **settings) == run(model, None, params, **settings)
         assert [step.token_id for step in trace.steps] == run(model, None, params)
 
-    @pytest.mark.parametrize("settings", [{}, {"use_kv_cache": False}, {"prefill_chunk": 3}])
+    @pytest.mark.parametrize("settings", [{}, {"use_kv_cache": False}, {"prefill_chunk": 3}, {"cache": KVCache}])
     def test_rows(self, model: Decoder, settings: dict[str, Any]) -> None:
+        """The same whatever keeps the keys: a window layer's have the window's length at most."""
+        if "cache" in settings:
+            settings = {"cache": KVCache.from_model_config(model.config, 20, dtype="float32", device="cpu")}
         trace = Trace(layers=[0, -1], heads=[1, 3])
         tokens = PROMPT + run(model, trace, **settings)
         last = model.config.num_hidden_layers - 1
@@ -53,6 +56,7 @@ class TestRun:
                 first, weights = step.attention[layer]
                 at = len(PROMPT) + number - 1  # the query that the token was chosen from
                 assert weights.dtype == np.float16
+                assert first == max(0, at + 1 - (model.config.window(layer) or 99))
                 assert first + weights.shape[1] == at + 1
                 expected = matrix[:, at, first : at + 1].numpy()
                 np.testing.assert_allclose(weights, expected, atol=1e-5, rtol=1e-3)  # half a digit of float16
@@ -95,6 +99,14 @@ class TestRun:
             expected = full_attention_matrix(model, tokens[cut:fed], trace_layer=1)[0, :, -1]
             np.testing.assert_allclose(weights, expected.numpy(), atol=1e-5, rtol=1e-3)
         assert [step.cache_positions for step in trace.steps] == [8, 9, 10, 0, 0, 0, 0]
+        assert trace.cache_capacity == 10
+
+    def test_no_cache_has_no_capacity(self, model: Decoder) -> None:
+        trace = Trace(layers=[])
+        run(model, trace)
+        run(model, trace, use_kv_cache=False)
+        assert trace.cache_capacity == 0
+        assert {step.cache_bytes for step in trace.steps} == {0}
 
     def test_grows_with_the_stream(self, model: Decoder) -> None:
         trace = Trace()

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from infer.cli import catalogue, measure, talk
+from infer.cli import catalogue, explain, measure, talk, trace
 from infer.cli.common import say
 
 app = typer.Typer(
@@ -16,6 +16,8 @@ app = typer.Typer(
 for command in (
     talk.generate,
     talk.chat,
+    trace.trace,
+    explain.explain,
     catalogue.pull,
     catalogue.models,
     catalogue.info,

@@ -34,7 +34,7 @@ def models(as_json: JsonOption = False) -> None:
 def info(
     model: ModelArgument = DEFAULT_MODEL,
     context: Annotated[
-        int | None, typer.Option(help="Positions to count the cache for.  [default: all the model has]")
+        int | None, typer.Option(help="Positions to count the cache for.", show_default="all the model has")
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",

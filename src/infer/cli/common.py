@@ -23,6 +23,24 @@ PrefillChunkOption = Annotated[
         help="Feed the prompt in passes of at most this many tokens, say 512: a long one then takes less memory."
     ),
 ]
+OnFullOption = Annotated[
+    str,
+    typer.Option(
+        help="What to do beyond the model's context. error: refuse. recompute: go on with the last tokens that fit, "
+        "without the cache's help.",
+        metavar="error|recompute",
+    ),
+]
+KVCacheOption = Annotated[bool, typer.Option(help="Without it every step recomputes the whole sequence.")]
+PromptArgument = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
+ChatOption = Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")]
+SystemOption = Annotated[str | None, typer.Option(help="A system message to begin with.")]
+ThinkingOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking", help="Whether a model that can think first should.", show_default="as it likes"
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
@@ -31,8 +49,11 @@ def say(message: str = "") -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each field of SamplingParams, and hand it the whole as `params`."""
+def sampling_options(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
+    """Give a command an option for each field of SamplingParams, and hand it the whole as `params`.
+
+    defaults: other ones than the fields have.
+    """
     signature = inspect.signature(command)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "params"]
 
@@ -47,7 +68,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=[] if types.get(field.name) == list[str] else field.default,
+            default=[] if types.get(field.name) == list[str] else defaults.get(field.name, field.default),
             annotation=Annotated[types.get(field.name, type(field.default)), typer.Option(help=field.metadata["help"])],
         )
         for field in fields(SamplingParams)

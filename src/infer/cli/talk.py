@@ -10,40 +10,41 @@ import typer
 
 from infer.cli.common import (
     DEFAULT_MODEL,
+    ChatOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
+    KVCacheOption,
     ModelOption,
+    OnFullOption,
     PrefillChunkOption,
+    PromptArgument,
+    SystemOption,
+    ThinkingOption,
     sampling_options,
     say,
 )
 from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:
+    from infer.cache.base import Cache
+    from infer.config import ModelConfig
     from infer.engine.result import GeneratedToken, GenerationResult
     from infer.loader import Tokenizer
     from infer.models.common import Decoder
 
-SystemOption = Annotated[str | None, typer.Option(help="A system message to begin with.")]
-ThinkingOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--thinking/--no-thinking", help="Whether a model that can think first should.  [default: as it likes]"
-    ),
-]
-
 
 @sampling_options
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    prompt: PromptArgument,
     *,
     model: ModelOption = DEFAULT_MODEL,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    chat: ChatOption = False,
     system: SystemOption = None,
     thinking: ThinkingOption = None,
     prefill_chunk: PrefillChunkOption = None,
-    kv_cache: Annotated[bool, typer.Option(help="Without it every step recomputes the whole sequence.")] = True,
+    kv_cache: KVCacheOption = True,
+    on_full: OnFullOption = "error",
     compare: Annotated[bool, typer.Option("--compare", help="Generate again without the cache.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -51,30 +52,26 @@ def generate(
     params: SamplingParams,
 ) -> None:
     """Generate from a prompt, streaming."""
-    from infer import ModelConfig, Tokenizer, load_model
-    from infer.engine.generate import make_cache, stream
-    from infer.engine.request import check_chunk, check_request
+    from infer import load_model
+    from infer.engine.generate import stream
     from infer.engine.result import collect
 
-    text = sys.stdin.read() if prompt == "-" else prompt
     if compare and not kv_cache:
         raise ValueError("--compare needs the cache: leave --no-kv-cache out")
-    if prefill_chunk is not None and not kv_cache:
-        raise ValueError("--prefill-chunk needs the cache: leave --no-kv-cache out")
-    if not chat and (system is not None or thinking is not None):
-        raise ValueError("--system and --thinking go with --chat: a raw prompt has neither")
-    check_chunk(prefill_chunk)
-    tokenizer = Tokenizer(model)
-    if chat:
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        prompt_ids = encode_chat(tokenizer, thinking, [*messages, {"role": "user", "content": text}])
-    else:
-        prompt_ids = tokenizer.encode(text)
-    check_request(ModelConfig.from_pretrained(model), prompt_ids, params)  # before the weights are read
+    tokenizer, _, prompt_ids = prepare(
+        prompt,
+        model,
+        params,
+        chat=chat,
+        system=system,
+        thinking=thinking,
+        prefill_chunk=prefill_chunk,
+        kv_cache=kv_cache,
+        on_full=on_full,
+    )
     network, _ = load_model(model, dtype=dtype, device=device)
-    positions = len(prompt_ids) + params.max_new_tokens
-    cache = make_cache(network, positions, network.device, use_kv_cache=kv_cache, prefill_chunk=prefill_chunk)
-    stepping = stream(network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk)
+    cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache)
+    stepping = stream(network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full)
     steps = show(stepping, quiet=as_json)
     if not steps:
         sys.exit(130)
@@ -83,7 +80,7 @@ def generate(
     output = {"model": model, **as_dict(result)}
     gain = ""
     if compare and not interrupted:
-        reference = without_cache(network, tokenizer, prompt_ids, params, result)
+        reference = without_cache(network, tokenizer, prompt_ids, params, on_full, result)
         if reference is not None:
             same = reference.token_ids == result.token_ids
             speed_up = total_time(reference) / total_time(result)
@@ -105,7 +102,7 @@ def chat(
     thinking: ThinkingOption = None,
     prefill_chunk: PrefillChunkOption = None,
     context: Annotated[
-        int | None, typer.Option(help="Positions to allocate the cache for.  [default: 4096, or all the model has]")
+        int | None, typer.Option(help="Positions to allocate the cache for.", show_default="4096, or all the model has")
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -163,6 +160,49 @@ def ask() -> str | None:
     return line.strip()
 
 
+def prepare(
+    prompt: str,
+    model: str,
+    params: SamplingParams,
+    *,
+    chat: bool,
+    system: str | None,
+    thinking: bool | None,
+    prefill_chunk: int | None,
+    kv_cache: bool,
+    on_full: str,
+) -> tuple["Tokenizer", "ModelConfig", list[int]]:
+    """The prompt's tokens. What cannot be generated is refused, before the weights are read."""
+    from infer import ModelConfig, Tokenizer
+    from infer.engine.request import check_chunk, check_request
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if prefill_chunk is not None and not kv_cache:
+        raise ValueError("--prefill-chunk needs the cache: leave --no-kv-cache out")
+    if not chat and (system is not None or thinking is not None):
+        raise ValueError("--system and --thinking go with --chat: a raw prompt has neither")
+    check_chunk(prefill_chunk)
+    tokenizer = Tokenizer(model)
+    if chat:
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        prompt_ids = encode_chat(tokenizer, thinking, [*messages, {"role": "user", "content": text}])
+    else:
+        prompt_ids = tokenizer.encode(text)
+    config = ModelConfig.from_pretrained(model)
+    check_request(config, prompt_ids, params, on_full=on_full)
+    return tokenizer, config, prompt_ids
+
+
+def cache_for(
+    network: "Decoder", prompt_ids: list[int], params: SamplingParams, prefill_chunk: int | None, kv_cache: bool
+) -> "Cache":
+    """As large as the request, or as the model's context."""
+    from infer.engine.generate import make_cache
+
+    positions = min(len(prompt_ids) + params.max_new_tokens, network.config.max_position_embeddings)
+    return make_cache(network, positions, network.device, use_kv_cache=kv_cache, prefill_chunk=prefill_chunk)
+
+
 def encode_chat(tokenizer: "Tokenizer", thinking: bool | None, messages: list[dict[str, str]]) -> list[int]:
     from infer.loader import render_chat_template
 
@@ -193,6 +233,7 @@ def without_cache(
     tokenizer: "Tokenizer",
     prompt_ids: list[int],
     params: SamplingParams,
+    on_full: str,
     cached: "GenerationResult",
 ) -> "GenerationResult | None":
     """The same generation, recomputing everything; None if the user does not want to wait for it."""
@@ -202,7 +243,7 @@ def without_cache(
     steps: list[GeneratedToken] = []
     progress = sys.stderr.isatty()
     try:
-        for step in stream(network, tokenizer, prompt_ids, params, use_kv_cache=False):
+        for step in stream(network, tokenizer, prompt_ids, params, use_kv_cache=False, on_full=on_full):
             steps.append(step)
             if progress:
                 note = f"the same without the cache: {len(steps)}/{cached.generated_tokens} tokens (Ctrl-C skips)"

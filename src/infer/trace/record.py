@@ -64,13 +64,17 @@ class Trace:
         self.heads: list[int] = []
         self.prompt: list[Alternative] = []  # its tokens; nothing was chosen, so their probability is 1
         self.steps: list[TraceStep] = []
-        self.cache_capacity = 0  # positions
+        self.cache_capacity = 0  # positions; 0 without a cache
 
-    def start(self, config: ModelConfig, tokenizer: Any, prompt: Sequence[int], max_new_tokens: int) -> None:
-        """Forget what was recorded before; refuse layers and heads that the model does not have."""
+    def check(self, config: ModelConfig, prompt_len: int, max_new_tokens: int) -> None:
+        """Settle layers and heads; refuse those that the model does not have, and more rows than memory would hold."""
         self.layers = _chosen("layer", self._asked_layers, config.num_hidden_layers)
         self.heads = _chosen("head", self._asked_heads, config.num_attention_heads)
-        self._check_memory(config, len(prompt), max_new_tokens)
+        self._check_memory(config, prompt_len, max_new_tokens)
+
+    def start(self, config: ModelConfig, tokenizer: Any, prompt: Sequence[int], max_new_tokens: int) -> None:
+        """Forget what was recorded before, and refuse what `check` does."""
+        self.check(config, len(prompt), max_new_tokens)
         self.title = self.title or config.model_type
         self._tokenizer = tokenizer
         before = [None, *prompt]
@@ -79,6 +83,8 @@ class Trace:
             for token, last in zip(prompt, before, strict=False)
         ]
         self.steps = []
+        self.cache_capacity = 0
+        self._windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
 
     def record(self, tokens: Sequence[int], logits: Tensor, cache: TracedCache, time_s: float) -> None:
         """tokens: all, the one just chosen last. logits: [V], what it was chosen from."""
@@ -87,7 +93,8 @@ class Trace:
         log_probabilities = logits.float().log_softmax(-1)
         probabilities = log_probabilities.exp()
         best = probabilities.topk(min(self.top_k, len(probabilities)))
-        self.cache_capacity = cache.capacity
+        if cache.memory_bytes:
+            self.cache_capacity = cache.capacity
         self.steps.append(
             TraceStep(
                 token_id=token,
@@ -98,15 +105,17 @@ class Trace:
                     Alternative(i, token_text(self._tokenizer, i, before), p)
                     for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
                 ),
-                attention={
-                    layer: AttentionRows(fed - rows.shape[-1], rows[0, self.heads].half().cpu().numpy())
-                    for layer, rows in cache.rows.items()
-                },
+                attention={layer: self._rows(layer, rows, fed) for layer, rows in cache.rows.items()},
                 cache_positions=cache.seq_len,
                 cache_bytes=cache.memory_bytes,
                 time_s=time_s,
             )
         )
+
+    def _rows(self, layer: int, rows: Tensor, fed: int) -> AttentionRows:
+        """Of the chosen heads; a window layer's without the zeros in front of its window, if the cache keeps those."""
+        window = min(rows.shape[-1], self._windows[layer] or fed)
+        return AttentionRows(fed - window, rows[0, self.heads, -window:].half().cpu().numpy())
 
     def save(self, path: str | Path) -> None:
         """As JSON lines (.jsonl), as arrays (.npz), or as a page to look at (.html)."""
@@ -116,7 +125,7 @@ class Trace:
 
     def _check_memory(self, config: ModelConfig, prompt_len: int, max_new_tokens: int) -> None:
         """Of the rows to come, before any is kept."""
-        lengths = range(prompt_len, prompt_len + max_new_tokens)
+        lengths = [min(n, config.max_position_embeddings) for n in range(prompt_len, prompt_len + max_new_tokens)]
         keys = sum(sum(min(n, config.window(layer) or n) for n in lengths) for layer in self.layers)
         needed, free = 2 * len(self.heads) * keys, available_memory(torch.device("cpu"))
         if free is not None and needed > free:

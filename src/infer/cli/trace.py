@@ -1,0 +1,204 @@
+"""`infer trace`: a run looked at from inside."""
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from infer.cli.common import (
+    DEFAULT_MODEL,
+    ChatOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    KVCacheOption,
+    ModelOption,
+    OnFullOption,
+    PrefillChunkOption,
+    PromptArgument,
+    SystemOption,
+    ThinkingOption,
+    sampling_options,
+    say,
+)
+from infer.cli.talk import as_dict, cache_for, figures, prepare, show
+from infer.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from infer.trace import Trace
+
+PIPED_WIDTH = 100
+DEFAULT_LAYERS = 4
+
+
+@functools.partial(sampling_options, max_new_tokens=32)
+def trace(
+    prompt: PromptArgument,
+    *,
+    model: ModelOption = DEFAULT_MODEL,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers to trace: all, or some, like 0,5,-1.", show_default="four, from the first to the last"
+        ),
+    ] = None,
+    heads: Annotated[str, typer.Option(help="Heads to trace: all, or some, like 0,5,-1.")] = "all",
+    alternatives: Annotated[int, typer.Option(help="How many of the likeliest tokens to keep for each step.")] = 10,
+    show_layer: Annotated[
+        int | None, typer.Option(help="Draw the attention of this layer.", show_default="the mean of those traced")
+    ] = None,
+    show_head: Annotated[
+        int | None, typer.Option(help="Draw the attention of this head.", show_default="the mean of those traced")
+    ] = None,
+    show_step: Annotated[str, typer.Option(help="Draw a strip for this step, for the last, or for all.")] = "last",
+    html: Annotated[Path | None, typer.Option(help="Write a page to look at in a browser.")] = None,
+    save: Annotated[
+        list[Path] | None, typer.Option(help="Write everything into this .jsonl or .npz file; may be repeated.")
+    ] = None,
+    chat: ChatOption = False,
+    system: SystemOption = None,
+    thinking: ThinkingOption = None,
+    prefill_chunk: PrefillChunkOption = None,
+    kv_cache: KVCacheOption = True,
+    on_full: OnFullOption = "error",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+    params: SamplingParams,
+) -> None:
+    """See how each token was chosen: from which others, how surely, and where attention looked."""
+    files = [*(save or []), *([html] if html is not None else [])]
+    check_files(files, html)
+    if alternatives < 1:
+        raise ValueError(f"--alternatives must be 1 or more, not {alternatives}")
+    parse_step(show_step, params.max_new_tokens)
+    asked_layers = None if layers is None else parse_numbers("--layers", layers)
+    asked_heads = parse_numbers("--heads", heads)
+
+    from infer import Trace, load_model
+    from infer.engine.generate import stream
+    from infer.engine.result import collect
+
+    tokenizer, config, prompt_ids = prepare(
+        prompt,
+        model,
+        params,
+        chat=chat,
+        system=system,
+        thinking=thinking,
+        prefill_chunk=prefill_chunk,
+        kv_cache=kv_cache,
+        on_full=on_full,
+    )
+    if layers is None:
+        asked_layers = spread(config.num_hidden_layers, DEFAULT_LAYERS) + ([] if show_layer is None else [show_layer])
+    trace = Trace(asked_layers, asked_heads, alternatives)
+    trace.title = model
+    trace.check(config, len(prompt_ids), params.max_new_tokens)  # before the weights are read
+    layer = shown("layer", show_layer, config.num_hidden_layers, trace.layers)
+    head = shown("head", show_head, config.num_attention_heads, trace.heads)
+
+    network, _ = load_model(model, dtype=dtype, device=device)
+    cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache)
+    stepping = stream(
+        network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full, trace=trace
+    )
+    steps = show(stepping, quiet=as_json)
+    if not steps:
+        sys.exit(130)
+    del trace.steps[len(steps) :]  # a step that Ctrl-C kept from being printed
+    result = collect(prompt_ids, steps, cache.memory_bytes)
+    for file in files:
+        trace.save(file)
+    if as_json:
+        print(json.dumps({"model": model, **as_dict(result), **summary(trace, layer, head)}))
+    else:
+        print_trace(trace, layer, head, parse_step(show_step, len(steps)))
+    for file in files:
+        say(f"wrote {file}")
+    say(f"[{figures(result)}]")
+    if result.finish_reason == "interrupted":
+        sys.exit(130)
+
+
+def check_files(files: "Sequence[Path]", html: Path | None) -> None:
+    from infer.trace.save import check_path
+
+    if html is not None and html.suffix != ".html":
+        raise ValueError(f"--html writes a page, whose name must end in .html, not {html.name!r}: see also --save")
+    for file in files:
+        check_path(file)
+
+
+def parse_numbers(option: str, text: str) -> list[int] | None:
+    if text == "all":
+        return None
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} is all, or numbers like 0,5,-1, not {text!r}") from None
+
+
+def parse_step(text: str, count: int) -> list[int]:
+    """The steps to draw strips for, counted from 0. Where a run ended earlier, the last."""
+    if text == "all":
+        return list(range(count))
+    if text == "last":
+        return [count - 1]
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--show-step is a number from 1 on, last or all, not {text!r}")
+    return [min(int(text), count) - 1]
+
+
+def spread(count: int, most: int) -> list[int]:
+    """From the first to the last of so many, evenly."""
+    chosen = min(count, most)
+    return [i * (count - 1) // max(1, chosen - 1) for i in range(chosen)]
+
+
+def shown(what: str, asked: int | None, count: int, traced: "Sequence[int]") -> int | None:
+    if asked is None:
+        return None
+    number = asked + count if asked < 0 else asked
+    if number not in traced:
+        raise ValueError(f"--show-{what} {asked} is not traced: --{what}s are {', '.join(map(str, traced))}")
+    return number
+
+
+def summary(trace: "Trace", layer: int | None, head: int | None) -> dict[str, Any]:
+    """All but the attention rows."""
+    from infer.trace.terminal import attention, looked_at
+
+    steps = [
+        {
+            "token_id": step.token_id,
+            "text": step.text,
+            "probability": step.probability,
+            "entropy": step.entropy,
+            "alternatives": [alternative._asdict() for alternative in step.alternatives],
+            "looked_at": [look._asdict() for look in looked_at(trace, attention(trace, i, layer=layer, head=head))],
+            "cache": {"positions": step.cache_positions, "bytes": step.cache_bytes},
+            "time_s": step.time_s,
+        }
+        for i, step in enumerate(trace.steps)
+    ]
+    return {"layers": trace.layers, "heads": trace.heads, "steps": steps}
+
+
+def print_trace(trace: "Trace", layer: int | None, head: int | None, strips: "Sequence[int]") -> None:
+    from rich.console import Console
+
+    from infer.trace.terminal import draw
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED_WIDTH
+    console.print()
+    for line in draw(trace, console.width, layer=layer, head=head, strips=strips):
+        console.print(line, soft_wrap=True)

@@ -1,0 +1,356 @@
+"""A trace drawn for the terminal: a line for each token, and a heat strip under the text. Readable without colour."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from infer.trace.record import Trace, TraceStep
+
+HEAT = " ▁▂▃▄▅▆▇█"  # nothing, then eight levels
+HEAT_STYLES = ("", "bright_black", "blue", "blue", "cyan", "cyan", "yellow", "yellow", "bold red")
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+CERTAIN, UNCERTAIN = 1.0, 3.0  # nats: about 3 and 20 choices
+MARKS = {" ": "·", "\n": "↵", "\t": "→"}
+LOOKED_AT = 3  # tokens named
+STRIP_ROWS = 12
+ENTRY = 9  # columns of a token among others
+NARROW, TINY = 99, 72  # below these many columns, what is shown shrinks
+
+Weights = npt.NDArray[np.float32]
+
+
+class Look(NamedTuple):
+    position: int
+    token_id: int
+    text: str
+    weight: float
+
+
+class Cell(NamedTuple):
+    """One token of a strip and what is under it, both as wide."""
+
+    text: str
+    style: str
+    under: str
+    under_style: str
+    is_bar: bool = False  # the one between prompt and answer
+
+
+def draw(
+    trace: Trace,
+    width: int = 100,
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+    strips: Sequence[int] | None = None,
+) -> Iterator[Text]:
+    """The whole picture, line by line. layer, head: the one to show, None: the mean of those traced.
+
+    strips: the steps to draw a strip for; None: the last.
+    """
+    if not trace.steps:
+        return
+    strips = [len(trace.steps) - 1] if strips is None else strips
+    yield from table(trace, width, layer=layer, head=head)
+    yield Text()
+    for line in legend(trace, width, layer, head):
+        yield from _wrapped(line, width)
+    for number in strips if trace.layers else ():
+        yield Text()
+        yield from strip(trace, number, width, layer=layer, head=head)
+
+
+def attention(trace: Trace, number: int, *, layer: int | None = None, head: int | None = None) -> Weights:
+    """What a step gave to each token before it, [positions]: of one layer and head, or the mean of those traced."""
+    layers = trace.layers if layer is None else [layer]
+    heads = slice(None) if head is None else [trace.heads.index(head)]
+    total = np.zeros(len(trace.prompt) + number, dtype=np.float32)
+    for first, weights in (trace.steps[number].attention[i] for i in layers):
+        total[first : first + weights.shape[1]] += weights[heads].mean(0, dtype=np.float32) / len(layers)
+    return np.nan_to_num(total)
+
+
+def looked_at(trace: Trace, weights: Weights, count: int = LOOKED_AT) -> list[Look]:
+    """The tokens that got most, the first apart: it gets whatever attention is needed nowhere else."""
+    tokens = [*trace.prompt, *trace.steps]
+    best = np.argsort(-weights[1:], kind="stable")[:count] + 1
+    return [Look(int(i), tokens[i].token_id, tokens[i].text, float(weights[i])) for i in best if weights[i] > 0]
+
+
+def table(trace: Trace, width: int, *, layer: int | None = None, head: int | None = None) -> Iterator[Text]:
+    """A title, then a line for each step."""
+    narrow = width < NARROW
+    columns = _columns(trace, width)
+    titles = {
+        "entropy": "entropy" if width < TINY else "entropy (nats)",
+        "looked": "looked at",
+        "map": "first to last token",
+    }
+    yield _row(columns, {name: Text(titles.get(name, name), "bold") for name in columns})
+    for number, step in enumerate(trace.steps):
+        weights = attention(trace, number, layer=layer, head=head)
+        others = [(a.text, a.token_id, a.probability) for a in step.alternatives if a.token_id != step.token_id]
+        looks = [(look.text, look.token_id, look.weight) for look in looked_at(trace, weights)]
+        cells = {
+            "step": Text(f"{number + 1}"),
+            "token": _shown(visible(step.text, step.token_id), uncertainty_style(step)),
+            "prob": Text(percent(step.probability) if narrow else f"{step.probability:.1%}"),
+            "entropy": _entropy(step, columns.get("entropy", 0)),
+            "instead": _entries(others, columns.get("instead", 0)),
+            "looked": _entries(looks, columns.get("looked", 0)),
+            "first": Text(percent(weights[0])),
+            "map": _map(weights, len(trace.prompt) + len(trace.steps) - 1, columns.get("map", 0)),
+            "cache": Text(f"{step.cache_positions}"),
+        }
+        yield _row(columns, cells)
+
+
+def legend(trace: Trace, width: int, layer: int | None = None, head: int | None = None) -> list[str]:
+    """What the columns mean, those that there is room for."""
+    columns = _columns(trace, width)
+    lines = []
+    if "entropy" in columns:
+        choices = "" if width < TINY else "; ≈ as many equally likely tokens would be as uncertain"
+        lines.append(f"entropy: a block per nat{choices}")
+    if "looked" in columns:
+        layers = _named("layer", trace.layers if layer is None else [layer])
+        heads = _named("head", trace.heads if head is None else [head])
+        mean = ", averaged" if "s " in layers + heads else ""
+        lines.append(f"looked at: attention of {layers}, {heads}{mean}, to all but the first token")
+    if "first" in columns:
+        lines.append("first: its share; heads leave there what they need nowhere else")
+    return lines
+
+
+def strip(
+    trace: Trace,
+    number: int,
+    width: int,
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+    rows: int = STRIP_ROWS,
+) -> Iterator[Text]:
+    """The text up to the token that a step chose, and under each token how much attention it got; the last rows."""
+    weights = attention(trace, number, layer=layer, head=head)
+    step = trace.steps[number]
+    lines = list(_packed(_cells(trace, number, weights, width), width))
+    notes = [f"█ = {percent(_scale(weights))}", f"the first token got {percent(weights[0])}"]
+    hidden = sum(not cell.is_bar for line in lines[:-rows] for cell in line)
+    if hidden:
+        notes.append(f"{hidden} earlier tokens, not shown, got {percent(weights[:hidden].sum())}")
+    title = f"Attention when step {number + 1} chose {visible(step.text, step.token_id)}  ({', '.join(notes)})"
+    yield from _wrapped(title, width, "bold")
+    for line in lines[-rows:]:
+        yield _joined([(cell.text, cell.style) for cell in line])
+        yield _joined([(cell.under, cell.under_style) for cell in line])
+
+
+def heat(weights: Weights) -> list[int]:
+    """Levels 0 to 8, in proportion; the largest weight is 8, and 0 is nothing.
+
+    The first token's does not count: it is so large so often that all others would look alike.
+    """
+    scale = _scale(weights)
+    return [math.ceil(8 * min(1.0, weight / scale)) for weight in weights.tolist()]
+
+
+def _scale(weights: Weights) -> float:
+    return float(weights[1:].max(initial=0)) or 1.0
+
+
+def visible(text: str, token_id: int | None = None) -> str:
+    """A token on one line: blanks as marks, and nothing in it that a terminal would obey."""
+    if not text:
+        return f"<{token_id}>" if token_id is not None else "<>"
+    shown = "".join(MARKS.get(character) or _printable(character) for character in text)
+    stands_alone = cell_len(shown[0]) and unicodedata.category(shown[0])[0] != "M"
+    return shown if stands_alone else f"◌{shown}"
+
+
+def percent(share: float) -> str:
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+
+
+def uncertainty_style(step: TraceStep) -> str:
+    if step.entropy < CERTAIN:
+        return "green"
+    return "yellow" if step.entropy < UNCERTAIN else "red"
+
+
+def _printable(character: str) -> str:
+    category = unicodedata.category(character)
+    if category == "Zs":
+        return MARKS[" "]
+    is_modifier = category == "Sk" and not cell_len(character)  # a skin tone, which changes what is before it
+    if category[0] == "C" or category in ("Zl", "Zp") or is_modifier:
+        code = ord(character)
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    return character
+
+
+def _columns(trace: Trace, width: int) -> dict[str, int]:
+    """Name and width of each, in order: what there is no room for is left out, what is left is shared."""
+    narrow = width < NARROW
+    positions = len(trace.prompt) + len(trace.steps) - 1
+    columns = {
+        "step": max(4, len(str(len(trace.steps)))),
+        "token": 10 if narrow else 12,
+        "prob": 4 if narrow else 6,
+        "entropy": 8 if width < TINY else 14 if narrow else 17,
+        "instead": 10 if narrow else 18,
+        "looked": 10 if narrow else 18,
+        "first": 5,
+        "map": 20,
+        "cache": max(5, len(str(positions))),
+    }
+    if not trace.layers:
+        columns = {name: size for name, size in columns.items() if name not in ("looked", "first", "map")}
+    for name in ("map", "first", "cache", "looked", "instead", "entropy"):
+        if _total(columns) > width or (narrow and name == "map"):
+            columns.pop(name, None)
+    lists = [name for name in ("instead", "looked") if name in columns]
+    _widen(columns, lists, 30, width)
+    _widen(columns, ["map"] if "map" in columns else [], positions, width)
+    _widen(columns, lists, width, width)
+    return columns
+
+
+def _widen(columns: dict[str, int], names: Sequence[str], most: int, width: int) -> None:
+    """Share what is left between these, up to so many each."""
+    for i, name in enumerate(names):
+        spare = (width - _total(columns)) // (len(names) - i)
+        columns[name] += max(0, min(spare, most - columns[name]))
+
+
+def _total(columns: dict[str, int]) -> int:
+    return sum(columns.values()) + _gap(columns) * (len(columns) - 1)
+
+
+def _gap(columns: dict[str, int]) -> int:
+    return 1 if columns["token"] == 10 else 2
+
+
+def _row(columns: dict[str, int], cells: dict[str, Text]) -> Text:
+    line = Text(no_wrap=True)
+    for name, size in columns.items():
+        cell = cells[name]
+        cell.truncate(size, overflow="ellipsis")
+        missing = " " * (size - cell.cell_len)
+        line.append_text(Text(missing) + cell if name in ("step", "prob", "first", "cache") else cell + missing)
+        line.append(" " * _gap(columns))
+    line.rstrip()
+    return line
+
+
+def _entropy(step: TraceStep, size: int) -> Text:
+    """A block per nat, the number, and how many choices that is, where it fits."""
+    bar = 3 if size < 17 else 6
+    nats = step.entropy if math.isfinite(step.entropy) else 0.0
+    whole, part = divmod(round(8 * min(nats, bar)), 8)
+    blocks = "█" * whole + EIGHTHS[part] * bool(part)
+    cell = Text(f"{blocks:<{bar}}", uncertainty_style(step)) + Text(f" {step.entropy:4.1f}")
+    if size >= 14:
+        choices = math.exp(nats)
+        cell.append(f" ≈{choices:.0f}" if choices < 1000 else f" ≈{choices / 1000:.0f}k")
+    return cell
+
+
+def _entries(entries: Sequence[tuple[str, int, float]], size: int) -> Text:
+    """As many as fit, whole."""
+    line = Text()
+    for text, token_id, share in entries:
+        entry = f"{_cut(visible(text, token_id), ENTRY)} {percent(share)}"
+        if line and line.cell_len + 2 + cell_len(entry) > size:
+            break
+        line.append("  " if line else "")
+        line.append_text(_shown(entry))
+    return line
+
+
+def _map(weights: Weights, positions: int, size: int) -> Text:
+    """A step's strip in so many columns, each the hottest of the positions it stands for."""
+    line = Text()
+    levels = heat(weights) if size else []
+    size = min(size, positions)
+    for i in range(size):
+        part = levels[i * positions // size : (i + 1) * positions // size]
+        level = max(part, default=0)
+        line.append(HEAT[level], HEAT_STYLES[level])
+    return line
+
+
+def _cells(trace: Trace, number: int, weights: Weights, width: int) -> Iterator[Cell]:
+    levels = heat(weights)
+    prompt = [(visible(token.text, token.token_id), "") for token in trace.prompt]
+    answer = [(visible(step.text, step.token_id), uncertainty_style(step)) for step in trace.steps[: number + 1]]
+    for position, (text, style) in enumerate([*prompt, *answer]):
+        if position == len(prompt):
+            yield Cell("│", "dim", "│", "dim", is_bar=True)
+        text = _cut(text, width)
+        if position == len(levels):
+            yield Cell(text, f"bold {style}", "^" * cell_len(text), "bold")
+        else:
+            level = levels[position]
+            yield Cell(text, style, HEAT[level] * cell_len(text), HEAT_STYLES[level])
+
+
+def _packed(cells: Iterator[Cell], width: int) -> Iterator[list[Cell]]:
+    """Into lines, a column between two of them."""
+    line: list[Cell] = []
+    used = 0
+    for cell in cells:
+        size = cell_len(cell.text)
+        if line and used + 1 + size > width:
+            yield line
+            line, used = [], 0
+        used += size + bool(line)
+        line.append(cell)
+    yield line
+
+
+def _joined(parts: Sequence[tuple[str, str]]) -> Text:
+    line = Text(" ", no_wrap=True).join(_shown(text, style) for text, style in parts)
+    line.rstrip()
+    line.no_wrap = True
+    return line
+
+
+def _shown(text: str, style: str = "") -> Text:
+    """With its marks held back."""
+    line = Text(text, style)
+    line.highlight_regex(f"[{''.join(MARKS.values())}]", "dim")
+    return line
+
+
+def _cut(text: str, size: int) -> str:
+    return text if cell_len(text) <= size else f"{set_cell_size(text, size - 1).rstrip()}…"
+
+
+def _wrapped(text: str, width: int, style: str = "dim") -> Iterator[Text]:
+    """Broken between words, without the help of a console."""
+    line = ""
+    for word in (_cut(word, width) for word in text.split()):
+        if line and cell_len(line) + 1 + cell_len(word) > width:
+            yield Text(line, style, no_wrap=True)
+            line = ""
+        line += f" {word}" if line else word
+    yield Text(line, style, no_wrap=True)
+
+
+def _named(what: str, numbers: Sequence[int]) -> str:
+    """layers 0, 10, 19 and 29; heads 0 to 8"""
+    if len(numbers) == 1:
+        return f"{what} {numbers[0]}"
+    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{what}s {numbers[0]} to {numbers[-1]}"
+    *most, last = map(str, numbers)
+    return f"{what}s {', '.join(most)} and {last}"

@@ -1,0 +1,58 @@
+"""Traces made of random numbers, for tests of what shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from infer.trace import Trace, TraceStep
+from infer.trace.record import Alternative, AttentionRows
+
+
+def make_trace(
+    steps: int = 12,
+    prompt: int = 5,
+    layers: Sequence[int] = (0, 3),
+    heads: Sequence[int] = (0, 1, 2),
+    *,
+    window: int | None = None,
+    texts: Sequence[str] = (),
+    top_k: int = 4,
+    capacity: int = 40,
+    seed: int = 0,
+) -> Trace:
+    """Every other token is the likeliest, the rest are not among the top_k. window: of the second layer.
+
+    texts: of the first tokens generated; the others are words of their own.
+    """
+    random = np.random.default_rng(seed)
+    trace = Trace(top_k=top_k)
+    trace.title, trace.layers, trace.heads, trace.cache_capacity = "made up", list(layers), list(heads), capacity
+    trace.prompt = [Alternative(i, f" p{i}", 1.0) for i in range(prompt)]
+    for s in range(steps):
+        keys = prompt + s
+        probabilities = -np.sort(-random.dirichlet(np.ones(top_k + 2) * 0.5))
+        text = texts[s] if s < len(texts) else f" w{s}"
+        alternatives = [Alternative(1000 + i, f" alt{i}", float(probabilities[i])) for i in range(top_k)]
+        if s % 2 == 0:
+            alternatives[0] = Alternative(100 + s, text, float(probabilities[0]))
+        attention = {}
+        for number, layer in enumerate(layers):
+            seen = min(keys, window) if window and number == 1 else keys
+            weights = random.dirichlet(np.ones(seen) * 0.2, size=len(heads)).astype(np.float16)
+            attention[layer] = AttentionRows(keys - seen, weights)
+        trace.steps.append(
+            TraceStep(
+                token_id=100 + s,
+                text=text,
+                probability=float(probabilities[0 if s % 2 == 0 else -1]),
+                entropy=float(random.uniform(0, 6)),
+                alternatives=tuple(alternatives),
+                attention=attention,
+                cache_positions=keys,
+                cache_bytes=1000 * capacity,
+                time_s=0.01,
+            )
+        )
+    return trace

@@ -1,0 +1,40 @@
+"""What the documentation quotes is what the code says."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+QUOTE = re.compile(r"^```python\n# (src/\S+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def quotes() -> list[tuple[Path, str, str]]:
+    return [(page, file, code) for page in PAGES for file, code in QUOTE.findall(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(("page", "file", "code"), quotes(), ids=lambda value: getattr(value, "name", None))
+def test_quoted_code_is_in_the_file(page: Path, file: str, code: str) -> None:
+    """However deep it stands there: the documentation may shift it to the left."""
+    source = (ROOT / file).read_text(encoding="utf-8")
+    wanted = textwrap.dedent(code)
+    lines = source.splitlines(keepends=True)
+    count = len(wanted.splitlines())
+    found = (textwrap.dedent("".join(lines[at : at + count])) for at in range(len(lines)))
+    assert wanted in found, f"{page.name} quotes {file}, which no longer says that"
+
+
+def test_there_are_quotes() -> None:
+    assert len(quotes()) >= 6
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if not link.startswith("http")]
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert missing == []

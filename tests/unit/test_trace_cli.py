@@ -1,0 +1,349 @@
+"""`infer trace` in-process, on a tiny model."""
+# ruff: noqa: F811  (fixtures are imported, and named again by the tests that ask for them)
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cli import (  # noqa: F401
+    CACHE_BYTES_PER_TOKEN,
+    CONTEXT,
+    Run,
+    assert_refused,
+    chat_ids,
+    folder,
+    passes,
+    plain_machine,
+    run,
+    thinker,
+    untouched,
+    windowed,
+)
+
+from infer import SamplingParams, Tokenizer, Trace, generate, load_model
+from infer.cli.trace import parse_step, spread
+from infer.engine import generate as engine
+from infer.engine.result import GeneratedToken
+from infer.trace import record
+from infer.trace.save import json_lines
+
+STEPS = 6
+LAYERS, HEADS = [0, 1, 2], [0, 1, 2, 3]
+SHORT = ("--max-new-tokens", str(STEPS))
+
+
+@pytest.fixture(autouse=True)
+def piped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output is no terminal, and of no particular width."""
+    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def traced(path: Path, prompt: str = "hello", trace: Trace | None = None, **params: Any) -> Trace:
+    """What the library records."""
+    trace = Trace() if trace is None else trace
+    model, _ = load_model(path)
+    tokenizer = Tokenizer(path)
+    generate(
+        model, tokenizer, tokenizer.encode(prompt), SamplingParams(**{"max_new_tokens": STEPS} | params), trace=trace
+    )
+    return trace
+
+
+def table_of(out: str) -> list[list[str]]:
+    """The words of each step's line."""
+    lines = out[out.index("\nstep ") + 1 :].split("\n\n")[0].splitlines()
+    return [line.split() for line in lines[1:]]
+
+
+class TestText:
+    def test_text_then_table_then_strip(self, run: Run, folder: Path) -> None:
+        plain = run("generate", "hello", *SHORT)
+        done = run("trace", "hello", *SHORT)
+        assert done.status == 0
+        assert done.out.startswith(plain.out + "\nstep ")
+        trace = traced(folder)
+        assert [row[0] for row in table_of(done.out)] == [str(i + 1) for i in range(STEPS)]
+        assert [row[2] for row in table_of(done.out)] == [f"{step.probability:.1%}" for step in trace.steps]
+        assert [row[-1] for row in table_of(done.out)] == [str(step.cache_positions) for step in trace.steps]
+        assert done.out.count("Attention when step") == 1
+        assert f"Attention when step {STEPS} chose" in done.out
+        assert "layers 0 to 2, heads 0 to 3, averaged" in done.out
+        assert done.err.startswith("[5 prompt tokens, prefill 0.")
+        assert done.err.count("\n") == 1
+
+    @pytest.mark.parametrize(("columns", "width"), [(None, 100), ("60", 60), ("160", 160)])
+    def test_width(self, run: Run, monkeypatch: pytest.MonkeyPatch, columns: str | None, width: int) -> None:
+        if columns is not None:
+            monkeypatch.setenv("COLUMNS", columns)
+        out = run("trace", "hello " * 12, *SHORT).out
+        picture = out[out.index("\nstep ") :].splitlines()
+        assert width - 6 <= max(map(len, picture)) <= width
+        assert "\x1b" not in out
+
+    @pytest.mark.parametrize(
+        ("chosen", "steps"), [("last", [STEPS]), ("2", [2]), ("99", [STEPS]), ("all", [*range(1, STEPS + 1)])]
+    )
+    def test_show_step(self, run: Run, chosen: str, steps: list[int]) -> None:
+        out = run("trace", "hello", *SHORT, "--show-step", chosen).out
+        titles = [line.split() for line in out.splitlines() if line.startswith("Attention when")]
+        assert [int(title[3]) for title in titles] == steps
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ([], "layers 0 to 2, heads 0 to 3, averaged"),
+            (["--layers", "0,-1"], "layers 0 and 2, heads 0 to 3, averaged"),
+            (["--heads", "3,1"], "layers 0 to 2, heads 1 and 3, averaged"),
+            (["--layers", "-1", "--heads", "0"], "layer 2, head 0, to"),
+            (["--show-layer", "-2"], "layer 1, heads 0 to 3, averaged"),
+            (["--show-layer", "1", "--show-head", "2"], "layer 1, head 2, to"),
+        ],
+    )
+    def test_layers_and_heads(self, run: Run, options: list[str], words: str) -> None:
+        out = run("trace", "hello", *SHORT, *options).out
+        assert f"attention of {words}" in " ".join(out.split())
+
+    def test_one_token_of_a_default_run(self, run: Run) -> None:
+        assert len(table_of(run("trace", "hello", "--max-new-tokens", "1").out)) == 1
+        assert len(table_of(run("trace", "hello", "--ignore-eos").out)) == 32
+
+
+class TestJson:
+    def test_all_but_the_rows(self, run: Run, folder: Path) -> None:
+        done = run("trace", "hello", *SHORT, "--json")
+        output = json.loads(done.out)
+        plain = json.loads(run("generate", "hello", *SHORT, "--json").out)
+        assert (done.status, done.out.count("\n")) == (0, 1)
+        assert list(output) == [*plain, "layers", "heads", "steps"]
+        assert [output[key] for key in ("model", "token_ids", "text")] == [
+            plain[key] for key in ("model", "token_ids", "text")
+        ]
+        assert (output["layers"], output["heads"]) == (LAYERS, HEADS)
+        trace = traced(folder)
+        for step, line in zip(output["steps"], json_lines(trace)[1:], strict=True):
+            looks = step.pop("looked_at")
+            assert [look.keys() for look in looks] == [{"position", "token_id", "text", "weight"}] * 3
+            assert step.pop("time_s") > 0
+            assert step == {key: value for key, value in line.items() if key not in ("step", "attention", "time_s")}
+
+    def test_looks_of_a_layer_and_head(self, run: Run, folder: Path) -> None:
+        output = json.loads(run("trace", "hello", *SHORT, "--json", "--show-layer", "2", "--show-head", "-1").out)
+        last = traced(folder).steps[-1].attention[2].weights[3]
+        best = 1 + np.argsort(-last[1:], kind="stable")[:3]
+        assert [look["position"] for look in output["steps"][-1]["looked_at"]] == best.tolist()
+
+    def test_alternatives(self, run: Run) -> None:
+        output = json.loads(run("trace", "hello", *SHORT, "--json", "--alternatives", "3", "--top-k", "50").out)
+        assert [len(step["alternatives"]) for step in output["steps"]] == [3] * STEPS
+
+    def test_sampling(self, run: Run) -> None:
+        options = ("hello", *SHORT, "--temperature", "1", "--seed", "3", "--json")
+        output = json.loads(run("trace", *options).out)
+        assert output["token_ids"] == json.loads(run("generate", *options).out)["token_ids"]
+
+    def test_prompts(self, run: Run, folder: Path, thinker: Path) -> None:
+        """As a chat, and from standard input, as for `generate`."""
+        options = ("--chat", "--system", "Be kind", "--no-thinking")
+        output = json.loads(run("trace", "hello", *options, *SHORT, "--json", model=thinker).out)
+        messages = (("system", "Be kind"), ("user", "hello"))
+        assert output["prompt_token_ids"] == chat_ids(thinker, *messages, enable_thinking=False)
+        output = json.loads(run("trace", "-", *SHORT, "--json", stdin="from a pipe").out)
+        assert output["prompt_token_ids"] == Tokenizer(folder).encode("from a pipe")
+
+    def test_no_kv_cache(self, run: Run, passes: list[int]) -> None:
+        expected = json.loads(run("trace", "hello", *SHORT, "--json").out)
+        passes.clear()
+        output = json.loads(run("trace", "hello", *SHORT, "--json", "--no-kv-cache").out)
+        assert passes == [5 + i for i in range(STEPS)]
+        assert output["token_ids"] == expected["token_ids"]
+        assert [step["cache"] for step in output["steps"]] == [{"positions": 0, "bytes": 0}] * STEPS
+        assert [step["cache"]["positions"] for step in expected["steps"]] == [5 + i for i in range(STEPS)]
+
+    def test_prefill_chunk_and_windows(self, run: Run, windowed: Path, passes: list[int]) -> None:
+        args = ("trace", "x" * 40, *SHORT, "--json", "--prefill-chunk", "16")
+        output = json.loads(run(*args, model=windowed).out)
+        assert passes == [16, 16, 9] + [1] * (STEPS - 1)
+        assert output["token_ids"] == [step.token_id for step in traced(windowed, "x" * 40).steps]
+
+
+class TestOnFull:
+    ARGS = ("x" * (CONTEXT - 4), "--max-new-tokens", "12", "--json", "--ignore-eos")
+
+    @pytest.mark.parametrize("command", ["generate", "trace"])
+    def test_recompute(self, run: Run, command: str, passes: list[int]) -> None:
+        """Beyond the context the last tokens are fed anew; the tokens are those of a run without a cache."""
+        expected = json.loads(run("generate", *self.ARGS, "--on-full", "recompute", "--no-kv-cache").out)
+        passes.clear()
+        output = json.loads(run(command, *self.ARGS, "--on-full", "recompute").out)
+        prompt = len(output["prompt_token_ids"])
+        helped = CONTEXT - prompt
+        assert passes == [prompt] + [1] * helped + [CONTEXT] * (11 - helped)
+        assert output["token_ids"] == expected["token_ids"]
+        assert output["cache_memory_bytes"] == CONTEXT * CACHE_BYTES_PER_TOKEN
+        if command == "trace":
+            filled = [step["cache"]["positions"] for step in output["steps"]]
+            assert filled == [*range(prompt, CONTEXT + 1)] + [0] * (11 - helped)
+
+    def test_compare(self, run: Run) -> None:
+        output = json.loads(run("generate", *self.ARGS, "--on-full", "recompute", "--compare").out)
+        assert output["without_kv_cache"]["same_tokens"] is True
+
+    def test_a_prompt_beyond_the_context(self, run: Run) -> None:
+        done = run("trace", "x" * (CONTEXT + 20), *SHORT, "--on-full", "recompute")
+        assert done.status == 0
+        assert len(table_of(done.out)) == STEPS
+
+    @pytest.mark.usefixtures("untouched")
+    @pytest.mark.parametrize("command", ["generate", "trace"])
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ([], "positions exceed the model's context of 256"),
+            (["--on-full", "error"], "positions exceed the model's context of 256"),
+            (["--on-full", "slide"], "on_full must be one of error, recompute, not 'slide'"),
+        ],
+    )
+    def test_refused(self, run: Run, command: str, options: list[str], message: str) -> None:
+        assert_refused(run(command, *self.ARGS, *options), message)
+
+
+class TestFiles:
+    def test_saved(self, run: Run, folder: Path, tmp_path: Path) -> None:
+        lines, arrays, page = (tmp_path / f"trace.{suffix}" for suffix in ("jsonl", "npz", "html"))
+        options = ("--save", lines, "--save", arrays, "--html", page)
+        done = run("trace", "hello", *SHORT, *options, "--layers", "0,2", "--heads", "1")
+        assert done.status == 0
+        assert done.err.startswith("".join(f"wrote {path}\n" for path in (lines, arrays, page)))
+        trace = traced(folder, trace=Trace([0, 2], [1]))
+        token_ids = [step.token_id for step in trace.steps]
+
+        head, *steps = map(json.loads, lines.read_text(encoding="utf-8").splitlines())
+        assert (head["model"], head["layers"], head["heads"]) == (str(folder), [0, 2], [1])
+        assert [step["token_id"] for step in steps] == token_ids
+
+        with np.load(arrays) as saved:
+            assert saved["token_ids"].tolist() == token_ids
+            assert {name for name in saved if name.startswith("attention_")} == {"attention_0", "attention_2"}
+            np.testing.assert_array_equal(saved["attention_2"][-1], trace.steps[-1].attention[2].weights)
+        assert "<html" in page.read_text(encoding="utf-8")
+
+    def test_with_json(self, run: Run, tmp_path: Path) -> None:
+        """Standard output is the object, and nothing else."""
+        file = tmp_path / "trace.jsonl"
+        done = run("trace", "hello", *SHORT, "--json", "--save", file)
+        assert len(json.loads(done.out)["steps"]) == STEPS == len(file.read_text().splitlines()) - 1
+
+
+class TestInterrupt:
+    @pytest.fixture
+    def interrupt_after(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+        """Ctrl-C when so many tokens have been printed, in the middle of the next step."""
+
+        def install(count: int) -> None:
+            stream = engine.stream
+
+            def interrupted(*args: Any, **options: Any) -> Iterator[GeneratedToken]:
+                for i, token in enumerate(stream(*args, **options)):
+                    if i == count:
+                        raise KeyboardInterrupt
+                    yield token
+
+            monkeypatch.setattr(engine, "stream", interrupted)
+
+        return install
+
+    def test_what_was_traced_is_shown_and_saved(
+        self, run: Run, tmp_path: Path, interrupt_after: Callable[[int], None]
+    ) -> None:
+        file = tmp_path / "trace.jsonl"
+        interrupt_after(4)
+        done = run("trace", "hello", *SHORT, "--save", file)
+        assert done.status == 130
+        assert len(table_of(done.out)) == 4
+        assert len(file.read_text().splitlines()) == 1 + 4
+        assert "interrupted" in done.err
+
+    def test_json(self, run: Run, interrupt_after: Callable[[int], None]) -> None:
+        interrupt_after(4)
+        done = run("trace", "hello", *SHORT, "--json")
+        output = json.loads(done.out)
+        assert (done.status, output["finish_reason"]) == (130, "interrupted")
+        assert [step["token_id"] for step in output["steps"]] == output["token_ids"]
+
+    def test_before_the_first_token(self, run: Run, tmp_path: Path, interrupt_after: Callable[[int], None]) -> None:
+        interrupt_after(0)
+        done = run("trace", "hello", *SHORT, "--save", tmp_path / "trace.jsonl")
+        assert (done.status, done.out.strip()) == (130, "")
+        assert not list(tmp_path.iterdir())
+
+
+# Options of `infer trace hi` and what the message must say; MISSING stands for a path.
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "no such layer": (["--layers", "0,3"], "there is no layer 3 to trace: the model has layers 0 to 2"),
+    "no such layer from the end": (["--layers", "-4"], "there is no layer -4 to trace"),
+    "no such head": (["--heads", "4"], "there is no head 4 to trace: the model has heads 0 to 3"),
+    "layers in words": (["--layers", "first"], "--layers is all, or numbers like 0,5,-1, not 'first'"),
+    "no layers": (["--layers", ""], "--layers is all, or numbers like 0,5,-1, not ''"),
+    "heads in words": (["--heads", "0,"], "--heads is all, or numbers like 0,5,-1, not '0,'"),
+    "no such layer to show": (["--show-layer", "3"], "there is no layer 3 to trace"),
+    "a layer to show that is not traced": (
+        ["--layers", "0,2", "--show-layer", "1"],
+        "--show-layer 1 is not traced: --layers are 0, 2",
+    ),
+    "no such head to show": (["--show-head", "-5"], "--show-head -5 is not traced: --heads are 0, 1, 2, 3"),
+    "no such step": (["--show-step", "0"], "--show-step is a number from 1 on, last or all, not '0'"),
+    "a step in words": (["--show-step", "first"], "--show-step is a number from 1 on, last or all, not 'first'"),
+    "no alternatives": (["--alternatives", "0"], "--alternatives must be 1 or more, not 0"),
+    "unknown suffix": (["--save", "trace.csv"], "a trace is saved as .jsonl, .npz or .html, not as 'trace.csv'"),
+    "page of another suffix": (["--html", "page.npz"], "must end in .html, not 'page.npz'"),
+    "missing folder": (["--save", "MISSING/trace.npz"], "there is no folder"),
+    "missing folder of a page": (["--html", "MISSING/trace.html"], "there is no folder"),
+    "chunks without a cache": (["--prefill-chunk", "4", "--no-kv-cache"], "--prefill-chunk needs the cache"),
+    "system without chat": (["--system", "Be kind"], "--system and --thinking go with --chat"),
+    "overflow": (["--max-new-tokens", "300"], "exceed the model's context of 256"),
+    "negative temperature": (["--temperature", "-1"], "temperature must be 0 or more"),
+    "unknown dtype": (["--dtype", "int3"], "unknown dtype 'int3'"),
+}
+
+
+@pytest.mark.usefixtures("untouched")
+class TestRefused:
+    """Before weights are touched, in one line, with exit status 2, and leaving no file behind."""
+
+    @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+    def test_refused(
+        self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        options = [option.replace("MISSING", str(tmp_path / "missing")) for option in options]
+        assert_refused(run("trace", "hi", *options), message)
+        assert not list(tmp_path.iterdir())
+
+    def test_onto_a_folder(self, run: Run, tmp_path: Path) -> None:
+        (tmp_path / "trace.npz").mkdir()
+        assert_refused(run("trace", "hi", "--save", tmp_path / "trace.npz"), "is a folder")
+
+    def test_more_rows_than_memory(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(record, "available_memory", lambda device: 1000)
+        assert_refused(run("trace", "hi"), "trace fewer layers or heads")
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "chosen"),
+    [(30, 4, [0, 9, 19, 29]), (18, 4, [0, 5, 11, 17]), (4, 4, [0, 1, 2, 3]), (3, 4, [0, 1, 2]), (1, 4, [0])],
+)
+def test_spread(count: int, most: int, chosen: list[int]) -> None:
+    assert spread(count, most) == chosen
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"), [("last", [4]), ("all", [0, 1, 2, 3, 4]), ("1", [0]), ("5", [4]), ("9", [4])]
+)
+def test_parse_step(text: str, chosen: list[int]) -> None:
+    assert parse_step(text, 5) == chosen
