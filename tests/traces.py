@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from infer.trace import Trace, TraceStep
-from infer.trace.record import Alternative, AttentionRows
+from infer.trace.record import Alternative, AttentionRows, Token
 
 
 def make_trace(
@@ -29,7 +29,7 @@ def make_trace(
     random = np.random.default_rng(seed)
     trace = Trace(top_k=top_k)
     trace.title, trace.layers, trace.heads, trace.cache_capacity = "made up", list(layers), list(heads), capacity
-    trace.prompt = [Alternative(i, f" p{i}", 1.0) for i in range(prompt)]
+    trace.prompt = [Token(i, f" p{i}") for i in range(prompt)]
     for s in range(steps):
         keys = prompt + s
         probabilities = -np.sort(-random.dirichlet(np.ones(top_k + 2) * 0.5))

@@ -28,6 +28,7 @@ from infer.engine.generate import Model, generate
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_chunk, check_request
 from infer.engine.result import GenerationResult
+from infer.engine.text import Decodes, Encodes, encode_readable
 
 SUITE = {"short": (32, 32), "medium": (128, 64), "long": (512, 64)}  # prompt tokens, new tokens
 
@@ -40,9 +41,7 @@ PROMPT = (
 )
 
 
-class BenchTokenizer(Protocol):
-    def encode(self, text: str, /) -> list[int]: ...
-    def decode(self, token_ids: list[int], /) -> str: ...
+class BenchTokenizer(Encodes, Decodes, Protocol): ...
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def run(
 
 def fixed_prompt(tokenizer: BenchTokenizer, length: int) -> list[int]:
     """The same ordinary text every time, repeated to the length asked for."""
-    return list(islice(cycle(tokenizer.encode(PROMPT)), length))
+    return list(islice(cycle(encode_readable(tokenizer, PROMPT)), length))
 
 
 def _params(config: BenchConfig) -> SamplingParams:

@@ -96,6 +96,8 @@ class ModelConfig:
             raise ValueError(f"sliding layers need a positive sliding_window, not {self.sliding_window!r}")
         if self.query_pre_attn_scalar is not None and not self.query_pre_attn_scalar > 0:
             raise ValueError(f"query_pre_attn_scalar must be above 0, not {self.query_pre_attn_scalar!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be from 0 to below 1, not {self.dropout!r}")
 
     @property
     def computed_head_dim(self) -> int:
@@ -179,6 +181,8 @@ class ModelConfig:
         if missing:
             raise ValueError(f"model_args lack {', '.join(missing)}")
         model_type = args.get("model_type", "gpt2")
+        if model_type not in ("gpt2", "rope_gpt"):
+            raise ValueError(f"model_type {model_type!r} is not supported here: only gpt2 and rope_gpt are")
         bias = args.get("bias", True)  # checkpoints from before it could be chosen have biases
         width, heads = args["n_embd"], args["n_head"]
         return cls(
@@ -262,6 +266,7 @@ class ModelConfig:
             attention_bias=not tensor_names.isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),
             mlp_bias="blk.0.ffn_down.bias" in tensor_names,
             norm_bias="output_norm.bias" in tensor_names,
+            hidden_act="gelu_tanh" if learned else None,
             tie_word_embeddings="output.weight" not in tensor_names,
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_ids=_gguf_eos(metadata),
@@ -338,6 +343,8 @@ def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": raw.get("n_inner") or 4 * raw["n_embd"],
         "num_hidden_layers": raw["n_layer"],
         "num_attention_heads": raw["n_head"],
+        "num_key_value_heads": None,
+        "head_dim": None,
         "max_position_embeddings": raw["n_positions"],
         "rms_norm_eps": raw["layer_norm_epsilon"],
         "hidden_act": raw["activation_function"],

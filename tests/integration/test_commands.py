@@ -20,7 +20,7 @@ from infer.cli.common import DEFAULT_MODEL
 from infer.loader.builtin import BUILTIN, pull
 
 INFER = Path(sys.executable).with_name("infer")
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 COMMANDS = ["generate", "chat", "trace", "explain", "pull", "models", "info", "verify", "bench"]
 QUESTION = "Why is the sky blue?"
 EXACT = ["--dtype", "float32", "--device", "cpu"]  # whatever this machine would choose
@@ -183,13 +183,17 @@ class TestCommands:
         assert json.loads(report.read_text())["comparisons"][0]["same_tokens"] is True
         assert plot.read_bytes().startswith(b"\x89PNG")
 
-    def test_readme_python(self, offline: dict[str, str]) -> None:
-        """All blocks in order, as one who follows along would run them."""
-        blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    @pytest.mark.parametrize(("page", "says"), [("README.md", "cache"), ("docs/kv-cache.md", "The cat sat on the")])
+    def test_python_in(self, page: str, says: str, offline: dict[str, str], tmp_path: Path) -> None:
+        """All blocks in order, as one who follows along would run them; not those that quote the source."""
+        text = (ROOT / page).read_text(encoding="utf-8")
+        blocks = re.findall(r"```python\n(?!# src/)(.*?)```", text, re.DOTALL)
         command = [sys.executable, "-c", "\n".join(blocks)]
-        done = subprocess.run(command, env=offline, capture_output=True, encoding="utf-8", timeout=300, check=False)
+        done = subprocess.run(
+            command, env=offline, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=300, check=False
+        )
         assert (done.returncode, done.stderr) == (0, "")
-        assert "cache" in done.stdout
+        assert says in done.stdout
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from infer.trace import Trace, TraceStep
-from infer.trace.record import Alternative, AttentionRows
+from infer.trace.record import Alternative, AttentionRows, Token
 from infer.trace.terminal import HEAT, STRIP_ROWS, attention, draw, heat, looked_at, percent, strip, table, visible
 
 HOSTILE = [
@@ -96,7 +96,7 @@ def made_trace(
     generator = np.random.default_rng(0)
     trace = Trace(layers, heads)
     trace.layers, trace.heads = list(layers), list(heads)
-    trace.prompt = [Alternative(i, text, 1.0) for i, text in enumerate(prompt)]
+    trace.prompt = [Token(i, text) for i, text in enumerate(prompt)]
     for number, text in enumerate(answer):
         rows = {}
         for layer in layers:

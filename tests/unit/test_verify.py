@@ -342,3 +342,22 @@ def test_rings_are_as_narrow_as_their_chunks_allow(tiny_model: Callable[..., Dec
     for chunk, slots in ((None, WINDOW + 1), (1, WINDOW + 1), (3, WINDOW + 3)):
         cache = module._make(SlidingCache, model, 30, chunk)
         assert [k.shape[2] for k in cache.k] == [slots, 30]  # type: ignore[attr-defined]
+
+
+class TestOwnPrompts:
+    class Characters:
+        """Reads lower-case letters and spaces."""
+
+        def encode(self, text: str) -> list[int]:
+            if not set(text) <= set("abcdefghijklmnopqrstuvwxyz "):
+                raise ValueError("a character has no id")
+            return [ord(character) - 32 for character in text]
+
+    def test_what_it_can_read(self, tiny_config: Callable[..., ModelConfig]) -> None:
+        prompts = module.own_prompts(tiny_config(), self.Characters(), 8)
+        assert list(prompts) == list(module.PROMPTS[:7])  # the last is Japanese
+        assert prompts["The capital of France is"] == self.Characters().encode("he capital of rance is")
+
+    def test_what_fits(self, tiny_config: Callable[..., ModelConfig]) -> None:
+        prompts = module.own_prompts(tiny_config(max_position_embeddings=16), self.Characters(), 10)
+        assert max(map(len, prompts.values())) == 6

@@ -31,20 +31,24 @@ def verify(
 ) -> None:
     """Check that the cache changes nothing: generate with every kind of cache, in chunks, in a batch, and without."""
     from infer import ModelConfig, Tokenizer, load_model
-    from infer.engine.verify import PROMPTS, check, number_of_comparisons, with_long_prompt
+    from infer.engine.verify import check, number_of_comparisons, own_prompts, with_long_prompt
     from infer.engine.verify import verify as compare_runs
 
-    texts: tuple[str, ...] = PROMPTS
+    texts: list[str] = []
     if prompts is not None:
-        texts = tuple(line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip())
+        texts = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
         if not texts:
             raise ValueError(f"{prompts} holds no prompts")
     tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
-    prompt_ids = [tokenizer.encode(text) for text in texts]
-    check(config, prompt_ids, max_new_tokens)  # before the weights are read
     if prompts is None:
-        prompt_ids = with_long_prompt(config, prompt_ids, max_new_tokens)
-        texts += ("(a text longer than the window)",) * (len(prompt_ids) - len(texts))
+        own = own_prompts(config, tokenizer, max_new_tokens)
+        if not own:
+            raise ValueError("the model can read none of the built-in prompts: give it some of its own with --prompts")
+        prompt_ids = with_long_prompt(config, list(own.values()), max_new_tokens)
+        texts = [*own, *["(a text longer than the window)"] * (len(prompt_ids) - len(own))]
+    else:
+        prompt_ids = [tokenizer.encode(text) for text in texts]
+    check(config, prompt_ids, max_new_tokens)  # before the weights are read
     if config.has_windows and max(map(len, prompt_ids)) <= (config.sliding_window or 0):
         say(f"note: no prompt is longer than the window of {config.sliding_window}: what windows forget goes untested")
     network, _ = load_model(model, dtype=dtype, device=device)

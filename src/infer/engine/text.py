@@ -10,6 +10,25 @@ class Decodes(Protocol):
     def decode(self, token_ids: list[int], /) -> str: ...
 
 
+class Encodes(Protocol):
+    def encode(self, text: str, /) -> list[int]: ...
+
+
+def encode_readable(tokenizer: Encodes, text: str) -> list[int]:
+    """The text without those characters that the vocabulary lacks, as a model trained on other ones may do."""
+    try:
+        return tokenizer.encode(text)
+    except ValueError:
+        return [i for character in text for i in _encode_character(tokenizer, character)]
+
+
+def _encode_character(tokenizer: Encodes, character: str) -> list[int]:
+    try:
+        return tokenizer.encode(character)
+    except ValueError:
+        return []
+
+
 class TextStream:
     """Decodes tokens one by one, never showing half a character, nor any part of a stop string."""
 

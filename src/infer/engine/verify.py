@@ -15,7 +15,7 @@ from infer.engine.batch import generate_batch
 from infer.engine.generate import Model, generate
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_request
-from infer.engine.text import Decodes
+from infer.engine.text import Decodes, Encodes, encode_readable
 
 CACHES: tuple[type[BaseCache], ...] = (KVCache, GrowingCache, SlidingCache)
 LONG_EXTRA = 48  # tokens that the long prompt has beyond the window
@@ -61,6 +61,13 @@ def check(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens:
     """Refuse what cannot be generated, as `verify` would: for asking before the weights are read."""
     for prompt in prompts:
         check_request(config, prompt, SamplingParams(max_new_tokens=max_new_tokens))
+
+
+def own_prompts(config: ModelConfig, tokenizer: Encodes, max_new_tokens: int) -> dict[str, list[int]]:
+    """The built-in prompts by their text, as far as the model can read them and its context has room for them."""
+    room = max(1, config.max_position_embeddings - max_new_tokens)
+    prompts = {text: encode_readable(tokenizer, text)[:room] for text in PROMPTS}
+    return {text: ids for text, ids in prompts.items() if ids}
 
 
 def with_long_prompt(config: ModelConfig, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:

@@ -35,7 +35,7 @@ def locate(name: str, *, weights: bool) -> Path:
         return Path(name)
     if name in BUILTIN:
         return pull(BUILTIN[name])
-    if name.endswith((".gguf", ".pt", ".pth")) and Path(name).parent.is_dir():
+    if name.endswith((".pt", ".pth")) or (name.endswith(".gguf") and Path(name).parent.is_dir()):
         raise FileNotFoundError(f"there is no file {name}")
     if is_hub_name(name):
         return fetch(name, weights=weights)

@@ -10,7 +10,7 @@ from infer.loader.hf_folder import INDEX, SINGLE, read_json
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
-SETTINGS = ["config.json", "generation_config.json", "tokenizer*.json", "*.jinja"]
+SETTINGS = ["config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt", "*.jinja"]
 WEIGHTS = ["model*.safetensors", INDEX]
 
 

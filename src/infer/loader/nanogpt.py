@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -22,34 +23,40 @@ from infer.loader import gpt2_names
 from infer.loader.checkpoint import TokenizerParts
 from infer.loader.hub import fetch
 from infer.loader.text_tokenizers import character_tokenizer, gpt2_tokenizer
-from infer.models.registry import check_supported
 
 GPT2 = "openai-community/gpt2"
 GPT2_VOCABULARY = 50_257  # tokens; nanoGPT rounds the size up to 50,304
 END_OF_TEXT = 50_256
+REOPEN_AFTER = 1 << 26  # bytes
 
 
 class NanoGPTFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         contents = _read_checkpoint(path)
-        args, weights = contents["model_args"], contents["model"]
-        eos = () if args.get("vocab_size") is None or args["vocab_size"] < GPT2_VOCABULARY else (END_OF_TEXT,)
+        args = contents["model_args"]
+        vocab_size = args.get("vocab_size")
+        ends = isinstance(vocab_size, int) and vocab_size >= GPT2_VOCABULARY  # characters have no end of text
         try:
-            self.config = ModelConfig.from_nanogpt(args, eos)
+            self.config = ModelConfig.from_nanogpt(args, (END_OF_TEXT,) if ends else ())
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from None
-        check_supported(self.config.model_type)
-        named = {gpt2_names.decoder_name(stored): tensor for stored, tensor in weights.items()}
-        self._tensors = {name: tensor for name, tensor in named.items() if name is not None}
+        self._weights = contents["model"]
+        self._read = 0  # bytes, since the file was opened
+        self._names = {name: stored for stored in self._weights if (name := gpt2_names.decoder_name(stored))}
         settings = contents.get("config")
         self._dataset = settings.get("dataset") if isinstance(settings, Mapping) else None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        return {name: tuple(self._weights[stored].shape) for name, stored in self._names.items()}
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        yield self._tensors[name]  # mapped from the file, not read before it is copied
+        if self._read >= REOPEN_AFTER and _is_zip(self.path):
+            # Tensors are mapped from the file, and pages of a mapping count as memory until it is closed.
+            self._weights, self._read = _read_checkpoint(self.path)["model"], 0
+        weights = self._weights[self._names[name]]
+        self._read += weights.nbytes
+        yield weights
 
     def tokenizer_parts(self) -> TokenizerParts:
         if self._meta is not None:
@@ -77,18 +84,23 @@ class NanoGPTFile:
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        asks = f": it asks for {found[1]}" if found else ""
-        raise ValueError(f"{path} holds more than tensors and plain values, and is not read{asks}") from None
-    except (RuntimeError, EOFError, KeyError, AttributeError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged, or no torch checkpoint: {str(error).partition(chr(10))[0]}") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about files that torch did not write, which it then refuses
+            contents = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+    except OSError:
+        raise
+    except Exception as error:  # what a damaged file raises depends on where; torch's advice is to run what is in it
+        asks = re.search(r"GLOBAL (\S+)", str(error))
+        if asks:
+            problem = f"holds more than tensors and plain values, and is not read: it asks for {asks[1]}"
+        else:
+            problem = "is damaged, cut short, or no torch checkpoint"
+        raise ValueError(f"{path} {problem}") from None
     model, args = (contents.get(key) if isinstance(contents, Mapping) else None for key in ("model", "model_args"))
     if not isinstance(model, Mapping) or not isinstance(args, Mapping):
         raise ValueError(f"{path} is no nanoGPT checkpoint: it should hold a dict with 'model' and 'model_args'")
-    if not all(isinstance(tensor, Tensor) for tensor in model.values()):
-        raise ValueError(f"{path}: 'model' should hold tensors alone")
+    if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in model.items()):
+        raise ValueError(f"{path}: 'model' should hold tensors by their names, and nothing else")
     return dict(contents)
 
 
@@ -98,24 +110,30 @@ def _is_zip(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
+class Refused(pickle.UnpicklingError):
+    """Names what a pickle wants to call."""
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Numbers, texts, lists and dicts need no class: a pickle that names one wants to run code."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise Refused(f"{module}.{name}")
 
 
 def _characters(path: Path, vocab_size: int) -> dict[str, int]:
     """The ids of the characters, from meta.pkl."""
+    stored = io.BytesIO(path.read_bytes())
     try:
-        meta = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} holds more than plain values, and is not read: {error}") from None
-    except (EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+        meta = _PlainUnpickler(stored).load()
+    except Refused as error:
+        raise ValueError(f"{path} holds more than plain values, and is not read: it asks for {error}") from None
+    except Exception:  # what a damaged file raises depends on where
+        raise ValueError(f"{path} is damaged, cut short, or no pickle") from None
     ids = meta.get("stoi") if isinstance(meta, dict) else None
     if not isinstance(ids, dict) or not all(
-        isinstance(character, str) and len(character) == 1 and type(i) is int for character, i in ids.items()
+        isinstance(character, str) and len(character) == 1 and not "\ud800" <= character <= "\udfff" and type(i) is int
+        for character, i in ids.items()
     ):
         raise ValueError(f"{path} should hold 'stoi', the id of each character")
     if sorted(ids.values()) != list(range(len(ids))) or len(ids) > vocab_size:

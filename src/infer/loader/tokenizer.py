@@ -43,6 +43,9 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # tokenizers raises plain Exception; of ours, only characters without an id do it
+            halves = [character for character in text if "\ud800" <= character <= "\udfff"]
+            if halves:
+                raise ValueError(f"the text is not Unicode: {halves[0]!r} is half a character") from None
             strange = [character for character in dict.fromkeys(text) if self.token_to_id(character) is None]
             shown = " ".join(map(repr, strange[:8])) or error
             raise ValueError(f"the model cannot read the text, its vocabulary lacks {shown}") from None

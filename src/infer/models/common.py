@@ -166,6 +166,8 @@ class Block(Module):
             or mlp.activation not in decode.ACTIVATION_CODES
             or (attn.q_norm is None) != (attn.k_norm is None)
             or (norms.after_attention is None) != (norms.after_mlp is None)
+            # These the kernels have as RMSNorms alone.
+            or any(isinstance(n, LayerNorm) for n in (attn.q_norm, attn.k_norm, norms.after_attention, norms.after_mlp))
         ):
             return None
         found: list[nn.Module] = [attn, mlp, attn.qkv_proj, attn.o_proj, mlp.first, mlp.down_proj]

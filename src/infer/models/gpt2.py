@@ -48,6 +48,8 @@ class GPT2(Decoder):
     block = GPT2Block
 
     def __init__(self, config: ModelConfig) -> None:
+        if config.rope is not None:
+            raise ValueError("GPT-2 learns its positions, and rotates nothing: its config has rope=None")
         super().__init__(config)
         self.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
         init_weights(self)
@@ -64,8 +66,11 @@ class GPT2(Decoder):
 
 
 def init_weights(model: Decoder) -> None:
-    """Small random weights to train from; smaller where a product adds to the residual, which all layers share."""
+    """Small random weights to train from; smaller where a product adds to the residual, which all layers share.
+
+    None on the meta device: a checkpoint will fill them, and there torch would first import a compiler.
+    """
     for name, weight in model.named_parameters():
-        if weight.dim() > 1:
+        if weight.dim() > 1 and not weight.is_meta:
             adds = name.endswith(("o_proj.weight", "down_proj.weight"))
             nn.init.normal_(weight, std=0.02 / math.sqrt(2 * model.config.num_hidden_layers) if adds else 0.02)

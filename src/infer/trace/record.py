@@ -18,6 +18,11 @@ from infer.machine import available_memory
 from infer.trace.text import token_text
 
 
+class Token(NamedTuple):
+    token_id: int
+    text: str
+
+
 class Alternative(NamedTuple):
     token_id: int
     text: str
@@ -62,7 +67,7 @@ class Trace:
         self.title = ""
         self.layers: list[int] = []
         self.heads: list[int] = []
-        self.prompt: list[Alternative] = []  # its tokens; nothing was chosen, so their probability is 1
+        self.prompt: list[Token] = []
         self.steps: list[TraceStep] = []
         self.cache_capacity = 0  # positions; 0 without a cache
 
@@ -79,8 +84,7 @@ class Trace:
         self._tokenizer = tokenizer
         before = [None, *prompt]
         self.prompt = [
-            Alternative(token, token_text(tokenizer, token, last), 1.0)
-            for token, last in zip(prompt, before, strict=False)
+            Token(token, token_text(tokenizer, token, last)) for token, last in zip(prompt, before, strict=False)
         ]
         self.steps = []
         self.cache_capacity = 0

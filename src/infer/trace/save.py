@@ -42,7 +42,7 @@ def json_lines(trace: Trace) -> list[dict[str, Any]]:
         "model": trace.title,
         "layers": trace.layers,
         "heads": trace.heads,
-        "prompt": [{"token_id": token.token_id, "text": token.text} for token in trace.prompt],
+        "prompt": [token._asdict() for token in trace.prompt],
         "cache_capacity": trace.cache_capacity,
     }
     return [run, *(_line(number, step) for number, step in enumerate(trace.steps))]

@@ -1,0 +1,462 @@
+"""The page of a trace in a real browser: what it shows is what was traced, for every way to ask for it."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from browser import CHROMIUM, Browser, Page
+from traces import make_trace
+
+from infer import SamplingParams, generate
+from infer.trace import Trace
+from infer.trace.page import LEVELS
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome is installed")
+
+Open = Callable[..., AbstractContextManager[Page]]
+
+HOSTILE = [
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "<!--<script>",
+    "${window.hacked = 1}",
+    "&lt;b&gt;",
+]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def show(browser: Browser, tmp_path: Path) -> Open:
+    def show(trace: Trace, **media: str) -> AbstractContextManager[Page]:
+        path = tmp_path / "trace.html"
+        trace.save(path)
+        return browser.page(path, **media)
+
+    return show
+
+
+def assert_clean(page: Page) -> None:
+    """No error, and no request but for the page itself."""
+    assert page.problems() == []
+    (address,) = [url for url in page.requests() if url != "about:blank"]
+    assert address.startswith("file://")
+
+
+def token(step: int) -> str:
+    return f'[data-step="{step}"]'
+
+
+def selected(page: Page) -> list[int]:
+    steps: list[int] = page.js(
+        "[...document.querySelectorAll('.token[aria-pressed=true]')].map(e => Number(e.dataset.step))"
+    )
+    return steps
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    found: list[str] = page.js(f"[...document.querySelectorAll('{selector}')].map(e => e.textContent)")
+    return found
+
+
+def percent(text: str) -> float:
+    return float(text.strip("<%")) / 100
+
+
+def row(trace: Trace, step: int, layer: int | None = None, head: int | None = None) -> npt.NDArray[np.float64]:
+    """Weights by position; layer and head by index, or the mean over them."""
+    layers = trace.layers if layer is None else [trace.layers[layer]]
+    out = np.zeros(len(trace.prompt) + step)
+    for number in layers:
+        first, weights = trace.steps[step].attention[number]
+        chosen = weights if head is None else weights[head : head + 1]
+        out[first:] += chosen.astype(np.float64).mean(0)
+    return out / len(layers)
+
+
+def shades(page: Page) -> list[float]:
+    """By position, from 0 to 1."""
+    found: list[float] = page.js(
+        "[...document.querySelectorAll('.token')].map(e => parseFloat(getComputedStyle(e).getPropertyValue('--a'))/100)"
+    )
+    return found
+
+
+def assert_shows(page: Page, trace: Trace, step: int, layer: int | None = None, head: int | None = None) -> None:
+    """The selected step's own numbers, everywhere on the page."""
+    chosen = trace.steps[step]
+    assert selected(page) == [step]
+    assert page.text("#where").startswith(f"Step {step + 1} of {len(trace.steps)} ")
+    assert percent(page.text("#probability")) == pytest.approx(chosen.probability, abs=6e-4)
+    assert page.text("#entropy") == f"{chosen.entropy:.2f} nats"
+    choices = float(re.sub(r"[^\d.]", "", page.text("#choices")))
+    assert choices == pytest.approx(math.exp(chosen.entropy), rel=0.06)
+
+    listed = [(a.text, a.probability) for a in chosen.alternatives]
+    place = next((i for i, a in enumerate(chosen.alternatives) if a.token_id == chosen.token_id), len(listed))
+    if place == len(listed):
+        listed.append((chosen.text, chosen.probability))
+    assert [text.replace("·", " ") for text in texts(page, "#alternatives .name")] == [text for text, _ in listed]
+    shown = [percent(text) for text in texts(page, "#alternatives .value")]
+    assert shown == pytest.approx([p for _, p in listed], abs=6e-4)
+    marked = page.js("[...document.querySelectorAll('#alternatives li')].map(e => e.classList.contains('chosen'))")
+    assert marked == [i == place for i in range(len(listed))]
+
+    weights = row(trace, step, layer, head)
+    wanted = np.zeros(len(trace.prompt) + len(trace.steps))
+    wanted[: len(weights)] = np.sqrt(weights / weights.max())
+    rounding = 0.011 + 1.01 / LEVELS / math.sqrt(weights.max())  # to 50 tones; of a weight and the largest, to a level
+    assert np.abs(shades(page) - wanted).max() < rounding
+    looked = [percent(text) for text in texts(page, "#looked .value")]
+    assert looked == pytest.approx(sorted(weights, reverse=True)[:6], abs=0.005)
+
+    filled, capacity = chosen.cache_positions, trace.cache_capacity
+    assert page.text("#cache-text") == f"{filled:,} of {capacity:,} positions filled"
+    added = filled - (trace.steps[step - 1].cache_positions if step else 0)
+    assert f"Step {step + 1} wrote {added} position" in page.text("#cache-note")
+
+
+def drawn(page: Page, canvas: str) -> str:
+    """What is on the canvas, once it is in sight and up to date."""
+    page.js(f"$('{canvas}').scrollIntoView()")
+    page.wait(f"!{canvas}.dirty")
+    picture: str = page.js(f"$('{canvas}').toDataURL()")
+    return picture
+
+
+def assert_drawn(page: Page) -> None:
+    for canvas in ("chart", "overview", "cache"):
+        drawn(page, canvas)
+        pixels = f"$('{canvas}').getContext('2d').getImageData(0, 0, $('{canvas}').width, $('{canvas}').height)"
+        assert page.js(f"{pixels}.data.some(Boolean)"), canvas
+
+
+def test_opens_on_the_run(show: Open) -> None:
+    trace = make_trace()
+    with show(trace) as page:
+        assert page.js("document.title") == "made up · trace"
+        assert page.text("h1") == "made up"
+        assert texts(page, ".token") == [t.text for t in trace.prompt] + [s.text for s in trace.steps]
+        assert texts(page, ".token.generated") == [s.text for s in trace.steps]
+        assert selected(page) == []
+        mean = np.mean([step.entropy for step in trace.steps])
+        assert f"{mean:.2f} nats" in page.text("#run")
+        assert page.text("#cache-text") == "16 of 40 positions filled"
+        # The surer a token, the paler: the tone is in percent of 5 nats.
+        levels = [float(page.js(f"$('text').querySelector('{token(s)}').dataset.e")) * 2 for s in range(12)]
+        assert levels == pytest.approx([min(100, 20 * step.entropy) for step in trace.steps], abs=1.01)
+        order = np.argsort(levels)
+        assert page.style(token(int(order[0])), "backgroundColor") != page.style(
+            token(int(order[-1])), "backgroundColor"
+        )
+        assert_drawn(page)
+        assert_clean(page)
+
+
+def test_a_click_on_a_token_shows_its_numbers(show: Open) -> None:
+    trace = make_trace(window=6)
+    with show(trace) as page:
+        plain = page.style(token(3), "backgroundColor")
+        for step in (4, 11, 0, 7):
+            page.click(token(step))
+            assert_shows(page, trace, step)
+        page.click(token(7))
+        assert page.style(token(3), "backgroundColor") != plain
+        page.click("#close")
+        assert selected(page) == []
+        assert page.style(token(3), "backgroundColor") == plain
+        page.click(".prompt")
+        assert selected(page) == [], "nothing was chosen there"
+        assert_clean(page)
+
+
+def test_cache_fills_with_the_steps(show: Open) -> None:
+    with show(make_trace()) as page:
+        pictures = set()
+        for step in (0, 1, 11):
+            page.click(token(step))
+            pictures.add(drawn(page, "cache"))
+        assert len(pictures) == 3
+
+
+def test_layers_and_heads(show: Open) -> None:
+    trace = make_trace(window=6, layers=(2, 5), heads=(1, 4, 7))
+    with show(trace) as page:
+        page.click(token(9))
+        for layer, head in [(0, 0), (1, None), (None, 2), (1, 2), (None, None)]:
+            page.choose("#layer", "mean" if layer is None else layer)
+            page.choose("#head", "mean" if head is None else head)
+            assert_shows(page, trace, 9, layer, head)
+        assert texts(page, "#layer option") == ["mean of all", "layer 2", "layer 5"]
+        assert texts(page, "#head option") == ["mean of all", "head 1", "head 4", "head 7"]
+
+        # The overview: its strips, and the numbers at its edges. Another token keeps the choice.
+        width = page.js("document.querySelector('#overview').clientWidth")
+        before = drawn(page, "overview")
+        page.click("#overview", x=width - 20, y=18 + 24 + 10)
+        assert_shows(page, trace, 9, 1, 2)
+        assert drawn(page, "overview") != before
+        page.click("#overview", x=5, y=18 + 10)
+        assert_shows(page, trace, 9, 0, None)
+        page.click("#overview", x=width - 20, y=5)
+        assert_shows(page, trace, 9, None, 2)
+        page.click(token(4))
+        assert_shows(page, trace, 4, None, 2)
+        assert_clean(page)
+
+
+def test_without_the_first_token(show: Open) -> None:
+    """Where the first position takes nearly all, the others can still be told apart."""
+    trace = make_trace()
+    with show(trace) as page:
+        page.click(token(9))
+        page.click("#sink")
+        weights = row(trace, 9)[1:]
+        assert shades(page)[0] == 0
+        assert shades(page)[1 : 1 + len(weights)] == pytest.approx(np.sqrt(weights / weights.max()), abs=0.02)
+
+
+def test_weights_are_those_of_the_trace(show: Open) -> None:
+    trace = make_trace(window=6)
+    with show(trace) as page:
+        for step in (0, 5, 11):
+            for layer in range(2):
+                for head in range(3):
+                    wanted = row(trace, step, layer, head)
+                    got = np.array(page.js(f"Array.from(trace.weights({step}, {layer}, {head}))"))
+                    assert np.abs(np.sqrt(got) - np.sqrt(wanted)).max() <= 0.501 / LEVELS
+
+
+def test_keyboard(show: Open) -> None:
+    trace = make_trace()
+    with show(trace) as page:
+        page.press("ArrowRight")
+        assert_shows(page, trace, 0)
+        for key, step in [("ArrowRight", 1), ("End", 11), ("ArrowRight", 11), ("ArrowLeft", 10), ("Home", 0)]:
+            page.press(key)
+            assert selected(page) == [step]
+        page.press("Escape")
+        assert selected(page) == []
+        # Tab finds one token, Enter takes it, and the focus goes along with the arrows.
+        page.js("document.querySelector('#theme').focus()")
+        page.press("Tab")
+        assert page.js("document.activeElement.dataset.step") == "0"
+        page.press("Enter")
+        assert_shows(page, trace, 0)
+        page.press("ArrowRight")
+        assert page.js("document.activeElement.dataset.step") == "1"
+        assert page.js("document.querySelectorAll('.token[tabindex=\"0\"]').length") == 1
+        # In a picker the arrows are the picker's.
+        page.js("document.querySelector('#layer').focus()")
+        page.press("ArrowRight")
+        assert selected(page) == [1]
+        assert_clean(page)
+
+
+def test_chart_selects_a_step(show: Open) -> None:
+    trace = make_trace()
+    with show(trace) as page:
+        before = drawn(page, "chart")
+        left, width = 36, page.js("document.querySelector('#chart').clientWidth")
+        for step in (3, 11):
+            page.click("#chart", x=left + (step + 0.5) * (width - left) / 12)
+            assert_shows(page, trace, step)
+        assert drawn(page, "chart") != before
+
+
+def test_hover_says_what_a_token_is(show: Open) -> None:
+    trace = make_trace()
+    with show(trace) as page:
+        page.click(token(9))
+        page.hover(".prompt")
+        assert "given, not chosen" in page.text("#tip")
+        attention = page.text("#tip").split("attention: ")[1]
+        assert percent(attention) == pytest.approx(row(trace, 9)[0], abs=0.002)
+
+
+def test_play_goes_through_the_run(show: Open) -> None:
+    trace = make_trace(steps=4)
+    with show(trace, prefers_reduced_motion="reduce") as page:
+        assert page.js("document.querySelector('#speed').value") == "500"
+        page.js(
+            "window.seen = []; new MutationObserver(() => seen.push(document.querySelector('#where').textContent))"
+            ".observe(document.querySelector('#where'), {childList: true})"
+        )
+        page.choose("#speed", 60)
+        page.click("#play")
+        page.wait("document.querySelector('#play').textContent.includes('Play')")
+        assert_shows(page, trace, 3)
+        assert page.js("seen.map(s => s.split(' ')[1])") == ["1", "2", "3", "4"]
+        page.choose("#speed", 500)
+        page.click("#play")
+        page.click(token(2))
+        assert "Play" in page.text("#play"), "a click ends playing"
+        assert_shows(page, trace, 2)
+        assert_clean(page)
+
+
+def luminance(page: Page, selector: str, name: str) -> float:
+    """Of a colour, from 0 to 1, roughly."""
+    values = re.findall(r"[\d.]+", page.style(selector, name))
+    return sum(map(float, values[:3])) / (3 * 255)
+
+
+def test_light_and_dark(show: Open) -> None:
+    trace = make_trace()
+    for scheme, other in [("light", "dark"), ("dark", "light")]:
+        with show(trace, prefers_color_scheme=scheme) as page:
+            before = drawn(page, "cache")
+            paper, ink = luminance(page, "body", "backgroundColor"), luminance(page, "body", "color")
+            assert (paper > ink) == (scheme == "light")
+            assert abs(paper - ink) > 0.6
+            assert other.title() in page.text("#theme")
+            page.click("#theme")
+            assert (luminance(page, "body", "backgroundColor") > 0.5) == (scheme == "dark")
+            assert scheme.title() in page.text("#theme")
+            assert drawn(page, "cache") != before
+            assert_clean(page)
+
+
+def test_follows_the_system(show: Open) -> None:
+    with show(make_trace(), prefers_color_scheme="light") as page:
+        before = drawn(page, "cache")
+        page.media(prefers_color_scheme="dark")
+        page.wait("$('theme').textContent.includes('Light')")
+        assert luminance(page, "body", "backgroundColor") < 0.3
+        assert drawn(page, "cache") != before
+
+
+def test_narrow_screens_do_not_scroll_sideways(show: Open) -> None:
+    trace = make_trace(heads=range(9), texts=["x" * 200])
+    with show(trace) as page:
+        page.size(400, 800)
+        page.click(token(9))
+        page.frame()
+        assert page.js("document.documentElement.scrollWidth") <= 400
+        assert_shows(page, trace, 9)
+
+
+def test_hostile_text_is_shown_as_text(show: Open) -> None:
+    trace = make_trace(texts=HOSTILE)
+    trace.title = HOSTILE[0]
+    trace.prompt = [t._replace(text=text) for t, text in zip(trace.prompt, HOSTILE, strict=True)]
+    with show(trace) as page:
+        assert texts(page, ".generated")[: len(HOSTILE)] == HOSTILE
+        assert texts(page, ".prompt") == HOSTILE
+        assert page.text("h1") == HOSTILE[0]
+        for step in range(len(HOSTILE)):
+            page.click(token(step))
+            assert_shows(page, trace, step)
+        page.click("#chart", x=100)
+        assert page.js("window.hacked") is None
+        assert page.js("document.querySelectorAll('img').length") == 0
+        assert_clean(page)
+
+
+def test_what_cannot_be_seen_is_shown(show: Open) -> None:
+    odd = ["\n", ".\n\n", "a\nb", "  ", "\t", "\u202e", "", "<|im_end|>", "\ufffd"]
+    with show(make_trace(texts=odd)) as page:
+        shown = [texts(page, token(step))[0] for step in range(len(odd))]
+        assert shown == ["↵", ".↵↵", "a↵\nb", "··", "⇥", "U+202E", "∅", "<|im_end|>", "\ufffd"]
+        assert page.js("document.querySelectorAll('#text br').length") == 3
+        top = [page.js(f"document.querySelector('{token(step)}').offsetTop") for step in (0, 1, 2)]
+        assert top[0] < top[1] < top[2], "newlines break the line"
+        assert len(page.js(f"Array.from(document.querySelector('{token(6)}').getClientRects())")) == 1
+
+
+@pytest.mark.parametrize("nothing", ["layers", "heads"])
+def test_without_attention(show: Open, nothing: str) -> None:
+    with show(make_trace(**{nothing: ()})) as page:
+        page.click(token(5))
+        assert selected(page) == [5]
+        assert "No layer was traced" in page.text("#looked-about")
+        assert set(shades(page)) == {0}
+        assert page.text("#attention") == ""
+        assert page.text("#cache-text") == "10 of 40 positions filled"
+        assert_clean(page)
+
+
+def test_a_single_step(show: Open) -> None:
+    trace = make_trace(steps=1, prompt=1, layers=[0], heads=[0])
+    with show(trace) as page:
+        page.click(token(0))
+        assert_shows(page, trace, 0)
+        page.press("ArrowRight")
+        page.click("#play")
+        assert selected(page) == [0]
+        assert_clean(page)
+
+
+def test_without_a_cache(show: Open) -> None:
+    trace = make_trace(capacity=sys.maxsize)
+    trace.steps = [replace(step, cache_positions=0, cache_bytes=0) for step in trace.steps]
+    with show(trace) as page:
+        page.click(token(2))
+        assert page.text("#cache-text").startswith("No cache")
+        assert page.text("#cache-keys") == ""
+        assert_clean(page)
+
+
+def test_a_cache_without_a_limit_and_numbers_that_are_none(show: Open) -> None:
+    trace = make_trace(capacity=sys.maxsize)
+    trace.steps[3] = replace(trace.steps[3], probability=math.nan, entropy=math.nan)
+    with show(trace) as page:
+        page.click(token(3))
+        assert page.text("#cache-text") == "8 positions filled"
+        assert (page.text("#probability"), page.text("#entropy")) == ("NaN", "NaN")
+        assert_clean(page)
+
+
+def test_a_thousand_steps(show: Open) -> None:
+    trace = make_trace(steps=1000, prompt=30, layers=(0, 1), heads=(0, 1), capacity=1030)
+    with show(trace) as page:
+        assert page.js("document.querySelectorAll('.generated').length") == 1000
+        for step in (999, 500):
+            page.click(token(step))
+            assert_shows(page, trace, step)
+        page.press("ArrowRight")
+        assert_shows(page, trace, 501)
+        edges = "['#text', '.token[aria-pressed=true]'].map(e => document.querySelector(e).getBoundingClientRect())"
+        box, chosen = page.js(f"{edges}.map(r => [r.top, r.bottom])")
+        assert box[0] <= chosen[0] < chosen[1] <= box[1], "the selected token is in sight"
+        assert "4 positions" in page.text("#cache-keys")
+        assert_drawn(page)
+        assert_clean(page)
+
+
+class Numbers:
+    """A tokenizer whose tokens are numbers."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(f" {token}" for token in token_ids)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_run_of_a_model(show: Open, tiny_model: Callable[..., Any], family: str) -> None:
+    """gemma3: with a window shorter than the run."""
+    trace = Trace()
+    generate(tiny_model(model_type=family), Numbers(), [1, 2, 3], SamplingParams(max_new_tokens=8), trace=trace)
+    with show(trace) as page:
+        assert texts(page, ".token") == [t.text for t in trace.prompt] + [s.text for s in trace.steps]
+        for step in (0, 7):
+            page.click(token(step))
+            assert_shows(page, trace, step)
+        page.choose("#layer", 0)
+        page.choose("#head", 3)
+        assert_shows(page, trace, 7, 0, 3)
+        assert_clean(page)
