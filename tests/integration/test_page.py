@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -403,7 +402,7 @@ def test_a_single_step(show: Open) -> None:
 
 
 def test_without_a_cache(show: Open) -> None:
-    trace = make_trace(capacity=sys.maxsize)
+    trace = make_trace(capacity=0)
     trace.steps = [replace(step, cache_positions=0, cache_bytes=0) for step in trace.steps]
     with show(trace) as page:
         page.click(token(2))
@@ -412,12 +411,13 @@ def test_without_a_cache(show: Open) -> None:
         assert_clean(page)
 
 
-def test_a_cache_without_a_limit_and_numbers_that_are_none(show: Open) -> None:
-    trace = make_trace(capacity=sys.maxsize)
-    trace.steps[3] = replace(trace.steps[3], probability=math.nan, entropy=math.nan)
+def test_a_context_that_was_used_up_and_numbers_that_are_none(show: Open) -> None:
+    trace = make_trace()
+    trace.steps[3] = replace(trace.steps[3], probability=math.nan, entropy=math.nan, cache_positions=0, cache_bytes=0)
     with show(trace) as page:
         page.click(token(3))
-        assert page.text("#cache-text") == "8 positions filled"
+        assert page.text("#cache-text") == "0 of 40 positions filled"
+        assert page.text("#cache-note").startswith("The context is used up")
         assert (page.text("#probability"), page.text("#entropy")) == ("NaN", "NaN")
         assert_clean(page)
 

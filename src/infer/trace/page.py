@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from infer.trace.record import Alternative, Trace, TraceStep
 
 LEVELS = 200  # that the root of a weight is rounded to; a byte has more, which take space and cannot be seen
-WHOLE_IN_JAVASCRIPT = 2**53  # larger numbers lose digits there; a capacity of that size means "no limit"
 
 
 def page(trace: Trace) -> str:
@@ -42,7 +41,7 @@ def _data(trace: Trace) -> dict[str, Any]:
         "title": trace.title,
         "layers": trace.layers,
         "heads": trace.heads,
-        "capacity": trace.cache_capacity if trace.cache_capacity < WHOLE_IN_JAVASCRIPT else None,
+        "capacity": trace.cache_capacity,
         "levels": LEVELS,
         "prompt": [[token.token_id, token.text] for token in trace.prompt],
         "steps": [_step(step) for step in trace.steps],
