@@ -27,7 +27,10 @@ from infer.models.registry import build_model
 
 def main(args: list[str] | None = None) -> None:
     options = parse(args)
-    text = options.text.read_text(encoding="utf-8")
+    try:
+        text = options.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"cannot read {options.text}: {error}") from None
     characters = sorted(set(text))
     ids = {character: i for i, character in enumerate(characters)}
     data = torch.tensor([ids[character] for character in text])
@@ -35,7 +38,6 @@ def main(args: list[str] | None = None) -> None:
     training, validation = data[:split], data[split:]
     if len(validation) <= options.block_size:
         raise SystemExit(f"{options.text} has {len(text)} characters; at least {11 * options.block_size} are needed")
-    options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
 
     model_args = {
@@ -49,7 +51,11 @@ def main(args: list[str] | None = None) -> None:
     }
     if options.rope:
         model_args["model_type"] = "rope_gpt"
-    model = build_model(ModelConfig.from_nanogpt(model_args))
+    try:
+        model = build_model(ModelConfig.from_nanogpt(model_args))
+        options.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"cannot train that: {error}") from None
     size = sum(weight.numel() for weight in model.parameters())
     print(f"{len(text):,} characters, {len(characters)} different; {size:,} weights")
 
@@ -93,6 +99,8 @@ def train(model: Decoder, data: Tensor, options: argparse.Namespace) -> list[flo
     losses = []
     for _ in track(range(options.steps), description="training"):
         loss = batch_loss(model, data, options)
+        if not loss.isfinite():
+            raise SystemExit(f"the loss is {loss.item()} after {len(losses)} steps: lower --lr")
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -136,16 +144,23 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True, help="what to learn from, in UTF-8")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for ckpt.pt and meta.pkl")
     parser.add_argument("--rope", action="store_true", help="rotate positions (RoPE) instead of learning them")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=12)
-    parser.add_argument("--block-size", type=int, default=64, help="the longest context, in characters")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--steps", type=positive, default=1000)
+    parser.add_argument("--batch-size", type=positive, default=12)
+    parser.add_argument("--block-size", type=positive, default=64, help="the longest context, in characters")
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--heads", type=positive, default=4)
+    parser.add_argument("--width", type=positive, default=128)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1337)
     return parser.parse_args(args)
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
 
 
 if __name__ == "__main__":

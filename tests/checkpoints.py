@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -27,8 +30,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from infer import load_model
+from infer import GrowingCache, KVCache, SlidingCache, load_model
+from infer.cache import Cache
 from infer.models.common import Decoder
+
+TOLERANCE = 1e-4
 
 Family = tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]
 
@@ -64,6 +70,7 @@ FAMILIES: dict[str, Family] = {
             "pad_token_id": 0,
         },
     ),
+    "gpt2": (GPT2Config, GPT2LMHeadModel, {"n_inner": 96, "layer_norm_epsilon": 2.0**-16}),
 }
 
 
@@ -91,7 +98,8 @@ def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     centre = 0 if model.config.model_type.startswith("gemma3") else 1  # of norms
     for name, parameter in model.eval().requires_grad_(False).named_parameters():
         noise = torch.empty_like(parameter).normal_(std=0.2, generator=generator)
-        parameter.copy_(centre + noise if name.endswith("norm.weight") else noise)
+        is_norm = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
+        parameter.copy_(centre + noise if is_norm else noise)
     return model
 
 
@@ -106,6 +114,35 @@ def random_ids(rows: int = 2, length: int = 60) -> torch.Tensor:
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     assert a.shape == b.shape
     return (a - b).abs().max().item()
+
+
+# A ring as long as the sequence, one that most chunks fit, and one that only single tokens do.
+CACHES: dict[str, tuple[type[KVCache | GrowingCache | SlidingCache], dict[str, Any]]] = {
+    "KVCache": (KVCache, {}),
+    "GrowingCache": (GrowingCache, {}),
+    "SlidingCache": (SlidingCache, {}),
+    "SlidingCache-4": (SlidingCache, {"prefill_chunk": 4}),
+    "SlidingCache-1": (SlidingCache, {"prefill_chunk": 1}),
+}
+
+
+def logits_in_chunks(model: Decoder, ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
+    return torch.cat([model(part, cache, all_logits=True) for part in ids.split(chunk, 1)], 1)
+
+
+def check_every_way(reference: PreTrainedModel, model: Decoder, length: int, chunks: Sequence[int]) -> None:
+    both = random_ids(2, length)
+    expected = reference(both).logits
+    assert expected.std() > 0.5
+    assert difference(model(both), expected) <= TOLERANCE
+    for name, (cache_type, settings) in CACHES.items():
+        for rows in (1, 2):
+            for chunk in sorted({min(chunk, length) for chunk in chunks}):
+                cache = cache_type.from_model_config(
+                    model.config, length, batch_size=rows, dtype="float32", device="cpu", **settings
+                )
+                logits = logits_in_chunks(model, both[:rows], cache, chunk)
+                assert difference(logits, expected[:rows]) <= TOLERANCE, (name, rows, chunk)
 
 
 def single_threaded() -> Iterator[None]:
@@ -168,6 +205,36 @@ def byte_tokenizer_metadata() -> dict[str, Any]:
     }
 
 
+# What transformers stores as [in, out]: GPT-2's products.
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
+def nanogpt_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A GPT-2's tensors as nanoGPT names and turns them, its tied head among them."""
+    return {name: t.T.contiguous() if name.endswith(CONV1D) else t for name, t in model.state_dict().items()}
+
+
+def nanogpt_args(model: PreTrainedModel) -> dict[str, Any]:
+    config = model.config
+    sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    return {**sizes, "block_size": config.n_positions, "bias": True, "dropout": 0.0}
+
+
+def save_nanogpt(model: PreTrainedModel, path: Path, /, **contents: Any) -> Path:
+    """A checkpoint as nanoGPT's train.py writes it. contents: what is to be in it instead."""
+    whole = {
+        "model": nanogpt_weights(model),
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(4)}}, "param_groups": []},
+        "model_args": nanogpt_args(model),
+        "iter_num": 3,
+        "best_val_loss": torch.tensor(1.5),
+        "config": {"dataset": "shakespeare_char", "learning_rate": 6e-4, "compile": True, "init_from": "scratch"},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(whole | contents, path)
+    return path
+
+
 # transformers' names -> GGUF names.
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -190,6 +257,19 @@ GEMMA3_GGUF_NAMES = GGUF_NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GPT2_GGUF_NAMES = {
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "lm_head": "output",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+FAMILY_GGUF_NAMES = {"gemma3": GEMMA3_GGUF_NAMES, "gpt2": GPT2_GGUF_NAMES}
 
 
 def gguf_arch(model: PreTrainedModel) -> str:
@@ -198,9 +278,9 @@ def gguf_arch(model: PreTrainedModel) -> str:
 
 def gguf_name(name: str, names: Mapping[str, str] = GGUF_NAMES) -> str:
     stem, _, kind = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        layer, _, part = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{layer}.{names[part]}.{kind}"
+    in_layer = re.match(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)", stem)
+    if in_layer:
+        return f"blk.{in_layer[1]}.{names[in_layer[2]]}.{kind}"
     return f"{names[stem]}.{kind}"
 
 
@@ -232,14 +312,16 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if arch == "llama" else {}
     tensors = {}
     for name, parameter in model.named_parameters():  # a tied head comes once, as the embedding
-        stored = gguf_name(name, GEMMA3_GGUF_NAMES if arch == "gemma3" else GGUF_NAMES)
+        stored = gguf_name(name, FAMILY_GGUF_NAMES.get(arch, GGUF_NAMES))
         part, tensor = stored.split(".")[-2], parameter.numpy()
-        if part in heads:
+        if name.endswith(CONV1D):
+            tensor = np.ascontiguousarray(tensor.T)
+        elif part in heads:
             tensor = llama_cpp_order(tensor, heads[part])
         elif arch == "gemma3" and part.endswith("norm"):
             tensor = tensor + 1
         tensors[stored] = tensor
-    if config.rope_parameters.get("rope_type") == "llama3":
+    if arch != "gpt2" and config.rope_parameters.get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = llama3_divisors(config.rope_parameters, config.head_dim)
     return tensors
 
@@ -247,6 +329,15 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
 def gguf_metadata(model: PreTrainedModel) -> dict[str, Any]:
     """What llama.cpp's converter writes; of Gemma's windows their size alone, and of its RoPEs the global one."""
     config, arch = model.config, gguf_arch(model)
+    if arch == "gpt2":
+        return {
+            "gpt2.context_length": config.n_positions,
+            "gpt2.embedding_length": config.n_embd,
+            "gpt2.block_count": config.n_layer,
+            "gpt2.feed_forward_length": config.n_inner or 4 * config.n_embd,
+            "gpt2.attention.head_count": config.n_head,
+            "gpt2.attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        }
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     metadata = {
         "context_length": config.max_position_embeddings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from infer import ModelConfig, Tokenizer, load_model
 from infer.cli.common import DEFAULT_MODEL
 from infer.config import FULL_ATTENTION, SLIDING_ATTENTION, RopeConfig
+from infer.loader import load as load_module
 from infer.models.common import Decoder
 from infer.models.registry import build_model
 
@@ -28,6 +30,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 4,
         "tie_word_embeddings": True,
     },
+    "gpt2": {
+        "num_key_value_heads": 4,
+        "rope": None,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "norm_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "rope_gpt": {"num_key_value_heads": 4, "hidden_act": "gelu", "norm_bias": True, "tie_word_embeddings": True},
 }
 
 
@@ -71,6 +82,22 @@ def tiny_config() -> Callable[..., ModelConfig]:
 @pytest.fixture
 def tiny_model() -> Callable[..., Decoder]:
     return make_tiny_model
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Loading fails with one line that matches, before any weight has memory."""
+
+    def check(path: Path, message: str, error_type: type[Exception] = ValueError) -> None:
+        def allocate(*args: Any) -> None:
+            pytest.fail("weights were allocated before the checkpoint was checked")
+
+        monkeypatch.setattr(load_module, "_materialise", allocate)
+        with pytest.raises(error_type, match=message) as error:
+            load_model(path, dtype="float32", device="cpu")
+        assert "\n" not in str(error.value)
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,7 +206,7 @@ class ModelConfig:
 
     @classmethod
     def from_gguf(
-        cls, metadata: Mapping[str, Any], tensor_names: Set[str], rope_divisors: tuple[float, ...] = ()
+        cls, metadata: Mapping[str, Any], tensor_names: Collection[str], rope_divisors: tuple[float, ...] = ()
     ) -> ModelConfig:
         """From a GGUF file's metadata; what it leaves to its tensors (biases, a head of its own) from their names."""
         arch = metadata["general.architecture"]
@@ -263,7 +263,7 @@ class ModelConfig:
             query_pre_attn_scalar=scalar,
             layer_types=layer_types or (),
             sliding_window=window or None,
-            attention_bias=not tensor_names.isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),
+            attention_bias=any(f"blk.0.{name}.bias" in tensor_names for name in ("attn_q", "attn_qkv")),
             mlp_bias="blk.0.ffn_down.bias" in tensor_names,
             norm_bias="output_norm.bias" in tensor_names,
             hidden_act="gelu_tanh" if learned else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,13 @@ import pytest
 import torch
 from checkpoints import (
     GEMMA3_ROPES,
+    TOLERANCE,
     byte_tokenizer_metadata,
+    check_every_way,
     difference,
     greedy,
     load,
+    logits_in_chunks,
     random_ids,
     randomised,
     reference_model,
@@ -31,12 +33,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from infer import GrowingCache, KVCache, ModelConfig, SamplingParams, SlidingCache, Tokenizer, generate
-from infer.cache.base import Cache
+from infer import ModelConfig, SamplingParams, SlidingCache, Tokenizer, generate
 from infer.config import RopeConfig
 from infer.models.common import Decoder
 
-TOLERANCE = 1e-4
 W = 8
 LENGTHS = (W - 1, W, W + 1, 2 * W + 3)
 CHUNKS = (1, 3, W, W + 1, 2 * W + 3)
@@ -63,14 +63,8 @@ WINDOWS: dict[str, tuple[list[int | None], str, dict[str, Any]]] = {
         "qwen3",
         {"use_sliding_window": True, "sliding_window": W, "max_window_layers": 1},
     ),
-}
-# A ring as long as the sequence, one that most chunks fit, and one that only single tokens do.
-CACHES: dict[str, tuple[type[KVCache | GrowingCache | SlidingCache], dict[str, Any]]] = {
-    "KVCache": (KVCache, {}),
-    "GrowingCache": (GrowingCache, {}),
-    "SlidingCache": (SlidingCache, {}),
-    "SlidingCache-4": (SlidingCache, {"prefill_chunk": 4}),
-    "SlidingCache-1": (SlidingCache, {"prefill_chunk": 1}),
+    "gpt2-untied": ([None] * 3, "gpt2", {}),
+    "gpt2-tied": ([None] * 3, "gpt2", {"tie_word_embeddings": True}),
 }
 
 
@@ -81,10 +75,6 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     model = load(save_folder(reference, tmp_path_factory.mktemp(request.param)))
     assert [model.config.window(i) for i in range(model.config.num_hidden_layers)] == windows
     return reference, model
-
-
-def logits_in_chunks(model: Decoder, ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
-    return torch.cat([model(part, cache, all_logits=True) for part in ids.split(chunk, 1)], 1)
 
 
 @torch.inference_mode()
@@ -100,21 +90,6 @@ def test_long_passes(tmp_path: Path, window: int) -> None:
     """More queries than are attended from at once."""
     reference = reference_model("gemma3", sliding_window=window, max_position_embeddings=512)
     check_every_way(reference, load(save_folder(reference, tmp_path)), 300, (129, 150, 300))
-
-
-def check_every_way(reference: PreTrainedModel, model: Decoder, length: int, chunks: Sequence[int]) -> None:
-    both = random_ids(2, length)
-    expected = reference(both).logits
-    assert expected.std() > 0.5
-    assert difference(model(both), expected) <= TOLERANCE
-    for name, (cache_type, settings) in CACHES.items():
-        for rows in (1, 2):
-            for chunk in sorted({min(chunk, length) for chunk in chunks}):
-                cache = cache_type.from_model_config(
-                    model.config, length, batch_size=rows, dtype="float32", device="cpu", **settings
-                )
-                logits = logits_in_chunks(model, both[:rows], cache, chunk)
-                assert difference(logits, expected[:rows]) <= TOLERANCE, (name, rows, chunk)
 
 
 @pytest.mark.parametrize("prefill_chunk", [None, 1, 3, W])
@@ -344,6 +319,9 @@ PATTERN_KEY, THETA_KEY = "gemma3.attention.sliding_window_pattern", "gemma3.rope
 GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3-untied": ("qwen3", {"rms_norm_eps": GGUF_EPS}, {}),
     "qwen3-tied": ("qwen3", {"rms_norm_eps": GGUF_EPS, "tie_word_embeddings": True}, {}),
+    "gpt2-untied": ("gpt2", {}, {}),
+    "gpt2-tied": ("gpt2", {"tie_word_embeddings": True}, {}),
+    "gpt2-inner": ("gpt2", {"n_inner": None}, {}),
     "gemma3-untied": ("gemma3", GGUF_GEMMA3, {}),
     "gemma3-tied": ("gemma3", GGUF_GEMMA3 | {"tie_word_embeddings": True}, {}),
     "gemma3-default-ropes": (
@@ -365,6 +343,7 @@ def as_gguf_says(config: ModelConfig) -> dict[str, Any]:
     """The values of a folder's config in the words of a GGUF file's: the same name for both kinds of Gemma 3."""
     values = dict(vars(config))
     values |= {"model_type": config.model_type.removesuffix("_text"), "scale": config.attention_scale}
+    values["head_dim"] = config.computed_head_dim
     values.pop("query_pre_attn_scalar")  # only the scale counts
     return values
 
@@ -383,10 +362,10 @@ def test_gguf(tmp_path: Path, name: str) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
 def test_gguf_read_by_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     """With the sizes that it does not read from such files at their defaults."""
-    changes: dict[str, Any] = {"head_dim": 128} if family == "qwen3" else GGUF_GEMMA3
+    changes: dict[str, Any] = {"qwen3": {"head_dim": 128}, "gemma3": GGUF_GEMMA3, "gpt2": {"n_inner": None}}[family]
     if family == "gemma3":
         ropes = {"full_attention": {"rope_type": "default", "rope_theta": 5e4}}
         changes = changes | {"head_dim": 256, "query_pre_attn_scalar": 256, "rope_parameters": ropes}

@@ -21,6 +21,8 @@ FAMILIES = {
     "qwen3": {"model_type": "qwen3"},
     "qwen3 with windows": {"model_type": "qwen3", **WINDOWS},
     "gemma3": {"model_type": "gemma3", "sliding_window": WINDOW},
+    "gpt2": {"model_type": "gpt2"},
+    "rope_gpt": {"model_type": "rope_gpt"},
 }
 LETTERS = MockTokenizer([chr(33 + i) for i in range(64)])
 # One token, the window's edge, twice around, and the same prompt twice.

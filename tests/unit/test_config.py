@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3Config
+from transformers import Gemma3TextConfig, GPT2Config, PreTrainedConfig, Qwen3Config
 
 from infer import KVCache, ModelConfig, SlidingCache
 from infer.config import RopeConfig
@@ -285,12 +285,15 @@ class TestFromHF:
             ModelConfig.from_hf(HF | {name: value})
 
 
-def assert_agrees(config: ModelConfig, reference: PreTrainedConfig) -> None:
-    """Every value that transformers' config knows by the same name, and the kinds of layers."""
-    shared = {field.name for field in dataclasses.fields(config)} & set(reference.to_dict()) - {"model_type"}
+def assert_agrees(config: ModelConfig, reference: PreTrainedConfig, names: Mapping[str, str] | None = None) -> None:
+    """Every value that transformers' config knows by the same name, or by theirs in names, and the kinds of layers."""
+    ours = {field.name for field in dataclasses.fields(config)} - {"model_type", "hidden_act"}  # None: the only one
+    shared = ours & set(reference.to_dict())
     for name in sorted(shared - {"layer_types"}):
         assert getattr(config, name) == getattr(reference, name), name
-    assert list(config.layer_types) == reference.layer_types
+    for name, theirs in (names or {}).items():
+        assert getattr(config, name) == getattr(reference, theirs), name
+    assert list(config.layer_types) == getattr(reference, "layer_types", [FULL] * config.num_hidden_layers)
 
 
 class TestQwen3:
@@ -461,6 +464,122 @@ class TestGemma3:
         assert sliding <= 160e6
 
 
+class TestGPT2:
+    def test_the_hub_s(self) -> None:
+        """Of its config.json, what differs between the sizes; the rest are the reference's defaults."""
+        config = ModelConfig.from_hf({"model_type": "gpt2", "n_embd": 1024, "n_head": 16, "n_layer": 24})
+        assert config == ModelConfig(
+            model_type="gpt2",
+            vocab_size=50_257,
+            hidden_size=1024,
+            intermediate_size=4096,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            max_position_embeddings=1024,
+            rms_norm_eps=1e-5,
+            rope=None,
+            attention_bias=True,
+            mlp_bias=True,
+            norm_bias=True,
+            hidden_act="gelu_tanh",
+            tie_word_embeddings=True,
+            bos_token_id=50_256,
+            eos_token_ids=(50_256,),
+        )
+        assert config.ropes() == {}
+        reference = GPT2Config()
+        small = ModelConfig.from_hf({"model_type": "gpt2"})
+        assert_agrees(small, reference, reference.attribute_map)
+        assert small == ModelConfig.from_hf(reference.to_dict())
+
+    def test_values(self) -> None:
+        raw = {
+            "n_inner": 99,
+            "n_positions": 7,
+            "layer_norm_epsilon": 0.5,
+            "tie_word_embeddings": False,
+            "vocab_size": 3,
+        }
+        config = ModelConfig.from_hf({"model_type": "gpt2", **raw})
+        assert (config.intermediate_size, config.max_position_embeddings, config.rms_norm_eps) == (99, 7, 0.5)
+        assert (config.tie_word_embeddings, config.vocab_size) == (False, 3)
+        assert_agrees(config, GPT2Config(**raw), GPT2Config.attribute_map)
+
+    def test_nulls_and_other_families_keys_say_nothing(self) -> None:
+        raw = {"n_inner": None, "activation_function": None, "head_dim": 7, "num_key_value_heads": 2, "hidden_act": "x"}
+        assert ModelConfig.from_hf({"model_type": "gpt2", **raw}) == ModelConfig.from_hf({"model_type": "gpt2"})
+
+    @pytest.mark.parametrize(
+        ("name", "ours"), [("gelu_new", "gelu_tanh"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu", "gelu")]
+    )
+    def test_activations(self, name: str, ours: str) -> None:
+        assert ModelConfig.from_hf({"model_type": "gpt2", "activation_function": name}).hidden_act == ours
+
+    @pytest.mark.parametrize(("scaled", "scale"), [(True, 1 / 8), (False, 1.0)])
+    def test_scale(self, scaled: bool, scale: float) -> None:
+        assert ModelConfig.from_hf({"model_type": "gpt2", "scale_attn_weights": scaled}).attention_scale == scale
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is not supported"),
+            ({"add_cross_attention": True}, "add_cross_attention True is not supported"),
+            ({"activation_function": "relu"}, "'relu' is not supported for gpt2: only gelu_new and"),
+            ({"n_head": 5}, "hidden_size 768 is not divisible by 5 heads"),
+            ({"n_embd": "768"}, "hidden_size must be a positive integer, not '768'"),
+            ({"n_layer": 0}, "num_hidden_layers must be a positive integer, not 0"),
+            ({"n_inner": -1}, "intermediate_size must be a positive integer, not -1"),
+        ],
+        ids=str,
+    )
+    def test_unsupported(self, changes: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            ModelConfig.from_hf({"model_type": "gpt2", **changes})
+
+    @pytest.mark.parametrize("bias", [True, False, None])
+    def test_nanogpt(self, bias: bool | None) -> None:
+        """bias None: not said, as in older files, all of whose models have them."""
+        args = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65, "dropout": 0.2}
+        config = ModelConfig.from_nanogpt(args if bias is None else args | {"bias": bias})
+        has = bias is not False
+        assert (config.attention_bias, config.mlp_bias, config.norm_bias) == (has, has, has)
+        sizes = (config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.computed_head_dim)
+        assert sizes == (384, 1536, 6, 64)
+        assert (config.max_position_embeddings, config.vocab_size, config.dropout) == (256, 65, 0.2)
+        assert (config.model_type, config.rope, config.hidden_act) == ("gpt2", None, "gelu")
+        assert (config.tie_word_embeddings, config.rms_norm_eps, config.eos_token_ids) == (True, 1e-5, ())
+        rotated = ModelConfig.from_nanogpt(args | {"model_type": "rope_gpt"})
+        assert (rotated.model_type, rotated.rope) == ("rope_gpt", RopeConfig(10_000.0))
+
+    def test_rope_gpt_folders(self) -> None:
+        """config.json in Llama's words, with an activation of GPT's."""
+        raw = without(HF, "rms_norm_eps") | {"model_type": "rope_gpt", "hidden_act": "gelu", "norm_bias": True}
+        config = ModelConfig.from_hf(raw)
+        assert (config.hidden_act, config.norm_bias, config.rope) == ("gelu", True, RopeConfig(10_000.0))
+        with pytest.raises(ValueError, match="'silu' is not supported for rope_gpt"):
+            ModelConfig.from_hf(raw | {"hidden_act": "silu"})
+
+    def test_gguf(self) -> None:
+        metadata = {
+            "general.architecture": "gpt2",
+            "gpt2.context_length": 1024,
+            "gpt2.embedding_length": 768,
+            "gpt2.block_count": 12,
+            "gpt2.feed_forward_length": 3072,
+            "gpt2.attention.head_count": 12,
+            "gpt2.attention.layer_norm_epsilon": 1e-5,
+            "tokenizer.ggml.tokens": ["a"] * 50_257,
+            "tokenizer.ggml.bos_token_id": 50_256,
+            "tokenizer.ggml.eos_token_id": 50_256,
+        }
+        tensors = ["blk.0.attn_qkv.bias", "blk.0.ffn_down.bias", "output_norm.bias"]
+        config = ModelConfig.from_gguf(metadata, tensors)
+        assert dataclasses.replace(config, head_dim=None) == ModelConfig.from_hf({"model_type": "gpt2"})
+        with pytest.raises(ValueError, match=r"GGUF metadata lacks gpt2\.attention\.layer_norm_epsilon"):
+            ModelConfig.from_gguf(without(metadata, "gpt2.attention.layer_norm_epsilon"), tensors)
+
+
 class TestFromGGUF:
     def test_values(self) -> None:
         config = ModelConfig.from_gguf(GGUF, ["token_embd.weight", "blk.0.attn_q.weight"])
@@ -486,7 +605,9 @@ class TestFromGGUF:
         [
             ("output.weight", "tie_word_embeddings", False),
             ("blk.0.attn_q.bias", "attention_bias", True),
+            ("blk.0.attn_qkv.bias", "attention_bias", True),
             ("blk.0.ffn_down.bias", "mlp_bias", True),
+            ("output_norm.bias", "norm_bias", True),
         ],
     )
     def test_what_only_the_tensors_tell(self, tensor: str, name: str, value: bool) -> None:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import FAMILIES
 from mocks import LAYOUT_NAMES, LAYOUTS
 from torch import nn
 
 from infer.cache import BaseCache, BatchCache
 from infer.config import RopeConfig
-from infer.models.common import MLP, Block
+from infer.models.common import MLP, Block, UngatedMLP
 from infer.ops import decode
 from infer.ops.activation import ACTIVATIONS
 from infer.ops.attention import ring_attention, ring_span
 from infer.ops.linear import Linear
-from infer.ops.norm import RMSNorm, ZeroCentredRMSNorm
+from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
 from infer.ops.rope import Rope, apply_rope
 
 pytestmark = pytest.mark.skipif(decode.kernels() is None, reason="numba is not installed, or INFER_KERNELS=0")
@@ -45,9 +48,10 @@ def linear(in_features: int, out_features: int, bias: bool) -> Linear:
     return made
 
 
-def norm(size: int, kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
+def norm(size: int, kind: Callable[[int, float], Norm] = RMSNorm) -> Norm:
     made = kind(size, 1e-5).requires_grad_(False)
-    made.weight.copy_(randn(size))
+    for parameter in made.parameters():
+        parameter.copy_(randn(size))
     return made
 
 
@@ -59,18 +63,34 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     return calls
 
 
-both_norms = pytest.mark.parametrize("kind", [RMSNorm, ZeroCentredRMSNorm])
+NORMS = [RMSNorm, ZeroCentredRMSNorm, LayerNorm, partial(LayerNorm, bias=False)]
+any_norm = pytest.mark.parametrize("kind", NORMS, ids=["RMSNorm", "ZeroCentredRMSNorm", "LayerNorm", "unbiased"])
+both_norms = pytest.mark.parametrize("kind", NORMS[:2])
 
 
-@both_norms
+@any_norm
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("hidden", "rows", "intermediate"), SIZES)
-def test_norm_linear(hidden: int, rows: int, intermediate: int, bias: bool, batch: int, kind: type[RMSNorm]) -> None:
+def test_norm_linear(hidden: int, rows: int, intermediate: int, bias: bool, batch: int, kind: Any) -> None:
     x, normed, product = randn(batch, hidden), norm(hidden, kind), linear(hidden, rows, bias)
     before = x.clone()
     torch.testing.assert_close(decode.norm_linear(x, normed, product), product(normed(x)), atol=1e-5, rtol=1e-5)
     assert torch.equal(x, before)
+
+
+@any_norm
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("mean", [0.0, 30.0, -1000.0])
+def test_norm_of_values_far_from_zero(kind: Any, mean: float, spread: float) -> None:
+    """A mean that is large beside the spread must not swallow it."""
+    x, normed = mean + randn(2, 64, std=spread), norm(64, kind)
+    identity = linear(64, 64, False)
+    identity.weight.copy_(torch.eye(64))
+    expected = copy.deepcopy(normed).double()(x.double()).float()
+    # Half a digit of the input's, seen through its spread.
+    rounding = 1e-7 * max(1, (abs(mean) + spread) / max(spread, 3e-3)) * normed.weight.abs().max().item()
+    torch.testing.assert_close(decode.norm_linear(x, normed, identity), expected, atol=1e-5 + 4 * rounding, rtol=1e-5)
 
 
 @both_norms
@@ -109,15 +129,36 @@ def test_finish(
     assert torch.equal(residual, before[1])
 
 
+@any_norm
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_finish_at_the_far_ends_of_an_activation(activation: str) -> None:
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("hidden", "rows", "intermediate"), SIZES)
+def test_finish_without_a_gate(
+    hidden: int, rows: int, intermediate: int, bias: bool, batch: int, activation: str, kind: Any
+) -> None:
+    attended, residual = randn(batch, rows, 1, 4), randn(batch, hidden, std=10)
+    before = attended.clone(), residual.clone()
+    o, up, down = linear(rows * 4, hidden, bias), linear(hidden, intermediate, bias), linear(intermediate, hidden, bias)
+    before_mlp = norm(hidden, kind)
+    got = decode.finish(attended, residual, o, before_mlp, up, down, activation=activation)
+    x = residual + o(attended.reshape(batch, -1))
+    expected = x + down(ACTIVATIONS[activation](up(before_mlp(x))))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+    assert torch.equal(attended, before[0])
+    assert torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_finish_at_the_far_ends_of_an_activation(activation: str, gated: bool) -> None:
     """Where the exponential overflows or vanishes."""
-    gates = torch.tensor([-1e4, -200.0, -90.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 90.0, 1e4])
+    gates = torch.tensor([-1e4, -200.0, -90.0, -20.0, -5.0, -1e-6, 0.0, 1e-6, 5.0, 20.0, 90.0, 1e4])
     size = len(gates)
-    o, gate_up, down = linear(4, 1, False), linear(1, 2 * size, True), linear(size, 1, False)
+    o, gate_up, down = linear(4, 1, False), linear(1, (1 + gated) * size, True), linear(size, 1, False)
     o.weight.zero_()
     gate_up.weight.zero_()
-    gate_up.bias.copy_(torch.cat((gates, torch.ones(size))))
+    gate_up.bias.copy_(torch.cat((gates, torch.ones(size))) if gated else gates)
     for i in range(size):
         down.weight.zero_()
         down.weight[0, i] = 1.0
@@ -213,6 +254,11 @@ VARIANTS: list[dict[str, Any]] = [
     {"model_type": "gemma3"},
     {"model_type": "gemma3", "mlp_bias": True, "attention_bias": True, "num_key_value_heads": 1, "sliding_window": 1},
     {"model_type": "gemma3", "sliding_window": 100, "tie_word_embeddings": False},
+    {"model_type": "gpt2"},
+    {"model_type": "gpt2", "hidden_size": 36, "hidden_act": "gelu", "tie_word_embeddings": False},
+    {"model_type": "gpt2", "attention_bias": False, "mlp_bias": False, "norm_bias": False},
+    {"model_type": "rope_gpt"},
+    {"model_type": "rope_gpt", "attention_bias": True, "mlp_bias": True, "norm_bias": False, "hidden_act": "gelu_tanh"},
 ]
 
 
@@ -236,7 +282,8 @@ def test_a_model_gives_the_same_logits(
         return torch.cat([model(ids[:, i : i + 1], kv_cache=cache) for i in range(4, 16)])
 
     layers = model.config.num_hidden_layers
-    expected = {"norm_linear": layers + 1, "norm_rotate": layers, "attend": layers, "finish": layers}
+    rotated = layers if model.config.rope else 0
+    expected = {"norm_linear": layers + 1, "norm_rotate": rotated, "attend": layers, "finish": layers}
     calls = {name: count_calls(monkeypatch, name) for name in expected}
     compiled = logits()
     assert {name: len(calls[name]) for name in calls} == {name: 12 * count for name, count in expected.items()}
@@ -245,7 +292,7 @@ def test_a_model_gives_the_same_logits(
     assert len(calls["finish"]) == 12 * layers
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_a_batch_attend_compiled(family: str, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products run over all rows at once, attention in each row's own cache."""
     model = tiny_model(model_type=family)
@@ -276,6 +323,7 @@ INSIDE = [
     "layers.0.mlp.gate_up_proj",
     "layers.1.mlp.down_proj",
 ]
+INSIDE_GPT2 = ["layers.0.input_layernorm", "layers.1.post_attention_layernorm", "layers.0.mlp", "layers.1.mlp.up_proj"]
 INSIDE_GEMMA = [
     "layers.0.self_attn.q_norm",
     "layers.1.self_attn.k_norm",
@@ -312,16 +360,21 @@ class TestIsPlain:
         assert seen == [1]
         assert len(compiled) == (2 if name.count(".") == 1 else 1)  # a block's own hooks fire either way
 
-    @pytest.mark.parametrize("name", INSIDE_GEMMA)
-    def test_hooks_of_every_norm_fire(self, tiny_model: Callable, compiled: list[int], name: str) -> None:
-        model = tiny_model(model_type="gemma3")
+    @pytest.mark.parametrize(
+        ("family", "name"),
+        [*(("gemma3", name) for name in INSIDE_GEMMA), *(("gpt2", name) for name in INSIDE_GPT2)],
+    )
+    def test_hooks_of_other_families_fire(
+        self, tiny_model: Callable, compiled: list[int], family: str, name: str
+    ) -> None:
+        model = tiny_model(model_type=family)
         plain = self.run(model)
         seen = []
         model.get_submodule(name).register_forward_hook(lambda *args: seen.append(1))
         compiled.clear()
         torch.testing.assert_close(self.run(model), plain, atol=1e-4, rtol=1e-4)
         assert seen == [1]
-        assert len(compiled) == 2
+        assert len(compiled) == model.config.num_hidden_layers - 1
 
     @pytest.mark.parametrize("name", INSIDE_GEMMA)
     @pytest.mark.parametrize("change", ["eps", "kind"])
@@ -335,6 +388,24 @@ class TestIsPlain:
             changed.__class__ = RMSNorm
         expected = model(torch.tensor([[3, 4]]))[:, :1]
         torch.testing.assert_close(self.run(model), expected, atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("names", [("q_norm", "k_norm"), ("post_attention", "pre_feedforward", "post_feedforward")])
+    def test_layer_norms_in_unusual_places(self, tiny_model: Callable, compiled: list[int], names: tuple) -> None:
+        """Of heads, or behind a product: the kernels have neither, but the modules do."""
+        model = tiny_model(model_type="gemma3")
+        layer = model.layers[0]
+        for name in names:
+            module, name = (layer.self_attn, name) if name.endswith("norm") else (layer, f"{name}_layernorm")
+            setattr(module, name, norm(len(getattr(module, name).weight), LayerNorm))
+        torch.testing.assert_close(self.run(model), model(torch.tensor([[3, 4]]))[:, :1], atol=1e-4, rtol=1e-4)
+        assert len(compiled) == 2
+
+    def test_layer_norms_each_with_its_eps(self, tiny_model: Callable, compiled: list[int]) -> None:
+        model = tiny_model(model_type="gpt2")
+        for i, name in enumerate(("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")):
+            model.get_submodule(name).eps = 1.0 + i
+        torch.testing.assert_close(self.run(model), model(torch.tensor([[3, 4]]))[:, :1], atol=1e-4, rtol=1e-4)
+        assert len(compiled) == 2
 
     @pytest.mark.parametrize("name", ["embed_tokens", "norm", "lm_head"])
     def test_hooks_around_the_blocks_fire(self, tiny_model: Callable, name: str) -> None:
@@ -434,10 +505,14 @@ class TestRemembered:
         weight.data = weight.data.t().contiguous().t()
         torch.testing.assert_close(self.logits(model), self.reference(model), atol=1e-4, rtol=1e-4)
 
-    def test_a_class_that_is_patched(self, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-        model = tiny_model()
-        self.logits(model)
-        monkeypatch.setattr(MLP, "forward", lambda self, x, residual: residual + x)
+    @pytest.mark.parametrize(("family", "kind"), [("llama", MLP), ("gpt2", UngatedMLP), ("gpt2", LayerNorm)])
+    def test_a_class_that_is_patched(
+        self, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch, family: str, kind: type
+    ) -> None:
+        model = tiny_model(model_type=family)
+        before = self.logits(model)
+        monkeypatch.setattr(kind, "forward", lambda self, x, residual=0: residual + x)
+        assert not torch.allclose(self.logits(model), before, atol=1e-2)
         torch.testing.assert_close(self.logits(model), self.reference(model), atol=1e-4, rtol=1e-4)
 
     def test_a_module_that_is_added_in_place_of_another(self, tiny_model: Callable) -> None:

@@ -241,7 +241,7 @@ class TestGemma3:
         ids = random_ids(1, 5)[0]
         factor = torch.tensor(40**0.5).to(dtype)
         assert (dtype is torch.bfloat16) == (float(factor) != float(torch.tensor(40**0.5)))
-        assert torch.equal(model.embed(ids), model.embed_tokens.weight[ids] * factor)
+        assert torch.equal(model.embed(ids, torch.arange(5)), model.embed_tokens.weight[ids] * factor)
 
     def test_each_kind_of_layer_has_its_rope(self, tiny_model: Callable) -> None:
         """A change of the local RoPE reaches window layers only, one of the global RoPE the others only."""

@@ -30,6 +30,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "windows": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4},
     "qwen3": {"model_type": "qwen3"},
     "gemma3": {"model_type": "gemma3"},
+    "gpt2": {"model_type": "gpt2"},
+    "rope_gpt": {"model_type": "rope_gpt"},
     "llama3 rope": {"rope": RopeConfig(5e5, "llama3", 32.0, original_max_position_embeddings=64), "head_dim": 16},
 }
 

@@ -14,7 +14,7 @@ import torch
 from infer.cache.base import Cache
 from infer.cache.batch import BatchCache
 from infer.cache.debug import debugged
-from infer.engine.generate import Model, make_cache, model_device, step
+from infer.engine.generate import Model, check_mode, make_cache, model_device, step
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
@@ -38,6 +38,7 @@ def generate_batch(
     """
     device = model_device(model, device)
     check_chunk(prefill_chunk)
+    check_mode(model)
     requests = _requests(model, tokenizer, prompts, params)
     caches = [make_cache(model, request.max_seq_len, device, prefill_chunk=prefill_chunk) for request in requests]
     _check_memory(caches, device)

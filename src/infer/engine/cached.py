@@ -20,6 +20,7 @@ from infer.engine.generate import (
     Run,
     check_fits,
     check_keeps,
+    check_mode,
     chunks,
     make_cache,
     model_device,
@@ -131,7 +132,7 @@ def full_attention_matrix(
     """What every token of the sequence looked at in a layer: weights [1, H, t, t], 0 where a key is not visible."""
     fed = torch.tensor([list(ids)], device=model_device(model, device))
     _check_ids(model, fed)
-    check_fits(model, None, 1)
+    check_mode(model)
     cache = TracedCache(NoCache(1, fed.device), [_layer(model, trace_layer)], all_rows=True)
     step(model, cache, fed)
     return cache.rows[trace_layer]
@@ -188,6 +189,7 @@ def _traced(
 ) -> tuple[Cache, TracedCache | None]:
     """The cache to run with, once all is checked; and the same again if it keeps the row."""
     _check_ids(model, ids)
+    check_mode(model)
     check_fits(model, cache, ids.shape[0])
     layer = None if trace_layer is None else _layer(model, trace_layer)
     if not return_attn_row:

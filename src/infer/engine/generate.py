@@ -156,6 +156,7 @@ def _prepare(
         raise ValueError("use_kv_cache=False and a cache were both given: leave one out")
     request = Request(model.config, tokenizer, prompt, params, None if cache is None else cache.capacity, on_full)
     check_chunk(prefill_chunk)
+    check_mode(model)
     check_fits(model, cache, 1)
     if trace is not None:
         trace.start(model.config, tokenizer, request.tokens, request.params.max_new_tokens)
@@ -191,10 +192,14 @@ def make_cache(
     return KVCache.from_model_config(model.config, max_seq_len, dtype=dtype, device=device)
 
 
-def check_fits(model: Model, cache: Cache | None, batch_size: int) -> None:
-    """Refuse a cache that was made for something else, and a model that is being trained."""
+def check_mode(model: Model) -> None:
+    """Refuse a model that is being trained."""
     if isinstance(model, nn.Module) and model.training and model.config.dropout:
         raise ValueError("the model is in training mode, where dropout makes each run another: call model.eval()")
+
+
+def check_fits(model: Model, cache: Cache | None, batch_size: int) -> None:
+    """Refuse a cache that was made for something else."""
     if isinstance(cache, BaseCache):
         weights = next(model.parameters(), None)
         cache.check_model(model.config, batch_size, None if weights is None else weights.dtype, model_device(model))

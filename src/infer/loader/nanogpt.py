@@ -83,12 +83,11 @@ class NanoGPTFile:
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
+    mapped = _is_zip(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about files that torch did not write, which it then refuses
-            contents = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-    except OSError:
-        raise
+            contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # what a damaged file raises depends on where; torch's advice is to run what is in it
         asks = re.search(r"GLOBAL (\S+)", str(error))
         if asks:
