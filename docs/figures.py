@@ -19,7 +19,7 @@ from infer import (
     generate,
     load_model,
 )
-from infer.trace.text import token_text
+from infer.trace.text import token_texts
 
 IMAGES = Path(__file__).parent / "images"
 PROMPT = "The cat sat on the mat because it was"
@@ -39,8 +39,7 @@ def draw_attention() -> None:
     result = generate(model, tokenizer, prompt, SamplingParams(max_new_tokens=7))
     ids = [*prompt, *result.token_ids[:-1]]  # the last one was never fed
     weights = full_attention_matrix(model, ids, trace_layer=LAYER)[0, HEAD]
-    texts = [token_text(tokenizer, token, before) for token, before in zip(ids, [None, *ids], strict=False)]
-    words = [text.replace("\n", r"\n") for text in texts]
+    words = [text.replace("\n", r"\n") for text in token_texts(tokenizer, ids)]
     figure, (full, step) = plt.subplots(1, 2, figsize=(10.5, 5.4), layout="constrained", sharey=True)
     weights = weights.masked_fill(weights == 0, float("nan"))  # what causal attention cannot see
     shown = weights.clone()

@@ -37,7 +37,11 @@ def main(args: list[str] | None = None) -> None:
     split = int(0.9 * len(data))
     training, validation = data[:split], data[split:]
     if len(validation) <= options.block_size:
-        raise SystemExit(f"{options.text} has {len(text)} characters; at least {11 * options.block_size} are needed")
+        needed = 10 * options.block_size + 1
+        raise SystemExit(
+            f"{options.text} has {len(text)} characters and needs at least {needed}: "
+            "find more text, or lower --block-size"
+        )
     torch.manual_seed(options.seed)
 
     model_args = {

@@ -151,8 +151,8 @@ class ModelConfig:
             raise ValueError(f"safetensors quantised with {method!r} are not supported: use the original or a GGUF")
         activation, known = raw.get("hidden_act", "silu"), _ACTIVATIONS.get(raw["model_type"], {"silu": None})
         if activation not in known:
-            only = " and ".join(known)
-            raise ValueError(f"hidden_act {activation!r} is not supported for {raw['model_type']}: only {only} is")
+            only = f"only {' and '.join(known)} {'is' if len(known) == 1 else 'are'}"
+            raise ValueError(f"hidden_act {activation!r} is not supported for {raw['model_type']}: {only}")
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         learned = raw["model_type"] == "gpt2"
         return cls(
@@ -198,7 +198,8 @@ class ModelConfig:
             attention_bias=bias,
             mlp_bias=bias,
             norm_bias=bias,
-            hidden_act="gelu",
+            # Checkpoints from before biases could be left out are also from before nanoGPT changed to the exact GELU.
+            hidden_act="gelu" if "bias" in args else "gelu_tanh",
             tie_word_embeddings=True,
             dropout=args.get("dropout", 0.0),
             eos_token_ids=eos_token_ids,

@@ -171,11 +171,19 @@ def test_nanogpt_without_biases(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_older_nanogpt(tmp_path: Path) -> None:
-    """No word of biases, which all models then had, nor of dropout; causal masks among the tensors."""
-    reference = nanogpt_model()
+    """No word of biases, which all models then had, nor of dropout; another GELU; causal masks among the tensors."""
+    reference = nanogpt_model(activation_function="gelu_new")
     weights = with_masks(nanogpt_weights(reference))
     args = {name: value for name, value in nanogpt_args(reference).items() if name not in ("bias", "dropout")}
     agree(save_nanogpt(reference, tmp_path / "ckpt.pt", model=weights, model_args=args), reference)
+
+
+@torch.inference_mode()
+def test_a_nanogpt_head_of_its_own(tmp_path: Path) -> None:
+    reference = nanogpt_model(tie_word_embeddings=False)
+    model = load(save_nanogpt(reference, tmp_path / "ckpt.pt"))
+    assert not model.config.tie_word_embeddings
+    agree(tmp_path / "ckpt.pt", reference)
 
 
 @torch.inference_mode()

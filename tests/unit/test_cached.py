@@ -248,6 +248,20 @@ class TestSteps:
         with pytest.raises(ValueError, match=r"call model\.eval"):
             full_attention_matrix(model, [1, 2], trace_layer=0)
 
+    def test_ids_that_are_none(self, tiny_model: Make) -> None:
+        model = tiny_model()
+        for ids in ([[1, 2]], torch.rand(1, 2)):
+            with pytest.raises(TypeError, match="must be a tensor of integers"):
+                prefill(model, ids, make(model))
+        with pytest.raises(TypeError, match="must be a tensor of integers"):
+            decode_step(model, torch.rand(1, 1), make(model))
+        with pytest.raises(TypeError, match="flat sequence of token ids"):
+            full_attention_matrix(model, torch.zeros(1, 2, dtype=torch.long), trace_layer=0)
+
+    def test_a_matrix_beyond_the_context(self, tiny_model: Make) -> None:
+        with pytest.raises(ValueError, match="9 tokens exceed the model's context of 8"):
+            full_attention_matrix(tiny_model(max_position_embeddings=8), [1] * 9, trace_layer=0)
+
     def test_no_gradients(self, tiny_model: Make) -> None:
         model = tiny_model().requires_grad_()
         logits, cache, _ = prefill(model, some_ids(1, 3), make(model))

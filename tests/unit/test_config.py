@@ -539,7 +539,7 @@ class TestGPT2:
 
     @pytest.mark.parametrize("bias", [True, False, None])
     def test_nanogpt(self, bias: bool | None) -> None:
-        """bias None: not said, as in older files, all of whose models have them."""
+        """bias None: not said, as in older files, all of whose models have them, and the GELU of then."""
         args = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65, "dropout": 0.2}
         config = ModelConfig.from_nanogpt(args if bias is None else args | {"bias": bias})
         has = bias is not False
@@ -547,7 +547,8 @@ class TestGPT2:
         sizes = (config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.computed_head_dim)
         assert sizes == (384, 1536, 6, 64)
         assert (config.max_position_embeddings, config.vocab_size, config.dropout) == (256, 65, 0.2)
-        assert (config.model_type, config.rope, config.hidden_act) == ("gpt2", None, "gelu")
+        gelu = "gelu_tanh" if bias is None else "gelu"
+        assert (config.model_type, config.rope, config.hidden_act) == ("gpt2", None, gelu)
         assert (config.tie_word_embeddings, config.rms_norm_eps, config.eos_token_ids) == (True, 1e-5, ())
         rotated = ModelConfig.from_nanogpt(args | {"model_type": "rope_gpt"})
         assert (rotated.model_type, rotated.rope) == ("rope_gpt", RopeConfig(10_000.0))

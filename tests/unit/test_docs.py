@@ -29,6 +29,11 @@ def test_quoted_code_is_in_the_file(page: Path, file: str, code: str) -> None:
     assert wanted in found, f"{page.name} quotes {file}, which no longer says that"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nothing_is_left_to_fill_in(page: Path) -> None:
+    assert "@@" not in page.read_text(encoding="utf-8")
+
+
 def test_there_are_quotes() -> None:
     assert len(quotes()) >= 6
 

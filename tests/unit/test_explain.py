@@ -19,7 +19,7 @@ from torch import Tensor
 from infer import KVCache, ModelConfig, SamplingParams, SlidingCache, Tokenizer, generate, load_model, machine
 from infer import explain as explaining
 from infer.cli import main
-from infer.cli.explain import pieces, reason, show
+from infer.cli.explain import reason, show
 from infer.engine.result import GenerationResult, Timing
 from infer.explain import (
     NEW,
@@ -38,6 +38,7 @@ from infer.explain import (
 from infer.loader import load
 from infer.loader.hf_folder import HFFolder
 from infer.models.common import Decoder
+from infer.trace.text import token_texts
 
 CONTEXT = 256
 WINDOW = 16
@@ -265,11 +266,11 @@ class TestReason:
     def test_arithmetic(self) -> None:
         """Without: passes over 5 to 12 tokens, 8.5 in the middle."""
         said = list(reason(make_explanation()))
-        assert "  a token adds   (27.0 - 12.0) / (8.5 - 1) = 2.00 ms" in said
-        assert "  a pass costs   12.0 - 2.00 = 10.0 ms besides" in said
-        assert "  without   8 passes x 10.0 +  68 tokens x 2.00 = 216 ms (measured: 216)" in said
-        assert "  with      8 passes x 10.0 +  12 tokens x 2.00 = 104 ms (measured: 104)" in said
-        assert "(500 MB; in 10.0 ms that is 50.0 GB/s)" in said[-1]
+        assert "  a token adds   (27.00 - 12.00) / (8.5 - 1) = 2.00 ms" in said
+        assert "  a pass costs   12.00 - 2.00 = 10.00 ms besides" in said
+        assert "  without   8 passes x 10.00 +  68 tokens x 2.00 = 216 ms (measured: 216)" in said
+        assert "  with      8 passes x 10.00 +  12 tokens x 2.00 = 104 ms (measured: 104)" in said
+        assert "(500 MB; in 10.00 ms that is 50.0 GB/s)" in said[-1]
         assert "the later half of the steps took 1.3 times the first" in said[-1]  # 124 ms against 92
         assert not any("% off" in line for line in said)
 
@@ -513,7 +514,7 @@ class TestPieces:
     def test_join_to_the_text(self, folder: Path) -> None:
         tokenizer = Tokenizer(folder)
         ids = tokenizer.encode("hello there")
-        assert pieces(tokenizer, ids) == ["<s>", "he", "l", "l", "o", " ", "t", "he", "r", "e"]
+        assert token_texts(tokenizer, ids) == ["<s>", "he", "l", "l", "o", " ", "t", "he", "r", "e"]
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -522,7 +523,7 @@ class TestPieces:
     )
     def test_keep_their_spaces(self, model: str, expected: list[str]) -> None:
         tokenizer = Tokenizer(model)
-        assert pieces(tokenizer, tokenizer.encode("The cat sat")) == expected
+        assert token_texts(tokenizer, tokenizer.encode("The cat sat")) == expected
 
 
 @pytest.mark.slow
@@ -530,7 +531,7 @@ def test_default_model(smollm2: tuple[Decoder, Tokenizer], capsys: pytest.Captur
     model, tokenizer = smollm2
     run = explain(model, tokenizer, tokenizer.encode("The cat sat on the"), 8)
     assert run.same_tokens
-    show(run, pieces(tokenizer, [*run.prompt_token_ids, *run.token_ids]), model.config, "smollm2-135m")
+    show(run, token_texts(tokenizer, [*run.prompt_token_ids, *run.token_ids]), model.config, "smollm2-135m")
     printed = capsys.readouterr().out
     assert '" cat"          ■  x  x  x  x  x  x  x     ■  ·  ·  ·  ·  ·  ·  ·\n' in printed
     assert f"2 x 30 x 3 x 64 x 13 x 4 = {run.cache_bytes:,} bytes" in printed

@@ -276,6 +276,11 @@ class TestAttentionTrace:
         with pytest.raises(ValueError, match=f"trace_layer must be from 0 to 2, not {layer}"):
             model.forward_with_attn_trace(random_ids(1, 3), layer)
 
+    def test_not_while_training(self, tiny_model: Make) -> None:
+        model = tiny_model(model_type="rope_gpt", dropout=0.1).train()
+        with pytest.raises(ValueError, match=r"call model\.eval"):
+            model.forward_with_attn_trace(random_ids(1, 3), 0)
+
     def test_blocks_are_the_layers(self, model: Any) -> None:
         assert model.blocks is model.layers
         assert len(model.blocks) == 3

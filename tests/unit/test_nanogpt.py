@@ -239,7 +239,7 @@ def test_another_torch_file(tmp_path: Path, refuse: Refuse, contents: Any) -> No
 
 @pytest.mark.parametrize("model", [{"a": 1.0}, {"a": None}, {0: torch.ones(1)}, {"a": {"b": torch.ones(1)}}], ids=str)
 def test_model_of_something_else(reference: PreTrainedModel, tmp_path: Path, refuse: Refuse, model: Any) -> None:
-    refuse(save_nanogpt(reference, tmp_path / "ckpt.pt", model=model), "should hold tensors by their names")
+    refuse(save_nanogpt(reference, tmp_path / "ckpt.pt", model=model), "should hold plain tensors by their names")
 
 
 @pytest.mark.parametrize(
@@ -630,3 +630,24 @@ def test_commands_refuse(checkpoint: Path, tmp_path: Path, capsys: pytest.Captur
         assert status != 0
         assert message in err
         assert "Traceback" not in err
+
+
+def test_one_weight_under_two_names(reference: PreTrainedModel, tmp_path: Path, refuse: Refuse) -> None:
+    weights = nanogpt_weights(reference)
+    weights["_orig_mod.transformer.wte.weight"] = weights["transformer.wte.weight"]
+    refuse(save_nanogpt(reference, tmp_path / "ckpt.pt", model=weights), "are the same weight")
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.eye(3, dtype=torch.complex64)])
+def test_tensors_that_are_no_weights(
+    reference: PreTrainedModel, tmp_path: Path, refuse: Refuse, tensor: torch.Tensor
+) -> None:
+    weights = nanogpt_weights(reference) | {"transformer.ln_f.weight": tensor}
+    refuse(save_nanogpt(reference, tmp_path / "ckpt.pt", model=weights), "should hold plain tensors")
+
+
+def test_a_pickle_that_asks_for_memory(checkpoint: Path) -> None:
+    """A memo entry of that number, which Python's own reader in C would make room for."""
+    (checkpoint.parent / "meta.pkl").write_bytes(b"\x80\x02]r\xff\xff\xff\xff.")
+    with pytest.raises(ValueError, match="should hold 'stoi'"):
+        Tokenizer(checkpoint)

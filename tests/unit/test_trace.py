@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,26 @@ class TestRefusals:
         with pytest.raises(ValueError, match="top_k must be a whole number, 1 or more"):
             Trace(top_k=top_k)
 
+    @pytest.mark.parametrize("asked", [{"layers": 0}, {"layers": "0"}, {"heads": 1}])
+    def test_no_list(self, asked: dict[str, Any]) -> None:
+        with pytest.raises(TypeError, match="must be a list of numbers"):
+            Trace(**asked)
+        with pytest.raises(ValueError, match="no heads are chosen"):
+            Trace(heads=[])
+
+    def test_no_trace(self, tiny_model: Callable[..., Decoder]) -> None:
+        with pytest.raises(TypeError, match="trace must be a Trace, not bool"):
+            stream(tiny_model(), Letters(), PROMPT, GREEDY, trace=True)  # type: ignore[arg-type]
+
+    def test_a_refused_run_leaves_the_last_one(self, tiny_model: Callable[..., Decoder]) -> None:
+        model, trace = tiny_model(), Trace()
+        run(model, trace)
+        full = KVCache.from_model_config(model.config, 40, dtype="float32", device="cpu")
+        full.advance(20)
+        with pytest.raises(ValueError, match="nothing is left to feed"):
+            run(model, trace, cache=full)
+        assert len(trace.steps) == 7
+
     def test_memory(self, tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
         """8 + 9 + ... + 14 positions, 2 layers, 4 heads, 2 bytes each; a window layer's 4 at most."""
         for kind, needed in (("llama", 2 * 4 * 2 * 77), ("gemma3", 2 * 4 * (77 + 2 * 28))):
@@ -202,6 +223,8 @@ class TestFiles:
         with np.load(tmp_path / "run.npz", allow_pickle=False) as arrays:
             assert arrays["prompt_ids"].tolist() == PROMPT
             assert arrays["token_ids"].tolist() == [step.token_id for step in trace.steps]
+            assert arrays["token_texts"].tolist() == [step.text for step in trace.steps]
+            assert "".join(arrays["prompt_texts"]) == Letters().decode(PROMPT)
             assert arrays["top_k_ids"].shape == (7, 3)
             for layer in (0, 1):
                 weights = arrays[f"attention_{layer}"]
@@ -211,6 +234,13 @@ class TestFiles:
                     first, rows = step.attention[layer]
                     np.testing.assert_array_equal(weights[number, :, first : first + rows.shape[1]], rows)
                     assert weights[number].sum() == pytest.approx(1, abs=5e-3)
+
+    def test_no_number(self, trace: Trace, tmp_path: Path) -> None:
+        """JSON has no NaN."""
+        trace.steps[0] = replace(trace.steps[0], probability=math.nan, entropy=math.nan)
+        trace.save(tmp_path / "run.jsonl")
+        line = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[1])
+        assert (line["probability"], line["entropy"]) == (None, None)
 
     @pytest.mark.parametrize("name", ["run.txt", "run", "nowhere/run.npz"])
     def test_refused(self, trace: Trace, tmp_path: Path, name: str) -> None:

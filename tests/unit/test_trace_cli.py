@@ -86,9 +86,7 @@ class TestText:
         assert width - 6 <= max(map(len, picture)) <= width
         assert "\x1b" not in out
 
-    @pytest.mark.parametrize(
-        ("chosen", "steps"), [("last", [STEPS]), ("2", [2]), ("99", [STEPS]), ("all", [*range(1, STEPS + 1)])]
-    )
+    @pytest.mark.parametrize(("chosen", "steps"), [("last", [STEPS]), ("2", [2]), ("all", [*range(1, STEPS + 1)])])
     def test_show_step(self, run: Run, chosen: str, steps: list[int]) -> None:
         out = run("trace", "hello", *SHORT, "--show-step", chosen).out
         titles = [line.split() for line in out.splitlines() if line.startswith("Attention when")]
@@ -126,7 +124,7 @@ class TestJson:
         ]
         assert (output["layers"], output["heads"]) == (LAYERS, HEADS)
         trace = traced(folder)
-        for step, line in zip(output["steps"], json_lines(trace)[1:], strict=True):
+        for step, line in zip(output["steps"], list(json_lines(trace))[1:], strict=True):
             looks = step.pop("looked_at")
             assert [look.keys() for look in looks] == [{"position", "token_id", "text", "weight"}] * 3
             assert step.pop("time_s") > 0
@@ -233,6 +231,24 @@ class TestFiles:
             np.testing.assert_array_equal(saved["attention_2"][-1], trace.steps[-1].attention[2].weights)
         assert "<html" in page.read_text(encoding="utf-8")
 
+    def test_a_file_that_cannot_be_written(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The run is shown, and whatever else can be is written."""
+        save = Trace.save
+
+        def full(trace: Trace, path: Path) -> None:
+            if path.suffix == ".npz":
+                raise OSError("no space left")
+            save(trace, path)
+
+        monkeypatch.setattr(Trace, "save", full)
+        arrays, page = tmp_path / "trace.npz", tmp_path / "trace.html"
+        done = run("trace", "hello", *SHORT, "--save", arrays, "--html", page)
+        assert done.status == 2
+        assert len(table_of(done.out)) == STEPS
+        assert f"wrote {page}" in done.err
+        assert done.err.endswith(f"error: {arrays} could not be written: no space left\n")
+        assert page.exists()
+
     def test_with_json(self, run: Run, tmp_path: Path) -> None:
         """Standard output is the object, and nothing else."""
         file = tmp_path / "trace.jsonl"
@@ -303,6 +319,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown suffix": (["--save", "trace.csv"], "a trace is saved as .jsonl, .npz or .html, not as 'trace.csv'"),
     "page of another suffix": (["--html", "page.npz"], "must end in .html, not 'page.npz'"),
     "missing folder": (["--save", "MISSING/trace.npz"], "there is no folder"),
+    "a step that cannot be": (["--show-step", "99"], "--show-step 99 is beyond the 32 steps"),
     "missing folder of a page": (["--html", "MISSING/trace.html"], "there is no folder"),
     "chunks without a cache": (["--prefill-chunk", "4", "--no-kv-cache"], "--prefill-chunk needs the cache"),
     "system without chat": (["--system", "Be kind"], "--system and --thinking go with --chat"),
@@ -346,4 +363,5 @@ def test_spread(count: int, most: int, chosen: list[int]) -> None:
     ("text", "chosen"), [("last", [4]), ("all", [0, 1, 2, 3, 4]), ("1", [0]), ("5", [4]), ("9", [4])]
 )
 def test_parse_step(text: str, chosen: list[int]) -> None:
-    assert parse_step(text, 5) == chosen
+    """Of a run that ended after 5 of 9 steps."""
+    assert parse_step(text, 9, 5) == chosen

@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.text import Text
 
 from infer.trace import Trace, TraceStep
+from infer.trace.looks import attention, looked_at
 from infer.trace.record import Alternative, AttentionRows, Token
-from infer.trace.terminal import HEAT, STRIP_ROWS, attention, draw, heat, looked_at, percent, strip, table, visible
+from infer.trace.terminal import HEAT, STRIP_ROWS, draw, heat, percent, strip, table, visible
 
 HOSTILE = [
     "[bold]",

@@ -61,14 +61,6 @@ class DebugCache(WrappedCache):
             self._print(where, f"cache_pos={start} T={n} new_cache_pos={start + n} max_ctx={self.capacity}")
             self._print(where, f"using cache T_q={n} T_k={keys}")
 
-    def truncate(self, seq_len: int) -> None:
-        self._print("GPT", f"truncate cache_pos={self.seq_len} new_cache_pos={seq_len}")
-        super().truncate(seq_len)
-
-    def reset(self) -> None:
-        self._print("GPT", f"reset cache_pos={self.seq_len}")
-        super().reset()
-
     @staticmethod
     def _print(where: str, event: str) -> None:
         print(f"[KVDBG][{where}] {event}", file=sys.stderr, flush=True)

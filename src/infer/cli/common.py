@@ -12,7 +12,7 @@ import typer
 from infer.engine.params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
-MODEL_HELP = "A folder, a .gguf file, a built-in name (see `infer models`), or a hub id."
+MODEL_HELP = "A folder, a .gguf file, nanoGPT's .pt file, a built-in name (see `infer models`), or a hub id."
 ModelArgument = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from infer.config import ModelConfig
     from infer.explain import Explanation, LayerKind
-    from infer.loader import Tokenizer
 
 WIDTH = 100  # columns, at most
 LABEL, GAP = 14, 3  # of which for a token, and between the grids
@@ -40,6 +39,7 @@ def explain(
     """See what the KV cache saves: generate with it and without it, and count, time and weigh."""
     from infer import ModelConfig, Tokenizer, load_model
     from infer import explain as explaining
+    from infer.trace.text import token_texts
 
     text = sys.stdin.read() if prompt == "-" else prompt
     tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
@@ -48,18 +48,11 @@ def explain(
     network, _ = load_model(model, dtype=dtype, device=device)
     say(f"generating {max_new_tokens} tokens with the cache, and then again without it")
     run = explaining.explain(network, tokenizer, prompt_ids, max_new_tokens)
-    tokens = pieces(tokenizer, [*run.prompt_token_ids, *run.token_ids])
+    tokens = token_texts(tokenizer, [*run.prompt_token_ids, *run.token_ids])
     if as_json:
         print(json.dumps({"model": model, "tokens": tokens, **as_dict(run, config)}))
     else:
         show(run, tokens, config, model)
-
-
-def pieces(tokenizer: "Tokenizer", token_ids: Sequence[int]) -> list[str]:
-    """The text of each token, as it is behind the one before it."""
-    from infer.trace.text import token_text
-
-    return [token_text(tokenizer, now, before) for before, now in zip([None, *token_ids], token_ids, strict=False)]
 
 
 def as_dict(run: "Explanation", config: "ModelConfig") -> dict[str, Any]:
@@ -185,13 +178,13 @@ def times(run: "Explanation", width: int) -> "Iterator[str | Text]":
     for name, passes in (("without", whole), ("with", cached)):
         yield (
             f"  {name:<9} {passes.total_ms:>9,.1f} ms for {passes.tokens:>6,} tokens = "
-            f"{passes.ms_per_token:.2f} ms per token"
+            f"{passes.ms_per_token:.3g} ms per token"
         )
     yield ""
     yield f"  speed-up by count      {run.theoretical_speed_up:>6.1f}x"
     yield (
         f"  speed-up as measured   {run.speed_up:>6.1f}x = {run.theoretical_speed_up:.1f} x "
-        f"{whole.ms_per_token:.2f} / {cached.ms_per_token:.2f}"
+        f"{whole.ms_per_token:.3g} / {cached.ms_per_token:.3g}"
     )
     yield ""
     yield from reason(run)
@@ -222,8 +215,8 @@ def reason(run: "Explanation") -> Iterator[str]:
     """Why counting and measuring differ, from what was measured."""
     cost, whole, cached, n = run.cost, run.without_cache, run.with_cache, len(run.token_ids)
     medians = (
-        f"a pass over {cost.pass_tokens:g} tokens took {cost.pass_ms:.1f} ms, one over a single token "
-        f"{cost.step_ms:.1f} ms (medians)"
+        f"a pass over {cost.pass_tokens:g} tokens took {cost.pass_ms:.2f} ms, one over a single token "
+        f"{cost.step_ms:.2f} ms (medians)"
     )
     if run.speed_up >= run.theoretical_speed_up:
         yield (
@@ -237,11 +230,11 @@ def reason(run: "Explanation") -> Iterator[str]:
             "from what a pass costs anyway. More tokens, or a larger model, will show it."
         )
         return
-    each, fixed = f"{cost.per_token_ms:.2f}", f"{cost.fixed_ms:.1f}"
+    each, fixed = f"{cost.per_token_ms:.2f}", f"{cost.fixed_ms:.2f}"
     yield f"Counting takes every token to cost alike, but those of one pass share what it costs anyway: {medians}. So"
     yield ""
-    yield f"  a token adds   ({cost.pass_ms:.1f} - {cost.step_ms:.1f}) / ({cost.pass_tokens:g} - 1) = {each} ms"
-    yield f"  a pass costs   {cost.step_ms:.1f} - {each} = {fixed} ms besides"
+    yield f"  a token adds   ({cost.pass_ms:.2f} - {cost.step_ms:.2f}) / ({cost.pass_tokens:g} - 1) = {each} ms"
+    yield f"  a pass costs   {cost.step_ms:.2f} - {each} = {fixed} ms besides"
     yield ""
     for name, passes in (("without", whole), ("with", cached)):
         yield (

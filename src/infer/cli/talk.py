@@ -174,7 +174,7 @@ def prepare(
 ) -> tuple["Tokenizer", "ModelConfig", list[int]]:
     """The prompt's tokens. What cannot be generated is refused, before the weights are read."""
     from infer import ModelConfig, Tokenizer
-    from infer.engine.request import check_chunk, check_request
+    from infer.engine.request import ContextExceeded, check_chunk, check_request
 
     text = sys.stdin.read() if prompt == "-" else prompt
     if prefill_chunk is not None and not kv_cache:
@@ -189,17 +189,20 @@ def prepare(
     else:
         prompt_ids = tokenizer.encode(text)
     config = ModelConfig.from_pretrained(model)
-    check_request(config, prompt_ids, params, on_full=on_full)
+    try:
+        check_request(config, prompt_ids, params, on_full=on_full)
+    except ContextExceeded as error:
+        raise ValueError(f"{error}, or go on beyond it with --on-full recompute") from None
     return tokenizer, config, prompt_ids
 
 
 def cache_for(
     network: "Decoder", prompt_ids: list[int], params: SamplingParams, prefill_chunk: int | None, kv_cache: bool
 ) -> "Cache":
-    """As large as the request, or as the model's context."""
+    """As large as the request."""
     from infer.engine.generate import make_cache
 
-    positions = min(len(prompt_ids) + params.max_new_tokens, network.config.max_position_embeddings)
+    positions = len(prompt_ids) + params.max_new_tokens
     return make_cache(network, positions, network.device, use_kv_cache=kv_cache, prefill_chunk=prefill_chunk)
 
 
@@ -263,9 +266,11 @@ def total_time(result: "GenerationResult") -> float:
 def figures(result: "GenerationResult") -> str:
     timing = result.timing
     speed = f" at {timing.decode_tokens_per_s:.1f} tok/s" if timing.decode_times_s else ""
+    cache = result.cache_memory_bytes
+    size = f"{cache / 1e6:.1f} MB" if cache >= 1e6 or not cache else f"{cache / 1e3:.1f} kB"
     return (
         f"{result.prompt_tokens} prompt tokens, prefill {timing.prefill_time_s:.2f} s · "
-        f"{result.generated_tokens} new tokens{speed} · cache {result.cache_memory_bytes / 1e6:.1f} MB"
+        f"{result.generated_tokens} new tokens{speed} · cache {size}"
         f"{' · interrupted' if result.finish_reason == 'interrupted' else ''}"
     )
 

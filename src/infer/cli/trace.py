@@ -59,7 +59,7 @@ def trace(
     show_step: Annotated[str, typer.Option(help="Draw a strip for this step, for the last, or for all.")] = "last",
     html: Annotated[Path | None, typer.Option(help="Write a page to look at in a browser.")] = None,
     save: Annotated[
-        list[Path] | None, typer.Option(help="Write everything into this .jsonl or .npz file; may be repeated.")
+        list[Path] | None, typer.Option(help="Write the numbers into this .jsonl or .npz file; may be repeated.")
     ] = None,
     chat: ChatOption = False,
     system: SystemOption = None,
@@ -72,7 +72,10 @@ def trace(
     as_json: JsonOption = False,
     params: SamplingParams,
 ) -> None:
-    """See how each token was chosen: from which others, how surely, and where attention looked."""
+    """See how each token was chosen: from which others, how surely, and where attention looked.
+
+    Probabilities and entropy are the model's own, before temperature and filters.
+    """
     files = [*(save or []), *([html] if html is not None else [])]
     check_files(files, html)
     if alternatives < 1:
@@ -114,17 +117,30 @@ def trace(
         sys.exit(130)
     del trace.steps[len(steps) :]  # a step that Ctrl-C kept from being printed
     result = collect(prompt_ids, steps, cache.memory_bytes)
-    for file in files:
-        trace.save(file)
+    unsaved = save_all(trace, files)  # first: whoever reads the output may close it early
     if as_json:
         print(json.dumps({"model": model, **as_dict(result), **summary(trace, layer, head)}))
     else:
-        print_trace(trace, layer, head, parse_step(show_step, len(steps)))
+        print_trace(trace, layer, head, parse_step(show_step, params.max_new_tokens, len(steps)))
     for file in files:
-        say(f"wrote {file}")
+        if file not in unsaved:
+            say(f"wrote {file}")
     say(f"[{figures(result)}]")
+    for file, error in unsaved.items():
+        raise OSError(f"{file} could not be written: {error}")
     if result.finish_reason == "interrupted":
         sys.exit(130)
+
+
+def save_all(trace: "Trace", files: "Sequence[Path]") -> dict[Path, OSError]:
+    """Returns what could not be written, and why: a run is worth showing all the same."""
+    unsaved = {}
+    for file in files:
+        try:
+            trace.save(file)
+        except OSError as error:
+            unsaved[file] = error
+    return unsaved
 
 
 def check_files(files: "Sequence[Path]", html: Path | None) -> None:
@@ -145,14 +161,17 @@ def parse_numbers(option: str, text: str) -> list[int] | None:
         raise ValueError(f"{option} is all, or numbers like 0,5,-1, not {text!r}") from None
 
 
-def parse_step(text: str, count: int) -> list[int]:
-    """The steps to draw strips for, counted from 0. Where a run ended earlier, the last."""
+def parse_step(text: str, most: int, count: int | None = None) -> list[int]:
+    """The steps to draw strips for, counted from 0. most: that there can be; count: that there were."""
+    count = most if count is None else count
     if text == "all":
         return list(range(count))
     if text == "last":
         return [count - 1]
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"--show-step is a number from 1 on, last or all, not {text!r}")
+    if int(text) > most:
+        raise ValueError(f"--show-step {text} is beyond the {most} steps that --max-new-tokens allows")
     return [min(int(text), count) - 1]
 
 
@@ -173,20 +192,13 @@ def shown(what: str, asked: int | None, count: int, traced: "Sequence[int]") -> 
 
 def summary(trace: "Trace", layer: int | None, head: int | None) -> dict[str, Any]:
     """All but the attention rows."""
-    from infer.trace.terminal import attention, looked_at
+    from infer.trace.looks import attention, looked_at
+    from infer.trace.save import without_rows
 
+    looks = [looked_at(trace, attention(trace, i, layer=layer, head=head)) for i in range(len(trace.steps))]
     steps = [
-        {
-            "token_id": step.token_id,
-            "text": step.text,
-            "probability": step.probability,
-            "entropy": step.entropy,
-            "alternatives": [alternative._asdict() for alternative in step.alternatives],
-            "looked_at": [look._asdict() for look in looked_at(trace, attention(trace, i, layer=layer, head=head))],
-            "cache": {"positions": step.cache_positions, "bytes": step.cache_bytes},
-            "time_s": step.time_s,
-        }
-        for i, step in enumerate(trace.steps)
+        without_rows(step) | {"looked_at": [look._asdict() for look in found]}
+        for step, found in zip(trace.steps, looks, strict=True)
     ]
     return {"layers": trace.layers, "heads": trace.heads, "steps": steps}
 

@@ -29,7 +29,8 @@ from infer.engine.generate import (
     watched,
 )
 from infer.engine.params import SamplingParams
-from infer.engine.request import Request, check_chunk
+from infer.engine.request import Request, check_chunk, token_ids
+from infer.trace.record import choice
 
 AttentionTrace = dict[str, Any]  # "layer": its index; "attn_row": [B, H, keys], the last query's weights
 
@@ -61,7 +62,7 @@ def prefill(
     if cache.seq_len:
         raise ValueError(f"the cache must be empty before prefill, but it holds {cache.seq_len} positions")
     limit = min(cache.capacity, model.config.max_position_embeddings)
-    if ids.dim() != 2 or not 0 < ids.shape[1] <= limit:
+    if isinstance(ids, Tensor) and (ids.dim() != 2 or not 0 < ids.shape[1] <= limit):
         raise ValueError(f"a prompt is [batch, 1 to {limit} tokens] for this model and cache, not {list(ids.shape)}")
     held, traced = _traced(model, ids, cache, trace_layer, return_attn_row)
     logits = [model(chunk, kv_cache=held, all_logits=True) for chunk in chunks(ids, prefill_chunk)]
@@ -80,7 +81,7 @@ def decode_step(
 
     The trace is the attention row [B, H, keys] of that token in trace_layer, its own key included.
     """
-    if last_token_ids.dim() != 2 or last_token_ids.shape[1] != 1:
+    if isinstance(last_token_ids, Tensor) and (last_token_ids.dim() != 2 or last_token_ids.shape[1] != 1):
         raise ValueError(f"decode_step requires exactly (B, 1) token ids, not {tuple(last_token_ids.shape)}")
     limit = min(cache.capacity, model.config.max_position_embeddings)
     if cache.seq_len >= limit:
@@ -130,8 +131,10 @@ def full_attention_matrix(
     model: Model, ids: Sequence[int], *, trace_layer: int, device: torch.device | str | None = None
 ) -> Tensor:
     """What every token of the sequence looked at in a layer: weights [1, H, t, t], 0 where a key is not visible."""
-    fed = torch.tensor([list(ids)], device=model_device(model, device))
+    fed = torch.tensor([token_ids(ids)], device=model_device(model, device))
     _check_ids(model, fed)
+    if fed.shape[1] > model.config.max_position_embeddings:
+        raise ValueError(f"{fed.shape[1]} tokens exceed the model's context of {model.config.max_position_embeddings}")
     check_mode(model)
     cache = TracedCache(NoCache(1, fed.device), [_layer(model, trace_layer)], all_rows=True)
     step(model, cache, fed)
@@ -147,13 +150,8 @@ class _StepDicts:
         self.steps: list[dict[str, Any]] = []
 
     def record(self, tokens: Sequence[int], logits: Tensor, cache: TracedCache, time_s: float) -> None:
-        probabilities = logits.float().softmax(-1)
-        best = probabilities.topk(min(self.top_k, len(probabilities)))
-        entry: dict[str, Any] = {
-            "token_id": tokens[-1],
-            "top_k": list(zip(best.indices.tolist(), best.values.tolist(), strict=True)),
-            "entropy": torch.special.entr(probabilities).sum().item(),
-        }
+        _, entropy, best = choice(logits, self.top_k)
+        entry: dict[str, Any] = {"token_id": tokens[-1], "top_k": best, "entropy": entropy}
         for layer in self.layers:
             entry["attn_row"] = cache.rows[layer][0].tolist()
         self.steps.append(entry)
@@ -179,7 +177,7 @@ def _generate_ids(
         model.eval()
     request = Request(replace(model.config, eos_token_ids=(eot_token_id,)), _NoText(), prompt_ids, params)
     cache = make_cache(model, request.max_seq_len, model_device(model), use_kv_cache=use_kv_cache)
-    for _ in steps(Run(model, request, cache, recorder=recorder)):
+    for _ in steps(Run(model, request, watched(cache, recorder), recorder=recorder)):
         pass
     return request.tokens
 
@@ -206,6 +204,8 @@ def _trace(traced: TracedCache | None, layer: int | None) -> AttentionTrace | No
 
 def _check_ids(model: Model, ids: Tensor) -> None:
     vocabulary = model.config.vocab_size
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() != 2:
+        raise TypeError(f"token ids must be a tensor of integers, [batch, tokens], not {ids!r:.80}")
     if ids.numel() == 0:
         raise ValueError("there are no token ids to feed")
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:

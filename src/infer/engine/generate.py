@@ -71,14 +71,26 @@ def stream(
 
     use_kv_cache=False recomputes the whole sequence at each step: slow, and the reference for all else.
     cache: one of your own instead of a fresh one; what it holds must be the beginning of the prompt, of which only the
-    rest is then prefilled. It ends up holding every token but the last generated.
+    rest is then prefilled. It ends up holding every token but the last generated, as far as there is room.
     prefill_chunk: feed the prompt in passes of at most so many tokens; None: at once.
     on_full: what to do about more positions than the model or the cache has. "error": refuse. "recompute": once they
     are used up, feed the last ones that fit anew at each step, which no cache can help with.
     trace: records every step.
     """
-    settings = device, use_kv_cache, cache, prefill_chunk, on_full, trace
-    return steps(_prepare(model, tokenizer, prompt_token_ids, params, *settings))
+    return steps(
+        _prepare(
+            model,
+            tokenizer,
+            prompt_token_ids,
+            params,
+            device=device,
+            use_kv_cache=use_kv_cache,
+            cache=cache,
+            prefill_chunk=prefill_chunk,
+            on_full=on_full,
+            trace=trace,
+        )
+    )
 
 
 def generate(
@@ -95,8 +107,18 @@ def generate(
     trace: Trace | None = None,
 ) -> GenerationResult:
     """Generate to the end and return it all. The arguments are those of `stream`."""
-    settings = device, use_kv_cache, cache, prefill_chunk, on_full, trace
-    run = _prepare(model, tokenizer, prompt_token_ids, params, *settings)
+    run = _prepare(
+        model,
+        tokenizer,
+        prompt_token_ids,
+        params,
+        device=device,
+        use_kv_cache=use_kv_cache,
+        cache=cache,
+        prefill_chunk=prefill_chunk,
+        on_full=on_full,
+        trace=trace,
+    )
     return collect(run.request.prompt, list(steps(run)), run.cache.memory_bytes)
 
 
@@ -105,7 +127,7 @@ class Run(NamedTuple):
 
     model: Model
     request: Request
-    cache: Cache
+    cache: Cache  # watched
     prefill_chunk: int | None = None
     recorder: Recorder | None = None
 
@@ -117,7 +139,6 @@ def steps(run: Run) -> Iterator[GeneratedToken]:
     device = model_device(model)
     context = model.config.max_position_embeddings
     room = min(context, cache.capacity)
-    cache = watched(cache, recorder)
     while request.finish_reason is None:
         started = time.perf_counter()
         if len(request.tokens) > room:
@@ -143,6 +164,7 @@ def _prepare(
     tokenizer: Decodes,
     prompt: Sequence[int],
     params: SamplingParams | None,
+    *,
     device: str | torch.device | None,
     use_kv_cache: bool,
     cache: Cache | None,
@@ -159,17 +181,21 @@ def _prepare(
     check_mode(model)
     check_fits(model, cache, 1)
     if trace is not None:
-        trace.start(model.config, tokenizer, request.tokens, request.params.max_new_tokens)
+        if not isinstance(trace, Trace):
+            raise TypeError(f"trace must be a Trace, not {type(trace).__name__}")
+        trace.check(model.config, len(request.tokens), request.params.max_new_tokens)
+    check_keeps(NoCache() if not use_kv_cache else cache, prefill_chunk)
     if cache is None:
-        positions = min(request.max_seq_len, model.config.max_position_embeddings)
-        cache = make_cache(model, positions, device, use_kv_cache=use_kv_cache, prefill_chunk=prefill_chunk)
-    check_keeps(cache, prefill_chunk)
+        helps = use_kv_cache and len(request.tokens) <= model.config.max_position_embeddings
+        cache = make_cache(model, request.max_seq_len, device, use_kv_cache=helps, prefill_chunk=prefill_chunk)
     if cache.seq_len >= len(request.tokens):
         raise ValueError(
             f"the cache holds {cache.seq_len} positions and the prompt has {len(request.tokens)} tokens: nothing is "
             "left to feed; truncate the cache to what the prompt begins with, less at least one token"
         )
-    return Run(model, request, cache, prefill_chunk, trace)
+    if trace is not None:
+        trace.start(model.config, tokenizer, request.tokens, request.params.max_new_tokens)
+    return Run(model, request, watched(cache, trace), prefill_chunk, trace)
 
 
 def make_cache(
@@ -180,9 +206,10 @@ def make_cache(
     use_kv_cache: bool = True,
     prefill_chunk: int | None = None,
 ) -> Cache:
-    """The default cache for a model, or none."""
+    """The default cache for a model, or none. max_seq_len: more than the model's context is never used."""
     if not use_kv_cache:
         return NoCache(1, device)
+    max_seq_len = min(max_seq_len, model.config.max_position_embeddings)
     weights = next(model.parameters(), None)
     dtype = torch.float32 if weights is None else weights.dtype
     if model.config.has_windows:
@@ -205,7 +232,7 @@ def check_fits(model: Model, cache: Cache | None, batch_size: int) -> None:
         cache.check_model(model.config, batch_size, None if weights is None else weights.dtype, model_device(model))
 
 
-def check_keeps(cache: Cache, prefill_chunk: int | None) -> None:
+def check_keeps(cache: Cache | None, prefill_chunk: int | None) -> None:
     if prefill_chunk is not None and isinstance(cache, NoCache):
         raise ValueError("prefill_chunk needs a cache: without one every pass starts from the beginning")
 

@@ -18,6 +18,10 @@ from infer.engine.text import Decodes, TextStream
 ON_FULL = ("error", "recompute")
 
 
+class ContextExceeded(ValueError):
+    """More positions were asked for than the model has."""
+
+
 class Request:
     """The tokens so far, and what turns logits into the next one. A request that is impossible is not made."""
 
@@ -97,9 +101,12 @@ def check_request(
     if on_full == "recompute":
         return
     needed = len(tokens) + params.max_new_tokens
-    for what, limit in (("model's context", config.max_position_embeddings), ("cache's capacity", capacity)):
+    for kind, what, limit in (
+        (ContextExceeded, "model's context", config.max_position_embeddings),
+        (ValueError, "cache's capacity", capacity),
+    ):
         if limit is not None and needed > limit:
-            raise ValueError(
+            raise kind(
                 f"{len(tokens)} prompt tokens + {params.max_new_tokens} new tokens = {needed} positions exceed the "
                 f"{what} of {limit}: shorten the prompt or lower max_new_tokens"
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from pathlib import Path
 
 _PREFIX = re.compile(r"^(_orig_mod\.)?(transformer\.)?")  # torch.compile's, then the model's
 _LAYER = re.compile(r"^h\.(\d+)\.")
@@ -31,6 +33,16 @@ def decoder_name(stored: str) -> str | None:
     part, _, kind = rest.rpartition(".")
     renamed = f"{_NAMES.get(part, part)}.{kind}"
     return f"layers.{layer[1]}.{renamed}" if layer else renamed
+
+
+def by_decoder_name(stored: Iterable[str], path: Path) -> dict[str, str]:
+    """Names as `Decoder` has them -> as they are stored, of all that are weights."""
+    names: dict[str, str] = {}
+    for name in stored:
+        renamed = decoder_name(name)
+        if renamed is not None and names.setdefault(renamed, name) != name:
+            raise ValueError(f"{path} holds {names[renamed]} and {name}, which are the same weight")
+    return names
 
 
 def stored_name(name: str) -> str:

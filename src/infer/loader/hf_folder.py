@@ -57,7 +57,7 @@ class HFFolder:
     def _names(self) -> dict[str, str]:
         """Names as the Decoder has them -> names in the files; of a checkpoint that also sees, the text part's."""
         if self.config.model_type == "gpt2":
-            return {name: stored for stored in self._files if (name := gpt2_names.decoder_name(stored)) is not None}
+            return gpt2_names.by_decoder_name(self._files, self.path)
         names = {TEXT_PREFIX.sub("", name): name for name in self._files}
         return {name: stored for name, stored in names.items() if not name.startswith(OTHER_PARTS)}
 

@@ -68,7 +68,8 @@ def _has_weights(repo: Any) -> bool:
 
 def _is_complete(folder: Path, weights: bool) -> bool:
     """A fetch that was interrupted leaves a folder too."""
-    if not all((folder / name).exists() for name in ("config.json", "tokenizer.json")):
+    tokenizer = (folder / "tokenizer.json").exists() or (folder / "merges.txt").exists()
+    if not tokenizer or not (folder / "config.json").exists():
         return False
     if not weights or (folder / SINGLE).exists():
         return True

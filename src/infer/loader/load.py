@@ -24,8 +24,8 @@ def load_model(
 ) -> tuple[Decoder, ModelConfig]:
     """Load a model for inference.
 
-    name_or_path: a folder, a GGUF file, a built-in short name, or a hub id. Weights go straight into their final
-    dtype on their final device, so that memory peaks at the model's size plus one tensor.
+    name_or_path: a folder, a GGUF file, nanoGPT's ckpt.pt, a built-in short name, or a hub id. Weights go straight into
+    their final dtype on their final device, so that memory peaks at the model's size plus one tensor.
     """
     device = resolve_device(device)
     if device.type not in ("cpu", "cuda"):

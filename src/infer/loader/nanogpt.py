@@ -11,6 +11,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,9 +44,16 @@ class NanoGPTFile:
             raise ValueError(f"{path}: {error}") from None
         self._weights = contents["model"]
         self._read = 0  # bytes, since the file was opened
-        self._names = {name: stored for stored in self._weights if (name := gpt2_names.decoder_name(stored))}
+        self._names = gpt2_names.by_decoder_name(self._weights, path)
+        if not self._is_tied():
+            self.config = replace(self.config, tie_word_embeddings=False)
         settings = contents.get("config")
         self._dataset = settings.get("dataset") if isinstance(settings, Mapping) else None
+
+    def _is_tied(self) -> bool:
+        """nanoGPT's own always are; a head of its own may have been put in."""
+        head, embedding = (self._names.get(f"{part}.weight") for part in ("lm_head", "embed_tokens"))
+        return head is None or embedding is None or torch.equal(self._weights[head], self._weights[embedding])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(self._weights[stored].shape) for name, stored in self._names.items()}
@@ -98,9 +106,13 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
     model, args = (contents.get(key) if isinstance(contents, Mapping) else None for key in ("model", "model_args"))
     if not isinstance(model, Mapping) or not isinstance(args, Mapping):
         raise ValueError(f"{path} is no nanoGPT checkpoint: it should hold a dict with 'model' and 'model_args'")
-    if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in model.items()):
-        raise ValueError(f"{path}: 'model' should hold tensors by their names, and nothing else")
+    if not all(isinstance(name, str) and _is_plain(tensor) for name, tensor in model.items()):
+        raise ValueError(f"{path}: 'model' should hold plain tensors by their names, and nothing else")
     return dict(contents)
+
+
+def _is_plain(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_complex()
 
 
 def _is_zip(path: Path) -> bool:
@@ -113,8 +125,11 @@ class Refused(pickle.UnpicklingError):
     """Names what a pickle wants to call."""
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Numbers, texts, lists and dicts need no class: a pickle that names one wants to run code."""
+class _PlainUnpickler(pickle._Unpickler):
+    """Numbers, texts, lists and dicts need no class: a pickle that names one wants to run code.
+
+    The one in Python: that in C takes as much memory for its memo as a damaged or hostile file says.
+    """
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise Refused(f"{module}.{name}")

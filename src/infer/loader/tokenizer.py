@@ -9,7 +9,7 @@ from infer.loader.find import open_checkpoint
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint: a folder, a GGUF file, a built-in short name, or a hub id."""
+    """The tokenizer of a checkpoint: a folder, a GGUF file, nanoGPT's ckpt.pt, a built-in short name, or a hub id."""
 
     def __init__(self, name_or_path: str | Path) -> None:
         parts = open_checkpoint(name_or_path, weights=False).tokenizer_parts()

@@ -43,6 +43,8 @@ class GPT(Decoder):
         """
         if not 0 <= trace_layer < len(self.blocks):
             raise ValueError(f"trace_layer must be from 0 to {len(self.blocks) - 1}, not {trace_layer!r}")
+        if self.training and self.config.dropout:
+            raise ValueError("the model is in training mode, and would drop out what is traced: call model.eval()")
         cache = TracedCache(NoCache(x.shape[0], x.device), [trace_layer], all_rows=attn_full)
         logits = self(x, kv_cache=cache, all_logits=True)
         rows = cache.rows[trace_layer]

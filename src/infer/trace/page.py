@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import html
 import json
-import math
 import re
 import zlib
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from infer.trace.save import finite
 
 if TYPE_CHECKING:
     from infer.trace.record import Alternative, Trace, TraceStep
@@ -68,8 +69,7 @@ def _alternative(alternative: Alternative) -> list[Any]:
 
 
 def _number(x: float) -> float | None:
-    """Short; JSON has no NaN."""
-    return float(f"{x:.5g}") if math.isfinite(x) else None
+    return finite(float(f"{x:.5g}"))
 
 
 def _json(data: Any) -> str:

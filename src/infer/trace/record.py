@@ -15,7 +15,7 @@ from torch import Tensor
 from infer.cache.traced import TracedCache
 from infer.config import ModelConfig
 from infer.machine import available_memory
-from infer.trace.text import token_text
+from infer.trace.text import token_text, token_texts
 
 
 class Token(NamedTuple):
@@ -43,18 +43,20 @@ class TraceStep:
     token_id: int
     text: str
     probability: float
-    entropy: float  # of the distribution it was chosen from, in nats
+    entropy: float  # of all probabilities, in nats
     alternatives: tuple[Alternative, ...]  # the top_k likeliest tokens, this one among them or not
     attention: dict[int, AttentionRows]  # by layer: the row of the query that the token was chosen from
-    cache_positions: int  # filled after the step
-    cache_bytes: int  # held by the cache
+    cache_positions: int  # filled after the step; 0 where no cache took part
+    cache_bytes: int  # held by that cache
     time_s: float
 
 
 class Trace:
     """Give one to `generate` or `stream`, and read `steps` while or after it runs.
 
-    Each step keeps 2 bytes for every traced layer, head and visible position: for long runs choose some.
+    Each step keeps 2 bytes for every traced layer, head and visible position: for long runs choose some. The rows are
+    those that made the output, from a softmax in float32; in 16 bits that rounds otherwise than a run without a trace,
+    and near-ties may fall differently.
     """
 
     def __init__(
@@ -63,6 +65,11 @@ class Trace:
         """layers, heads: which to keep rows of, -1 being the last; None: all. top_k: alternatives to keep."""
         if type(top_k) is not int or top_k < 1:
             raise ValueError(f"top_k must be a whole number, 1 or more, not {top_k!r}")
+        for name, asked in (("layers", layers), ("heads", heads)):
+            if asked is not None and (isinstance(asked, str) or not isinstance(asked, Sequence)):
+                raise TypeError(f"{name} must be a list of numbers, or None for all, not {asked!r}")
+        if heads is not None and not heads:
+            raise ValueError("no heads are chosen: leave heads out for all of them, or give layers=[] for no rows")
         self._asked_layers, self._asked_heads, self.top_k = layers, heads, top_k
         self.title = ""
         self.layers: list[int] = []
@@ -82,10 +89,7 @@ class Trace:
         self.check(config, len(prompt), max_new_tokens)
         self.title = self.title or config.model_type
         self._tokenizer = tokenizer
-        before = [None, *prompt]
-        self.prompt = [
-            Token(token, token_text(tokenizer, token, last)) for token, last in zip(prompt, before, strict=False)
-        ]
+        self.prompt = list(map(Token, prompt, token_texts(tokenizer, prompt)))
         self.steps = []
         self.cache_capacity = 0
         self._windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
@@ -94,9 +98,7 @@ class Trace:
         """tokens: all, the one just chosen last. logits: [V], what it was chosen from."""
         *_, before, token = tokens
         fed = len(tokens) - 1
-        log_probabilities = logits.float().log_softmax(-1)
-        probabilities = log_probabilities.exp()
-        best = probabilities.topk(min(self.top_k, len(probabilities)))
+        probabilities, entropy, best = choice(logits, self.top_k)
         if cache.memory_bytes:
             self.cache_capacity = cache.capacity
         self.steps.append(
@@ -104,11 +106,8 @@ class Trace:
                 token_id=token,
                 text=token_text(self._tokenizer, token, before),
                 probability=probabilities[token].item(),
-                entropy=torch.special.entr(probabilities).sum().item(),
-                alternatives=tuple(
-                    Alternative(i, token_text(self._tokenizer, i, before), p)
-                    for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-                ),
+                entropy=entropy,
+                alternatives=tuple(Alternative(i, token_text(self._tokenizer, i, before), p) for i, p in best),
                 attention={layer: self._rows(layer, rows, fed) for layer, rows in cache.rows.items()},
                 cache_positions=cache.seq_len,
                 cache_bytes=cache.memory_bytes,
@@ -137,6 +136,14 @@ class Trace:
                 f"the attention rows of {max_new_tokens} steps, {len(self.layers)} layers and {len(self.heads)} heads "
                 f"may take {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free: trace fewer layers or heads"
             )
+
+
+def choice(logits: Tensor, top_k: int) -> tuple[Tensor, float, list[tuple[int, float]]]:
+    """What a token is chosen from, logits [V]: all probabilities, their entropy in nats, and the likeliest ids."""
+    probabilities = logits.float().softmax(-1)
+    best = probabilities.topk(min(top_k, len(probabilities)))
+    entropy = torch.special.entr(probabilities).sum().item()
+    return probabilities, entropy, list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
 def _chosen(what: str, asked: Sequence[int] | None, count: int) -> list[int]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from infer.trace.record import Trace, TraceStep
@@ -16,7 +19,8 @@ def save(trace: Trace, path: Path) -> None:
     """By the suffix of the file's name."""
     check_path(path)
     if path.suffix == ".jsonl":
-        path.write_text("".join(f"{json.dumps(line)}\n" for line in json_lines(trace)), encoding="utf-8")
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in json_lines(trace))
     elif path.suffix == ".npz":
         with path.open("wb") as file:
             np.savez_compressed(file, **arrays(trace))
@@ -36,33 +40,47 @@ def check_path(path: Path) -> None:
         raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
 
 
-def json_lines(trace: Trace) -> list[dict[str, Any]]:
+def json_lines(trace: Trace) -> Iterator[dict[str, Any]]:
     """The run, then a line for each step."""
-    run = {
+    yield {
         "model": trace.title,
         "layers": trace.layers,
         "heads": trace.heads,
         "prompt": [token._asdict() for token in trace.prompt],
         "cache_capacity": trace.cache_capacity,
     }
-    return [run, *(_line(number, step) for number, step in enumerate(trace.steps))]
+    for number, step in enumerate(trace.steps):
+        attention = {
+            str(layer): {"first": rows.first, "weights": _numbers(rows.weights)}
+            for layer, rows in step.attention.items()
+        }
+        yield {"step": number, **without_rows(step), "attention": attention}
 
 
-def _line(number: int, step: TraceStep) -> dict[str, Any]:
+def without_rows(step: TraceStep) -> dict[str, Any]:
+    """A step as JSON has it, its attention apart."""
     return {
-        "step": number,
         "token_id": step.token_id,
         "text": step.text,
-        "probability": step.probability,
-        "entropy": step.entropy,
-        "alternatives": [alternative._asdict() for alternative in step.alternatives],
-        "attention": {
-            str(layer): {"first": rows.first, "weights": [[float(f"{w:.5g}") for w in row] for row in rows.weights]}
-            for layer, rows in step.attention.items()
-        },
+        "probability": finite(step.probability),
+        "entropy": finite(step.entropy),
+        "alternatives": [
+            alternative._asdict() | {"probability": finite(alternative.probability)}
+            for alternative in step.alternatives
+        ],
         "cache": {"positions": step.cache_positions, "bytes": step.cache_bytes},
         "time_s": step.time_s,
     }
+
+
+def finite(x: float) -> float | None:
+    """JSON has no NaN."""
+    return x if math.isfinite(x) else None
+
+
+def _numbers(weights: npt.NDArray[np.float16]) -> list[list[float]]:
+    """With the digits that float16 has, and no more."""
+    return np.nan_to_num(weights.astype(np.float64)).round(7).tolist()  # type: ignore[no-any-return]
 
 
 def arrays(trace: Trace) -> dict[str, Any]:
@@ -78,7 +96,9 @@ def arrays(trace: Trace) -> dict[str, Any]:
         attention[f"attention_{layer}"] = weights
     return {
         "prompt_ids": np.array([token.token_id for token in trace.prompt]),
+        "prompt_texts": np.array([token.text for token in trace.prompt]),
         "token_ids": np.array([step.token_id for step in steps]),
+        "token_texts": np.array([step.text for step in steps]),
         "probability": np.array([step.probability for step in steps]),
         "entropy": np.array([step.entropy for step in steps]),
         "top_k_ids": np.array([[a.token_id for a in step.alternatives] for step in steps]),

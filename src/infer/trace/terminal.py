@@ -7,11 +7,10 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from infer.trace.looks import Weights, attention, looked_at
 from infer.trace.record import Trace, TraceStep
 
 HEAT = " ▁▂▃▄▅▆▇█"  # nothing, then eight levels
@@ -19,19 +18,9 @@ HEAT_STYLES = ("", "bright_black", "blue", "blue", "cyan", "cyan", "yellow", "ye
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 CERTAIN, UNCERTAIN = 1.0, 3.0  # nats: about 3 and 20 choices
 MARKS = {" ": "·", "\n": "↵", "\t": "→"}
-LOOKED_AT = 3  # tokens named
 STRIP_ROWS = 12
 ENTRY = 9  # columns of a token among others
 NARROW, TINY = 99, 72  # below these many columns, what is shown shrinks
-
-Weights = npt.NDArray[np.float32]
-
-
-class Look(NamedTuple):
-    position: int
-    token_id: int
-    text: str
-    weight: float
 
 
 class Cell(NamedTuple):
@@ -68,23 +57,6 @@ def draw(
         yield from strip(trace, number, width, layer=layer, head=head)
 
 
-def attention(trace: Trace, number: int, *, layer: int | None = None, head: int | None = None) -> Weights:
-    """What a step gave to each token before it, [positions]: of one layer and head, or the mean of those traced."""
-    layers = trace.layers if layer is None else [layer]
-    heads = slice(None) if head is None else [trace.heads.index(head)]
-    total = np.zeros(len(trace.prompt) + number, dtype=np.float32)
-    for first, weights in (trace.steps[number].attention[i] for i in layers):
-        total[first : first + weights.shape[1]] += weights[heads].mean(0, dtype=np.float32) / len(layers)
-    return np.nan_to_num(total)
-
-
-def looked_at(trace: Trace, weights: Weights, count: int = LOOKED_AT) -> list[Look]:
-    """The tokens that got most, the first apart: it gets whatever attention is needed nowhere else."""
-    tokens = [*trace.prompt, *trace.steps]
-    best = np.argsort(-weights[1:], kind="stable")[:count] + 1
-    return [Look(int(i), tokens[i].token_id, tokens[i].text, float(weights[i])) for i in best if weights[i] > 0]
-
-
 def table(trace: Trace, width: int, *, layer: int | None = None, head: int | None = None) -> Iterator[Text]:
     """A title, then a line for each step."""
     narrow = width < NARROW
@@ -102,7 +74,7 @@ def table(trace: Trace, width: int, *, layer: int | None = None, head: int | Non
         cells = {
             "step": Text(f"{number + 1}"),
             "token": _shown(visible(step.text, step.token_id), uncertainty_style(step)),
-            "prob": Text(percent(step.probability) if narrow else f"{step.probability:.1%}"),
+            "prob": Text(percent(step.probability, digits=0 if narrow else 1)),
             "entropy": _entropy(step, columns.get("entropy", 0)),
             "instead": _entries(others, columns.get("instead", 0)),
             "looked": _entries(looks, columns.get("looked", 0)),
@@ -117,6 +89,8 @@ def legend(trace: Trace, width: int, layer: int | None = None, head: int | None 
     """What the columns mean, those that there is room for."""
     columns = _columns(trace, width)
     lines = []
+    if "instead" in columns:
+        lines.append("prob, instead: the likeliest tokens, before temperature and filters")
     if "entropy" in columns:
         choices = "" if width < TINY else "; ≈ as many equally likely tokens would be as uncertain"
         lines.append(f"entropy: a block per nat{choices}")
@@ -127,6 +101,8 @@ def legend(trace: Trace, width: int, layer: int | None = None, head: int | None 
         lines.append(f"looked at: attention of {layers}, {heads}{mean}, to all but the first token")
     if "first" in columns:
         lines.append("first: its share; heads leave there what they need nowhere else")
+    if "cache" in columns and any(step.cache_positions == 0 for step in trace.steps[1:]):
+        lines.append("cache 0: no cache took part in this step")
     return lines
 
 
@@ -176,8 +152,9 @@ def visible(text: str, token_id: int | None = None) -> str:
     return shown if stands_alone else f"◌{shown}"
 
 
-def percent(share: float) -> str:
-    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+def percent(share: float, digits: int = 0) -> str:
+    least = 10.0 ** -(digits + 2)
+    return f"<{least:.{digits}%}" if 0 < share < least / 2 else f"{share:.{digits}%}"
 
 
 def uncertainty_style(step: TraceStep) -> str:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+
+def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """Of a whole text, token by token."""
+    return [token_text(tokenizer, now, before) for before, now in zip([None, *token_ids], token_ids, strict=False)]
 
 
 def token_text(tokenizer: Any, token_id: int, before: int | None = None) -> str:
