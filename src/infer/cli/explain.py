@@ -230,7 +230,8 @@ def reason(run: "Explanation") -> Iterator[str]:
             "from what a pass costs anyway. More tokens, or a larger model, will show it."
         )
         return
-    each, fixed = f"{cost.per_token_ms:.2f}", f"{cost.fixed_ms:.2f}"
+    # As they are shown, so that what is shown adds up.
+    each, fixed = f"{cost.per_token_ms:.2f}", f"{round(cost.step_ms, 2) - round(cost.per_token_ms, 2):.2f}"
     yield f"Counting takes every token to cost alike, but those of one pass share what it costs anyway: {medians}. So"
     yield ""
     yield f"  a token adds   ({cost.pass_ms:.2f} - {cost.step_ms:.2f}) / ({cost.pass_tokens:g} - 1) = {each} ms"
