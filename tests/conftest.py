@@ -16,6 +16,8 @@ from infer.loader import load as load_module
 from infer.models.common import Decoder
 from infer.models.registry import build_model
 
+pytest_plugins = ["commands"]
+
 # What a family's tiny model has besides, with a value of its own wherever it could be taken for another.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

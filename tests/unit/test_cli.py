@@ -9,17 +9,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
 import torch
-from checkpoints import byte_tokenizer, reference_model, save_folder, save_gguf
+from checkpoints import reference_model, save_gguf
+from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, WINDOW, Done, Run, assert_refused, chat_ids
 from matplotlib.image import imread
 from mocks import naive_logits
-from torch import Tensor
 
-from infer import KVCache, SamplingParams, Tokenizer, bench, load_model, machine, render_chat_template
+from infer import KVCache, SamplingParams, Tokenizer, bench, load_model
 from infer import generate as generate_tokens
 from infer.cli import main
 from infer.cli.common import DEFAULT_MODEL
@@ -29,152 +29,18 @@ from infer.engine.conversation import Conversation
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.loader import describe, load
 from infer.loader.builtin import BUILTIN
-from infer.loader.gguf_file import GGUFFile
 from infer.loader.hf_folder import HFFolder
-from infer.models.common import Decoder
 
-# Templates may refuse a message, as some of the real ones do.
-TEMPLATE = (
-    "{% if messages[0].content == 'forbidden' %}{{ raise_exception('not that') }}{% endif %}"
-    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
-)
-CONTEXT = 256
-CACHE_BYTES_PER_TOKEN = 2 * 3 * 2 * 16 * 4  # k and v, layers, kv heads, head_dim, float32
-WINDOW = 16
-WINDOWED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
-THINKING_TEMPLATE = TEMPLATE + "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
+pytestmark = pytest.mark.usefixtures("plain_machine")
+
 CACHES = ["KVCache", "GrowingCache", "SlidingCache"]
 COMMANDS = ["generate", "chat", "trace", "pull", "models", "info", "verify", "bench"]
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a BOS token and a chat template."""
-    path = save_folder(reference_model(max_position_embeddings=CONTEXT), tmp_path_factory.mktemp("models") / "tiny")
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return path
-
-
-@pytest.fixture(scope="session")
-def plain(folder: Path) -> Path:
-    """The same without either."""
-    path = folder.with_name("plain")
-    shutil.copytree(folder, path)
-    (path / "chat_template.jinja").unlink()
-    tokenizer = json.loads(byte_tokenizer().to_str())
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
-    return path
-
-
-@pytest.fixture(scope="session")
-def windowed(folder: Path) -> Path:
-    """The same with windows in two of three layers."""
-    path = folder.with_name("windowed")
-    shutil.copytree(folder, path)
-    config = json.loads((path / "config.json").read_text())
-    config |= {"layer_types": WINDOWED_LAYERS, "sliding_window": WINDOW}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
-@pytest.fixture(scope="session")
-def thinker(folder: Path) -> Path:
-    """The same with a switch for thinking in its template."""
-    path = folder.with_name("thinker")
-    shutil.copytree(folder, path)
-    (path / "chat_template.jinja").write_text(THINKING_TEMPLATE)
-    return path
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that will hold how many tokens each forward pass was fed."""
-    sizes: list[int] = []
-    forward = Decoder.forward
-
-    def noted(model: Decoder, input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
-        sizes.append(input_ids.shape[1])
-        return forward(model, input_ids, *args, **options)
-
-    monkeypatch.setattr(Decoder, "forward", noted)
-    return sizes
-
-
-@pytest.fixture(autouse=True)
-def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the tests run, "auto" is float32 on the CPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine, "cpu_multiplies_bf16", lambda: False)
-
-
-class Done(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
-
-
-@pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command on the tiny model (or on `model`), with the given standard input."""
-
-    def run_command(command: str, *args: str | Path, model: str | Path = folder, stdin: str = "") -> Done:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        named = {"info": [str(model)], "verify": [str(model)], "pull": [], "models": []}
-        with pytest.raises(SystemExit) as exit_info:
-            main([command, *named.get(command, ["--model", str(model)]), *map(str, args)])
-        return Done(exit_info.value.code or 0, *capsys.readouterr())  # type: ignore[arg-type]
-
-    return run_command
-
-
-@pytest.fixture
-def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory is taken for weights and none are read."""
-
-    def fail(*args: Any, **options: Any) -> None:
-        pytest.fail("the weights were touched")
-
-    monkeypatch.setattr(load, "_materialise", fail)
-    monkeypatch.setattr(HFFolder, "blocks", fail)
-    monkeypatch.setattr(GGUFFile, "blocks", fail)
-
-
-@pytest.fixture
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that loses its first position in every decode step."""
-    update = KVCache.update
-
-    def drop(cache: KVCache, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = update(cache, layer_idx, k, v)
-        return (keys[:, :, 1:], values[:, :, 1:]) if k.shape[2] == 1 else (keys, values)
-
-    monkeypatch.setattr(KVCache, "update", drop)
 
 
 def expect(folder: Path, prompt_ids: list[int], **params: Any) -> GenerationResult:
     """What the library generates."""
     model, _ = load_model(folder)
     return generate_tokens(model, Tokenizer(folder), prompt_ids, SamplingParams(**params))
-
-
-def chat_ids(folder: Path, *messages: tuple[str, str], **variables: Any) -> list[int]:
-    tokenizer = Tokenizer(folder)
-    chat = [{"role": role, "content": content} for role, content in messages]
-    return tokenizer.encode(render_chat_template(chat, tokenizer=tokenizer, **variables), add_special_tokens=False)
-
-
-def assert_refused(done: Done, message: str) -> None:
-    """One line that says what is wrong, on stderr alone."""
-    assert done.status == 2
-    assert done.out == ""
-    assert done.err.startswith("error: ")
-    assert done.err.endswith("\n")
-    assert done.err.count("\n") == 1
-    assert message in done.err
 
 
 class TestGenerate:

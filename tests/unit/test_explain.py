@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from checkpoints import byte_tokenizer, reference_model, save_folder
+from checkpoints import byte_tokenizer
+from commands import CONTEXT, WINDOW, Run
 from mocks import MockTokenizer
 from torch import Tensor
 
-from infer import KVCache, ModelConfig, SamplingParams, SlidingCache, Tokenizer, generate, load_model, machine
+from infer import KVCache, ModelConfig, SamplingParams, SlidingCache, Tokenizer, generate, load_model
 from infer import explain as explaining
-from infer.cli import main
 from infer.cli.explain import reason, show
 from infer.engine.result import GenerationResult, Timing
 from infer.explain import (
@@ -40,8 +39,6 @@ from infer.loader.hf_folder import HFFolder
 from infer.models.common import Decoder
 from infer.trace.text import token_texts
 
-CONTEXT = 256
-WINDOW = 16
 SYMBOLS = {NEW: "n", REPEATED: "x", REUSED: "r", NOT_YET: "."}
 SECTIONS = [
     "1. Which keys and values each step computes",
@@ -248,18 +245,6 @@ class TestExplain:
             explain(model, MockTokenizer(), prompt, new_tokens)
 
 
-@pytest.fixture
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that loses its first position in every decode step."""
-    update = KVCache.update
-
-    def drop(cache: KVCache, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = update(cache, layer_idx, k, v)
-        return (keys[:, :, 1:], values[:, :, 1:]) if k.shape[2] == 1 else (keys, values)
-
-    monkeypatch.setattr(KVCache, "update", drop)
-
-
 class TestReason:
     """What is said follows from what was measured."""
 
@@ -297,54 +282,27 @@ class TestReason:
         assert "(medians)" in said
 
 
-class Done(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a BOS token."""
-    return save_folder(reference_model(max_position_embeddings=CONTEXT), tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def windowed(folder: Path) -> Path:
-    """The same with windows in two of three layers."""
-    path = folder.with_name("windowed")
-    shutil.copytree(folder, path)
+@pytest.fixture(scope="session")
+def windowed(windowed: Path) -> Path:
+    """With more positions than the windows and a chunk have."""
+    path = windowed.with_name("windowed and long")
+    shutil.copytree(windowed, path)
     config = json.loads((path / "config.json").read_text())
-    config |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW}
-    config |= {"max_position_embeddings": 2000}
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2000}))
     return path
 
 
 @pytest.fixture(autouse=True)
-def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the tests run, "auto" is float32 on the CPU, and the output is no terminal, 80 columns wide."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine, "cpu_multiplies_bf16", lambda: False)
+def piped(plain_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output is no terminal, 80 columns wide."""
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
 
 
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the command on the tiny model, or on `model`."""
-
-    def run_command(*args: str, model: Path = folder, stdin: str = "") -> Done:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as exit_info:
-            main(["explain", "--model", str(model), *args])
-        return Done(exit_info.value.code or 0, *capsys.readouterr())  # type: ignore[arg-type]
-
-    return run_command
+def run(run: Run) -> Run:
+    return functools.partial(run, "explain")
 
 
 class TestCommand:

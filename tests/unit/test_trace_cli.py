@@ -1,5 +1,4 @@
 """`infer trace` in-process, on a tiny model."""
-# ruff: noqa: F811  (fixtures are imported, and named again by the tests that ask for them)
 
 from __future__ import annotations
 
@@ -10,20 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cli import (  # noqa: F401
-    CACHE_BYTES_PER_TOKEN,
-    CONTEXT,
-    Run,
-    assert_refused,
-    chat_ids,
-    folder,
-    passes,
-    plain_machine,
-    run,
-    thinker,
-    untouched,
-    windowed,
-)
+from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, Run, assert_refused, chat_ids
 
 from infer import SamplingParams, Tokenizer, Trace, generate, load_model
 from infer.cli.trace import parse_step, spread
@@ -31,6 +17,8 @@ from infer.engine import generate as engine
 from infer.engine.result import GeneratedToken
 from infer.trace import record
 from infer.trace.save import json_lines
+
+pytestmark = pytest.mark.usefixtures("plain_machine")
 
 STEPS = 6
 LAYERS, HEADS = [0, 1, 2], [0, 1, 2, 3]

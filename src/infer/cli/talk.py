@@ -267,7 +267,7 @@ def figures(result: "GenerationResult") -> str:
     timing = result.timing
     speed = f" at {timing.decode_tokens_per_s:.1f} tok/s" if timing.decode_times_s else ""
     cache = result.cache_memory_bytes
-    size = f"{cache / 1e6:.1f} MB" if cache >= 1e6 or not cache else f"{cache / 1e3:.1f} kB"
+    size = f"{cache / 1e6:.1f} MB" if cache >= 1e5 or not cache else f"{cache / 1e3:.1f} kB"
     return (
         f"{result.prompt_tokens} prompt tokens, prefill {timing.prefill_time_s:.2f} s · "
         f"{result.generated_tokens} new tokens{speed} · cache {size}"
