@@ -266,3 +266,16 @@ def test_a_mix_up_of_rows_would_be_seen(tiny_model: Callable[..., Decoder], monk
     monkeypatch.setattr(BatchCache, "attend", rotated)
     wrong = generate_batch(model, LETTERS, PROMPTS, SamplingParams(max_new_tokens=12))
     assert all(a.token_ids != b.token_ids for a, b in zip(right, wrong, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("params", [SamplingParams(max_new_tokens=14), SEEDED])
+def test_beyond_the_context(tiny_model: Callable[..., Decoder], family: str, params: SamplingParams) -> None:
+    """Rows pass the end one after another, one of them with its prompt: each as it would alone."""
+    model = tiny_model(**FAMILIES[family] | {"max_position_embeddings": 16})
+    prompts = [*PROMPTS, [5] * 17]
+    got = generate_batch(model, LETTERS, prompts, params, on_full="recompute")
+    alone = [generate(model, LETTERS, prompt, params, on_full="recompute") for prompt in prompts]
+    assert [row.token_ids for row in got] == [row.token_ids for row in alone]
+    with pytest.raises(ValueError, match="exceed the model's context of 16"):
+        generate_batch(model, LETTERS, prompts, params)

@@ -1,7 +1,7 @@
 """Several prompts at once, of whatever lengths.
 
 Each prompt is prefilled alone; then every step decodes one token of each row that goes on. Rows have caches of their
-own, so nothing is padded, and a row that is done costs nothing more.
+own, so nothing is padded, and a row that is done costs nothing more. A row that has used up the context goes alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from infer.cache.base import Cache
+from infer.cache.base import Cache, NoCache
 from infer.cache.batch import BatchCache
 from infer.cache.debug import debugged
 from infer.engine.generate import Model, check_mode, make_cache, model_device, step
@@ -31,29 +31,37 @@ def generate_batch(
     *,
     device: str | torch.device | None = None,
     prefill_chunk: int | None = None,
+    on_full: str = "error",
 ) -> list[GenerationResult]:
-    """Generate from all prompts (token ids), in their order. params: one for all, or one each.
+    """Generate from all prompts (token ids), in their order.
 
-    A row's times are those of the steps it took part in.
+    params: one for all, or one each. on_full: as for `stream`. A row's times are those of the steps it took part in.
     """
     device = model_device(model, device)
     check_chunk(prefill_chunk)
     check_mode(model)
-    requests = _requests(model, tokenizer, prompts, params)
+    requests = _requests(model, tokenizer, prompts, params, on_full)
     caches = [make_cache(model, request.max_seq_len, device, prefill_chunk=prefill_chunk) for request in requests]
     _check_memory(caches, device)
     caches = list(map(debugged, caches))
-    rows: list[list[GeneratedToken]] = []
-    for request, cache in zip(requests, caches, strict=True):
-        started = time.perf_counter()
-        fed = torch.tensor([request.tokens], device=device)
-        rows.append([request.accept(step(model, cache, fed, prefill_chunk)[0], started)])
+    context = model.config.max_position_embeddings
+    rows: list[list[GeneratedToken]] = [[] for _ in requests]
     while going := [i for i, request in enumerate(requests) if request.finish_reason is None]:
-        started = time.perf_counter()
-        fed = torch.tensor([requests[i].tokens[-1:] for i in going], device=device)  # [B, 1]
-        logits = step(model, BatchCache([caches[i] for i in going]), fed)
-        for i, row_logits in zip(going, logits, strict=True):
-            rows[i].append(requests[i].accept(row_logits, started))
+        full = {i for i in going if len(requests[i].tokens) > context}
+        # One by one: what has more than a token to feed, which is prompts, and texts that no longer fit.
+        alone = [i for i in going if i in full or not caches[i].seq_len]
+        for i in alone:
+            started = time.perf_counter()
+            cache, chunk = (debugged(NoCache(1, device)), None) if i in full else (caches[i], prefill_chunk)
+            fed = torch.tensor([requests[i].tokens[-context:]], device=device)
+            rows[i].append(requests[i].accept(step(model, cache, fed, chunk)[0], started))
+        together = [i for i in going if i not in alone]
+        if together:
+            started = time.perf_counter()
+            fed = torch.tensor([requests[i].tokens[-1:] for i in together], device=device)  # [B, 1]
+            logits = step(model, BatchCache([caches[i] for i in together]), fed)
+            for i, row_logits in zip(together, logits, strict=True):
+                rows[i].append(requests[i].accept(row_logits, started))
     return [
         collect(request.prompt, row, cache.memory_bytes)
         for request, row, cache in zip(requests, rows, caches, strict=True)
@@ -65,6 +73,7 @@ def _requests(
     tokenizer: Decodes,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams] | None,
+    on_full: str,
 ) -> list[Request]:
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
@@ -75,7 +84,7 @@ def _requests(
     requests = []
     for i, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
         try:
-            requests.append(Request(model.config, tokenizer, prompt, settings))
+            requests.append(Request(model.config, tokenizer, prompt, settings, on_full=on_full))
         except (ValueError, TypeError) as error:
             raise type(error)(f"prompt {i}: {error}") from None
     return requests
