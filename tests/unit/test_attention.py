@@ -171,9 +171,9 @@ class TestBlocks:
         seen: list[Any] = []  # every mask that attention was given, kept alive: an id stands for one object
         attention = ops.attention
 
-        def spy(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: ops.Mask) -> Tensor:
+        def spy(q: Tensor, k: Tensor, v: Tensor, *, mask: ops.Mask, **settings: Any) -> Tensor:
             seen.append(mask)
-            return attention(q, k, v, scale=scale, mask=mask)
+            return attention(q, k, v, mask=mask, **settings)
 
         monkeypatch.setattr(ops, "attention", spy)
         kinds = {"layer_types": ("sliding_attention",) * 4, "sliding_window": window}
