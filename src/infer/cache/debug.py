@@ -12,7 +12,7 @@ from infer.cache.wrapped import WrappedCache
 
 
 def debugged(cache: Cache) -> Cache:
-    """The cache itself, unless KV_DEBUG=1 asks for one that prints: asked once, not on the way of a token."""
+    """The cache itself, unless KV_DEBUG=1 asks for one that prints. Asked once for a run: tokens pay nothing."""
     if os.environ.get("KV_DEBUG", "0") in ("", "0"):
         return cache
     layer = os.environ.get("KV_DEBUG_LAYER", "")

@@ -58,7 +58,7 @@ def prefill(
     Chunks bound the memory of the passes, not of those logits: for a long prompt, `step` returns the last ones alone.
     """
     check_chunk(prefill_chunk)
-    check_keeps(cache, prefill_chunk)
+    check_keeps(not isinstance(cache, NoCache), prefill_chunk)
     if cache.seq_len:
         raise ValueError(f"the cache must be empty before prefill, but it holds {cache.seq_len} positions")
     limit = min(cache.capacity, model.config.max_position_embeddings)

@@ -184,7 +184,7 @@ def _prepare(
         if not isinstance(trace, Trace):
             raise TypeError(f"trace must be a Trace, not {type(trace).__name__}")
         trace.check(model.config, len(request.tokens), request.params.max_new_tokens)
-    check_keeps(NoCache() if not use_kv_cache else cache, prefill_chunk)
+    check_keeps(use_kv_cache and not isinstance(cache, NoCache), prefill_chunk)
     if cache is None:
         helps = use_kv_cache and len(request.tokens) <= model.config.max_position_embeddings
         cache = make_cache(model, request.max_seq_len, device, use_kv_cache=helps, prefill_chunk=prefill_chunk)
@@ -194,7 +194,7 @@ def _prepare(
             "left to feed; truncate the cache to what the prompt begins with, less at least one token"
         )
     if trace is not None:
-        trace.start(model.config, tokenizer, request.tokens, request.params.max_new_tokens)
+        trace.start(model.config, tokenizer, request.tokens)
     return Run(model, request, watched(cache, trace), prefill_chunk, trace)
 
 
@@ -232,8 +232,8 @@ def check_fits(model: Model, cache: Cache | None, batch_size: int) -> None:
         cache.check_model(model.config, batch_size, None if weights is None else weights.dtype, model_device(model))
 
 
-def check_keeps(cache: Cache | None, prefill_chunk: int | None) -> None:
-    if prefill_chunk is not None and isinstance(cache, NoCache):
+def check_keeps(keeps: bool, prefill_chunk: int | None) -> None:
+    if prefill_chunk is not None and not keeps:
         raise ValueError("prefill_chunk needs a cache: without one every pass starts from the beginning")
 
 

@@ -52,8 +52,10 @@ class NanoGPTFile:
 
     def _is_tied(self) -> bool:
         """nanoGPT's own always are; a head of its own may have been put in."""
-        head, embedding = (self._names.get(f"{part}.weight") for part in ("lm_head", "embed_tokens"))
-        return head is None or embedding is None or torch.equal(self._weights[head], self._weights[embedding])
+        names = (self._names.get(f"{part}.weight") for part in ("lm_head", "embed_tokens"))
+        found = [self._weights[name] for name in names if name is not None]
+        # Where both are one tensor in the file, nothing need be read.
+        return len(found) < 2 or found[0].data_ptr() == found[1].data_ptr() or torch.equal(*found)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(self._weights[stored].shape) for name, stored in self._names.items()}

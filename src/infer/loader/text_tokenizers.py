@@ -25,20 +25,18 @@ def character_tokenizer(ids: Mapping[str, int]) -> tokenizers.Tokenizer:
 def gpt2_tokenizer(folder: Path) -> TokenizerParts:
     """From tokenizer.json, or vocab.json and merges.txt."""
     whole, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
+    if not whole.exists() and not (vocabulary.exists() and merges.exists()):
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer: put GPT-2's tokenizer.json there, or its vocab.json and merges.txt"
+        )
     try:
         if whole.exists():
-            return TokenizerParts(tokenizers.Tokenizer.from_file(str(whole)), None, END_OF_TEXT, END_OF_TEXT)
-        if vocabulary.exists() and merges.exists():
-            tokenizer = tokenizers.Tokenizer(BPE.from_file(str(vocabulary), str(merges)))
+            tokenizer = tokenizers.Tokenizer.from_file(str(whole))
         else:
-            raise FileNotFoundError(
-                f"{folder} has no tokenizer: put GPT-2's tokenizer.json there, or its vocab.json and merges.txt"
-            )
-    except FileNotFoundError:
-        raise
+            tokenizer = tokenizers.Tokenizer(BPE.from_file(str(vocabulary), str(merges)))
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"{folder} has a tokenizer that cannot be read: {error}") from None
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return TokenizerParts(tokenizer, None, END_OF_TEXT, END_OF_TEXT)

@@ -84,9 +84,8 @@ class Trace:
         self.heads = _chosen("head", self._asked_heads, config.num_attention_heads)
         self._check_memory(config, prompt_len, max_new_tokens)
 
-    def start(self, config: ModelConfig, tokenizer: Any, prompt: Sequence[int], max_new_tokens: int) -> None:
-        """Forget what was recorded before, and refuse what `check` does."""
-        self.check(config, len(prompt), max_new_tokens)
+    def start(self, config: ModelConfig, tokenizer: Any, prompt: Sequence[int]) -> None:
+        """Forget what was recorded before: a run that passed `check` begins."""
         self.title = self.title or config.model_type
         self._tokenizer = tokenizer
         self.prompt = list(map(Token, prompt, token_texts(tokenizer, prompt)))
