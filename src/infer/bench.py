@@ -52,11 +52,14 @@ class BenchConfig:
     warmup: int = 1
     use_kv_cache: bool = True
     prefill_chunk: int | None = None
+    cache_dtype: str = "auto"  # or "int8"
 
     def __post_init__(self) -> None:
         check_chunk(self.prefill_chunk)
         if self.prefill_chunk is not None and not self.use_kv_cache:
             raise ValueError("prefill_chunk needs the cache: leave it or use_kv_cache=False out")
+        if self.cache_dtype != "auto" and not self.use_kv_cache:
+            raise ValueError("cache_dtype needs the cache: leave it or use_kv_cache=False out")
         # Two new tokens, because the first belongs to the prefill.
         for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("trials", 1), ("warmup", 0)):
             if getattr(self, name) < least:
@@ -123,6 +126,7 @@ def run(
             _params(config),
             use_kv_cache=config.use_kv_cache,
             prefill_chunk=config.prefill_chunk,
+            cache_dtype=config.cache_dtype,
         )
 
     for i in range(config.warmup):
@@ -209,7 +213,8 @@ def format_table(results: Sequence[BenchResult], model_name: str, machine: dict[
 
 def _section(result: BenchResult) -> list[str]:
     config, step = result.config, result.step_ms
-    cache = f"enabled ({_megabytes(result.cache_bytes)})" if config.use_kv_cache else "disabled"
+    kept_in = "" if config.cache_dtype == "auto" else f" in {config.cache_dtype}"
+    cache = f"enabled ({_megabytes(result.cache_bytes)}{kept_in})" if config.use_kv_cache else "disabled"
     peak = "unknown" if result.peak_memory_bytes is None else _megabytes(result.peak_memory_bytes)
     chunks = "" if config.prefill_chunk is None else f", prefilled in chunks of {config.prefill_chunk}"
     return [

@@ -9,6 +9,7 @@ from typing import Any
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
+INT8_GROUP = 512  # values of a key or value that share a scale in an int8 cache; the last group may be shorter
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,10 @@ class ModelConfig:
         }
 
     def cache_bytes_per_token(self, element_size: int) -> int:
-        """Bytes of K and V that one position adds over all layers."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.computed_head_dim * element_size
+        """Bytes of K and V that one position adds over all layers. element_size: 1 is int8, which has scales too."""
+        head_dim = self.computed_head_dim
+        scales = 2 * -(-head_dim // INT8_GROUP) if element_size == 1 else 0
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * (head_dim * element_size + scales)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str) -> ModelConfig:

@@ -1,9 +1,11 @@
-"""What this machine offers: a device, a dtype that is fast on it, and memory."""
+"""What this machine offers: a device, a dtype that is fast on it, threads, and memory."""
 
 from __future__ import annotations
 
+import math
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -47,6 +49,71 @@ def cpu_multiplies_bf16() -> bool:
     """True where the CPU has bf16 matrix instructions; elsewhere bf16 runs 30 times slower than float32."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+_threads_are_chosen = False  # of the whole process, as torch's number is
+
+
+def use_threads(count: int | None = None) -> None:
+    """Compute on so many threads of the CPU. None: `cpu_threads`, unless a number has been chosen before."""
+    global _threads_are_chosen
+    if count is None:
+        if _threads_are_chosen or "OMP_NUM_THREADS" in os.environ:
+            return
+        count = cpu_threads()
+    else:
+        most = os.cpu_count() or 1
+        if type(count) is not int or not 1 <= count <= most:
+            raise ValueError(f"threads must be a whole number from 1 to this machine's {most} CPUs, not {count!r}")
+    torch.set_num_threads(count)
+    _threads_are_chosen = True
+
+
+def cpu_threads() -> int:
+    """Threads that can run at once: torch's number, which is the machine's cores, or as many CPUs as we may use.
+
+    torch does not ask for a container's quota; threads beyond it would wait for each other most of the time.
+    """
+    limits = [torch.get_num_threads(), *map(math.ceil, _cgroup_cpus())]
+    if hasattr(os, "sched_getaffinity"):
+        limits.append(len(os.sched_getaffinity(0)))
+    return max(1, min(limits))
+
+
+def _cgroup_cpus() -> Iterator[float]:
+    """The CPU quotas of the cgroups this process is in, from its own up to the root: each limits those within."""
+    try:
+        entries = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for entry in entries:
+        _, _, rest = entry.partition(":")
+        controllers, _, own = rest.partition(":")
+        if controllers == "":  # v2
+            root = Path("/sys/fs/cgroup")
+        elif "cpu" in controllers.split(","):  # v1
+            root = Path("/sys/fs/cgroup/cpu")
+        else:
+            continue
+        # A container may see its own cgroup as the root, under the name that the host has for it: what is not there
+        # is passed over.
+        for path in (PurePosixPath(own), *PurePosixPath(own).parents):
+            quota = _cpu_quota(root / str(path).lstrip("/"))
+            if quota is not None:
+                yield quota
+
+
+def _cpu_quota(cgroup: Path) -> float | None:
+    """CPUs that a cgroup may use: v2 has a file for it, v1 two."""
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        try:
+            quota, period = " ".join((cgroup / name).read_text() for name in names).split()
+            cpus = int(quota) / int(period)
+        except (OSError, ValueError, ZeroDivisionError):  # no such file, "max", or nothing that we know
+            continue
+        if cpus > 0:  # v1 writes -1 where there is no limit
+            return cpus
+    return None
 
 
 def available_memory(device: torch.device) -> int | None:

@@ -21,7 +21,7 @@ from infer.loader.builtin import BUILTIN, pull
 
 INFER = Path(sys.executable).with_name("infer")
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["generate", "chat", "trace", "explain", "pull", "models", "info", "verify", "bench"]
+COMMANDS = ["generate", "chat", "trace", "explain", "pull", "models", "info", "verify", "bench", "perplexity"]
 QUESTION = "Why is the sky blue?"
 EXACT = ["--dtype", "float32", "--device", "cpu"]  # whatever this machine would choose
 HEAVY = ["torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "gguf", "jinja2", "matplotlib"]
@@ -182,6 +182,22 @@ class TestCommands:
         assert "Speed-up with the cache (8 + 4 tokens)" in done.stdout
         assert json.loads(report.read_text())["comparisons"][0]["same_tokens"] is True
         assert plot.read_bytes().startswith(b"\x89PNG")
+
+    def test_perplexity(self, offline: dict[str, str], tmp_path: Path) -> None:
+        """Of English words, and of the same without their order; and with a cache of 8 bits."""
+        words = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split()[:80]
+        (text := tmp_path / "text.txt").write_text(" ".join(words), encoding="utf-8")
+        (shuffled := tmp_path / "shuffled.txt").write_text(" ".join(sorted(words)), encoding="utf-8")
+        args = ["perplexity", DEFAULT_MODEL, "--context", "64", "--json", *EXACT]
+        exact, worse, rounded = (
+            json.loads(infer(*args, "--text", file, *options, env=offline).stdout)
+            for file, options in ((text, []), (shuffled, []), (text, ["--cache-dtype", "int8"]))
+        )
+        assert exact["tokens"] > 80
+        assert exact["windows"] >= 2
+        assert 5 < exact["perplexity"] < worse["perplexity"] / 2
+        assert rounded["perplexity"] != exact["perplexity"]
+        assert rounded["perplexity"] == pytest.approx(exact["perplexity"], rel=5e-3)
 
     @pytest.mark.parametrize(("page", "says"), [("README.md", "cache"), ("docs/kv-cache.md", "The cat sat on the")])
     def test_python_in(self, page: str, says: str, offline: dict[str, str], tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from infer import GrowingCache, KVCache, ModelConfig, SlidingCache
-from infer.cache import Cache
+from infer.cache import BaseCache, Cache, NoCache
+from infer.cache.int8 import decode, encode
 from infer.models.common import Decoder
 
 # Every cache goes through the same contract tests; a further one joins them here.
@@ -20,6 +21,22 @@ LAYOUTS: list[tuple[Any, dict[str, Any]]] = [
     *((SlidingCache, {"prefill_chunk": chunk}) for chunk in (1, 3)),
 ]
 LAYOUT_NAMES = ["-".join([cls.__name__, *(f"{k}={v}" for k, v in options.items())]) for cls, options in LAYOUTS]
+# In what a cache may store the keys and values of a float32 model.
+STORED = ["float32", "int8"]
+
+
+def as_stored(x: Tensor, cache: BaseCache) -> Tensor:
+    """What comes back of x [..., D] from a cache like this one."""
+    return decode(encode(x), x.dtype) if cache.quantized else x
+
+
+class RoundingNoCache(NoCache):
+    """Keeps nothing, but attends to keys and values as an int8 cache would return them: its reference."""
+
+    def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return decode(encode(k), k.dtype), decode(encode(v), v.dtype)
+
+    attend = BaseCache.attend
 
 
 class MockModel:

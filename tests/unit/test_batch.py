@@ -92,6 +92,14 @@ class TestRowsAreThoseOfEachAlone:
         for prompt, result in zip(PROMPTS, together, strict=True):
             assert result.token_ids == generate(model, LETTERS, prompt, params, use_kv_cache=False).token_ids
 
+    @pytest.mark.parametrize("params", [SamplingParams(max_new_tokens=12), SEEDED], ids=["greedy", "seeded"])
+    def test_int8_caches(self, model: Decoder, params: SamplingParams) -> None:
+        results = check(model, PROMPTS, params, cache_dtype="int8", prefill_chunk=4)
+        head_dim = model.config.computed_head_dim
+        floats = generate_batch(model, LETTERS, PROMPTS, params, prefill_chunk=4)
+        for rounded, plain in zip(results, floats, strict=True):
+            assert rounded.cache_memory_bytes * 4 * head_dim == plain.cache_memory_bytes * (head_dim + 2)
+
     def test_one_prompt(self, llama: Decoder) -> None:
         check(llama, PROMPTS[:1], SEEDED)
 
@@ -224,6 +232,13 @@ class TestRefusals:
         model = MockModel(0)
         with pytest.raises(ValueError, match=f"prefill_chunk must be a whole number, 1 or more, not {chunk!r}"):
             generate_batch(model, LETTERS, [[1]], SamplingParams(max_new_tokens=2), prefill_chunk=chunk)
+        assert model.calls == 0
+
+    @pytest.mark.parametrize("prompts", [[[1]], []])
+    def test_cache_dtype(self, prompts: list[list[int]]) -> None:
+        model = MockModel(0)
+        with pytest.raises(ValueError, match="cache_dtype must be one of auto, int8, not 'int4'"):
+            generate_batch(model, LETTERS, prompts, SamplingParams(max_new_tokens=2), cache_dtype="int4")
         assert model.calls == 0
 
     def test_device(self) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from mocks import CACHES, LAYOUT_NAMES, LAYOUTS
+from mocks import CACHES, LAYOUT_NAMES, LAYOUTS, STORED, as_stored
 from torch import Tensor, nn
 
 from infer import GrowingCache, KVCache, ModelConfig, SlidingCache
-from infer.cache import BaseCache, BatchCache, Cache, NoCache
+from infer.cache import BaseCache, BatchCache, Cache, NoCache, TracedCache
+from infer.cache.debug import DebugCache
+from infer.cache.int8 import GROUP, decode, encode, values_in
+from infer.cache.int8 import width as stored_width
 from infer.cache.sliding import layer_slots
 from infer.models.common import Decoder
 
@@ -28,11 +31,16 @@ MADE: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.fixture(params=MADE.values(), ids=MADE.keys())
-def make(request: pytest.FixtureRequest) -> MakeCache:
-    cls, layout = request.param
+def layout(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
+    return request.param
+
+
+@pytest.fixture(params=STORED)
+def make(layout: tuple[Any, dict[str, Any]], request: pytest.FixtureRequest) -> MakeCache:
+    cls, own = layout
 
     def make(**changes: Any) -> BaseCache:
-        options = {"dtype": torch.float32, "device": "cpu"} | SIZES | layout | changes
+        options = {"dtype": request.param, "device": "cpu"} | SIZES | own | changes
         if "windows" in options:
             options["windows"] = options["windows"][-options["num_layers"] :]
         return cls.allocate(**options)
@@ -41,11 +49,12 @@ def make(request: pytest.FixtureRequest) -> MakeCache:
 
 
 def random_kv(cache: BaseCache, n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    dtype = torch.float32 if cache.quantized else cache.dtype
     shape = (cache.shape.batch_size, cache.shape.num_kv_heads, n, cache.shape.head_dim)
     generator = torch.Generator().manual_seed(seed)
     return (
-        torch.randn(shape, generator=generator).to(cache.dtype),
-        torch.randn(shape, generator=generator).to(cache.dtype),
+        torch.randn(shape, generator=generator).to(dtype),
+        torch.randn(shape, generator=generator).to(dtype),
     )
 
 
@@ -69,14 +78,17 @@ def windows(cache: BaseCache) -> tuple[int | None, ...]:
 
 
 def assert_holds(cache: BaseCache, *passes: list[tuple[Tensor, Tensor]]) -> None:
-    """The cache returns exactly these passes, in order, in front of one more token; of a ring, that token's window."""
+    """The cache returns exactly these passes, rounded if it does that, in order, in front of one more token.
+
+    Of a ring, that token's window.
+    """
     for layer in range(cache.shape.num_layers):
         last = random_kv(cache, 1, seed=999)
         got = cache.update(layer, *last)
         window = windows(cache)[layer]
         for i in range(2):
             expected = torch.cat([written[layer][i] for written in passes] + [last[i]], dim=2)
-            expected = expected if window is None else expected[:, :, -window:]
+            expected = as_stored(expected if window is None else expected[:, :, -window:], cache)
             assert torch.equal(got[i], expected), f"layer {layer}"
 
 
@@ -102,7 +114,7 @@ def failing(module: nn.Module) -> Iterator[None]:
 
 
 class TestContract:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
     def test_allocation(self, make: MakeCache, dtype: torch.dtype) -> None:
         cache = make(dtype=dtype, batch_size=3)
         assert cache.shape == (2, 3, 4, 16, 8)
@@ -134,8 +146,8 @@ class TestContract:
         assert cache.seq_len == 4
         last_k, last_v = random_kv(cache, 1, seed=1)
         got_k, got_v = cache.update(0, last_k, last_v)
-        assert torch.equal(got_k, torch.cat((k, last_k), dim=2))
-        assert torch.equal(got_v, torch.cat((v, last_v), dim=2))
+        assert torch.equal(got_k, as_stored(torch.cat((k, last_k), dim=2), cache))
+        assert torch.equal(got_v, as_stored(torch.cat((v, last_v), dim=2), cache))
         cache.advance(1)
         assert cache.seq_len == 5
 
@@ -169,15 +181,17 @@ class TestContract:
         cache = make()
         written = fill(cache, 3)
         keys, values = cache.update(1, *random_kv(cache, 0))
-        assert torch.equal(keys, written[1][0])
-        assert torch.equal(values, written[1][1])
+        assert torch.equal(keys, as_stored(written[1][0], cache))
+        assert torch.equal(values, as_stored(written[1][1], cache))
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_memory_of_a_full_cache(self, make: MakeCache, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize(
+        ("dtype", "vector"), [(torch.float32, 8 * 4), (torch.bfloat16, 8 * 2), (torch.int8, 8 + 2)]
+    )
+    def test_memory_of_a_full_cache(self, make: MakeCache, dtype: torch.dtype, vector: int) -> None:
         cache = make(batch_size=3, dtype=dtype)
         fill(cache, 16)
         positions = sum(16 if window is None else min(window + 2, 16) for window in windows(cache))
-        assert cache.memory_bytes == 2 * positions * 3 * 4 * 8 * dtype.itemsize
+        assert cache.memory_bytes == 2 * positions * 3 * 4 * vector
 
     def test_positions(self, make: MakeCache) -> None:
         cache = make(batch_size=2)
@@ -243,7 +257,8 @@ class TestContract:
             (0, {"shape": (1, 4, 2, 6)}, "head_dim 8"),
             (0, {"shape": (4, 2, 8)}, "do not fit"),
             (0, {"shape": (1, 4, 3, 8)}, "do not fit"),  # good alone, but not beside the other of 2 tokens
-            (0, {"dtype": torch.bfloat16}, "the cache holds torch.float32"),
+            (0, {"dtype": torch.bfloat16}, "the cache (holds torch.float32|takes floats of one dtype)"),
+            (0, {"dtype": torch.int8}, "the cache (holds torch.float32|takes floats of one dtype)"),
             (0, {"device": "meta"}, "the cache is on cpu"),
         ],
     )
@@ -287,20 +302,24 @@ class TestContract:
     @pytest.mark.parametrize("retry", [1, 2, 4])
     @pytest.mark.parametrize("window", [None, 3])
     @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
+    @pytest.mark.parametrize("dtype", STORED)
     def test_a_failed_forward_leaves_nothing_behind(
-        self, cls: type[BaseCache], options: dict, tiny_model: Callable, retry: int, window: int | None
+        self, dtype: str, cls: type[BaseCache], options: dict, tiny_model: Callable, retry: int, window: int | None
     ) -> None:
         kinds = {} if window is None else {"layer_types": ("sliding_attention",) * 2, "sliding_window": window}
         model = tiny_model(**kinds)
-        cache = cls.from_model_config(model.config, 16, dtype="float32", device="cpu", **options)
+        cache = cls.from_model_config(model.config, 16, dtype=dtype, device="cpu", **options)
         ids = torch.arange(10)[None]
         model(ids[:, :3], kv_cache=cache)
+        untouched = copy.deepcopy(cache)
         with failing(model.layers[1]):
             model(torch.tensor([[60, 61]]), kv_cache=cache)
         assert cache.seq_len == 3
         logits = model(ids[:, 3 : 3 + retry], kv_cache=cache)
         assert cache.seq_len == 3 + retry
-        torch.testing.assert_close(logits, model(ids[:, : 3 + retry])[:, -1:], atol=1e-5, rtol=1e-5)
+        assert torch.equal(logits, model(ids[:, 3 : 3 + retry], kv_cache=untouched))
+        if dtype == "float32":
+            torch.testing.assert_close(logits, model(ids[:, : 3 + retry])[:, -1:], atol=1e-5, rtol=1e-5)
 
     def test_the_batch_must_be_the_caches(self, make: MakeCache, tiny_model: Callable) -> None:
         model = tiny_model(num_attention_heads=4, num_key_value_heads=4)
@@ -420,13 +439,15 @@ class TestSlidingCache:
         return tiny_model(model_type="gemma3", sliding_window=WINDOW)
 
     @staticmethod
-    def make(model: Decoder, prefill_chunk: int, max_seq_len: int = 40, batch_size: int = 1) -> SlidingCache:
+    def make(
+        model: Decoder, prefill_chunk: int, max_seq_len: int = 40, batch_size: int = 1, dtype: Any = None
+    ) -> SlidingCache:
         return SlidingCache.from_model_config(
             model.config,
             max_seq_len,
             batch_size=batch_size,
             prefill_chunk=prefill_chunk,
-            dtype=model.dtype,
+            dtype=dtype or model.dtype,
             device="cpu",
         )
 
@@ -553,8 +574,11 @@ class TestSlidingCache:
     @pytest.mark.parametrize("filled", [2, WINDOW, 17])
     @pytest.mark.parametrize("width", [1, 2, 3, WINDOW + 4, 20])  # the ring's chunk is 2
     @pytest.mark.parametrize("place", ["layers.1", "layers.2", "layers.2.mlp"])
-    def test_a_failed_pass_leaves_it_as_it_was(self, model: Decoder, place: str, width: int, filled: int) -> None:
-        cache = self.make(model, 2)
+    @pytest.mark.parametrize("dtype", STORED)
+    def test_a_failed_pass_leaves_it_as_it_was(
+        self, model: Decoder, dtype: str, place: str, width: int, filled: int
+    ) -> None:
+        cache = self.make(model, 2, dtype=dtype)
         self.feed(model, cache, random_ids(1, filled), 3)
         untouched = copy.deepcopy(cache)
         with failing(model.get_submodule(place)):
@@ -744,11 +768,276 @@ class TestBatchCache:
             BatchCache([])
 
 
+class TestEncoding:
+    """8 bits: every value comes back within half a step, and what cannot be a number does not become one."""
+
+    FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+
+    @staticmethod
+    def vectors(size: float, head_dim: int = 64) -> Tensor:
+        return torch.randn(50, 3, head_dim, generator=torch.Generator().manual_seed(0)) * size
+
+    @FLOATS
+    @pytest.mark.parametrize("size", [0.0, 1e-7, 1e-5, 1e-3, 1.0, 300.0, 1e4])
+    @pytest.mark.parametrize("head_dim", [2, 34, 64, 80, 256])
+    def test_within_half_a_step(self, dtype: torch.dtype, size: float, head_dim: int) -> None:
+        x = self.vectors(size, head_dim).to(dtype)
+        stored = encode(x)
+        assert stored.shape == (50, 3, stored_width(head_dim, torch.int8))
+        assert stored.dtype == torch.int8
+        got = decode(stored, dtype)
+        assert got.dtype == dtype
+        exact = x.double()
+        # A step is 1/127 of the largest value, rounded up to float16: by 2^-10 of it, or by the smallest one.
+        for group, result in zip(exact.split(GROUP, -1), got.double().split(GROUP, -1), strict=True):
+            step = group.abs().amax(-1, keepdim=True) / 127
+            step = torch.maximum(step * (1 + 2**-10), step + 2**-24) * (step > 0)
+            rounding = torch.finfo(dtype).eps * group.abs() + torch.finfo(dtype).smallest_normal  # of the result
+            assert ((result - group).abs() <= step / 2 + 2 * rounding).all()
+
+    @pytest.mark.parametrize("group", [8, 32, 512])
+    def test_groups(self, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each group is rounded as if it stood alone, whatever their size."""
+        monkeypatch.setattr("infer.cache.int8.GROUP", group)
+        for head_dim in (2, 8, 10, 34, 64, 80, 96, 256):
+            x = self.vectors(1.0, head_dim) * torch.linspace(0.1, 30, head_dim)
+            stored = encode(x)
+            assert stored.shape[-1] == stored_width(head_dim, torch.int8) == head_dim + 2 * -(-head_dim // group)
+            assert values_in(stored.shape[-1]) == head_dim
+            alone = [decode(encode(part), torch.float32) for part in x.split(group, -1)]
+            assert torch.equal(decode(stored, torch.float32), torch.cat(alone, -1))
+
+    def test_the_largest_value_takes_all_steps(self) -> None:
+        values = encode(self.vectors(1.0))[..., :64]
+        assert (values.abs().amax(-1) == 127).double().mean() > 0.9  # others: the scale was rounded up
+        assert values.min() >= -127
+
+    def test_every_vector_has_its_own_scale(self) -> None:
+        x = self.vectors(1.0)
+        x[3, 1] *= 1000
+        rest = encode(x)
+        rest[3, 1] = encode(self.vectors(1.0))[3, 1]
+        assert torch.equal(rest, encode(self.vectors(1.0)))
+        assert torch.equal(encode(x[3:4, 1]), encode(x)[3:4, 1])  # whoever is encoded beside it
+
+    def test_decoding_is_exact_in_float32(self) -> None:
+        """So a kernel that multiplies in float32 gives the same bits."""
+        stored = encode(self.vectors(1.0))
+        assert torch.equal(decode(stored, torch.float32).double(), decode(stored, torch.float64))
+
+    def test_zeros_stay_zeros(self) -> None:
+        x = self.vectors(1.0)
+        x[..., 5] = 0
+        x[7] = 0
+        got = decode(encode(x), torch.float32)
+        assert not got[..., 5].any()
+        assert not got[7].any()
+        assert not encode(torch.zeros(1, 8)).any()
+
+    @pytest.mark.parametrize("large", [127 * 65504.0, 1e7, 3e38])
+    def test_beyond_the_largest_scale_values_saturate(self, large: float) -> None:
+        got = decode(encode(torch.tensor([[large, -large, 1e5, 0.0]])), torch.float32)
+        assert got.tolist()[0][:2] == [127 * 65504.0, -127 * 65504.0]
+        assert got[0, 2] == pytest.approx(1e5, abs=65504 / 2)
+
+    def test_the_largest_float16_does_not_become_infinite(self) -> None:
+        x = torch.tensor([[65504.0, -65504.0, 1.0, 0.0]], dtype=torch.float16)
+        assert torch.equal(decode(encode(x), torch.float16)[0, :2], x[0, :2])
+
+    @FLOATS
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+    def test_what_is_no_number_stays_none(self, dtype: torch.dtype, value: float) -> None:
+        x = self.vectors(1.0).to(dtype)
+        good = encode(x)
+        x[4, 1, 9] = value
+        got = decode(encode(x), dtype)
+        assert got[4, 1, : min(GROUP, 64)].isnan().all()
+        good[4, 1] = encode(x)[4, 1]
+        assert torch.equal(encode(x), good)  # the other vectors
+
+    def test_layout_in_memory_does_not_matter(self) -> None:
+        x = torch.randn(2, 5, 3, 8).transpose(1, 2)
+        assert torch.equal(encode(x), encode(x.contiguous()))
+        stored = encode(torch.randn(2, 3, 9, 8))[:, 1:2, 2:7]
+        assert torch.equal(decode(stored, torch.float32), decode(stored.contiguous(), torch.float32))
+
+
+class TestInt8:
+    """What only caches of 8 bits do; all else is the contract, which they go through too."""
+
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize("cls", [KVCache, SlidingCache])
+    def test_about_half_of_bfloat16(self, cls: type[BaseCache], head_dim: int) -> None:
+        sizes = [cls.allocate(2, 2, head_dim, 100, dtype=dtype, device="meta") for dtype in ("int8", "bfloat16")]
+        int8, bfloat16 = (cache.memory_bytes for cache in sizes)
+        assert int8 == 2 * 2 * 2 * 100 * stored_width(head_dim, torch.int8) <= 0.55 * bfloat16
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+    @pytest.mark.parametrize("cls", CACHES)
+    def test_bytes_per_token(self, tiny_config: Callable, cls: type[BaseCache], dtype: str) -> None:
+        for head_dim in (12, 64, 80, 256):
+            config = tiny_config(head_dim=head_dim)
+            cache = cls.from_model_config(config, 9, dtype=dtype, device="cpu")
+            fill(cache, 9)
+            assert cache.memory_bytes == 9 * config.cache_bytes_per_token(cache.dtype.itemsize)
+
+    def test_given_by_name_or_dtype(self, layout: tuple[Any, dict[str, Any]]) -> None:
+        cls, own = layout
+        for dtype in ("int8", torch.int8):
+            cache = cls.allocate(**SIZES, **own, dtype=dtype, device="cpu")
+            assert cache.dtype == torch.int8
+            assert cache.shape.head_dim == 8
+            fill(cache, 3)
+            assert {t.shape[-1] for t in stored(cache)} == {8 + 2}
+
+    @pytest.mark.parametrize("free", [2 * 2 * 4 * 16 * (8 + 2) - 1, 2 * 2 * 4 * 16 * (8 + 2)])
+    @pytest.mark.parametrize("cls", [KVCache, SlidingCache])
+    def test_memory_is_counted(self, cls: type[BaseCache], free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("infer.cache.base.available_memory", lambda device: free)
+        if free % 2:
+            with pytest.raises(ValueError, match="are free on cpu"):
+                cls.allocate(**SIZES, dtype="int8", device="cpu")
+        else:
+            assert cls.allocate(**SIZES, dtype="int8", device="cpu").memory_bytes == free
+
+    def test_an_odd_head_dim_is_refused(
+        self, layout: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cls, own = layout
+        monkeypatch.setattr(torch, "zeros", lambda *args, **options: pytest.fail("memory was taken"))
+        with pytest.raises(ValueError, match="an int8 cache needs an even head_dim, not 7"):
+            cls.allocate(**SIZES | {"head_dim": 7}, **own, dtype="int8", device="cpu")
+
+    def test_from_tensors(self) -> None:
+        k, v = torch.randn(2, 1, 1, 4, 8, 6).unbind()
+        cache = KVCache(encode(k), encode(v), seq_len=3)
+        assert cache.shape == (1, 1, 4, 8, 6)
+        assert_holds(cache, [(k[0, :, :, :3], v[0, :, :, :3])])
+        with pytest.raises(ValueError, match="even head_dim, not 5"):
+            KVCache(encode(k)[..., 1:], encode(v)[..., 1:])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    def test_gives_back_the_dtype_it_was_given(self, layout: tuple[Any, dict[str, Any]], dtype: torch.dtype) -> None:
+        """One cache for all: each pass may have another."""
+        cls, own = layout
+        cache = cls.allocate(**SIZES, **own, dtype="int8", device="cpu")
+        fill(cache, 3)
+        for n in (1, 2, 9):
+            k, v = (x.to(dtype) for x in random_kv(cache, n))
+            assert {x.dtype for x in cache.update(1, k, v)} == {dtype}
+            window = windows(cache)[1]
+            assert cache.attend(1, k, k, v, scale=1.0, window=window).dtype == dtype
+
+    @pytest.mark.parametrize("window", [None, 3, 8])
+    @pytest.mark.parametrize("compiled", [True, False])
+    def test_attends_to_what_is_stored(
+        self, layout: tuple[Any, dict[str, Any]], window: int | None, compiled: bool
+    ) -> None:
+        """The pass's own keys and values too: what a float cache gives of rounded ones."""
+        cls, own = layout
+        window = 8 if cls is SlidingCache and own and window is None else window
+        rounding, plain = (cls.allocate(**SIZES, **own, dtype=dtype, device="cpu") for dtype in ("int8", "float32"))
+        with torch.inference_mode(compiled):
+            for n in (5, 1, 1, 4, 1, 2):
+                k, v = random_kv(rounding, n, seed=n)
+                q = random_kv(rounding, n, seed=50 + n)[0].repeat(1, 2, 1, 1)
+                for layer in range(2):
+                    got = rounding.attend(layer, q, k, v, scale=0.3, window=window)
+                    rounded = as_stored(k, rounding), as_stored(v, rounding)
+                    expected = plain.attend(layer, q, *rounded, scale=0.3, window=window)
+                    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
+                rounding.advance(n)
+                plain.advance(n)
+
+    @pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+    def test_the_same_bytes_however_it_is_fed(self, layout: tuple[Any, dict[str, Any]], chunk: int) -> None:
+        cls, own = layout
+        whole, cut = (cls.allocate(**SIZES, **own, dtype="int8", device="cpu") for _ in range(2))
+        written = fill(whole, 16)
+        for start in range(0, 16, chunk):
+            for layer, (k, v) in enumerate(written):
+                cut.update(layer, k[:, :, start : start + chunk], v[:, :, start : start + chunk])
+            cut.advance(min(chunk, 16 - start))
+        assert all(map(torch.equal, stored(cut), stored(whole)))
+
+    def test_a_row_among_others_has_the_bytes_it_has_alone(self) -> None:
+        alone = [cls.allocate(**SIZES, dtype="int8", device="cpu") for cls in CACHES]
+        together = copy.deepcopy(alone)
+        batch = BatchCache(together)
+        for n in (3, 1, 5):
+            k, v = torch.randn(2, len(CACHES), 4, n, 8).unbind()
+            q = torch.randn(len(CACHES), 8, n, 8)
+            for layer in range(2):
+                got = batch.attend(layer, q, k, v, scale=1.0)
+                for i, row in enumerate(alone):
+                    own = slice(i, i + 1)
+                    assert torch.equal(got[own], row.attend(layer, q[own], k[own], v[own], scale=1.0))
+            batch.advance(n)
+            for row in alone:
+                row.advance(n)
+        for row, same in zip(alone, together, strict=True):
+            assert all(map(torch.equal, stored(row), stored(same)))
+
+    @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3, 39])
+    @pytest.mark.parametrize("chunk", [1, 3, WINDOW + 1, 40])
+    @pytest.mark.parametrize("prefill_chunk", [1, 3, 40])
+    def test_rings_are_the_contiguous_cache(
+        self, tiny_model: Callable, length: int, chunk: int, prefill_chunk: int
+    ) -> None:
+        model = tiny_model(model_type="gemma3", sliding_window=WINDOW)
+        sizes = {"batch_size": 2, "dtype": "int8", "device": "cpu"}
+        caches = [
+            KVCache.from_model_config(model.config, 40, **sizes),
+            SlidingCache.from_model_config(model.config, 40, prefill_chunk=prefill_chunk, **sizes),
+        ]
+        ids = random_ids(2, length)
+        plain, ring = (TestSlidingCache.feed(model, cache, ids, chunk) for cache in caches)
+        assert torch.equal(ring, plain)
+        plain, ring = (TestSlidingCache.feed(model, cache, random_ids(2, 1, seed=1), 1) for cache in caches)
+        assert torch.equal(ring, plain)
+
+    def test_a_contiguous_cache_decodes_only_the_window(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        read: list[int] = []
+
+        def watch(x: Tensor, dtype: torch.dtype) -> Tensor:
+            read.append(x.shape[2])
+            return decode(x, dtype)
+
+        monkeypatch.setattr("infer.cache.base.decode", watch)
+        for cls in CACHES:
+            cache = cls.allocate(**SIZES, dtype="int8", device="cpu")
+            fill(cache, 10)
+            for n, window in ((1, 4), (3, 4), (1, None), (2, 100)):
+                k, v = random_kv(cache, n)
+                read.clear()
+                cache.attend(0, k, k, v, scale=1.0, window=window)
+                assert read == [min(10 + n, (window or 100) + n - 1)] * 2
+
+    def test_any_float_model_fits(self, tiny_config: Callable) -> None:
+        config, cpu = tiny_config(), torch.device("cpu")
+        for cls in CACHES:
+            cache = cls.from_model_config(config, 8, dtype="int8", device="cpu")
+            for dtype in (torch.float32, torch.bfloat16, torch.float16, None):
+                cache.check_model(config, 1, dtype, cpu)
+            with pytest.raises(ValueError, match=r"the cache is torch.int8 on cpu, but the model is .* on meta"):
+                cache.check_model(config, 1, torch.float32, torch.device("meta"))
+
+    @pytest.mark.parametrize("watcher", [lambda cache: TracedCache(cache, [0, 1]), DebugCache])
+    @pytest.mark.parametrize("cls", CACHES)
+    def test_watched(self, tiny_model: Callable, cls: type[BaseCache], watcher: Callable) -> None:
+        model = tiny_model()
+        plain, inner = (cls.from_model_config(model.config, 8, dtype="int8", device="cpu") for _ in range(2))
+        for ids in (random_ids(1, 5), random_ids(1, 1, seed=1)):
+            assert_close(model(ids, kv_cache=watcher(inner)), model(ids, kv_cache=plain))
+        assert inner.seq_len == 6
+
+
 class TestInterrupted:
     """Ctrl-C may come between any two lines. What is left behind is whole, or refuses to go on."""
 
-    def test_in_the_middle_of_a_staged_write(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cache = SlidingCache.allocate(2, 1, 4, 64, dtype="float32", device="cpu", windows=[4, None], prefill_chunk=2)
+    @pytest.mark.parametrize("dtype", STORED)
+    def test_in_the_middle_of_a_staged_write(self, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache = SlidingCache.allocate(2, 1, 4, 64, dtype=dtype, device="cpu", windows=[4, None], prefill_chunk=2)
         fill(cache, 5)
         for layer in range(2):
             cache.update(layer, *random_kv(cache, 20))
@@ -767,9 +1056,10 @@ class TestInterrupted:
         assert cache.positions(1).tolist() == [[0]]
 
     @pytest.mark.parametrize("cls", [KVCache, SlidingCache])
-    def test_between_two_tokens(self, cls: type[BaseCache], monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("dtype", STORED)
+    def test_between_two_tokens(self, dtype: str, cls: type[BaseCache], monkeypatch: pytest.MonkeyPatch) -> None:
         """Where the next token goes follows from seq_len alone."""
-        cache = cls.allocate(1, 1, 4, 16, dtype="float32", device="cpu")
+        cache = cls.allocate(1, 1, 4, 16, dtype=dtype, device="cpu")
         written = fill(cache, 3)
         q, (k, v) = random_kv(cache, 1)[0], random_kv(cache, 1, seed=5)
         cache.attend(0, q, k, v, scale=1.0)
@@ -786,7 +1076,8 @@ class TestInterrupted:
         assert cache.seq_len == 4
         last_k, last_v = random_kv(cache, 1, seed=6)
         cache.attend(0, q, last_k, last_v, scale=1.0)
-        assert torch.equal(cache.k[0][:, :, :5], torch.cat((written[0][0], k, last_k), dim=2))
+        expected = torch.cat((written[0][0], k, last_k), dim=2)
+        assert torch.equal(cache.k[0][:, :, :5], encode(expected) if cache.quantized else expected)
 
 
 @pytest.mark.parametrize("cls", CACHES)
@@ -804,6 +1095,10 @@ def test_gradients_are_refused_where_they_would_be_lost(tiny_model: Callable) ->
     ids = torch.tensor([[1, 2, 3]])
     for cls in (KVCache, SlidingCache):
         cache = cls.from_model_config(model.config, 8, dtype="float32", device="cpu")
+        with pytest.raises(ValueError, match="keeps no gradients"):
+            model(ids, kv_cache=cache)
+    for cls in CACHES:
+        cache = cls.from_model_config(model.config, 8, dtype="int8", device="cpu")
         with pytest.raises(ValueError, match="keeps no gradients"):
             model(ids, kv_cache=cache)
     cache = GrowingCache.from_model_config(model.config, 8, dtype="float32", device="cpu")

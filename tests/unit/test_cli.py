@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, WINDOW, Done, Run, assert_r
 from matplotlib.image import imread
 from mocks import naive_logits
 
-from infer import KVCache, SamplingParams, Tokenizer, bench, load_model
+from infer import KVCache, SamplingParams, Tokenizer, bench, load_model, machine
 from infer import generate as generate_tokens
 from infer.cli import main
 from infer.cli.common import DEFAULT_MODEL
@@ -99,7 +100,7 @@ class TestGenerate:
         args = ("generate", "hello", "--json", "--max-new-tokens", "8")
         expected = json.loads(run(*args).out)["token_ids"]
         with monkeypatch.context() as patch:
-            patch.setattr(KVCache, "update", lambda *args: pytest.fail("a cache was used"))
+            patch.setattr(KVCache, "attend", lambda *args, **options: pytest.fail("a cache was used"))
             output = json.loads(run(*args, "--no-kv-cache").out)
         assert output["token_ids"] == expected
         assert output["cache_memory_bytes"] == 0
@@ -235,6 +236,137 @@ class TestSamplingOptions:
             patch.setattr(SamplingParams, "__post_init__", note)
             run(command, *(["hello"] if command == "generate" else []))
         assert made == [SamplingParams()]
+
+
+# A command that loads a model, with what it takes to get there.
+LOADING = {
+    "generate": ["hello", "--max-new-tokens", "5"],
+    "chat": ["--max-new-tokens", "5"],
+    "trace": ["hello", "--max-new-tokens", "5"],
+    "explain": ["hello"],
+    "verify": [],
+    "bench": ["--prompt-tokens", "6", "--new-tokens", "4"],
+}
+
+
+class TestLoadingOptions:
+    """How the model is loaded is asked for alike in all commands."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        """What `load_model` and `use_threads` are called with. Nothing is loaded."""
+        calls: dict[str, Any] = {}
+
+        def load_model(name: str, **options: Any) -> None:
+            calls.update(options)
+            raise ValueError("enough")
+
+        monkeypatch.setattr("infer.load_model", load_model)
+        monkeypatch.setattr(machine, "use_threads", lambda count: calls.update(threads=count))
+        return calls
+
+    @pytest.mark.parametrize("command", LOADING)
+    def test_reach_the_loader(self, run: Run, asked: dict[str, Any], command: str) -> None:
+        options = ("--dtype", "float64", "--device", "cuda:3", "--quantize", "int4", "--threads", "1")
+        assert_refused(run(command, *LOADING[command], *options), "enough")
+        assert asked == {"dtype": "float64", "device": "cuda:3", "quantize": "int4", "threads": 1}
+
+    @pytest.mark.parametrize("command", LOADING)
+    def test_defaults(self, run: Run, asked: dict[str, Any], command: str) -> None:
+        """Without --threads it is up to `load_model`."""
+        assert_refused(run(command, *LOADING[command]), "enough")
+        assert asked == {"dtype": "auto", "device": "auto", "quantize": None}
+
+    def test_threads(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        used: list[int] = []
+        monkeypatch.setattr(torch, "set_num_threads", used.append)
+        monkeypatch.setattr(machine, "_threads_are_chosen", False)
+        assert run("generate", "hello", "--threads", "1", "--max-new-tokens", "2").status == 0
+        assert used == [1]  # by the user, and by nothing that comes later
+
+    def test_info(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: dict[str, Any] = {}
+
+        def describe_model(*args: Any, **options: Any) -> None:
+            asked.update(options)
+            raise ValueError("enough")
+
+        monkeypatch.setattr(describe, "describe", describe_model)
+        assert_refused(run("info", "--quantize", "int8", "--cache-dtype", "int8"), "enough")
+        assert asked == {"quantize": "int8", "cache_dtype": "int8"}
+        assert_refused(run("info"), "enough")
+        assert asked == {"quantize": None, "cache_dtype": "auto"}
+
+
+class TestCacheDtype:
+    INT8_BYTES_PER_TOKEN = 2 * 3 * 2 * (16 + 2)  # k and v, layers, kv heads, head_dim with its scale
+
+    @pytest.mark.parametrize("command", ["generate", "trace"])
+    def test_bytes(self, run: Run, command: str) -> None:
+        args = (command, "hello", "--json", "--max-new-tokens", "8", "--cache-dtype")
+        plain, rounded = (json.loads(run(*args, dtype).out) for dtype in ("auto", "int8"))
+        assert plain["cache_memory_bytes"] == CACHE_BYTES_PER_TOKEN * (5 + 8)
+        assert rounded["cache_memory_bytes"] == self.INT8_BYTES_PER_TOKEN * (5 + 8)
+        assert len(rounded["token_ids"]) == 8
+
+    def test_compare_says_why_tokens_are_others(self, run: Run, forgetful: None) -> None:
+        done = run("generate", "hello", "--compare", "--cache-dtype", "int8", "--max-new-tokens", "24")
+        assert "OTHER tokens: int8 rounds, see `infer perplexity`" in done.err
+
+    def test_chat(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[Any] = []
+        init = Conversation.__init__
+
+        def note(conversation: Conversation, *args: Any) -> None:
+            made.append(conversation)
+            init(conversation, *args)
+
+        monkeypatch.setattr(Conversation, "__init__", note)
+        assert run("chat", "--cache-dtype", "int8", "--max-new-tokens", "8", stdin="hello\n").status == 0
+        assert made[0].cache.memory_bytes == CONTEXT * self.INT8_BYTES_PER_TOKEN
+
+    def test_bench(self, run: Run) -> None:
+        options = ("--prompt-tokens", "6", "--new-tokens", "4", "--trials", "1", "--cache-dtype", "int8")
+        results = json.loads(run("bench", *options, "--compare", "--json").out)["results"]
+        assert [result["config"]["cache_dtype"] for result in results] == ["int8", "auto"]
+        assert [result["cache_bytes"] for result in results] == [10 * self.INT8_BYTES_PER_TOKEN, 0]
+        assert " MB in int8)\n" in run("bench", *options).out
+
+    @pytest.mark.parametrize("model", ["folder", "windowed"])
+    def test_verify(self, run: Run, tmp_path: Path, request: pytest.FixtureRequest, model: str) -> None:
+        """Against a run that rounds as they do: one without a cache would differ."""
+        file = tmp_path / "prompts.txt"
+        file.write_text(f"hello\n{'once upon a time ' * 4}\n")
+        options = ("--prompts", file, "--max-new-tokens", "6", "--cache-dtype", "int8")
+        done = run("verify", *options, model=request.getfixturevalue(model))
+        assert done.status == 0
+        runs, reference = len(done.out.splitlines()), "that recomputes everything, in int8"
+        assert done.err.splitlines() == [
+            f"{runs} runs to come, each compared with one {reference}",
+            f"{runs} of {runs} runs with a cache generate exactly what the run {reference}, does",
+        ]
+
+    def test_verify_uses_int8(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        file = tmp_path / "prompts.txt"
+        file.write_text("hello\nwho")
+        made: list[tuple[str, torch.dtype]] = []
+        make = verify._make
+
+        def note(*args: Any) -> Any:
+            cache = make(*args)
+            made.append((type(cache).__name__, cache.dtype))
+            return cache
+
+        monkeypatch.setattr(verify, "_make", note)
+        run("verify", "--prompts", file, "--max-new-tokens", "2", "--cache-dtype", "int8")
+        assert {name for name, _ in made} == {*CACHES, "Recomputing"}
+        assert {dtype for _, dtype in made} == {torch.int8}
+
+    def test_the_reference_keeps_nothing(self, run: Run, tmp_path: Path, passes: list[int]) -> None:
+        file = tmp_path / "prompts.txt"
+        file.write_text("hello")
+        run("verify", "--prompts", file, "--max-new-tokens", "3", "--cache-dtype", "int8")
+        assert passes[:6] == [5, 6, 7, 5, 1, 1]
 
 
 class TestInterrupt:
@@ -525,6 +657,7 @@ class TestInfo:
             "weight_bytes": weights,
             "sliding_window": None,
             "sliding_layers": 0,
+            "cache_dtype": "float32",
             "cache_bytes_per_token": CACHE_BYTES_PER_TOKEN,
             "context": CONTEXT,
             "cache_bytes": CONTEXT * CACHE_BYTES_PER_TOKEN,
@@ -791,6 +924,7 @@ class TestBench:
 SUPPORTED_DEVICES = "use auto, cpu, cuda or cuda:N"
 TOO_LONG = "x" * 300
 NO_SWITCH = "this model's chat template has no switch for thinking: leave --thinking/--no-thinking out"
+NO_CACHE_DTYPE = "--cache-dtype must be auto or int8, not 'int3'"
 NO_CHUNK = "prefill_chunk must be a whole number, 1 or more, not 0"
 
 # Arguments and what the message must say. "FOLDER" and "MISSING" stand for paths that only a run knows.
@@ -855,6 +989,31 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown device for info": (["info", "FOLDER", "--device", "gpu"], SUPPORTED_DEVICES),
     "unknown dtype for verify": (["verify", "FOLDER", "--dtype", "int3"], "unknown dtype 'int3'"),
     "unknown device for bench": (["bench", "--device", "gpu"], SUPPORTED_DEVICES),
+    **{
+        f"unknown dtype of the cache for {command}": ([command, *args, "--cache-dtype", "int3"], NO_CACHE_DTYPE)
+        for command, args in (
+            ("generate", ["hi"]),
+            ("chat", []),
+            ("trace", ["hi"]),
+            ("bench", []),
+            ("verify", ["FOLDER"]),
+            ("info", ["FOLDER"]),
+        )
+    },
+    **{
+        f"8 bits without a cache for {command}": (
+            [command, *args, "--cache-dtype", "int8", "--no-kv-cache"],
+            "--cache-dtype int8 needs the cache: leave --no-kv-cache out",
+        )
+        for command, args in (("generate", ["hi"]), ("trace", ["hi"]), ("bench", []))
+    },
+    "unknown width": (["generate", "hi", "--quantize", "int3", "--max-new-tokens", "5"], "int3"),
+    "unknown width for info": (["info", "FOLDER", "--quantize", "int3"], "int3"),
+    "no threads": (
+        ["generate", "hi", "--threads", "0", "--max-new-tokens", "5"],
+        f"threads must be a whole number from 1 to this machine's {os.cpu_count()} CPUs, not 0",
+    ),
+    "too many threads": (["bench", "--threads", "100000"], "CPUs, not 100000"),
     "unknown model": (
         ["generate", "hi", "--model", "nonsense"],
         f"no model 'nonsense': it is not a path, nor a built-in name ({DEFAULT_MODEL}",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from mocks import CACHES
+from mocks import CACHES, STORED
 from torch import Tensor, nn
 
 from infer import SamplingParams, SlidingCache, generate
@@ -88,9 +88,14 @@ def model(tiny_model: Callable[..., Decoder]) -> Watched:
     return Watched(tiny_model(eos_token_ids=(EOS,)))
 
 
+@pytest.fixture(params=STORED)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(params=CACHES)
-def cache(request: pytest.FixtureRequest, model: Watched) -> BaseCache:
-    return request.param.from_model_config(model.config, 200, dtype="float32", device="cpu")
+def cache(request: pytest.FixtureRequest, dtype: str, model: Watched) -> BaseCache:
+    return request.param.from_model_config(model.config, 200, dtype=dtype, device="cpu")
 
 
 def talk(model: Watched, cache: BaseCache, encode: Encode = rendered, **options: Any) -> Conversation:
@@ -98,9 +103,10 @@ def talk(model: Watched, cache: BaseCache, encode: Encode = rendered, **options:
 
 
 def fresh(chat: Conversation, text: str, params: SamplingParams = GREEDY) -> list[int]:
-    """What a run that remembers nothing answers."""
+    """What a run that remembers nothing answers; from a cache if that rounds, or there is nothing to compare with."""
     prompt = chat.encode([*chat.messages, {"role": "user", "content": text}])
-    return generate(chat.model.model, Letters(), prompt, params, use_kv_cache=False).token_ids  # type: ignore[attr-defined]
+    how: dict[str, Any] = {"cache_dtype": "int8"} if chat.cache.quantized else {"use_kv_cache": False}  # type: ignore[attr-defined]
+    return generate(chat.model.model, Letters(), prompt, params, **how).token_ids  # type: ignore[attr-defined]
 
 
 def say(chat: Conversation, text: str, params: SamplingParams = GREEDY) -> list[int]:
@@ -296,8 +302,8 @@ class TestRing:
         return Watched(tiny_model(eos_token_ids=(EOS,), **WINDOWS))
 
     @pytest.fixture(params=[1, 4, 512])
-    def cache(self, request: pytest.FixtureRequest, model: Watched) -> BaseCache:
-        ring = {"prefill_chunk": request.param, "dtype": "float32", "device": "cpu"}
+    def cache(self, request: pytest.FixtureRequest, dtype: str, model: Watched) -> BaseCache:
+        ring = {"prefill_chunk": request.param, "dtype": dtype, "device": "cpu"}
         return SlidingCache.from_model_config(model.config, 200, **ring)
 
     @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from conftest import FAMILIES
 from mocks import CACHES, Letters, MockModel, MockTokenizer, UniformMockModel
 from torch import Tensor
 
-from infer import GenerationResult, KVCache, SamplingParams, SlidingCache, generate, prefill, stream
-from infer.cache import BaseCache, Cache, NoCache
+from infer import (
+    GenerationResult,
+    KVCache,
+    SamplingParams,
+    SlidingCache,
+    allocate_kv_cache,
+    generate,
+    generate_ids_cached,
+    generate_ids_greedy_cached,
+    prefill,
+    stream,
+)
+from infer.cache import BaseCache, BatchCache, Cache, NoCache, TracedCache
 from infer.engine.generate import make_cache, step
 from infer.engine.result import Timing
 from infer.models.common import Decoder
@@ -636,6 +649,141 @@ class TestForeignCaches:
         own = SlidingCache.allocate(2, 2, 8, 32, dtype="float32", device="cpu", windows=[4, None])
         with pytest.raises(ValueError, match="layer 0 sees 8 positions, but its cache keeps only 4"):
             stream(model, MockTokenizer(), [1, 2], SamplingParams(max_new_tokens=2), cache=own)
+
+
+class TestCacheDtype:
+    """Keys and values rounded to 8 bits."""
+
+    INT8: ClassVar = {"cache_dtype": "int8"}
+    GREEDY = SamplingParams(max_new_tokens=12)
+
+    @pytest.fixture(params=FAMILIES)
+    def model(self, request: pytest.FixtureRequest, tiny_model: Callable) -> Decoder:
+        return tiny_model(model_type=request.param)
+
+    @pytest.mark.parametrize("chunk", [None, 3])
+    @TestRealModel.MODES
+    def test_every_kind_of_cache_agrees(self, model: Decoder, mode: dict, chunk: int | None) -> None:
+        params = SamplingParams(max_new_tokens=12, **mode)
+        default = generate(model, Letters(), LONG, params, prefill_chunk=chunk, **self.INT8)
+        assert len(set(default.token_ids)) > 3 or not mode
+        for cls in CACHES:
+            own = cls.from_model_config(model.config, 64, dtype="int8", device="cpu")
+            for settings in (self.INT8, {}):  # it is what it is, asked for or not
+                result = generate(model, Letters(), LONG, params, cache=own, prefill_chunk=chunk, **settings)
+                assert result.token_ids == default.token_ids
+                own.reset()
+        steps = stream(model, Letters(), LONG, params, prefill_chunk=chunk, **self.INT8)
+        assert [step.token_id for step in steps] == default.token_ids
+
+    def test_logits_are_near_those_of_a_float_cache(self, model: Decoder) -> None:
+        """Not nearer than rounding allows: something was rounded."""
+        ids = torch.tensor([LONG * 3])
+        exact = prefill(model, ids, empty(KVCache, model))[0]
+        rounded = prefill(model, ids, KVCache.from_model_config(model.config, 64, dtype="int8", device="cpu"))[0]
+        assert 1e-4 < (rounded - exact).std() / exact.std() < 0.05
+
+    def test_memory(self, model: Decoder) -> None:
+        float_bytes, int8_bytes = (
+            generate(model, Letters(), LONG, self.GREEDY, **settings).cache_memory_bytes for settings in ({}, self.INT8)
+        )
+        head_dim = model.config.computed_head_dim
+        assert int8_bytes * 4 * head_dim == float_bytes * (head_dim + 2)
+
+    @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch says so once where the CPU has no bf16
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_models_of_16_bits(self, tiny_model: Callable, dtype: torch.dtype) -> None:
+        for family in ("llama", "gemma3"):
+            model = tiny_model(model_type=family, dtype=dtype)
+            result = generate(model, Letters(), LONG, self.GREEDY, **self.INT8)
+            assert result.generated_tokens == 12
+            logits = [
+                prefill(model, torch.tensor([LONG]), make_cache(model, 64, torch.device("cpu"), cache_dtype=name))[0]
+                for name in ("auto", "int8")
+            ]
+            assert logits[1].dtype == dtype
+            assert (logits[1] - logits[0]).float().std() < 0.1 * logits[0].float().std()
+
+    @pytest.mark.parametrize("has_windows", [False, True])
+    def test_make_cache(self, tiny_model: Callable, has_windows: bool) -> None:
+        model = tiny_model(dtype=torch.bfloat16, **WINDOWS if has_windows else {})
+        made = {name: make_cache(model, 40, torch.device("cpu"), cache_dtype=name) for name in ("auto", "int8")}
+        assert {type(cache) for cache in made.values()} == {SlidingCache if has_windows else KVCache}
+        assert (made["auto"].dtype, made["int8"].dtype) == (torch.bfloat16, torch.int8)
+
+    def test_loops_by_hand(self, model: Decoder) -> None:
+        expected = generate(model, Letters(), LONG, self.GREEDY, **self.INT8).token_ids
+        settings = {"max_new_tokens": 12, "eot_token_id": 63}
+        ids = generate_ids_greedy_cached(model, LONG, **settings, **self.INT8)
+        assert ids == LONG + expected[: len(ids) - len(LONG)]
+        sampled = generate_ids_cached(model, LONG, temperature=0.0, trace_layer=1, **settings, **self.INT8)
+        assert sampled["ids"][:-1] == ids[: len(sampled["ids"]) - 1]
+        cache = allocate_kv_cache(L=1, B=1, H=1, T_max=4, D=8, device="cpu", dtype="int8")
+        assert cache.dtype == torch.int8
+
+    @pytest.mark.parametrize("length", [4, 11, 13])
+    def test_beyond_the_context(self, tiny_model: Callable, length: int) -> None:
+        """Then nothing is cached, nor rounded."""
+        model = tiny_model(max_position_embeddings=12)
+        options = {"on_full": "recompute", **self.INT8}
+        prompt = (LONG * 2)[:length]
+        whole = generate(model, Letters(), prompt, self.GREEDY, **options).token_ids
+        assert len(whole) == 12
+        if length > 12:
+            plain = generate(model, Letters(), prompt, self.GREEDY, on_full="recompute", use_kv_cache=False)
+            assert whole == plain.token_ids
+
+    @pytest.mark.parametrize("function", [generate, stream])
+    @pytest.mark.parametrize("word", ["int4", "float32", "bfloat16", "INT8", "", None, torch.int8])
+    def test_another_word_is_refused(self, function: Callable, word: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(KVCache, "from_model_config", lambda *args, **options: pytest.fail("memory was taken"))
+        mock = MockModel(0)
+        message = re.escape(f"cache_dtype must be one of auto, int8, not {word!r}")
+        for settings in ({}, {"use_kv_cache": False}):
+            with pytest.raises(ValueError, match=message):
+                function(mock, MockTokenizer(), [1], self.GREEDY, cache_dtype=word, **settings)
+        with pytest.raises(ValueError, match=message):
+            make_cache(mock, 8, torch.device("cpu"), cache_dtype=word)
+        with pytest.raises(ValueError, match=message):
+            generate_ids_greedy_cached(mock, [1], max_new_tokens=2, eot_token_id=3, cache_dtype=word)
+        assert mock.calls == 0
+
+    @pytest.mark.parametrize("function", [generate, stream])
+    def test_without_a_cache_it_is_refused(self, function: Callable) -> None:
+        mock = MockModel(0)
+        with pytest.raises(ValueError, match="cache_dtype='int8' needs a cache, but use_kv_cache=False"):
+            function(mock, MockTokenizer(), [1], self.GREEDY, use_kv_cache=False, **self.INT8)
+        with pytest.raises(ValueError, match="cache_dtype='int8' needs a cache"):
+            make_cache(mock, 8, torch.device("cpu"), use_kv_cache=False, **self.INT8)
+        assert mock.calls == 0
+
+    @pytest.mark.parametrize(
+        ("wrap", "held"),
+        [
+            (lambda cache: cache, "torch.float32"),
+            (lambda cache: TracedCache(cache, [0]), "torch.float32"),
+            (lambda cache: NoCache(), "torch.float32"),
+            (lambda cache: BatchCache([cache]), "BatchCache"),
+        ],
+        ids=["own", "watched", "none", "batch"],
+    )
+    def test_a_cache_that_does_not_round_is_refused(self, wrap: Callable, held: str) -> None:
+        mock = MockModel(0)
+        own = wrap(KVCache.from_model_config(mock.config, 40, dtype="float32", device="cpu"))
+        with pytest.raises(ValueError, match=f"cache_dtype='int8' was asked for, but the cache .* is {held}"):
+            stream(mock, MockTokenizer(), [1], self.GREEDY, cache=own, **self.INT8)
+        assert mock.calls == 0
+
+    def test_a_watched_cache_that_rounds_is_taken(self, model: Decoder) -> None:
+        own = KVCache.from_model_config(model.config, 64, dtype="int8", device="cpu")
+        result = generate(model, Letters(), LONG, self.GREEDY, cache=TracedCache(own, [1]), **self.INT8)
+        assert result.token_ids == generate(model, Letters(), LONG, self.GREEDY, **self.INT8).token_ids
+
+    def test_an_odd_head_dim_is_refused(self) -> None:
+        mock = MockModel(0, head_dim=5, rope=None)
+        with pytest.raises(ValueError, match="an int8 cache needs an even head_dim, not 5"):
+            stream(mock, MockTokenizer(), [1], self.GREEDY, **self.INT8)
+        assert mock.calls == 0
 
 
 class TestOnFull:

@@ -1,4 +1,4 @@
-"""Choosing a device and a dtype, and finding out how much memory there is."""
+"""Choosing a device, a dtype and threads, and finding out how much memory there is."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from infer import machine
-from infer.machine import available_memory, resolve_device, resolve_dtype
+from infer.machine import available_memory, cpu_threads, resolve_device, resolve_dtype, use_threads
 
 CPU = torch.device("cpu")
+OWN = "/proc/self/cgroup"
 MEMINFO = "/proc/meminfo"
 V2 = {"/sys/fs/cgroup/memory.max": "3000", "/sys/fs/cgroup/memory.current": "1000"}
 V1 = {
@@ -100,6 +101,131 @@ class TestDtype:
     def test_refused(self, dtype: str | torch.dtype, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             resolve_dtype(dtype, CPU)
+
+
+def quota_files(folder: str, quota: int, period: int = 100_000) -> dict[str, str]:
+    """As cgroup v1 has them."""
+    return {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": f"{period}\n"}
+
+
+V1_ROOT = "/sys/fs/cgroup/cpu"
+V2_CPUS = "/sys/fs/cgroup/cpu.max"
+IN_V1 = {OWN: "5:memory:/elsewhere\n2:cpuacct:/\n1:cpu,cpuacct:/a/b\n0::/\n"}
+IN_V2 = {OWN: "0::/a/b\n"}
+NO_LIMIT = {V2_CPUS: "max 100000\n"}
+# What the files of a machine with 8 cores say, and how many threads that leaves.
+LIMITS: dict[str, tuple[dict[str, str], int]] = {
+    "no files": ({}, 8),
+    "no limit": ({OWN: "0::/\n", **NO_LIMIT}, 8),
+    "a container": ({OWN: "0::/\n", V2_CPUS: "300000 100000\n"}, 3),
+    "another period": ({OWN: "0::/\n", V2_CPUS: "100000 50000\n"}, 2),
+    "part of a CPU more": ({OWN: "0::/\n", V2_CPUS: "250000 100000\n"}, 3),
+    "part of a CPU": ({OWN: "0::/\n", V2_CPUS: "20000 100000\n"}, 1),
+    "more than there are": ({OWN: "0::/\n", V2_CPUS: "6400000 100000\n"}, 8),
+    "its own": ({**IN_V2, "/sys/fs/cgroup/a/b/cpu.max": "200000 100000", **NO_LIMIT}, 2),
+    "one around it": ({**IN_V2, "/sys/fs/cgroup/a/cpu.max": "200000 100000", **NO_LIMIT}, 2),
+    "the tightest, within": (
+        {**IN_V2, "/sys/fs/cgroup/a/cpu.max": "500000 100000", "/sys/fs/cgroup/a/b/cpu.max": "200000 100000"},
+        2,
+    ),
+    "the tightest, around": (
+        {**IN_V2, "/sys/fs/cgroup/a/cpu.max": "200000 100000", "/sys/fs/cgroup/a/b/cpu.max": "500000 100000"},
+        2,
+    ),
+    "someone else's": ({**IN_V2, "/sys/fs/cgroup/c/cpu.max": "100000 100000"}, 8),
+    "the host's name for it": ({OWN: "0::/host/name\n", V2_CPUS: "200000 100000"}, 2),
+    "outside of what it sees": ({OWN: "0::/../up\n", V2_CPUS: "200000 100000"}, 2),
+    "v1": ({**IN_V1, **quota_files(f"{V1_ROOT}/a/b", 200_000)}, 2),
+    "v1, around": ({**IN_V1, **quota_files(f"{V1_ROOT}/a/b", -1), **quota_files(V1_ROOT, 350_000)}, 4),
+    "v1 without a limit": ({**IN_V1, **quota_files(V1_ROOT, -1)}, 8),
+    "v1, half of it": ({**IN_V1, f"{V1_ROOT}/cpu.cfs_quota_us": "100000"}, 8),
+    "an empty file": ({OWN: "0::/\n", V2_CPUS: ""}, 8),
+    "words": ({OWN: "0::/\n", V2_CPUS: "many few"}, 8),
+    "too many words": ({OWN: "0::/\n", V2_CPUS: "1 2 3"}, 8),
+    "a period of 0": ({OWN: "0::/\n", V2_CPUS: "100000 0"}, 8),
+    "a negative quota": ({OWN: "0::/\n", V2_CPUS: "-100000 100000"}, 8),
+    "not the file we know": ({OWN: "\nnonsense\n:\n1:cpu\n0::\n", V2_CPUS: "200000 100000"}, 2),
+}
+
+
+class TestThreads:
+    @pytest.fixture(autouse=True)
+    def used(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """A machine of 16 CPUs with two threads to a core, for which torch chooses 8. Holds the numbers chosen."""
+        numbers = [8]
+        monkeypatch.setattr(torch, "get_num_threads", lambda: numbers[-1])
+        monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+        monkeypatch.setattr(os, "cpu_count", lambda: 16)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+        monkeypatch.setattr(machine, "_threads_are_chosen", False)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        with_files(monkeypatch, {})
+        return numbers
+
+    @pytest.mark.parametrize(("files", "expected"), LIMITS.values(), ids=LIMITS)
+    def test_container(self, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int) -> None:
+        with_files(monkeypatch, files)
+        assert cpu_threads() == expected
+
+    @pytest.mark.parametrize(("allowed", "expected"), [({3}, 1), ({0, 5, 9}, 3), (set(range(12)), 8)])
+    def test_affinity(self, monkeypatch: pytest.MonkeyPatch, allowed: set[int], expected: int) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
+        assert cpu_threads() == expected
+
+    def test_no_affinity_to_ask_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """macOS and Windows."""
+        monkeypatch.delattr(os, "sched_getaffinity")
+        assert cpu_threads() == 8
+
+    def test_least_of_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with_files(monkeypatch, {OWN: "0::/\n", V2_CPUS: "500000 100000"})
+        assert cpu_threads() == 5
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2})
+        assert cpu_threads() == 2
+
+    @pytest.mark.parametrize(("quota", "expected"), [("200000 100000", 2), ("max 100000", 8), ("1600000 100000", 8)])
+    def test_default(self, monkeypatch: pytest.MonkeyPatch, used: list[int], quota: str, expected: int) -> None:
+        """Never more than torch has chosen."""
+        with_files(monkeypatch, {OWN: "0::/\n", V2_CPUS: quota})
+        use_threads()
+        assert used[-1] == expected
+
+    def test_default_leaves_what_the_user_chose(self, monkeypatch: pytest.MonkeyPatch, used: list[int]) -> None:
+        with_files(monkeypatch, {OWN: "0::/\n", V2_CPUS: "200000 100000"})
+        with monkeypatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "6")
+            use_threads()
+        assert used == [8]
+        use_threads(5)
+        use_threads()
+        assert used == [8, 5]
+
+    def test_default_is_chosen_once(self, monkeypatch: pytest.MonkeyPatch, used: list[int]) -> None:
+        """Whoever tells torch another number after a model has been loaded keeps it when the next one is."""
+        with_files(monkeypatch, {OWN: "0::/\n", V2_CPUS: "200000 100000"})
+        use_threads()
+        torch.set_num_threads(7)
+        use_threads()
+        assert used == [8, 2, 7]
+
+    @pytest.mark.parametrize("count", [1, 12, 16])
+    def test_as_given(self, monkeypatch: pytest.MonkeyPatch, used: list[int], count: int) -> None:
+        """Also more than is of use, and whatever the environment says."""
+        with_files(monkeypatch, {OWN: "0::/\n", V2_CPUS: "200000 100000"})
+        monkeypatch.setenv("OMP_NUM_THREADS", "6")
+        use_threads(count)
+        assert used[-1] == count
+
+    @pytest.mark.parametrize("count", [0, -1, 17, 2.0, "2", True])
+    def test_refused(self, used: list[int], count: object) -> None:
+        message = f"threads must be a whole number from 1 to this machine's 16 CPUs, not {count!r}"
+        with pytest.raises(ValueError, match=message):
+            use_threads(count)  # type: ignore[arg-type]
+        assert used == [8]
+
+
+def test_threads_of_this_machine() -> None:
+    assert 1 <= cpu_threads() <= torch.get_num_threads()
 
 
 class TestMemory:

@@ -32,6 +32,7 @@ PUBLIC = [
     "generate_ids_greedy_cached",
     "generate_ids_greedy_full",
     "load_model",
+    "perplexity",
     "prefill",
     "render_chat_template",
     "stream",

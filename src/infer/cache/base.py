@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from infer.cache.int8 import decode, encode, width
 from infer.config import ModelConfig
 from infer.machine import available_memory, resolve_device, resolve_dtype
 from infer.ops.attention import Masks, span_attention
+
+CACHE_DTYPES = ("auto", "int8")  # auto: the model's own
 
 
 class Cache(Protocol):
@@ -33,6 +36,7 @@ class Cache(Protocol):
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
     ) -> Tensor: ...  # [B, Hq, n, D]
+    def table(self, config: ModelConfig) -> Any: ...  # for kernels that write and attend by themselves; None: attend
     def advance(self, n: int) -> None: ...  # once per forward, by the Decoder
     def truncate(self, seq_len: int) -> None: ...  # rewind; refuses, never corrupts
     def reset(self) -> None: ...
@@ -49,7 +53,11 @@ class CacheShape(NamedTuple):
 
 
 class BaseCache(ABC):
-    """A cache whose rows all have the same length, and which returns keys in the order of their positions."""
+    """A cache whose rows all have the same length, and which returns keys in the order of their positions.
+
+    One of dtype int8 takes and returns floats of any dtype, rounded: a pass attends to its own keys and values as
+    they are stored, so that results do not depend on how a prompt is cut into passes.
+    """
 
     keeps_gradients = False
 
@@ -57,6 +65,10 @@ class BaseCache(ABC):
         self.shape = shape
         self.dtype = dtype
         self.device = device
+        self.quantized = dtype is torch.int8
+        self.width = width(shape.head_dim, dtype)  # elements that it stores of each vector
+        if self.quantized:
+            self.keeps_gradients = False
         self.seq_len = 0
         self._masks: Masks = {}  # of this forward pass
 
@@ -72,7 +84,7 @@ class BaseCache(ABC):
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "auto",
     ) -> Self:
-        """An empty cache. "auto" chooses as `load_model` does."""
+        """An empty cache. dtype: "int8" for one that rounds; "auto" chooses as `load_model` does."""
         shape = CacheShape(num_layers, batch_size, num_kv_heads, max_seq_len, head_dim)
         return cls._empty(*checked(shape, dtype, device))
 
@@ -111,8 +123,13 @@ class BaseCache(ABC):
         """Bytes held by keys and values."""
 
     @abstractmethod
+    def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """`update`, but what it returns is as stored: [B, Hkv, seq_len + n, width]."""
+
     def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, Hkv, n, D] behind what is filled; return all keys and values [B, Hkv, seq_len + n, D]."""
+        keys, values = self._store(layer_idx, k, v)
+        return (decode(keys, k.dtype), decode(values, v.dtype)) if self.quantized else (keys, values)
 
     def positions(self, n: int) -> Tensor:
         self._check_room(n)
@@ -122,8 +139,18 @@ class BaseCache(ABC):
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
     ) -> Tensor:
         """Store k and v, then attend from q [B, Hq, n, D] to every key the rule makes visible."""
-        keys, values = self.update(layer_idx, k, v)
+        keys, values = self._store(layer_idx, k, v)
+        if self.quantized:
+            seen = keys.shape[2] if window is None else min(keys.shape[2], window + q.shape[2] - 1)
+            keys, values = decode(keys[:, :, -seen:], k.dtype), decode(values[:, :, -seen:], v.dtype)
         return span_attention(q, keys, values, scale=scale, window=window, masks=self._masks)
+
+    def table(self, config: ModelConfig) -> Any:
+        """Where the next token of each row goes, layer by layer (`ops.compiled.Table`), in a model of this config.
+
+        None: nowhere that a kernel could write to, so that every layer must `attend`.
+        """
+        return None
 
     def advance(self, n: int) -> None:
         self._check_room(n)
@@ -153,8 +180,19 @@ class BaseCache(ABC):
         ):
             if has != needs:
                 raise ValueError(f"the cache has {has} {name}, but {needs} are needed")
-        if self.dtype != (dtype or self.dtype) or self.device != device:
+        if (self.dtype != (dtype or self.dtype) and not self.quantized) or self.device != device:
             raise ValueError(f"the cache is {self.dtype} on {self.device}, but the model is {dtype} on {device}")
+
+    def _suits_kernels(self, config: ModelConfig) -> bool:
+        """Whether kernels can write to this cache for such a model; what does not fit it is left to `attend` to refuse."""
+        own = self.shape
+        return (
+            self.dtype in (torch.float32, torch.int8)
+            and self.device.type == "cpu"
+            and own.num_layers == config.num_hidden_layers
+            and own.num_kv_heads == config.num_key_value_heads
+            and own.head_dim == config.computed_head_dim
+        )
 
     def _move_to(self, seq_len: int) -> None:
         self.seq_len = seq_len
@@ -168,8 +206,8 @@ class BaseCache(ABC):
                 f"KV cache overflow: {self.seq_len} positions filled, {n} more asked for, capacity {self.capacity}"
             )
 
-    def _check_update(self, layer_idx: int, k: Tensor, v: Tensor) -> int:
-        """Everything that could go wrong with a write, before anything is written. Returns n."""
+    def _to_store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[int, Tensor, Tensor]:
+        """Everything that could go wrong with a write, before anything is written. Returns n, and what to write."""
         num_layers, batch_size, num_kv_heads, _, head_dim = self.shape
         if not 0 <= layer_idx < num_layers:
             raise ValueError(f"layer {layer_idx} of a cache with {num_layers} layers")
@@ -180,14 +218,19 @@ class BaseCache(ABC):
                 f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit the cache: "
                 f"expected [batch {batch_size}, kv_heads {num_kv_heads}, n, head_dim {head_dim}]"
             )
-        if k.dtype != self.dtype or v.dtype != self.dtype:
+        if self.quantized:
+            if k.dtype != v.dtype or not k.is_floating_point():
+                raise ValueError(f"k is {k.dtype} and v is {v.dtype}, but the cache takes floats of one dtype")
+        elif k.dtype != self.dtype or v.dtype != self.dtype:
             raise ValueError(f"k is {k.dtype} and v is {v.dtype}, but the cache holds {self.dtype}")
         if k.requires_grad and not self.keeps_gradients and torch.is_grad_enabled():
             raise ValueError("this cache keeps no gradients: run the model under torch.no_grad() or inference_mode()")
         if k.device != self.device or v.device != self.device:
             raise ValueError(f"k is on {k.device} and v on {v.device}, but the cache is on {self.device}")
         self._check_room(n)
-        return n
+        if self.quantized:
+            k, v = encode(torch.stack((k, v))).unbind()
+        return n, k, v
 
 
 def checked(
@@ -198,12 +241,19 @@ def checked(
         if size < 1:
             raise ValueError(f"{name} must be at least 1, not {size}")
     device = resolve_device(device)
-    return shape, resolve_dtype(dtype, device), device
+    return shape, torch.int8 if dtype in ("int8", torch.int8) else resolve_dtype(dtype, device), device
+
+
+def resolve_cache_dtype(cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """What a cache stores for a model of this dtype."""
+    if cache_dtype not in CACHE_DTYPES:
+        raise ValueError(f"cache_dtype must be one of {', '.join(CACHE_DTYPES)}, not {cache_dtype!r}")
+    return torch.int8 if cache_dtype == "int8" else dtype
 
 
 def check_memory(positions: int, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a cache that would not fit, before it is allocated. positions: stored by all layers together."""
-    needed = 2 * positions * shape.batch_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    needed = 2 * positions * shape.batch_size * shape.num_kv_heads * width(shape.head_dim, dtype) * dtype.itemsize
     free = available_memory(device)
     if free is not None and needed > free:
         raise ValueError(
@@ -229,7 +279,7 @@ class NoCache(BaseCache):
     def memory_bytes(self) -> int:
         return 0
 
-    def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v
 
     def attend(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from infer.cache.base import Cache
+from infer.config import ModelConfig
 
 
 class BatchCache:
@@ -52,6 +55,10 @@ class BatchCache:
             for i, row in enumerate(self.rows)
         ]
         return torch.cat(out)
+
+    def table(self, config: ModelConfig) -> Any:
+        tables = [row.table(config) for row in self.rows]
+        return None if any(table is None for table in tables) else np.concatenate(tables, 1)
 
     def advance(self, n: int) -> None:
         for row in self.rows:

@@ -19,16 +19,16 @@ class GrowingCache(BaseCache):
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, dtype, device)
-        empty = torch.empty(shape.batch_size, shape.num_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
-        self.k = [empty] * shape.num_layers  # each [B, Hkv, filled, D]
+        empty = torch.empty(shape.batch_size, shape.num_kv_heads, 0, self.width, dtype=dtype, device=device)
+        self.k = [empty] * shape.num_layers  # each [B, Hkv, filled, width]
         self.v = [empty] * shape.num_layers
 
     @property
     def memory_bytes(self) -> int:
         return sum(t.nbytes for t in self.k + self.v)
 
-    def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self._check_update(layer_idx, k, v)
+    def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        _, k, v = self._to_store(layer_idx, k, v)
         # Only what is filled: a forward pass that failed may have left more.
         self.k[layer_idx] = torch.cat((self.k[layer_idx][:, :, : self.seq_len], k), dim=2)
         self.v[layer_idx] = torch.cat((self.v[layer_idx][:, :, : self.seq_len], v), dim=2)

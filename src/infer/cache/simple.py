@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from infer.cache.base import BaseCache, CacheShape, check_memory
+from infer.cache.int8 import values_in, width
+from infer.config import ModelConfig
+from infer.ops.compiled import Table
 
 
 class KVCache(BaseCache):
     """Keys (after QK-norm and RoPE) and values of all layers, preallocated.
 
     k, v: [num_layers, batch, num_kv_heads, max_seq_len, head_dim]; seq_len: how many positions are filled.
-    In formulas these are L, B, H, T_max, D and t.
+    In formulas these are L, B, H, T_max, D and t. In int8, each vector of D has its scales behind it.
     """
 
     def __init__(self, k: Tensor, v: Tensor, seq_len: int = 0) -> None:
@@ -23,18 +26,21 @@ class KVCache(BaseCache):
                 f"k and v must be alike, [layers, batch, kv_heads, max_seq_len, head_dim]; got "
                 f"k {tuple(k.shape)} {k.dtype} on {k.device}, v {tuple(v.shape)} {v.dtype} on {v.device}"
             )
-        super().__init__(CacheShape(*k.shape), k.dtype, k.device)
+        head_dim = values_in(k.shape[4]) if k.dtype is torch.int8 else k.shape[4]
+        super().__init__(CacheShape(*k.shape)._replace(head_dim=head_dim), k.dtype, k.device)
         if not 0 <= seq_len <= self.capacity:
             raise ValueError(f"seq_len {seq_len} is outside 0..{self.capacity}")
         self.k = k
         self.v = v
         self.seq_len = seq_len
         self._views = Views(-1, (), (), (), ())
+        self._table: Table | None = None
 
     @classmethod
     def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
         check_memory(shape.num_layers * shape.max_seq_len, shape, dtype, device)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        stored = (*shape[:4], width(shape.head_dim, dtype))
+        return cls(torch.zeros(stored, dtype=dtype, device=device), torch.zeros(stored, dtype=dtype, device=device))
 
     @property
     def L(self) -> int:
@@ -52,14 +58,21 @@ class KVCache(BaseCache):
     def memory_bytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
-    def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        n = self._check_update(layer_idx, k, v)
+    def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        n, k, v = self._to_store(layer_idx, k, v)
         if n != self._views.n:
             self._views = self._slice(n)
         views = self._views
         views.new_k[layer_idx].copy_(k)
         views.new_v[layer_idx].copy_(v)
         return views.k[layer_idx], views.v[layer_idx]
+
+    def table(self, config: ModelConfig) -> Any:
+        if not self._suits_kernels(config):
+            return None
+        if self._table is None:
+            self._table = Table(self.k.unbind(), self.v.unbind())
+        return self._table.at(self.seq_len)
 
     def _move_to(self, seq_len: int) -> None:
         self._views = Views(-1, (), (), (), ())  # first: an interrupt in between must not leave them behind
@@ -80,7 +93,7 @@ class Views(NamedTuple):
     """Views of every layer for the forward pass under way: cutting them all at once is cheaper than one by one."""
 
     n: int
-    new_k: tuple[Tensor, ...]  # each [B, Hkv, n, D]: where the pass writes
+    new_k: tuple[Tensor, ...]  # each [B, Hkv, n, width]: where the pass writes
     new_v: tuple[Tensor, ...]
-    k: tuple[Tensor, ...]  # each [B, Hkv, seq_len + n, D]: what it reads
+    k: tuple[Tensor, ...]  # each [B, Hkv, seq_len + n, width]: what it reads
     v: tuple[Tensor, ...]

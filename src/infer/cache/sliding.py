@@ -8,7 +8,7 @@ see. What lies beyond the window is kept until it is overwritten: that is how fa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from infer.cache.base import BaseCache, CacheShape, check_memory, checked
 from infer.config import ModelConfig
 from infer.ops.attention import ring_attention, ring_span
+from infer.ops.compiled import Table
 
 PREFILL_CHUNK = 512
 
@@ -23,7 +24,7 @@ PREFILL_CHUNK = 512
 class SlidingCache(BaseCache):
     """Window layers keep a ring of `window + prefill_chunk` positions, the others keep everything.
 
-    k, v: one tensor per layer, [batch, num_kv_heads, slots, head_dim].
+    k, v: one tensor per layer, [batch, num_kv_heads, slots, width]: the head_dim, and in int8 the scales.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class SlidingCache(BaseCache):
         self._places = [(sizes.index(count), slots[:i].count(count)) for i, count in enumerate(slots)]
         self._stacks_k, self._stacks_v = (
             [
-                torch.zeros(slots.count(count), *shape[1:3], count, shape.head_dim, dtype=dtype, device=device)
+                torch.zeros(slots.count(count), *shape[1:3], count, self.width, dtype=dtype, device=device)
                 for count in sizes
             ]
             for _ in range(2)
         )
         self.k, self.v = self._by_layer(self._stacks_k), self._by_layer(self._stacks_v)
+        self._table: Table | None = None
         self._next: tuple[list[Tensor], list[Tensor]] | None = None  # by layer, the slots of one more token
         self._oldest = [0] * shape.num_layers  # the first position that has not been overwritten
         self._staged: dict[int, tuple[Tensor, Tensor]] = {}  # of a pass too wide to be written before it is through
@@ -117,9 +119,9 @@ class SlidingCache(BaseCache):
                 raise ValueError("a pass was interrupted while it wrote: reset the cache, and feed the tokens again")
         return super().positions(n)
 
-    def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As in every cache, but a window layer returns only the keys and values that the new queries can see."""
-        n = self._check_update(layer_idx, k, v)
+        n, k, v = self._to_store(layer_idx, k, v)
         first, end = self._first_seen(layer_idx), self.seq_len + n
         rings = self.k[layer_idx], self.v[layer_idx]
         slots = rings[0].shape[2]
@@ -136,12 +138,23 @@ class SlidingCache(BaseCache):
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
     ) -> Tensor:
         self._check_window(layer_idx, window)
-        if q.shape[2] > 1 or window != self.windows[layer_idx]:
+        if q.shape[2] > 1 or window != self.windows[layer_idx] or self.quantized:
             return super().attend(layer_idx, q, k, v, scale=scale, window=window)
-        self._check_update(layer_idx, k, v)
+        _, k, v = self._to_store(layer_idx, k, v)
         self._write_one(layer_idx, k, v)
         first = self._first_seen(layer_idx)
         return ring_attention(q, self.k[layer_idx], self.v[layer_idx], first, self.seq_len + 1, scale=scale)
+
+    def table(self, config: ModelConfig) -> Any:
+        windows = tuple(config.window(i) for i in range(config.num_hidden_layers))
+        if windows != self.windows or not self._suits_kernels(config):
+            return None
+        if self._table is None:
+            self._table = Table(self.k, self.v)
+        self._staged = {}
+        end = self.seq_len + 1
+        self._oldest = [max(oldest, end - k.shape[2]) for oldest, k in zip(self._oldest, self.k, strict=True)]
+        return self._table.at(self.seq_len)
 
     def advance(self, n: int) -> None:
         self._check_room(n)
@@ -196,7 +209,7 @@ class SlidingCache(BaseCache):
         self._next[1][layer_idx].copy_(v)
 
     def _write(self, layer_idx: int, start: int, k: Tensor, v: Tensor) -> None:
-        """Put k, v [B, Hkv, n, D] into the slots of positions start..start+n-1, n being at most the ring's length."""
+        """Put k, v [B, Hkv, n, width] into the slots of positions start..start+n-1, no more than the ring has."""
         self._staged.pop(layer_idx, None)
         n, slots = k.shape[2], self.k[layer_idx].shape[2]
         slot = start % slots

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from infer.cache.base import Cache
+from infer.config import ModelConfig
 
 
 class WrappedCache:
@@ -35,6 +38,9 @@ class WrappedCache:
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
     ) -> Tensor:
         return self.cache.attend(layer_idx, q, k, v, scale=scale, window=window)
+
+    def table(self, config: ModelConfig) -> Any:
+        return None  # a watcher sees what goes through `attend`
 
     def advance(self, n: int) -> None:
         self.cache.advance(n)

@@ -23,6 +23,7 @@ for command in (
     catalogue.info,
     measure.verify,
     measure.bench,
+    measure.perplexity,
 ):
     app.command()(command)
 

@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from infer.cli.common import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelArgument
+from infer.cli.common import (
+    DEFAULT_MODEL,
+    CacheDtypeOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    QuantizeOption,
+    check_cache_dtype,
+)
 
 
 def pull(name: Annotated[str, typer.Argument(help="A built-in name or a hub id.", metavar="NAME")]) -> None:
@@ -38,12 +47,15 @@ def info(
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    quantize: QuantizeOption = None,
+    cache_dtype: CacheDtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """What a model is and what it will need, before anything is allocated."""
     from infer.loader.describe import describe
 
-    facts = describe(model, dtype, device, context)
+    check_cache_dtype(cache_dtype)
+    facts = describe(model, dtype, device, context, quantize=quantize, cache_dtype=cache_dtype)
     if as_json:
         print(json.dumps(asdict(facts)))
         return

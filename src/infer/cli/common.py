@@ -4,12 +4,15 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Annotated, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from infer.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from infer.models.common import Decoder
 
 DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "A folder, a .gguf file, nanoGPT's .pt file, a built-in name (see `infer models`), or a hub id."
@@ -17,6 +20,25 @@ ModelArgument = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+QuantizeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Keep the weights in 4 or 8 bits: less to read for each token.", metavar="int4|int8", show_default="none"
+    ),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(help="Threads to compute on, on a CPU.", show_default="the cores that this process may use"),
+]
+CACHE_DTYPES = ("auto", "int8")
+CacheDtypeOption = Annotated[
+    str,
+    typer.Option(
+        help="What the cache keeps keys and values in. auto: the model's dtype. int8: 8 bits, and a scale for each "
+        "head and position.",
+        metavar="auto|int8",
+    ),
+]
 PrefillChunkOption = Annotated[
     int | None,
     typer.Option(
@@ -49,30 +71,74 @@ def say(message: str = "") -> None:
     print(message, file=sys.stderr, flush=True)
 
 
+def check_cache_dtype(cache_dtype: str, kv_cache: bool = True) -> None:
+    if cache_dtype not in CACHE_DTYPES:
+        raise ValueError(f"--cache-dtype must be {' or '.join(CACHE_DTYPES)}, not {cache_dtype!r}")
+    if cache_dtype != "auto" and not kv_cache:
+        raise ValueError(f"--cache-dtype {cache_dtype} needs the cache: leave --no-kv-cache out")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a command loads its model. Each field is an option."""
+
+    dtype: DtypeOption = "auto"
+    device: DeviceOption = "auto"
+    quantize: QuantizeOption = None
+    threads: ThreadsOption = None
+
+    def load(self, model: str) -> "Decoder":
+        from infer import load_model
+        from infer.machine import use_threads
+
+        if self.threads is not None:
+            use_threads(self.threads)
+        return load_model(model, dtype=self.dtype, device=self.device, quantize=self.quantize)[0]
+
+
+def loading_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of Loading, and hand it the whole as `loading`."""
+    options = [keyword(field.name, field.type, field.default) for field in fields(Loading)]
+    return replaced("loading", command, options, Loading)
+
+
 def sampling_options(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
     """Give a command an option for each field of SamplingParams, and hand it the whole as `params`.
 
     defaults: other ones than the fields have.
     """
-    signature = inspect.signature(command)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "params"]
-
-    @functools.wraps(command)
-    def wrapped(**values: Any) -> None:
-        chosen = {field.name: values.pop(field.name) for field in fields(SamplingParams)}
-        chosen["logit_bias"] = dict(map(parse_bias, chosen["logit_bias"]))
-        command(**values, params=SamplingParams(**chosen))
-
     types = {"top_k": int | None, "seed": int | None, "stop": list[str], "logit_bias": list[str]}
     options = [
-        inspect.Parameter(
+        keyword(
             field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=[] if types.get(field.name) == list[str] else defaults.get(field.name, field.default),
-            annotation=Annotated[types.get(field.name, type(field.default)), typer.Option(help=field.metadata["help"])],
+            Annotated[types.get(field.name, type(field.default)), typer.Option(help=field.metadata["help"])],
+            [] if types.get(field.name) == list[str] else defaults.get(field.name, field.default),
         )
         for field in fields(SamplingParams)
     ]
+
+    def make(logit_bias: list[str], **values: Any) -> SamplingParams:
+        return SamplingParams(logit_bias=dict(map(parse_bias, logit_bias)), **values)
+
+    return replaced("params", command, options, make)
+
+
+def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def replaced(
+    name: str, command: Callable[..., None], options: list[inspect.Parameter], make: Callable[..., Any]
+) -> Callable[..., None]:
+    """The command with options in place of its parameter of that name, which is made of them."""
+    signature = inspect.signature(command)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> None:
+        chosen = {option.name: values.pop(option.name) for option in options}
+        command(**values, **{name: make(**chosen)})
+
     wrapped.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return wrapped
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infer.cli.common import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption, say
+from infer.cli.common import DEFAULT_MODEL, JsonOption, Loading, ModelOption, loading_options, say
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -25,6 +25,7 @@ CHART_ROWS = 8
 NEW_STYLE, REPEATED_STYLE, REUSED_STYLE = "bold green", "red", "cyan"
 
 
+@loading_options
 def explain(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")] = "The cat sat on the",
     *,
@@ -32,12 +33,11 @@ def explain(
     max_new_tokens: Annotated[
         int, typer.Option(help="Tokens to generate, greedily and past any end of the text: 2 or more.")
     ] = 24,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
     as_json: JsonOption = False,
+    loading: Loading,
 ) -> None:
     """See what the KV cache saves: generate with it and without it, and count, time and weigh."""
-    from infer import ModelConfig, Tokenizer, load_model
+    from infer import ModelConfig, Tokenizer
     from infer import explain as explaining
     from infer.trace.text import token_texts
 
@@ -45,7 +45,7 @@ def explain(
     tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
     prompt_ids = tokenizer.encode(text)
     explaining.check(config, prompt_ids, max_new_tokens)  # before the weights are read
-    network, _ = load_model(model, dtype=dtype, device=device)
+    network = loading.load(model)
     say(f"generating {max_new_tokens} tokens with the cache, and then again without it")
     run = explaining.explain(network, tokenizer, prompt_ids, max_new_tokens)
     tokens = token_texts(tokenizer, [*run.prompt_token_ids, *run.token_ids])

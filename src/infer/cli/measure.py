@@ -1,7 +1,8 @@
-"""`infer verify` and `infer bench`: is it the same, and what does it buy."""
+"""`infer verify`, `infer bench` and `infer perplexity`: is it the same, what does it buy, and how good is it."""
 
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,30 +11,35 @@ import typer
 
 from infer.cli.common import (
     DEFAULT_MODEL,
-    DeviceOption,
-    DtypeOption,
+    CacheDtypeOption,
     JsonOption,
+    Loading,
     ModelArgument,
     ModelOption,
     PrefillChunkOption,
+    check_cache_dtype,
+    loading_options,
     say,
 )
 
 
+@loading_options
 def verify(
     model: ModelArgument = DEFAULT_MODEL,
+    *,
     prompts: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32,
     seed: Annotated[int, typer.Option(help="For the sampled runs.")] = 0,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
+    cache_dtype: CacheDtypeOption = "auto",
     as_json: JsonOption = False,
+    loading: Loading,
 ) -> None:
     """Check that the cache changes nothing: generate with every kind of cache, in chunks, in a batch, and without."""
-    from infer import ModelConfig, Tokenizer, load_model
+    from infer import ModelConfig, Tokenizer
     from infer.engine.verify import check, number_of_comparisons, own_prompts, with_long_prompt
     from infer.engine.verify import verify as compare_runs
 
+    check_cache_dtype(cache_dtype)
     texts: list[str] = []
     if prompts is not None:
         texts = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -51,10 +57,11 @@ def verify(
     check(config, prompt_ids, max_new_tokens)  # before the weights are read
     if config.has_windows and max(map(len, prompt_ids)) <= (config.sliding_window or 0):
         say(f"note: no prompt is longer than the window of {config.sliding_window}: what windows forget goes untested")
-    network, _ = load_model(model, dtype=dtype, device=device)
-    say(f"{number_of_comparisons(config, prompt_ids)} runs to come, each compared with one without a cache")
+    network = loading.load(model)
+    reference = "without a cache" if cache_dtype == "auto" else f"that recomputes everything, in {cache_dtype}"
+    say(f"{number_of_comparisons(config, prompt_ids)} runs to come, each compared with one {reference}")
     rows = []
-    for row in compare_runs(network, tokenizer, prompt_ids, max_new_tokens, seed):
+    for row in compare_runs(network, tokenizer, prompt_ids, max_new_tokens, seed, cache_dtype):
         rows.append(row)
         if not as_json:
             outcome = f"equal, {row.tokens} tokens"
@@ -67,11 +74,13 @@ def verify(
     if as_json:
         comparisons = [asdict(row) | {"prompt": texts[row.prompt], "equal": row.equal} for row in rows]
         print(json.dumps({"model": model, "equal": not different, "comparisons": comparisons}))
-    say(f"{len(rows) - different} of {len(rows)} runs with a cache generate exactly what the run without one does")
+    what = "the run without one does" if cache_dtype == "auto" else f"the run {reference}, does"
+    say(f"{len(rows) - different} of {len(rows)} runs with a cache generate exactly what {what}")
     if different:
         sys.exit(1)
 
 
+@loading_options
 def bench(
     *,
     model: ModelOption = DEFAULT_MODEL,
@@ -85,20 +94,20 @@ def bench(
     warmup: Annotated[int, typer.Option(help="Runs before those.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw step time against position into this PNG.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write everything measured into this JSON file.")] = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
+    cache_dtype: CacheDtypeOption = "auto",
     as_json: JsonOption = False,
+    loading: Loading,
 ) -> None:
     """Measure time to the first token, decode speed and memory."""
-    from infer import ModelConfig, Tokenizer, load_model
+    from infer import ModelConfig, Tokenizer
     from infer import bench as bencher
 
     lengths = list(bencher.SUITE.values()) if suite else [(prompt_tokens, new_tokens)]
-    configs = [
-        bencher.BenchConfig(prompt, new, trials, warmup, use_kv_cache, chunk)
-        for prompt, new in lengths
-        for use_kv_cache, chunk in ([(True, prefill_chunk), (False, None)] if compare else [(kv_cache, prefill_chunk)])
-    ]
+    check_cache_dtype(cache_dtype, kv_cache)
+    kinds = [(kv_cache, prefill_chunk, cache_dtype)]
+    if compare:
+        kinds = [(True, prefill_chunk, cache_dtype), (False, None, "auto")]
+    configs = [bencher.BenchConfig(prompt, new, trials, warmup, *kind) for prompt, new in lengths for kind in kinds]
     if plot is not None:
         bencher.check_plot()
     for path in (plot, report):
@@ -110,7 +119,7 @@ def bench(
     for config in configs:
         bencher.check(model_config, config)
     tokenizer = Tokenizer(model)
-    network, _ = load_model(model, dtype=dtype, device=device)
+    network = loading.load(model)
     results = []
     for config in configs:
         cache = "with" if config.use_kv_cache else "without"
@@ -123,3 +132,71 @@ def bench(
         report.write_text(json.dumps(everything, indent=1) + "\n")
     if plot is not None:
         bencher.plot(results, plot, model, machine)
+
+
+@loading_options
+def perplexity(
+    model: ModelArgument = DEFAULT_MODEL,
+    *,
+    text: Annotated[Path, typer.Option(help="A text file, in UTF-8.")],
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a window.", show_default="1024, or all the model has")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens from one window to the next.", show_default="half a window")
+    ] = None,
+    cache_dtype: CacheDtypeOption = "auto",
+    as_json: JsonOption = False,
+    loading: Loading,
+) -> None:
+    """Measure how well a model predicts a text: what its weights and its cache lose in fewer bits.
+
+    Each token is scored once, given those before it in its window.
+    """
+    from infer import ModelConfig, Tokenizer
+    from infer.engine.perplexity import perplexity as measure
+    from infer.engine.perplexity import plan
+
+    check_cache_dtype(cache_dtype)
+    stored = text.read_bytes()
+    try:
+        contents = stored.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text} is not text in UTF-8: {error}") from None
+    tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
+    token_ids = tokenizer.encode(contents, add_special_tokens=False)
+    prefix = tokenizer.encode("")  # BOS, where the tokenizer puts one in front
+    layout = plan(config, token_ids, context=context, stride=stride, prefix=prefix)  # before the weights are read
+    network = loading.load(model)
+    say(f"{layout.tokens:,} tokens to score, in windows of {layout.context:,} that move by {layout.stride:,}")
+
+    def show(scored: int, so_far: float) -> None:
+        if sys.stderr.isatty():
+            end = "\n" if scored == layout.tokens else ""
+            print(f"\r\033[K  {scored:,} tokens: {so_far:.3f}", end=end, file=sys.stderr, flush=True)
+
+    started = time.perf_counter()
+    found = measure(
+        network,
+        token_ids,
+        context=layout.context,
+        stride=layout.stride,
+        prefix=prefix,
+        cache_dtype=cache_dtype,
+        progress=show,
+    )
+    seconds = time.perf_counter() - started
+    bits_per_byte = found.bits / len(stored)
+    if as_json:
+        measured = {"bits_per_byte": bits_per_byte, "bytes": len(stored), "time_s": seconds}
+        settings = {"quantize": loading.quantize, "cache_dtype": cache_dtype}
+        print(json.dumps({"model": model, "text": str(text), **settings, **asdict(found), **measured}))
+        return
+    for name, value in (
+        ("perplexity", f"{found.perplexity:.4f}"),
+        ("nats per token", f"{found.nats_per_token:.4f}"),
+        ("bits per byte", f"{bits_per_byte:.4f}"),
+        ("tokens scored", f"{found.tokens:,} in {found.windows:,} windows of {found.context:,}"),
+        ("time", f"{seconds:.1f} s, {found.tokens / seconds:,.0f} tok/s"),
+    ):
+        print(f"{name:<22} {value}")

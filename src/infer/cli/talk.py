@@ -10,17 +10,19 @@ import typer
 
 from infer.cli.common import (
     DEFAULT_MODEL,
+    CacheDtypeOption,
     ChatOption,
-    DeviceOption,
-    DtypeOption,
     JsonOption,
     KVCacheOption,
+    Loading,
     ModelOption,
     OnFullOption,
     PrefillChunkOption,
     PromptArgument,
     SystemOption,
     ThinkingOption,
+    check_cache_dtype,
+    loading_options,
     sampling_options,
     say,
 )
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 
 @sampling_options
+@loading_options
 def generate(
     prompt: PromptArgument,
     *,
@@ -44,15 +47,14 @@ def generate(
     thinking: ThinkingOption = None,
     prefill_chunk: PrefillChunkOption = None,
     kv_cache: KVCacheOption = True,
+    cache_dtype: CacheDtypeOption = "auto",
     on_full: OnFullOption = "error",
     compare: Annotated[bool, typer.Option("--compare", help="Generate again without the cache.")] = False,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
     as_json: JsonOption = False,
+    loading: Loading,
     params: SamplingParams,
 ) -> None:
     """Generate from a prompt, streaming."""
-    from infer import load_model
     from infer.engine.generate import stream
     from infer.engine.result import collect
 
@@ -67,10 +69,11 @@ def generate(
         thinking=thinking,
         prefill_chunk=prefill_chunk,
         kv_cache=kv_cache,
+        cache_dtype=cache_dtype,
         on_full=on_full,
     )
-    network, _ = load_model(model, dtype=dtype, device=device)
-    cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache)
+    network = loading.load(model)
+    cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache, cache_dtype)
     stepping = stream(network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full)
     steps = show(stepping, quiet=as_json)
     if not steps:
@@ -85,7 +88,8 @@ def generate(
             same = reference.token_ids == result.token_ids
             speed_up = total_time(reference) / total_time(result)
             output["without_kv_cache"] = {**as_dict(reference), "same_tokens": same, "speed_up": speed_up}
-            tokens = "same tokens" if same else "OTHER tokens: see `infer verify`"
+            why = "see `infer verify`" if cache_dtype == "auto" else f"{cache_dtype} rounds, see `infer perplexity`"
+            tokens = "same tokens" if same else f"OTHER tokens: {why}"
             gain = f" · {speed_up:.1f}x faster than without the cache ({total_time(reference):.1f} s, {tokens})"
     say(f"[{figures(result)}{gain}]")
     if as_json:
@@ -95,6 +99,7 @@ def generate(
 
 
 @sampling_options
+@loading_options
 def chat(
     *,
     model: ModelOption = DEFAULT_MODEL,
@@ -104,17 +109,18 @@ def chat(
     context: Annotated[
         int | None, typer.Option(help="Positions to allocate the cache for.", show_default="4096, or all the model has")
     ] = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
+    cache_dtype: CacheDtypeOption = "auto",
+    loading: Loading,
     params: SamplingParams,
 ) -> None:
     """Talk with a model. The cache is kept between turns, so only new tokens are prefilled."""
-    from infer import ModelConfig, Tokenizer, load_model
+    from infer import ModelConfig, Tokenizer
     from infer.engine.conversation import Conversation
     from infer.engine.generate import make_cache
     from infer.engine.request import check_chunk, check_request
 
     check_chunk(prefill_chunk)
+    check_cache_dtype(cache_dtype)
     tokenizer = Tokenizer(model)
     encode = functools.partial(encode_chat, tokenizer, thinking)
     config = ModelConfig.from_pretrained(model)
@@ -123,8 +129,8 @@ def chat(
         raise ValueError(f"context must be from 1 to the model's {config.max_position_embeddings}, not {context}")
     # A model without a chat template, or a context without room for any turn, is refused before the weights are read.
     check_request(config, encode([{"role": "user", "content": "hello"}]), params, capacity)
-    network, _ = load_model(model, dtype=dtype, device=device)
-    cache = make_cache(network, capacity, network.device, prefill_chunk=prefill_chunk)
+    network = loading.load(model)
+    cache = make_cache(network, capacity, network.device, prefill_chunk=prefill_chunk, cache_dtype=cache_dtype)
     conversation = Conversation(network, tokenizer, encode, cache, system, prefill_chunk)
     say(f"{model}: {capacity} positions, {cache.memory_bytes / 1e6:.0f} MB of cache. /reset forgets, /exit leaves.")
     while True:
@@ -170,6 +176,7 @@ def prepare(
     thinking: bool | None,
     prefill_chunk: int | None,
     kv_cache: bool,
+    cache_dtype: str,
     on_full: str,
 ) -> tuple["Tokenizer", "ModelConfig", list[int]]:
     """The prompt's tokens. What cannot be generated is refused, before the weights are read."""
@@ -182,6 +189,7 @@ def prepare(
     if not chat and (system is not None or thinking is not None):
         raise ValueError("--system and --thinking go with --chat: a raw prompt has neither")
     check_chunk(prefill_chunk)
+    check_cache_dtype(cache_dtype, kv_cache)
     tokenizer = Tokenizer(model)
     if chat:
         messages = [{"role": "system", "content": system}] if system is not None else []
@@ -197,13 +205,24 @@ def prepare(
 
 
 def cache_for(
-    network: "Decoder", prompt_ids: list[int], params: SamplingParams, prefill_chunk: int | None, kv_cache: bool
+    network: "Decoder",
+    prompt_ids: list[int],
+    params: SamplingParams,
+    prefill_chunk: int | None,
+    kv_cache: bool,
+    cache_dtype: str,
 ) -> "Cache":
     """As large as the request."""
     from infer.engine.generate import make_cache
 
-    positions = len(prompt_ids) + params.max_new_tokens
-    return make_cache(network, positions, network.device, use_kv_cache=kv_cache, prefill_chunk=prefill_chunk)
+    return make_cache(
+        network,
+        len(prompt_ids) + params.max_new_tokens,
+        network.device,
+        use_kv_cache=kv_cache,
+        prefill_chunk=prefill_chunk,
+        cache_dtype=cache_dtype,
+    )
 
 
 def encode_chat(tokenizer: "Tokenizer", thinking: bool | None, messages: list[dict[str, str]]) -> list[int]:

@@ -11,17 +11,18 @@ import typer
 
 from infer.cli.common import (
     DEFAULT_MODEL,
+    CacheDtypeOption,
     ChatOption,
-    DeviceOption,
-    DtypeOption,
     JsonOption,
     KVCacheOption,
+    Loading,
     ModelOption,
     OnFullOption,
     PrefillChunkOption,
     PromptArgument,
     SystemOption,
     ThinkingOption,
+    loading_options,
     sampling_options,
     say,
 )
@@ -38,6 +39,7 @@ DEFAULT_LAYERS = 4
 
 
 @functools.partial(sampling_options, max_new_tokens=32)
+@loading_options
 def trace(
     prompt: PromptArgument,
     *,
@@ -66,10 +68,10 @@ def trace(
     thinking: ThinkingOption = None,
     prefill_chunk: PrefillChunkOption = None,
     kv_cache: KVCacheOption = True,
+    cache_dtype: CacheDtypeOption = "auto",
     on_full: OnFullOption = "error",
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
     as_json: JsonOption = False,
+    loading: Loading,
     params: SamplingParams,
 ) -> None:
     """See how each token was chosen: from which others, how surely, and where attention looked.
@@ -84,7 +86,7 @@ def trace(
     asked_layers = None if layers is None else parse_numbers("--layers", layers)
     asked_heads = parse_numbers("--heads", heads)
 
-    from infer import Trace, load_model
+    from infer import Trace
     from infer.engine.generate import stream
     from infer.engine.result import collect
 
@@ -97,6 +99,7 @@ def trace(
         thinking=thinking,
         prefill_chunk=prefill_chunk,
         kv_cache=kv_cache,
+        cache_dtype=cache_dtype,
         on_full=on_full,
     )
     if layers is None:
@@ -107,8 +110,8 @@ def trace(
     layer = shown("layer", show_layer, config.num_hidden_layers, trace.layers)
     head = shown("head", show_head, config.num_attention_heads, trace.heads)
 
-    network, _ = load_model(model, dtype=dtype, device=device)
-    cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache)
+    network = loading.load(model)
+    cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache, cache_dtype)
     stepping = stream(
         network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full, trace=trace
     )

@@ -14,7 +14,7 @@ import torch
 from infer.cache.base import Cache, NoCache
 from infer.cache.batch import BatchCache
 from infer.cache.debug import debugged
-from infer.engine.generate import Model, check_mode, make_cache, model_device, step
+from infer.engine.generate import Model, check_cache_dtype, check_mode, make_cache, model_device, step
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
@@ -32,16 +32,22 @@ def generate_batch(
     device: str | torch.device | None = None,
     prefill_chunk: int | None = None,
     on_full: str = "error",
+    cache_dtype: str = "auto",
 ) -> list[GenerationResult]:
     """Generate from all prompts (token ids), in their order.
 
-    params: one for all, or one each. on_full: as for `stream`. A row's times are those of the steps it took part in.
+    params: one for all, or one each. on_full, cache_dtype: as for `stream`.
+    A row's times are those of the steps it took part in.
     """
     device = model_device(model, device)
     check_chunk(prefill_chunk)
+    check_cache_dtype(cache_dtype, None)
     check_mode(model)
     requests = _requests(model, tokenizer, prompts, params, on_full)
-    caches = [make_cache(model, request.max_seq_len, device, prefill_chunk=prefill_chunk) for request in requests]
+    caches = [
+        make_cache(model, request.max_seq_len, device, prefill_chunk=prefill_chunk, cache_dtype=cache_dtype)
+        for request in requests
+    ]
     _check_memory(caches, device)
     caches = list(map(debugged, caches))
     context = model.config.max_position_embeddings

@@ -36,9 +36,9 @@ AttentionTrace = dict[str, Any]  # "layer": its index; "attn_row": [B, H, keys],
 
 
 def allocate_kv_cache(
-    *, L: int, B: int, H: int, T_max: int, D: int, device: torch.device | str, dtype: torch.dtype
+    *, L: int, B: int, H: int, T_max: int, D: int, device: torch.device | str, dtype: torch.dtype | str
 ) -> KVCache:
-    """An empty cache for L layers, B rows, H key/value heads of D dimensions and T_max positions."""
+    """An empty cache for L layers, B rows, H key/value heads of D dimensions and T_max positions; "int8" rounds."""
     return KVCache.allocate(L, H, D, T_max, batch_size=B, dtype=dtype, device=device)
 
 
@@ -100,6 +100,7 @@ def generate_ids_cached(
     top_k: int | None = 50,
     trace_layer: int | None = None,
     seed: int | None = None,
+    cache_dtype: str = "auto",
 ) -> dict[str, Any]:
     """Sample until eot_token_id, or max_new_tokens. Puts the model into eval mode.
 
@@ -108,14 +109,21 @@ def generate_ids_cached(
     """
     params = SamplingParams(temperature=temperature, top_k=top_k, max_new_tokens=max_new_tokens, seed=seed)
     recorder = _StepDicts(top_k or 50, [] if trace_layer is None else [_layer(model, trace_layer)])
-    return {"ids": _generate_ids(model, prompt_ids, eot_token_id, params, recorder=recorder), "steps": recorder.steps}
+    ids = _generate_ids(model, prompt_ids, eot_token_id, params, recorder=recorder, cache_dtype=cache_dtype)
+    return {"ids": ids, "steps": recorder.steps}
 
 
 def generate_ids_greedy_cached(
-    model: Model, prompt_ids: Sequence[int], *, max_new_tokens: int, eot_token_id: int
+    model: Model,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eot_token_id: int,
+    cache_dtype: str = "auto",
 ) -> list[int]:
     """Prompt and continuation, always the likeliest token. Puts the model into eval mode."""
-    return _generate_ids(model, prompt_ids, eot_token_id, SamplingParams(max_new_tokens=max_new_tokens))
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    return _generate_ids(model, prompt_ids, eot_token_id, params, cache_dtype=cache_dtype)
 
 
 def generate_ids_greedy_full(
@@ -172,11 +180,14 @@ def _generate_ids(
     *,
     use_kv_cache: bool = True,
     recorder: _StepDicts | None = None,
+    cache_dtype: str = "auto",
 ) -> list[int]:
     if isinstance(model, nn.Module):
         model.eval()
     request = Request(replace(model.config, eos_token_ids=(eot_token_id,)), _NoText(), prompt_ids, params)
-    cache = make_cache(model, request.max_seq_len, model_device(model), use_kv_cache=use_kv_cache)
+    cache = make_cache(
+        model, request.max_seq_len, model_device(model), use_kv_cache=use_kv_cache, cache_dtype=cache_dtype
+    )
     for _ in steps(Run(model, request, watched(cache, recorder), recorder=recorder)):
         pass
     return request.tokens

@@ -13,11 +13,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from infer.cache.base import BaseCache, Cache, NoCache
+from infer.cache.base import BaseCache, Cache, NoCache, resolve_cache_dtype
 from infer.cache.debug import debugged
 from infer.cache.simple import KVCache
 from infer.cache.sliding import PREFILL_CHUNK, SlidingCache
 from infer.cache.traced import TracedCache
+from infer.cache.wrapped import WrappedCache
 from infer.config import ModelConfig
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk
@@ -66,6 +67,7 @@ def stream(
     prefill_chunk: int | None = None,
     on_full: str = "error",
     trace: Trace | None = None,
+    cache_dtype: str = "auto",
 ) -> Iterator[GeneratedToken]:
     """Generate token by token. What cannot be generated is refused here, before the first token is asked for.
 
@@ -76,6 +78,7 @@ def stream(
     on_full: what to do about more positions than the model or the cache has. "error": refuse. "recompute": once they
     are used up, feed the last ones that fit anew at each step, which no cache can help with.
     trace: records every step.
+    cache_dtype: "int8" keeps keys and values rounded to 8 bits: half of bfloat16's memory. "auto": the model's dtype.
     """
     return steps(
         _prepare(
@@ -89,6 +92,7 @@ def stream(
             prefill_chunk=prefill_chunk,
             on_full=on_full,
             trace=trace,
+            cache_dtype=cache_dtype,
         )
     )
 
@@ -105,6 +109,7 @@ def generate(
     prefill_chunk: int | None = None,
     on_full: str = "error",
     trace: Trace | None = None,
+    cache_dtype: str = "auto",
 ) -> GenerationResult:
     """Generate to the end and return it all. The arguments are those of `stream`."""
     run = _prepare(
@@ -118,6 +123,7 @@ def generate(
         prefill_chunk=prefill_chunk,
         on_full=on_full,
         trace=trace,
+        cache_dtype=cache_dtype,
     )
     return collect(run.request.prompt, list(steps(run)), run.cache.memory_bytes)
 
@@ -171,11 +177,13 @@ def _prepare(
     prefill_chunk: int | None,
     on_full: str,
     trace: Trace | None,
+    cache_dtype: str,
 ) -> Run:
     """Check everything, then make the cache, unless there is one."""
     device = model_device(model, device)
     if cache is not None and not use_kv_cache:
         raise ValueError("use_kv_cache=False and a cache were both given: leave one out")
+    check_cache_dtype(cache_dtype, cache, use_kv_cache)
     request = Request(model.config, tokenizer, prompt, params, None if cache is None else cache.capacity, on_full)
     check_chunk(prefill_chunk)
     check_mode(model)
@@ -187,7 +195,11 @@ def _prepare(
     check_keeps(use_kv_cache and not isinstance(cache, NoCache), prefill_chunk)
     if cache is None:
         helps = use_kv_cache and len(request.tokens) <= model.config.max_position_embeddings
-        cache = make_cache(model, request.max_seq_len, device, use_kv_cache=helps, prefill_chunk=prefill_chunk)
+        cache = (
+            make_cache(model, request.max_seq_len, device, prefill_chunk=prefill_chunk, cache_dtype=cache_dtype)
+            if helps
+            else NoCache(1, device)
+        )
     if cache.seq_len >= len(request.tokens):
         raise ValueError(
             f"the cache holds {cache.seq_len} positions and the prompt has {len(request.tokens)} tokens: nothing is "
@@ -205,13 +217,15 @@ def make_cache(
     *,
     use_kv_cache: bool = True,
     prefill_chunk: int | None = None,
+    cache_dtype: str = "auto",
 ) -> Cache:
     """The default cache for a model, or none. max_seq_len: more than the model's context is never used."""
+    check_cache_dtype(cache_dtype, None, use_kv_cache)
     if not use_kv_cache:
         return NoCache(1, device)
     max_seq_len = min(max_seq_len, model.config.max_position_embeddings)
     weights = next(model.parameters(), None)
-    dtype = torch.float32 if weights is None else weights.dtype
+    dtype = resolve_cache_dtype(cache_dtype, torch.float32 if weights is None else weights.dtype)
     if model.config.has_windows:
         return SlidingCache.from_model_config(
             model.config, max_seq_len, prefill_chunk=prefill_chunk or PREFILL_CHUNK, dtype=dtype, device=device
@@ -230,6 +244,20 @@ def check_fits(model: Model, cache: Cache | None, batch_size: int) -> None:
     if isinstance(cache, BaseCache):
         weights = next(model.parameters(), None)
         cache.check_model(model.config, batch_size, None if weights is None else weights.dtype, model_device(model))
+
+
+def check_cache_dtype(cache_dtype: str, cache: Cache | None, use_kv_cache: bool = True) -> None:
+    """Refuse what is no dtype of a cache, and one that the cache, if there is one, does not have. "auto" has any."""
+    asked = resolve_cache_dtype(cache_dtype, torch.float32)
+    if cache_dtype == "auto":
+        return
+    if not use_kv_cache:
+        raise ValueError(f"cache_dtype={cache_dtype!r} needs a cache, but use_kv_cache=False: leave one out")
+    while isinstance(cache, WrappedCache):
+        cache = cache.cache
+    if cache is not None and not (isinstance(cache, BaseCache) and cache.dtype is asked):
+        held = cache.dtype if isinstance(cache, BaseCache) else type(cache).__name__
+        raise ValueError(f"cache_dtype={cache_dtype!r} was asked for, but the cache that was given is {held}")
 
 
 def check_keeps(keeps: bool, prefill_chunk: int | None) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from infer.cache import BaseCache, GrowingCache, KVCache, SlidingCache
+from infer.cache import BaseCache, GrowingCache, KVCache, NoCache, SlidingCache
 from infer.config import ModelConfig
 from infer.engine.batch import generate_batch
-from infer.engine.generate import Model, generate
+from infer.engine.generate import Model, generate, model_device
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_request
 from infer.engine.text import Decodes, Encodes, encode_readable
@@ -78,32 +78,47 @@ def with_long_prompt(config: ModelConfig, prompts: Sequence[list[int]], max_new_
     return [*prompts, list(islice(cycle(chain(*prompts)), length))]
 
 
+class Recomputing(KVCache):
+    """Rounds as a cache of its dtype does, and keeps nothing: every pass starts at position 0, as with NoCache."""
+
+    def advance(self, n: int) -> None:
+        super().advance(n)
+        self.reset()
+
+
 def verify(
-    model: Model, tokenizer: Decodes, prompts: Sequence[Sequence[int]], max_new_tokens: int = 32, seed: int = 0
+    model: Model,
+    tokenizer: Decodes,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 32,
+    seed: int = 0,
+    cache_dtype: str = "auto",
 ) -> Iterator[Comparison]:
-    """Every prompt (token ids) on every path, against the run without a cache.
+    """Every prompt (token ids) on every path, against the run that recomputes everything.
 
     Greedy: each kind of cache, prefilled whole and in chunks. Seeded: each kind of cache. Both: all prompts in a batch.
+    cache_dtype: "int8" compares caches of 8 bits, with a run that rounds keys and values as they do.
     """
     check(model.config, prompts, max_new_tokens)
     modes = {
         "greedy": SamplingParams(max_new_tokens=max_new_tokens),
         "seeded": SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_new_tokens=max_new_tokens),
     }
+    references = [_reference(model, len(prompt) + max_new_tokens, cache_dtype) for prompt in prompts]
     for mode, params in modes.items():
         expected = []
         for index, prompt in enumerate(prompts):
-            expected.append(generate(model, tokenizer, prompt, params, use_kv_cache=False).token_ids)
+            expected.append(generate(model, tokenizer, prompt, params, cache=references[index]).token_ids)
             chunks = chunkings(model.config, len(prompt)) if mode == "greedy" else [None]
             for kind, chunk in product(CACHES, chunks):
-                cache = _make(kind, model, len(prompt) + max_new_tokens, chunk)
+                cache = _make(kind, model, len(prompt) + max_new_tokens, chunk, cache_dtype)
                 got = generate(model, tokenizer, prompt, params, cache=cache, prefill_chunk=chunk).token_ids
                 where = Comparison(index, mode, kind.__name__, chunk)
-                yield _compare(where, model, prompt, got, expected[index])
+                yield _compare(where, model, prompt, got, expected[index], references[index])
         if len(prompts) > 1:
-            for index, result in enumerate(generate_batch(model, tokenizer, prompts, params)):
+            for index, result in enumerate(generate_batch(model, tokenizer, prompts, params, cache_dtype=cache_dtype)):
                 where = Comparison(index, mode, "default cache", batch=len(prompts))
-                yield _compare(where, model, prompts[index], result.token_ids, expected[index])
+                yield _compare(where, model, prompts[index], result.token_ids, expected[index], references[index])
 
 
 def number_of_comparisons(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
@@ -120,18 +135,33 @@ def chunkings(config: ModelConfig, length: int) -> list[int | None]:
     return [None, *(size for size in dict.fromkeys(sizes) if size < length)]
 
 
-def _make(kind: type[BaseCache], model: Model, max_seq_len: int, chunk: int | None) -> BaseCache:
+def _reference(model: Model, max_seq_len: int, cache_dtype: str) -> BaseCache:
+    """What keeps nothing."""
+    if cache_dtype == "auto":
+        return NoCache(1, model_device(model))
+    return _make(Recomputing, model, max_seq_len, None, cache_dtype)
+
+
+def _make(
+    kind: type[BaseCache], model: Model, max_seq_len: int, chunk: int | None, cache_dtype: str = "auto"
+) -> BaseCache:
     weights = next(model.parameters())
+    dtype = weights.dtype if cache_dtype == "auto" else cache_dtype
     # A ring as narrow as the chunks allow: it wraps soonest.
     layout: dict[str, Any] = {"prefill_chunk": chunk or 1} if kind is SlidingCache else {}
-    return kind.from_model_config(model.config, max_seq_len, dtype=weights.dtype, device=weights.device, **layout)
+    return kind.from_model_config(model.config, max_seq_len, dtype=dtype, device=weights.device, **layout)
 
 
 def _compare(
-    where: Comparison, model: Model, prompt: Sequence[int], got: Sequence[int], expected: Sequence[int]
+    where: Comparison,
+    model: Model,
+    prompt: Sequence[int],
+    got: Sequence[int],
+    expected: Sequence[int],
+    reference: BaseCache,
 ) -> Comparison:
     at = first_difference(got, expected)
-    margin = None if at is None else logit_margin(model, [*prompt, *expected[:at]])
+    margin = None if at is None else logit_margin(model, [*prompt, *expected[:at]], reference)
     return replace(where, tokens=len(expected), first_difference=at, margin=margin)
 
 
@@ -142,8 +172,8 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 @torch.inference_mode()
-def logit_margin(model: Model, token_ids: Sequence[int]) -> float:
-    """How far the best logit for the next token is ahead of the second best."""
-    device = next(model.parameters()).device
-    best, second = model(torch.tensor([token_ids], device=device))[0, -1].float().topk(2).values
+def logit_margin(model: Model, token_ids: Sequence[int], cache: BaseCache | None = None) -> float:
+    """How far the best logit for the next token is ahead of the second best. cache: an empty one to run through."""
+    ids = torch.tensor([token_ids], device=model_device(model))
+    best, second = model(ids, kv_cache=cache)[0, -1].float().topk(2).values
     return float(best - second)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from infer.config import ModelConfig
+from infer.ops.quantized import TILE, Groups, quantise
 
 if TYPE_CHECKING:
     import tokenizers
@@ -37,4 +39,26 @@ class Checkpoint(Protocol):
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The tensor's rows in order, in blocks small enough to be held beside the model."""
 
+    def bits(self, name: str) -> int:
+        """At least so many bits keep what the tensor's weights are worth: 32 where they are no quantised ones."""
+        return 32
+
+    def groups(self, name: str, bits: int) -> Iterator[Groups]:
+        """The rows of a matrix in order, quantised; the number in each block but the last is a multiple of 4."""
+        for block in in_tiles(self.blocks(name)):
+            yield quantise(block, bits)
+
     def tokenizer_parts(self) -> TokenizerParts: ...
+
+
+def in_tiles(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Rows in blocks of a multiple of 4, the last one apart."""
+    rest: list[Tensor] = []
+    for block in blocks:
+        rows = torch.cat((*rest, block))
+        whole = len(rows) // TILE * TILE
+        if whole:
+            yield rows[:whole]
+        rest = [rows[whole:]]
+    if rest and len(rest[0]):
+        yield rest[0]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infer.cache.base import resolve_cache_dtype
 from infer.cache.sliding import layer_slots
 from infer.config import SLIDING_ATTENTION
 from infer.loader.find import open_checkpoint
@@ -32,6 +33,7 @@ class Description:
     weight_bytes: int
     sliding_window: int | None
     sliding_layers: int
+    cache_dtype: str
     cache_bytes_per_token: int  # over all layers
     context: int
     cache_bytes: int  # of the default cache, for that context
@@ -52,7 +54,8 @@ class Description:
             yield "windows", f"{self.sliding_layers} of {self.layers} layers see {self.sliding_window} positions"
         full = self.cache_bytes_per_token * (self.layers - self.sliding_layers) // self.layers
         later = f", {_size(full)} once the windows are full" if self.sliding_layers else ""
-        yield "cache per token", f"{_size(self.cache_bytes_per_token)}{later}"
+        rounded = "" if self.cache_dtype == self.dtype else f" in {self.cache_dtype}"
+        yield "cache per token", f"{_size(self.cache_bytes_per_token)}{rounded}{later}"
         kept = f"; {_size(self.contiguous_cache_bytes)} if every layer kept everything" if self.sliding_layers else ""
         yield "context", f"{self.context:,} positions, {_size(self.cache_bytes)} of cache{kept}"
         if self.free_bytes is not None:
@@ -62,10 +65,18 @@ class Description:
             yield "largest that fits", f"{fits} ({_size(self.free_bytes)} free)"
 
 
-def describe(name_or_path: str, dtype: str = "auto", device: str = "auto", context: int | None = None) -> Description:
+def describe(
+    name_or_path: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    context: int | None = None,
+    *,
+    cache_dtype: str = "auto",
+) -> Description:
     """context: positions to count the cache for; None: all that the model has."""
     target = resolve_device(device)
     element = resolve_dtype(dtype, target)
+    cached = resolve_cache_dtype(cache_dtype, element)
     checkpoint = open_checkpoint(name_or_path, weights=False)
     config = checkpoint.config
     positions = config.max_position_embeddings if context is None else context
@@ -73,7 +84,7 @@ def describe(name_or_path: str, dtype: str = "auto", device: str = "auto", conte
         raise ValueError(f"context must be from 1 to the model's {config.max_position_embeddings}, not {context}")
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
-    per_token = config.cache_bytes_per_token(element.itemsize)
+    per_token = config.cache_bytes_per_token(cached.itemsize)
 
     def cache_bytes(positions: int) -> int:
         stored = sum(layer_slots(config, positions))
@@ -100,6 +111,7 @@ def describe(name_or_path: str, dtype: str = "auto", device: str = "auto", conte
         weight_bytes=parameters * element.itemsize,
         sliding_window=config.sliding_window,
         sliding_layers=config.layer_types.count(SLIDING_ATTENTION),
+        cache_dtype=str(cached).removeprefix("torch."),
         cache_bytes_per_token=per_token,
         context=positions,
         cache_bytes=cache_bytes(positions),

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from infer.config import ModelConfig
-from infer.loader.checkpoint import TokenizerParts
+from infer.loader.checkpoint import Checkpoint, TokenizerParts
+from infer.loader.gguf_groups import FINER, FLOATS, TYPES, Bytes
 from infer.models.registry import check_supported
+from infer.ops.quantized import TILE, Groups
 
 BLOCK_WEIGHTS = 1 << 18  # dequantised at a time: 1 MB of float32, of which numpy holds several copies
 
@@ -65,7 +67,7 @@ class StoredTensor:
     nbytes: int
 
 
-class GGUFFile:
+class GGUFFile(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata, self._tensors = read_header(path)
@@ -85,33 +87,61 @@ class GGUFFile:
         return {name: self._tensors[stored].shape for name, stored in self._stored.items()}
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        stored, part = self._read(self._stored[name]), name.split(".")[-2]
-        heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}.get(part)
-        if self.config.model_type == "llama" and heads is not None:
-            # llama.cpp stores the rows of q and k paired for interleaved RoPE: put each head's halves back in order.
-            rows = torch.cat(list(stored))
-            paired = rows.view(heads, self.config.computed_head_dim // 2, 2, -1)
-            yield paired.transpose(1, 2).reshape(rows.shape)
-        elif self.config.model_type == "gemma3" and part.endswith("norm"):
+        stored, order = self._read(self._stored[name]), self._order(name)
+        if order is not None:
+            yield torch.cat(list(stored))[order]
+        elif self.config.model_type == "gemma3" and name.split(".")[-2].endswith("norm"):
             yield from (block - 1 for block in stored)  # llama.cpp stores them with the 1 added
         else:
             yield from stored
+
+    def bits(self, name: str) -> int:
+        kind = _quantisation(self._tensors[self._stored[name]].type).name
+        return 32 if kind in FLOATS else 8 if kind in FINER else 4
+
+    def groups(self, name: str, bits: int) -> Iterator[Groups]:
+        tensor = self._tensors[self._stored[name]]
+        kept_in, convert = TYPES.get(_quantisation(tensor.type).name, (None, None))
+        if convert is None or kept_in != bits:
+            yield from super().groups(name, bits)
+            return
+        read, order = map(convert, self._raw(tensor)), self._order(name)
+        if order is None:
+            yield from read
+        else:
+            yield Groups(*(None if part[0] is None else torch.cat(part)[order] for part in zip(*read, strict=True)))
+
+    def _order(self, name: str) -> Tensor | None:
+        """Where the rows of a tensor are to come from; None where they lie in order.
+
+        llama.cpp stores the rows of q and k paired for interleaved RoPE: this puts each head's halves back together.
+        """
+        config, part = self.config, name.split(".")[-2]
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part)
+        if config.model_type != "llama" or heads is None:
+            return None
+        paired = torch.arange(heads * config.computed_head_dim).view(heads, config.computed_head_dim // 2, 2)
+        return paired.transpose(1, 2).flatten()
 
     def _read(self, stored: str) -> Iterator[Tensor]:
         """The tensor's rows as float32, a block at a time."""
         from gguf.quants import dequantize
 
         tensor = self._tensors[stored]
+        for raw in self._raw(tensor):
+            weights = dequantize(raw, _quantisation(tensor.type)).astype(np.float32, copy=False)
+            yield torch.from_numpy(weights.reshape(-1, *tensor.shape[1:]))
+
+    def _raw(self, tensor: StoredTensor) -> Iterator[Bytes]:
+        """The bytes of its rows, a block at a time: of a multiple of 4 rows, the last one apart."""
         rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
         row_bytes = tensor.nbytes // rows
-        rows_per_block = max(1, BLOCK_WEIGHTS * rows // int(np.prod(tensor.shape)))
+        rows_per_block = max(1, BLOCK_WEIGHTS * rows // int(np.prod(tensor.shape)) // TILE) * TILE
         with self.path.open("rb") as file:
             file.seek(tensor.offset)
             for start in range(0, rows, rows_per_block):
                 count = min(rows_per_block, rows - start)
-                raw = np.fromfile(file, dtype=np.uint8, count=count * row_bytes).reshape(count, row_bytes)
-                weights = dequantize(raw, _quantisation(tensor.type)).astype(np.float32, copy=False)
-                yield torch.from_numpy(weights.reshape(-1, *tensor.shape[1:]))
+                yield np.fromfile(file, dtype=np.uint8, count=count * row_bytes).reshape(count, row_bytes)
 
     def tokenizer_parts(self) -> TokenizerParts:
         from infer.loader.gguf_tokenizer import build_tokenizer

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infer.config import ModelConfig
 from infer.loader import gpt2_names
-from infer.loader.checkpoint import TokenizerParts
+from infer.loader.checkpoint import Checkpoint, TokenizerParts
 from infer.loader.text_tokenizers import gpt2_tokenizer
 from infer.models.registry import check_supported
 
@@ -26,7 +26,7 @@ OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 BLOCK_WEIGHTS = 1 << 22  # read at a time: at most 16 MB
 
 
-class HFFolder:
+class HFFolder(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         raw = read_json(path / "config.json")

@@ -9,44 +9,63 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from infer import kernels
 from infer.config import ModelConfig
 from infer.loader.checkpoint import Checkpoint
 from infer.loader.find import open_checkpoint
-from infer.machine import available_memory, resolve_device, resolve_dtype
+from infer.loader.widths import Widths, check_quantize, choose_widths, part_names, weight_bytes
+from infer.machine import available_memory, resolve_device, resolve_dtype, use_threads
 from infer.models.common import Decoder
 from infer.models.registry import build_model
-from infer.ops import decode
 from infer.ops.linear import FusedLinear
+from infer.ops.quantized import QuantizedWeight
 
 
 def load_model(
-    name_or_path: str | Path, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "auto"
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "auto",
+    quantize: str | None = None,
 ) -> tuple[Decoder, ModelConfig]:
     """Load a model for inference.
 
     name_or_path: a folder, a GGUF file, nanoGPT's ckpt.pt, a built-in short name, or a hub id. Weights go straight into
-    their final dtype on their final device, so that memory peaks at the model's size plus one tensor.
+    their final form on their final device, so that memory peaks at the model's size plus one tensor.
+    quantize: "int4" or "int8" keeps the matrices in so many bits (see `loader/widths.py`), on the CPU.
     """
     device = resolve_device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"models do not run on device {str(device)!r}: use auto, cpu, cuda or cuda:N")
-    dtype = resolve_dtype(dtype, device)
+    check_quantize(quantize, device)
+    # The kernels that multiply quantised weights take float32.
+    dtype = torch.float32 if quantize is not None and dtype == "auto" else resolve_dtype(dtype, device)
     checkpoint = open_checkpoint(name_or_path)
     with torch.device("meta"):
         model = build_model(checkpoint.config)
     shapes = checkpoint.shapes()
     slots = checkpoint_slots(model, shapes)
     check_tensors(checkpoint, shapes, slots)
-    check_memory(model, dtype, device)
-    _materialise(model, dtype, device)
+    widths = choose_widths(model, checkpoint, quantize)
+    check_memory(weight_bytes(model, widths, dtype), quantize or str(dtype).removeprefix("torch."), device)
+    if device.type == "cpu":
+        use_threads()
+    _materialise(model, dtype, device, widths)
     parameters = dict(model.named_parameters())
     for name, slot in slots.items():
         row = slot.start
+        if slot.parameter in widths:
+            weight = model.get_submodule(slot.parameter)
+            assert isinstance(weight, QuantizedWeight)
+            for groups in checkpoint.groups(name, weight.bits):
+                weight.fill(row, groups)
+                row += len(groups.codes)
+            continue
         for block in checkpoint.blocks(name):
             parameters[slot.parameter].data[row : row + len(block)].copy_(block)
             row += len(block)
     if device.type == "cpu" and dtype is torch.float32:
-        decode.kernels()  # compile, or read what was compiled, now rather than between two tokens
+        kernels.cpu()  # compile, or read what was compiled, now rather than between two tokens
     return model.eval(), checkpoint.config
 
 
@@ -69,8 +88,7 @@ def checkpoint_slots(model: Decoder, stored: Collection[str]) -> dict[str, Slot]
             slots[name] = Slot(name, 0, tuple(parameter.shape))
             continue
         start = 0
-        for part, rows in module.parts.items():
-            part_name = f"{module_name.rpartition('.')[0]}.{part}.{kind}"
+        for part_name, rows in zip(part_names(module, module_name, kind), module.parts.values(), strict=True):
             slots[part_name] = Slot(name, start, (rows, *parameter.shape[1:]))
             start += rows
     return slots
@@ -90,12 +108,11 @@ def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]],
             )
 
 
-def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    needed = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+def check_memory(needed: int, form: str, device: torch.device) -> None:
     free = available_memory(device)
     if free is not None and needed > free:
         raise ValueError(
-            f"the weights need {needed / 1e9:.2f} GB in {str(dtype).removeprefix('torch.')}, "
+            f"the weights need {needed / 1e9:.2f} GB in {form}, "
             f"but {free / 1e9:.2f} GB are free on {device}"
         )
 
@@ -105,10 +122,13 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
-def _materialise(model: Decoder, dtype: torch.dtype, device: torch.device) -> None:
-    """Give each parameter of a model on the meta device memory of its own."""
+def _materialise(model: Decoder, dtype: torch.dtype, device: torch.device, widths: Widths) -> None:
+    """Give each parameter of a model on the meta device memory of its own, in the form that it is to have."""
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
-        empty = torch.empty(parameter.shape, dtype=dtype, device=device)
-        setattr(model.get_submodule(module_name), leaf, nn.Parameter(empty, requires_grad=False))
+        if name in widths:
+            weight: nn.Parameter | QuantizedWeight = QuantizedWeight(*parameter.shape, widths[name], device)
+        else:
+            weight = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+        setattr(model.get_submodule(module_name), leaf, weight)
     model.tie_weights()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from infer.config import ModelConfig
 from infer.loader import gpt2_names
-from infer.loader.checkpoint import TokenizerParts
+from infer.loader.checkpoint import Checkpoint, TokenizerParts
 from infer.loader.hub import fetch
 from infer.loader.text_tokenizers import character_tokenizer, gpt2_tokenizer
 
@@ -31,7 +31,7 @@ END_OF_TEXT = 50_256
 REOPEN_AFTER = 1 << 26  # bytes
 
 
-class NanoGPTFile:
+class NanoGPTFile(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         contents = _read_checkpoint(path)

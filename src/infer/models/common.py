@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from infer.cache.base import Cache, NoCache
 from infer.config import ModelConfig
-from infer.ops import decode
+from infer.ops import compiled
 from infer.ops.activation import ACTIVATIONS
 from infer.ops.linear import Embedding, FusedLinear, Linear
 from infer.ops.module import Module
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
+from infer.ops.quantized import QuantizedWeight
 from infer.ops.rope import Rope, apply_rope
 
 
@@ -30,7 +31,8 @@ class Pass(NamedTuple):
     n: int
     rope: dict[str, tuple[Tensor, Tensor]]  # cos and sin by layer type; empty where positions are learned
     cache: Cache
-    compiled: bool = False  # one token a row, and so few rows that ops/decode.py can take them
+    compiled: bool = False  # whether ops/compiled.py may take the blocks that it can
+    table: Any = None  # where the next token of each row goes, layer by layer, where the cache leaves it to the kernels
 
 
 class Attention(Module):
@@ -129,7 +131,7 @@ class Block(Module):
         self.self_attn = Attention(config, layer_idx, self.qk_norm)
         self.post_attention_layernorm = self.make_norm(config)
         self.mlp = self.make_mlp(config)
-        self.is_plain = decode.PlainCheck(PLAIN)
+        self.planner = compiled.Planner(PLAIN)
 
     @classmethod
     def make_norm(cls, config: ModelConfig) -> Norm:
@@ -140,8 +142,10 @@ class Block(Module):
         return MLP(config, cls.activation)
 
     def forward(self, x: Tensor, step: Pass) -> Tensor:
-        if step.compiled and decode.fits(x) and self.is_plain(self.parts):
-            return self.decode(x, step)
+        if step.compiled:
+            plan = self.planner(self.parts, self.record)
+            if plan is not None and plan.takes(x):
+                return self.through_kernels(x, step, plan)
         return self.plain(x, step)
 
     def plain(self, x: Tensor, step: Pass) -> Tensor:
@@ -156,56 +160,55 @@ class Block(Module):
         return Norms(before_attention=self.input_layernorm, before_mlp=self.post_attention_layernorm)
 
     def parts(self) -> list[nn.Module] | None:
-        """All that `decode` stands for; None where it stands for nothing like them."""
+        """All that the kernels stand for in a block; None where they stand for nothing like them."""
         attn, mlp, norms = self.self_attn, self.mlp, self.norms()
         if (
             type(self).plain is not Block.plain
             or "plain" in self.__dict__
             or type(attn) is not Attention
             or type(mlp) not in (MLP, UngatedMLP)
-            or mlp.activation not in decode.ACTIVATION_CODES
+            or mlp.activation not in compiled.ACTIVATION_CODES
             or (attn.q_norm is None) != (attn.k_norm is None)
             or (norms.after_attention is None) != (norms.after_mlp is None)
-            # These the kernels have as RMSNorms alone.
-            or any(isinstance(n, LayerNorm) for n in (attn.q_norm, attn.k_norm, norms.after_attention, norms.after_mlp))
         ):
             return None
-        found: list[nn.Module] = [attn, mlp, attn.qkv_proj, attn.o_proj, mlp.first, mlp.down_proj]
-        # Each of these goes through one kernel, with one eps and one offset for all its norms.
-        heads, second_half = (attn.q_norm, attn.k_norm), (norms.before_mlp, norms.after_attention, norms.after_mlp)
-        for group in (norms.before_attention,), heads, second_half:
-            present = [norm for norm in group if norm is not None]
-            if len({(type(norm), norm.eps) for norm in present}) > 1:
-                return None
-            found += present
-        return found
+        found = [attn, mlp, attn.qkv_proj, attn.o_proj, mlp.first, mlp.down_proj, attn.q_norm, attn.k_norm, *norms]
+        return [module for module in found if module is not None]
 
-    def decode(self, x: Tensor, step: Pass) -> Tensor:
-        """The same for one token a row, in compiled parts."""
-        attn, mlp, norms = self.self_attn, self.mlp, self.norms()
-        heads = decode.norm_linear(x, norms.before_attention, attn.qkv_proj).view(step.batch, -1, 1, attn.head_dim)
-        if step.rope:
-            rope = step.rope[attn.layer_type]
-            decode.norm_rotate(heads, attn.q_norm, attn.k_norm, attn.num_heads, attn.num_kv_heads, rope)
-        q, k, v = heads.split_with_sizes([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], 1)
-        out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
-        return decode.finish(
-            out,
-            x,
+    def record(self) -> Any:
+        attn, mlp = self.self_attn, self.mlp
+        return compiled.block_record(
+            attn.qkv_proj,
             attn.o_proj,
-            norms.before_mlp,
             mlp.first,
             mlp.down_proj,
+            **self.norms()._asdict(),
+            q_norm=attn.q_norm,
+            k_norm=attn.k_norm,
+            heads=attn.num_heads,
+            kv_heads=attn.num_kv_heads,
+            head_dim=attn.head_dim,
+            scale=attn.scale,
+            window=attn.window,
             activation=mlp.activation,
-            after_attention=norms.after_attention,
-            after_mlp=norms.after_mlp,
         )
 
+    def through_kernels(self, x: Tensor, step: Pass, plan: compiled.Plan) -> Tensor:
+        """The same through the kernels: whole where the cache leaves it to them, else in two parts around it."""
+        attn = self.self_attn
+        rope = step.rope.get(attn.layer_type)
+        if step.table is not None:
+            return compiled.whole(plan, x, rope, step.table[attn.layer_idx])
+        heads = compiled.before_attention(plan, x, rope).view(step.batch, step.n, -1, attn.head_dim).transpose(1, 2)
+        q, k, v = heads.split_with_sizes([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], 1)
+        out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
+        return compiled.behind_attention(plan, out.transpose(1, 2).reshape(x.shape[0], -1), x)
 
-# What the compiled parts stand for.
+
+# What the kernels stand for.
 PLAIN: dict[type[nn.Module], Any] = {
     kind: kind.forward
-    for kind in (Attention, MLP, UngatedMLP, RMSNorm, ZeroCentredRMSNorm, LayerNorm, Linear, FusedLinear)
+    for kind in (Attention, MLP, UngatedMLP, RMSNorm, ZeroCentredRMSNorm, LayerNorm, Linear, FusedLinear, QuantizedWeight)
 }
 
 
@@ -221,7 +224,7 @@ class Decoder(Module):
         self.layers = nn.ModuleList(self.block(config, i) for i in range(config.num_hidden_layers))
         self.norm = self.block.make_norm(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        self.is_plain = decode.PlainCheck(PLAIN)
+        self.planner = compiled.Planner(PLAIN)
         self.ropes = {kind: Rope(rope, config.computed_head_dim) for kind, rope in config.ropes().items()}
         self.tie_weights()
 
@@ -243,17 +246,25 @@ class Decoder(Module):
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
         x = self.embed(input_ids.flatten(), positions.flatten())  # [T, C]
         rope = {kind: rope(positions) for kind, rope in self.ropes.items()}
-        step = Pass(batch, n, rope, cache, n == 1 and decode.available(x, PLAIN))
+        use_kernels = compiled.available(x, PLAIN)
+        table = cache.table(self.config) if use_kernels and n == 1 else None
+        step = Pass(batch, n, rope, cache, use_kernels, table)
         for layer in self.layers:
             x = layer(x, step)
         cache.advance(n)
         if kv_cache is not None and not all_logits:
             x = x.view(batch, n, -1)[:, -1]  # [B, C]: generation samples from the last position alone
-        if step.compiled and decode.fits(x) and self.is_plain(lambda: (self.norm, self.lm_head)):
-            logits = decode.norm_linear(x, self.norm, self.lm_head)
-        else:
-            logits = self.lm_head(self.norm(x))
-        return logits.view(batch, -1, self.config.vocab_size)
+        return self.head(x, step).view(batch, -1, self.config.vocab_size)
+
+    def head(self, x: Tensor, step: Pass) -> Tensor:
+        """x [T, C] -> logits [T, V]"""
+        if step.compiled:
+            plan = self.planner(
+                lambda: (self.norm, self.lm_head), lambda: compiled.head_record(self.norm, self.lm_head)
+            )
+            if plan is not None and plan.takes(x):
+                return compiled.head(plan, x)
+        return self.lm_head(self.norm(x))  # type: ignore[no-any-return]
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Both [T] -> [T, C]"""
@@ -265,4 +276,4 @@ class Decoder(Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed_tokens.weight.dtype
+        return self.norm.weight.dtype  # weights may be quantised, norms are not

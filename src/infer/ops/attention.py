@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from infer.ops import decode
+from infer.ops import compiled
 
 # None: every query sees every key. "causal": query i sees keys 0..i. A tensor: True where visible.
 Mask = Tensor | Literal["causal"] | None
@@ -35,8 +35,8 @@ def span_mask(n: int, keys: int, window: int | None, device: torch.device) -> Ma
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, dropout: float = 0.0) -> Tensor:
     """q [B, Hq, n, D] over k, v [B, Hkv, S, D] -> [B, Hq, n, D]; each KV head serves Hq/Hkv query heads in place."""
-    if mask is None and not dropout and decode.can_attend(q, k, v):
-        return decode.attend(q, k, v, scale)
+    if mask is None and not dropout and compiled.can_attend(q, k, v):
+        return compiled.attend(q, k, v, scale)
     if q.is_cuda and q.shape[2] == 1:
         # cuDNN would spend 35 ms on a plan for each number of keys, which is another at every step.
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
@@ -126,6 +126,6 @@ def ring_span(ring: Tensor, first: int, end: int) -> Tensor:
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, first: int, end: int, *, scale: float) -> Tensor:
     """A single query [B, Hq, 1, D] over positions first..end-1 of the rings k, v [B, Hkv, slots, D]."""
-    if decode.can_attend(q, k, v):
-        return decode.attend(q, k, v, scale, first % k.shape[2], end - first)
+    if compiled.can_attend(q, k, v):
+        return compiled.attend(q, k, v, scale, first % k.shape[2], end - first)
     return attention(q, ring_span(k, first, end), ring_span(v, first, end), scale=scale, mask=None)

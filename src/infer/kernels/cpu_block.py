@@ -1,0 +1,408 @@
+"""A block of a model on the CPU, in one call for a token of each row, in two around attention for many.
+
+A decode step reads every weight once, so memory sets its pace, as long as nothing else takes time. In plain torch a
+third of a step is Python and operators between the products; compiled by numba it is close to nothing. Importing this
+module compiles it (seconds, once per machine: the result is cached on disk).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from numba import from_dtype, njit, prange, types
+
+from infer.kernels.cpu_memory import FASTMATH, bytes_at, matrix, vector
+from infer.kernels.cpu_product import WEIGHT, dot_floats, product
+from infer.kernels.cpu_simd import (
+    add,
+    divide,
+    exponential,
+    fused,
+    lane,
+    load_floats,
+    load_half,
+    multiply,
+    raise_half,
+    splat,
+    store_as_half,
+    store_floats,
+)
+
+# Addresses are 0 where there is nothing; centred: a LayerNorm.
+NORM = np.dtype([("weight", "i8"), ("bias", "i8"), ("eps", "f8"), ("offset", "f8"), ("centred", "i8")])
+HEAD = np.dtype([("norm", NORM), ("weight", WEIGHT)])
+BLOCK = np.dtype(
+    [
+        ("before_attention", NORM),
+        ("qkv", WEIGHT),
+        ("q_norm", NORM),
+        ("k_norm", NORM),
+        ("o", WEIGHT),
+        ("after_attention", NORM),
+        ("before_mlp", NORM),
+        ("up", WEIGHT),  # a gate and what it is multiplied with, if twice as wide as `down`
+        ("down", WEIGHT),
+        ("after_mlp", NORM),
+        ("heads", "i8"),
+        ("kv_heads", "i8"),
+        ("head_dim", "i8"),
+        ("scale", "f8"),
+        ("window", "i8"),  # 0: none
+        ("activation", "i8"),
+    ]
+)
+# Of a row's keys and values in a layer of a cache: addresses of the first head's, bytes from head to head, positions
+# kept (position p lies in slot p % SLOTS), positions filled, and bits of a number.
+K, V, STRIDE, SLOTS, FILLED, BITS = range(6)
+WHOLE, BEFORE, BEHIND = range(3)  # parts of a block: all of it, before attention, behind it
+MANY = 16  # rows that are worth handing out to several threads
+
+ADDRESS, SIZE, NUMBER = types.int64, types.int64, types.float64  # as Python's own arrive, so that none is converted
+ROWS, TABLE = types.float32[:, ::1], types.int64[:, ::1]
+HEADS, BLOCKS = types.Array(from_dtype(HEAD), 1, "C"), types.Array(from_dtype(BLOCK), 1, "C")
+
+
+def use_threads(count: int) -> None:
+    """For calls from this Python thread."""
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+
+
+def _kernel(*arguments: Any) -> Any:
+    """Compile for these argument types now, and keep the result on disk."""
+    return njit(types.void(*arguments), cache=True)
+
+
+@njit
+def _norm(x: Any, norm: Any, out: Any) -> None:
+    """out, which may be x, = RMSNorm(x), or LayerNorm(x) if centred."""
+    _normed(x, norm.weight, norm.bias, norm.eps, norm.offset, norm.centred, out)
+
+
+@njit(fastmath=FASTMATH)
+def _normed(x: Any, weight_at: int, bias_at: int, eps: float, offset: float, centred: int, out: Any) -> None:
+    weight = vector(weight_at, x.shape[0])
+    mean, square = np.float32(0), np.float32(0)
+    if centred:
+        for i in range(x.shape[0]):
+            mean += x[i]
+        mean /= np.float32(x.shape[0])
+    for i in range(x.shape[0]):
+        square += (x[i] - mean) * (x[i] - mean)
+    scale = np.float32(1 / math.sqrt(square / x.shape[0] + eps))
+    for i in range(x.shape[0]):
+        out[i] = (x[i] - mean) * scale * (weight[i] + np.float32(offset))
+    if bias_at != 0:
+        _add(out, vector(bias_at, x.shape[0]))
+
+
+@njit(fastmath=FASTMATH)
+def _add(x: Any, y: Any) -> None:
+    for i in range(x.shape[0]):
+        x[i] += y[i]
+
+
+@njit
+def _add_rows(x: Any, y: Any) -> None:
+    for t in range(x.shape[0]):
+        _add(x[t], y[t])
+
+
+@njit
+def _norm_rows(x: Any, norm: Any, out: Any) -> None:
+    if x.shape[0] < MANY:
+        for t in range(x.shape[0]):
+            _norm(x[t], norm, out[t])
+    else:
+        _norm_many(x, norm, out)
+
+
+@njit(parallel=True)
+def _norm_many(x: Any, norm: Any, out: Any) -> None:
+    # Taken out one by one: numba hands no record to a thread.
+    weight_at, bias_at, eps, offset, centred = norm.weight, norm.bias, norm.eps, norm.offset, norm.centred
+    for t in prange(x.shape[0]):
+        _normed(x[t], weight_at, bias_at, eps, offset, centred, out[t])
+
+
+@njit(forceinline=True)
+def _activated(gate: Any, kind: int) -> Any:
+    """0: SiLU; 1: GELU in its tanh form, which is a SiLU-like product too, x sigmoid(2 y)."""
+    y = gate
+    if kind == 1:
+        square = multiply(gate, gate)
+        y = multiply(multiply(gate, splat(1.5957691216057308)), fused(square, splat(0.044715), splat(1.0)))
+    return divide(gate, add(splat(1.0), exponential(multiply(y, splat(-1.0)))))
+
+
+@njit
+def _activate(up: Any, inner: Any, kind: int) -> None:
+    """inner [I] = activation(up), or activation(gate) * up, where both lie in `up`. Kind 2 is GELU itself."""
+    size, gated = inner.shape[0], up.shape[0] > inner.shape[0]
+    if kind == 2:
+        for i in range(size):
+            inner[i] = np.float32(0.5) * up[i] * np.float32(1 + math.erf(up[i] * 0.7071067811865476))
+    else:
+        up_at, inner_at, whole = up.ctypes.data, inner.ctypes.data, size // 4 * 4
+        for i in range(0, whole, 4):
+            store_floats(inner_at + i * 4, _activated(load_floats(up_at + i * 4), kind))
+        for i in range(whole, size):
+            inner[i] = lane(_activated(splat(up[i]), kind), 0)
+    if gated:
+        for i in range(size):
+            inner[i] *= up[size + i]
+
+
+@njit(parallel=True)
+def _activate_many(up: Any, inner: Any, kind: int) -> None:
+    for t in prange(up.shape[0]):
+        _activate(up[t], inner[t], kind)
+
+
+@njit
+def _project(blocks: Any, x: Any, cos_at: int, sin_at: int, heads: Any) -> None:
+    block = blocks[0]
+    normed = np.empty(x.shape, np.float32)
+    _norm_rows(x, block.before_attention, normed)
+    product(block.qkv, normed, heads)
+    if x.shape[0] < MANY:
+        for t in range(x.shape[0]):
+            _rotate(block, heads[t], cos_at, sin_at, t)
+    else:
+        _rotate_many(blocks, heads, cos_at, sin_at)
+
+
+@njit(parallel=True)
+def _rotate_many(blocks: Any, heads: Any, cos_at: int, sin_at: int) -> None:
+    for t in prange(heads.shape[0]):
+        _rotate(blocks[0], heads[t], cos_at, sin_at, t)
+
+
+@njit(fastmath=FASTMATH)
+def _rotate(block: Any, heads: Any, cos_at: int, sin_at: int, t: int) -> None:
+    """Norm and RoPE in place on the q and k of row t; cos and sin are [T, D], sin with the sign of rotate-half."""
+    size, half = block.head_dim, block.head_dim // 2
+    for h in range(block.heads + block.kv_heads):
+        x = heads[h * size : (h + 1) * size]
+        if block.q_norm.weight != 0:
+            if h < block.heads:
+                _norm(x, block.q_norm, x)
+            else:
+                _norm(x, block.k_norm, x)
+        if cos_at != 0:
+            cos, sin = vector(cos_at + t * size * 4, size), vector(sin_at + t * size * 4, size)
+            for i in range(half):
+                first, second = x[i], x[i + half]
+                x[i] = first * cos[i] + second * sin[i]
+                x[i + half] = second * cos[i + half] + first * sin[i + half]
+
+
+@njit(forceinline=True)
+def _row_bytes(head_dim: int, bits: int) -> int:
+    """Of a key or value: 8-bit ones are followed by their scale, a float16."""
+    return head_dim * 4 if bits == 32 else head_dim + 2
+
+
+@njit(fastmath=FASTMATH)
+def _score(q: Any, k_at: int, bits: int, scale: Any, out: Any) -> Any:
+    """out [keys] = scale q k; returns the highest."""
+    highest, size = np.float32(-np.inf), q.shape[0]
+    if bits == 32:
+        k = matrix(k_at, out.shape[0], size)
+        for j in range(out.shape[0]):
+            out[j] = dot_floats(k, j, q) * scale
+            highest = max(highest, out[j])
+    else:
+        for j in range(out.shape[0]):
+            at = k_at + j * (size + 2)
+            codes, sum_ = bytes_at(at, size), np.float32(0)
+            for i in range(size):
+                sum_ += np.float32(codes[i]) * q[i]
+            out[j] = sum_ * load_half(at + size) * scale
+            highest = max(highest, out[j])
+    return highest
+
+
+@njit(fastmath=FASTMATH)
+def _mix(weights: Any, v_at: int, bits: int, out: Any) -> None:
+    """out [D] += the weighted sum of values."""
+    size = out.shape[0]
+    if bits == 32:
+        v = matrix(v_at, weights.shape[0], size)
+        for j in range(weights.shape[0]):
+            for i in range(size):
+                out[i] += weights[j] * v[j, i]
+    else:
+        for j in range(weights.shape[0]):
+            at = v_at + j * (size + 2)
+            codes, weight = bytes_at(at, size), weights[j] * load_half(at + size)
+            for i in range(size):
+                out[i] += weight * np.float32(codes[i])
+
+
+@njit
+def _exponentials(x: Any, highest: Any) -> Any:
+    """x = e^(x - highest), whose sum it returns."""
+    at, whole, total = x.ctypes.data, x.shape[0] // 4 * 4, np.float32(0)
+    for i in range(0, whole, 4):
+        store_floats(at + i * 4, exponential(add(load_floats(at + i * 4), splat(-highest))))
+    for i in range(whole, x.shape[0]):
+        x[i] = lane(exponential(splat(x[i] - highest)), 0)
+    for i in range(x.shape[0]):
+        total += x[i]
+    return total
+
+
+@njit
+def _attend_head(
+    q: Any, k_at: int, v_at: int, bits: int, slots: int, first: int, scale: Any, score: Any, out: Any
+) -> None:
+    """out [D] = softmax(scale q k) v over as many keys as `score` has room for, from slot `first` on, around the end."""
+    until_end = min(score.shape[0], slots - first)
+    start = first * _row_bytes(q.shape[0], bits)
+    before, behind = score[:until_end], score[until_end:]
+    highest = _score(q, k_at + start, bits, scale, before)
+    highest = max(highest, _score(q, k_at, bits, scale, behind))
+    total = _exponentials(score, highest)
+    for i in range(out.shape[0]):
+        out[i] = 0
+    _mix(before, v_at + start, bits, out)
+    _mix(behind, v_at, bits, out)
+    for i in range(out.shape[0]):
+        out[i] /= total
+
+
+@njit(parallel=True)
+def _attend(q_at: int, q_stride: int, table: Any, seen: Any, heads: int, kv_heads: int, scale: float, out: Any) -> None:
+    """seen: the first slot and the number of keys of each row."""
+    size, group, most = out.shape[1] // heads, heads // kv_heads, 0
+    for row in range(out.shape[0]):
+        most = max(most, seen[row, 1])
+    scores = np.empty((out.shape[0] * heads, most), np.float32)
+    for item in prange(out.shape[0] * heads):
+        row, h = item // heads, item % heads
+        q = vector(q_at + (row * q_stride + h * size) * 4, size)
+        offset = h // group * table[row, STRIDE]
+        _attend_head(
+            q,
+            table[row, K] + offset,
+            table[row, V] + offset,
+            table[row, BITS],
+            table[row, SLOTS],
+            seen[row, 0],
+            np.float32(scale),
+            scores[item, : seen[row, 1]],
+            out[row, h * size : (h + 1) * size],
+        )
+
+
+@njit
+def _finish(block: Any, attended: Any, residual: Any, out: Any) -> None:
+    """x = residual + norm(O attended); out [T, C] = x + norm(Down(activation(Gate norm(x)) * Up norm(x))).
+
+    Norms behind a product only where there are any; not gated: Down(activation(Up norm(x))).
+    """
+    x, normed = np.empty(residual.shape, np.float32), np.empty(residual.shape, np.float32)
+    product(block.o, attended, x)
+    if block.after_attention.weight != 0:
+        _norm_rows(x, block.after_attention, x)
+    _add_rows(x, residual)
+    _norm_rows(x, block.before_mlp, normed)
+    up = np.empty((x.shape[0], block.up.rows), np.float32)
+    inner = np.empty((x.shape[0], block.down.columns), np.float32)
+    product(block.up, normed, up)
+    if x.shape[0] < MANY:
+        for t in range(x.shape[0]):
+            _activate(up[t], inner[t], block.activation)
+    else:
+        _activate_many(up, inner, block.activation)
+    product(block.down, inner, out)
+    if block.after_mlp.weight != 0:
+        _norm_rows(out, block.after_mlp, out)
+    _add_rows(out, x)
+
+
+@njit
+def _write(block: Any, row: Any, kv: Any, slot: int) -> None:
+    """Put a token's keys and values, one head after the other, into their slot."""
+    size, start = block.head_dim, slot * _row_bytes(block.head_dim, row[BITS])
+    for h in range(block.kv_heads):
+        at = h * row[STRIDE] + start
+        _write_one(kv, h * size, row[K] + at, size, row[BITS])
+        _write_one(kv, (block.kv_heads + h) * size, row[V] + at, size, row[BITS])
+
+
+@njit
+def _write_one(kv: Any, start: int, at: int, size: int, bits: int) -> None:
+    """One head's vector, in 8 bits as `infer.cache.int8` has them."""
+    if bits == 32:
+        out = vector(at, size)
+        for i in range(size):
+            out[i] = kv[start + i]
+        return
+    peak = np.float32(0)
+    for i in range(start, start + size):
+        peak = abs(kv[i]) if not abs(kv[i]) <= peak else peak  # a NaN stays
+    step = np.float32(peak / np.float32(127))
+    if step == np.inf:
+        step = np.float32(np.nan)
+    step = np.float32(65504) if step > 65504 else step
+    store_as_half(at + size, step)
+    if load_half(at + size) < step:
+        raise_half(at + size)
+    scale, codes = load_half(at + size), bytes_at(at, size)
+    for i in range(size):
+        # Of a vector that is 0, or not finite, nothing but the scale says so.
+        code = np.float32(0) if not scale > 0 else np.float32(np.rint(kv[start + i] / scale))
+        codes[i] = np.int8(min(max(code, np.float32(-127)), np.float32(127)))
+
+
+@_kernel(HEADS, ROWS, ROWS)
+def head(heads: Any, x: Any, out: Any) -> None:
+    """out [T, rows] = W norm(x [T, C]) + b, or without the norm where there is none."""
+    one, normed = heads[0], x
+    if one.norm.weight != 0:
+        normed = np.empty(x.shape, np.float32)
+        _norm_rows(x, one.norm, normed)
+    product(one.weight, normed, out)
+
+
+@_kernel(ADDRESS, SIZE, TABLE, SIZE, SIZE, SIZE, SIZE, NUMBER, ROWS)
+def attend(
+    q_at: int, q_stride: int, table: Any, first: int, keys: int, heads: int, kv_heads: int, scale: float, out: Any
+) -> None:
+    """out [B, Hq D]: each head of each row over `keys` keys from slot `first` on. A row's q every q_stride floats."""
+    seen = np.empty((table.shape[0], 2), np.int64)
+    for row in range(table.shape[0]):
+        seen[row, 0], seen[row, 1] = first, keys
+    _attend(q_at, q_stride, table, seen, heads, kv_heads, scale, out)
+
+
+@_kernel(BLOCKS, SIZE, ROWS, ADDRESS, ADDRESS, TABLE, ROWS, ROWS)
+def block(blocks: Any, part: int, x: Any, cos_at: int, sin_at: int, table: Any, attended: Any, out: Any) -> None:
+    """A block from x [T, C], or a part of it: a kernel for each would take as long to compile as this one.
+
+    BEFORE: out [T, (Hq + 2 Hkv) D] = q, k and v, normed and rotated; cos and sin are [T, D], at 0 if there are none.
+    BEHIND: out [T, C] from attended [T, Hq D], x being the residual.
+    WHOLE: out [B, C] for the next token of each row, whose keys and values go into the cache that `table` describes.
+    """
+    one = blocks[0]
+    if part == BEHIND:
+        _finish(one, attended, x, out)
+        return
+    q_size = one.heads * one.head_dim
+    projected = out if part == BEFORE else np.empty((x.shape[0], one.qkv.rows), np.float32)
+    _project(blocks, x, cos_at, sin_at, projected)
+    if part == BEFORE:
+        return
+    seen, mixed = np.empty((x.shape[0], 2), np.int64), np.empty((x.shape[0], q_size), np.float32)
+    for row in range(x.shape[0]):
+        position, slots = table[row, FILLED], table[row, SLOTS]
+        _write(one, table[row], projected[row, q_size:], position % slots)
+        oldest = 0 if one.window == 0 else max(0, position - one.window + 1)
+        seen[row, 0], seen[row, 1] = oldest % slots, position - oldest + 1
+    q_at, q_stride = projected.ctypes.data, projected.shape[1]
+    _attend(q_at, q_stride, table, seen, one.heads, one.kv_heads, one.scale, mixed)
+    _finish(one, mixed, x, out)

@@ -1,0 +1,202 @@
+"""Vectors of 128 bits for the kernels that numba compiles: the few operations that its loops do not vectorise well.
+
+Every operation is one or two instructions, on ARM (NEON) and on x86 alike. `dot` is a single one where an ARM core has
+the dot product extension, and a handful elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core.errors import RequireLiteralValue
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic, models, register_model
+
+INT8, INT16, INT32, HALF, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
+INT8X16, INT32X4, FLOATX4 = ir.VectorType(INT8, 16), ir.VectorType(INT32, 4), ir.VectorType(FLOAT, 4)
+
+
+def _has_dot_product() -> bool:
+    """Whether the core has ARM's dot product, and LLVM knows it: code for a "generic" one cannot use it."""
+    known = cpu_target.target_context.codegen().magic_tuple()[1] != "generic"
+    return known and bool(torch.cpu.get_capabilities().get("dot"))
+
+
+DOT_PRODUCT = _has_dot_product()
+
+
+def _vector(name: str, llvm_type: ir.Type) -> Any:
+    """A numba type whose values are vectors in registers."""
+
+    class Vector(types.Type):
+        def __init__(self) -> None:
+            super().__init__(name=name)
+
+    @register_model(Vector)
+    class Model(models.PrimitiveModel):  # type: ignore[misc]
+        def __init__(self, manager: Any, numba_type: Any) -> None:
+            super().__init__(manager, numba_type, llvm_type)
+
+    return Vector()
+
+
+int8x16 = _vector("int8x16", INT8X16)
+int32x4 = _vector("int32x4", INT32X4)
+floatx4 = _vector("floatx4", FLOATX4)
+
+
+def _operation(result: Any, emit: Callable[..., Any], arity: int) -> Any:
+    """An intrinsic of so many arguments, whose code is emit(builder, *values)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = emit(builder, *args)
+        return context.get_dummy_value() if result is types.void else value
+
+    # numba counts the parameters of an intrinsic.
+    functions = {
+        0: lambda context: (result(), codegen),
+        1: lambda context, x: (result(x), codegen),
+        2: lambda context, x, y: (result(x, y), codegen),
+        3: lambda context, x, y, z: (result(x, y, z), codegen),
+    }
+    return intrinsic(functions[arity])
+
+
+def _load(builder: Any, address: Any, llvm_type: ir.Type) -> Any:
+    return builder.load(builder.inttoptr(address, llvm_type.as_pointer()), align=1)
+
+
+def _store(builder: Any, address: Any, value: Any) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    first = builder.insert_element(ir.Constant(FLOATX4, ir.Undefined), value, INT32(0))
+    return _pick(builder, first, [0] * 4)
+
+
+def _pick(builder: Any, vector: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(INT32, len(lanes)), lanes))
+
+
+def _call(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
+    """One of LLVM's own functions."""
+    signature = ir.FunctionType(result, [arg.type for arg in args])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
+    return builder.call(function, args)
+
+
+def _all(llvm_type: ir.VectorType, value: float) -> Any:
+    return ir.Constant(llvm_type, [value] * llvm_type.count)
+
+
+def _half_as_float(builder: Any, address: Any) -> Any:
+    return builder.fpext(_load(builder, address, HALF), FLOAT)
+
+
+def _clamped(builder: Any, x: Any, low: Any, high: Any) -> Any:
+    # A NaN is neither below nor above, and stays.
+    x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+    return builder.select(builder.fcmp_ordered(">", x, high), high, x)
+
+
+# Memory, at addresses that need not be aligned.
+load_bytes = _operation(int8x16, lambda b, at: _load(b, at, INT8X16), 1)
+load_floats = _operation(floatx4, lambda b, at: _load(b, at, FLOATX4), 1)
+load_halves = _operation(floatx4, lambda b, at: b.fpext(_load(b, at, ir.VectorType(HALF, 4)), FLOATX4), 1)
+load_half = _operation(types.float32, _half_as_float, 1)
+load_splat = _operation(floatx4, lambda b, at: _splat(b, _load(b, at, FLOAT)), 1)
+store_floats = _operation(types.void, _store, 2)
+store_as_bytes = _operation(types.void, lambda b, at, v: _store(b, at, b.trunc(v, ir.VectorType(INT8, 4))), 2)
+store_as_half = _operation(types.void, lambda b, at, x: _store(b, at, b.fptrunc(x, HALF)), 2)
+# The next larger float16 than one in memory has the next bits.
+raise_half = _operation(types.void, lambda b, at: _store(b, at, b.add(_load(b, at, INT16), INT16(1))), 1)
+
+# Arithmetic.
+no_ints = _operation(int32x4, lambda b: _all(INT32X4, 0), 0)
+no_floats = _operation(floatx4, lambda b: _all(FLOATX4, 0.0), 0)
+add = _operation(floatx4, lambda b, x, y: b.fadd(x, y), 2)
+multiply = _operation(floatx4, lambda b, x, y: b.fmul(x, y), 2)
+divide = _operation(floatx4, lambda b, x, y: b.fdiv(x, y), 2)
+fused = _operation(floatx4, lambda b, x, y, z: _call(b, "llvm.fma.v4f32", FLOATX4, x, y, z), 3)  # x y + z
+absolute = _operation(floatx4, lambda b, x: _call(b, "llvm.fabs.v4f32", FLOATX4, x), 1)
+larger = _operation(floatx4, lambda b, x, y: _call(b, "llvm.maximum.v4f32", FLOATX4, x, y), 2)  # NaN if one is
+largest = _operation(types.float32, lambda b, x: _call(b, "llvm.vector.reduce.fmaximum.v4f32", FLOAT, x), 1)
+clamped = _operation(floatx4, _clamped, 3)
+rounded = _operation(floatx4, lambda b, x: _call(b, "llvm.rint.v4f32", FLOATX4, x), 1)
+to_floats = _operation(floatx4, lambda b, v: b.sitofp(v, FLOATX4), 1)
+to_ints = _operation(int32x4, lambda b, x: _call(b, "llvm.fptosi.sat.v4i32.v4f32", INT32X4, x), 1)
+add_ints = _operation(int32x4, lambda b, x, y: b.add(x, y), 2)
+total = _operation(types.int32, lambda b, v: _call(b, "llvm.vector.reduce.add.v4i32", INT32, v), 1)
+low_nibbles = _operation(int8x16, lambda b, v: b.and_(v, _all(INT8X16, 15)), 1)
+high_nibbles = _operation(int8x16, lambda b, v: b.lshr(v, _all(INT8X16, 4)), 1)
+# 2^n of whole numbers, by way of the exponent's bits.
+_power = _operation(
+    floatx4,
+    lambda b, n: b.bitcast(b.shl(b.add(n, _all(INT32X4, 127)), _all(INT32X4, 23)), FLOATX4),
+    1,
+)
+
+
+@intrinsic
+def splat(context: Any, x: Any) -> Any:
+    """The same number in every lane."""
+    return floatx4(types.float32), lambda c, b, s, args: _splat(b, *args)
+
+
+@intrinsic
+def lane(context: Any, vector: Any, index: Any) -> Any:
+    """One float of a vector."""
+    at = _literal(index)
+    return types.float32(vector, index), lambda c, b, s, args: b.extract_element(args[0], INT32(at))
+
+
+@intrinsic
+def dot(context: Any, sums: Any, weights: Any, x: Any, index: Any) -> Any:
+    """sums[r] + weights[4 r ..] . x[4 index ..]: four bytes of each of four rows with the same four bytes of x."""
+    at = _literal(index)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums, weights, x, _ = args
+        quad = builder.bitcast(_pick(builder, builder.bitcast(x, INT32X4), [at] * 4), INT8X16)
+        if DOT_PRODUCT:
+            return _call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", INT32X4, sums, weights, quad)
+        return builder.add(sums, _dot_quads(builder, weights, quad))
+
+    return int32x4(sums, weights, x, index), codegen
+
+
+def _dot_quads(builder: Any, x: Any, y: Any) -> Any:
+    # In 16 bits first: that is a single instruction on x86 (pmaddwd).
+    wide = [builder.sext(builder.sext(v, ir.VectorType(INT16, 16)), ir.VectorType(INT32, 16)) for v in (x, y)]
+    products = builder.mul(*wide)
+    pairs = builder.add(*(_pick(builder, products, list(range(odd, 16, 2))) for odd in (0, 1)))
+    return builder.add(*(_pick(builder, pairs, list(range(odd, 8, 2))) for odd in (0, 1)))
+
+
+def _literal(index: Any) -> int:
+    if not isinstance(index, types.IntegerLiteral):
+        raise RequireLiteralValue("the lane must be known when the kernel is compiled")
+    return int(index.literal_value)
+
+
+@njit
+def exponential(x: Any) -> Any:
+    """e^x to a unit or two in the last place: 2^n e^f, with |f| at most half of log 2."""
+    x = clamped(x, splat(-87.0), splat(88.0))
+    n = rounded(multiply(x, splat(1.44269504)))
+    f = fused(n, splat(-0.693359375), x)
+    f = fused(n, splat(2.12194440e-4), f)
+    p = splat(1 / 5040)
+    p = fused(p, f, splat(1 / 720))
+    p = fused(p, f, splat(1 / 120))
+    p = fused(p, f, splat(1 / 24))
+    p = fused(p, f, splat(1 / 6))
+    p = fused(p, f, splat(0.5))
+    p = fused(p, f, splat(1.0))
+    p = fused(p, f, splat(1.0))
+    return multiply(p, _power(to_ints(n)))

@@ -1,0 +1,262 @@
+"""Blocks through kernels that numba compiles, on the CPU in float32.
+
+Each part stands beside its reference in plain torch: the modules of a block, and `attention`. A step should be compiled
+as a whole: numba's threads and torch's are two pools, and while one of them works the other's still spin.
+
+The kernels hold the GIL, so that no two Python threads run them at once. A process forked after their first use cannot
+run them (GNU OpenMP): start it with spawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from infer import kernels
+from infer.ops.linear import Linear
+from infer.ops.module import Module
+from infer.ops.norm import Norm
+from infer.ops.quantized import QuantizedWeight
+
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # those that the kernels have
+MAX_ROWS = 6  # of float32 weights: with more, torch's product, which works on blocks of rows, is faster
+
+
+def available(x: Tensor, forwards: Mapping[type[nn.Module], Any]) -> bool:
+    """Whether x [T, C] is float32 on the CPU, no gradient is asked of it, and the kernels are there.
+
+    forwards: of the classes that the kernels stand for; if one has been replaced, they no longer do.
+    """
+    if not _readable(x) or torch.is_grad_enabled() or kernels.cpu() is None:
+        return False
+    if any(kind.forward is not forward for kind, forward in forwards.items()):
+        return False
+    kernels.cpu().use_threads(torch.get_num_threads())
+    return True
+
+
+def _readable(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.is_cpu and x.is_contiguous()
+
+
+class Plan(NamedTuple):
+    """Modules as the kernels take them."""
+
+    record: np.ndarray[Any, Any]
+    quantized: bool  # all their weights: then the kernels are the faster way for any number of rows
+
+    def takes(self, x: Tensor) -> bool:
+        return (self.quantized or x.shape[0] <= MAX_ROWS) and _readable(x)
+
+
+class Planner:
+    """Plans a part of a model, where the kernels compute what its modules would: of known classes, none patched.
+
+    A plan is made again when any module has changed, or a weight has moved. Hooks, which can be set without a module's
+    knowledge, are looked at each time.
+    """
+
+    def __init__(self, forwards: Mapping[type[nn.Module], Any]) -> None:
+        """forwards: the classes, and what computes them."""
+        self._forwards = forwards
+        self._made_at = -1
+        self._plan: Plan | None = None
+        self._hooks: list[Any] = []
+        self._weights: list[tuple[Tensor, int, torch.dtype]] = []
+
+    def __call__(
+        self, modules: Callable[[], Sequence[nn.Module] | None], record: Callable[[], np.ndarray[Any, Any]]
+    ) -> Plan | None:
+        """modules: returns them, or None where no kernel fits their like. record: describes them."""
+        if self._made_at != Module.changes or self._moved():
+            self._plan = self._make(modules() or (), record)
+            self._made_at = Module.changes
+        return None if any(self._hooks) else self._plan
+
+    def _moved(self) -> bool:
+        for weight, address, dtype in self._weights:
+            if weight.data_ptr() != address or weight.dtype is not dtype or not weight.is_contiguous():
+                return True
+        return False
+
+    def _make(self, modules: Sequence[nn.Module], record: Callable[[], np.ndarray[Any, Any]]) -> Plan | None:
+        self._hooks, self._weights = [], []
+        linears = [m for m in modules if isinstance(m, Linear)]
+        quantized = [m.weight for m in linears if isinstance(m.weight, QuantizedWeight)]
+        everything = [*modules, *quantized]
+        if not modules or not all(map(self._is_plain, everything)):
+            return None
+        tensors = [t for m in everything for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        self._hooks = [hooks for m in everything for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._weights = [(t, t.data_ptr(), t.dtype) for t in tensors]
+        for t in tensors:
+            if t.dtype not in (torch.float32, torch.uint8) or not t.is_cpu or not t.is_contiguous():
+                return None
+        return Plan(record(), len(quantized) == len(linears))
+
+    def _is_plain(self, module: nn.Module) -> bool:
+        return (
+            type(module) in self._forwards
+            and "forward" not in module.__dict__
+            and all(type(weight) is nn.Parameter for weight in module._parameters.values() if weight is not None)
+        )
+
+
+def block_record(
+    qkv: Linear,
+    o: Linear,
+    up: Linear,
+    down: Linear,
+    *,
+    before_attention: Norm,
+    before_mlp: Norm,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+    after_attention: Norm | None = None,
+    after_mlp: Norm | None = None,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    scale: float,
+    window: int | None,
+    activation: str,
+) -> np.ndarray[Any, Any]:
+    record = np.zeros(1, kernels.cpu().BLOCK)
+    for name, linear in {"qkv": qkv, "o": o, "up": up, "down": down}.items():
+        record[name] = _weight(linear)
+    for name, norm in {
+        "before_attention": before_attention,
+        "before_mlp": before_mlp,
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "after_attention": after_attention,
+        "after_mlp": after_mlp,
+    }.items():
+        if norm is not None:
+            record[name] = _norm(norm)
+    record["heads"], record["kv_heads"], record["head_dim"] = heads, kv_heads, head_dim
+    record["scale"], record["window"], record["activation"] = scale, window or 0, ACTIVATION_CODES[activation]
+    return record
+
+
+def head_record(norm: Norm, linear: Linear) -> np.ndarray[Any, Any]:
+    record = np.zeros(1, kernels.cpu().HEAD)
+    record["norm"], record["weight"] = _norm(norm), _weight(linear)
+    return record
+
+
+def _weight(linear: Linear) -> tuple[int, ...]:
+    if isinstance(linear.weight, QuantizedWeight):
+        return linear.weight.record(linear.bias)
+    return 32, linear.weight.data_ptr(), _address(linear.bias), *linear.weight.shape
+
+
+def _norm(norm: Norm) -> tuple[int, int, float, float, bool]:
+    return norm.weight.data_ptr(), _address(norm.bias), norm.eps, norm.offset, norm.centred
+
+
+def _address(bias: Tensor | None) -> int:
+    return 0 if bias is None else bias.data_ptr()
+
+
+def head(plan: Plan, x: Tensor) -> Tensor:
+    """x [T, C] -> [T, rows]: norm and product."""
+    out = _empty(x.shape[0], int(plan.record["weight"]["rows"][0]))
+    kernels.cpu().head(plan.record, x.numpy(), out.numpy())
+    return out
+
+
+def before_attention(plan: Plan, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    """x [T, C] -> q, k and v [T, (Hq + 2 Hkv) D], normed and rotated."""
+    return _block(plan, kernels.cpu().BEFORE, x, int(plan.record["qkv"]["rows"][0]), rope)
+
+
+def behind_attention(plan: Plan, attended: Tensor, residual: Tensor) -> Tensor:
+    """attended [T, Hq D], residual [T, C] -> [T, C]: output product and MLP, with their norms and residuals."""
+    return _block(plan, kernels.cpu().BEHIND, residual, residual.shape[1], attended=attended.contiguous())
+
+
+def whole(plan: Plan, x: Tensor, rope: tuple[Tensor, Tensor] | None, table: np.ndarray[Any, Any]) -> Tensor:
+    """x [B, C] -> [B, C] for the next token of each row, whose keys and values go where `table` says."""
+    return _block(plan, kernels.cpu().WHOLE, x, x.shape[1], rope, table)
+
+
+NOTHING = np.zeros((0, 0), np.int64)
+
+
+def _block(
+    plan: Plan,
+    part: int,
+    x: Tensor,
+    size: int,
+    rope: tuple[Tensor, Tensor] | None = None,
+    table: np.ndarray[Any, Any] = NOTHING,
+    attended: Tensor | None = None,
+) -> Tensor:
+    out, rows = _empty(x.shape[0], size), x.numpy()
+    cos_at, sin_at = (0, 0) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
+    mixed = rows if attended is None else attended.numpy()
+    kernels.cpu().block(plan.record, part, rows, cos_at, sin_at, table, mixed, out.numpy())
+    return out
+
+
+class Table:
+    """Where the layers of a cache keep the keys and values of each row."""
+
+    def __init__(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
+        """Of each layer [B, Hkv, slots, D], in float32, or in int8 with a scale behind each vector."""
+        cpu = kernels.cpu()
+        self._filled = cpu.FILLED
+        self._rows = np.zeros((len(k), k[0].shape[0], cpu.BITS + 1), np.int64)
+        for layer, (keys, values) in enumerate(zip(k, v, strict=True)):
+            size, rows = keys.element_size(), self._rows[layer]
+            step = np.arange(len(rows)) * keys.stride(0) * size
+            rows[:, cpu.K], rows[:, cpu.V] = keys.data_ptr() + step, values.data_ptr() + step
+            rows[:, cpu.STRIDE], rows[:, cpu.SLOTS], rows[:, cpu.BITS] = keys.stride(1) * size, keys.shape[2], size * 8
+
+    def at(self, filled: int) -> np.ndarray[Any, Any]:
+        """[layers, B, ...] with so many positions filled."""
+        self._rows[:, :, self._filled] = filled
+        return self._rows
+
+
+def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether q [B, Hq, 1, D] is one query a row, and all lie in memory as `attend` reads them."""
+    batch, _, n, head_dim = q.shape
+    return (
+        n == 1
+        and batch <= MAX_ROWS
+        and q.dtype is k.dtype is v.dtype is torch.float32
+        and q.is_cpu
+        and q.stride(1) == head_dim
+        and q.stride(3) == 1
+        and k.is_cpu
+        and v.is_cpu
+        and k.stride()[2:] == (head_dim, 1)
+        and v.stride() == k.stride()
+        and v.shape == k.shape
+        and not torch.is_grad_enabled()
+        and kernels.cpu() is not None
+    )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int = 0, count: int | None = None) -> Tensor:
+    """q [B, Hq, 1, D] over k, v [B, Hkv, S, D] -> [B, Hq, 1, D]; first and count: over these slots of a ring."""
+    batch, heads, _, head_dim = q.shape
+    _, kv_heads, slots, _ = k.shape
+    out = _empty(batch, heads * head_dim)
+    rows = [
+        [k.data_ptr() + i * k.stride(0) * 4, v.data_ptr() + i * v.stride(0) * 4, k.stride(1) * 4, slots, 0, 32]
+        for i in range(batch)
+    ]
+    keys = slots if count is None else count
+    kernels.cpu().attend(q.data_ptr(), q.stride(0), np.array(rows), first, keys, heads, kv_heads, scale, out.numpy())
+    return out.view(q.shape)
+
+
+def _empty(rows: int, columns: int) -> Tensor:
+    return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
