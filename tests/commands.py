@@ -110,7 +110,7 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
     def run_command(command: str, *args: str | Path, model: str | Path = folder, stdin: str = "") -> Done:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        named = {"info": [str(model)], "verify": [str(model)], "pull": [], "models": []}
+        named = {name: [str(model)] for name in ("info", "verify", "perplexity")} | {"pull": [], "models": []}
         with pytest.raises(SystemExit) as exit_info:
             main([command, *named.get(command, ["--model", str(model)]), *map(str, args)])
         return Done(exit_info.value.code or 0, *capsys.readouterr())  # type: ignore[arg-type]
@@ -133,13 +133,14 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that loses its first position in every decode step."""
-    update = KVCache.update
+    store = KVCache._store
 
     def drop(cache: KVCache, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = update(cache, layer_idx, k, v)
+        keys, values = store(cache, layer_idx, k, v)
         return (keys[:, :, 1:], values[:, :, 1:]) if k.shape[2] == 1 else (keys, values)
 
-    monkeypatch.setattr(KVCache, "update", drop)
+    monkeypatch.setattr(KVCache, "_store", drop)
+    monkeypatch.setattr(KVCache, "table", lambda cache, config: None)  # kernels would not ask `_store`
 
 
 def chat_ids(folder: Path, *messages: tuple[str, str], **variables: Any) -> list[int]:

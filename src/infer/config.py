@@ -9,7 +9,7 @@ from typing import Any
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-INT8_GROUP = 512  # values of a key or value that share a scale in an int8 cache; the last group may be shorter
+INT8_GROUP = 32  # values of a key or value that share a scale in an int8 cache; the last group may be shorter
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ def test_the_median_trial_is_reported(model: Decoder, monkeypatch: pytest.Monkey
     assert result.token_ids == [2] * 3
     assert (result.step_ms.min, result.step_ms.max, result.step_ms.mean) == (1000, 5000, 2750)
     assert messages == ["warm-up 1/1", "trial 1/4", "trial 2/4", "trial 3/4", "trial 4/4"]
-    assert calls == [(LetterTokenizer().encode(bench.PROMPT)[:6], {"use_kv_cache": False, "prefill_chunk": None})] * 5
+    options = {"use_kv_cache": False, "prefill_chunk": None, "cache_dtype": "auto"}
+    assert calls == [(LetterTokenizer().encode(bench.PROMPT)[:6], options)] * 5
 
 
 def test_prefill_in_chunks(model: Decoder, measured: list[BenchResult]) -> None:

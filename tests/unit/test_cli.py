@@ -35,7 +35,7 @@ from infer.loader.hf_folder import HFFolder
 pytestmark = pytest.mark.usefixtures("plain_machine")
 
 CACHES = ["KVCache", "GrowingCache", "SlidingCache"]
-COMMANDS = ["generate", "chat", "trace", "explain", "pull", "models", "info", "verify", "bench"]
+COMMANDS = ["generate", "chat", "trace", "explain", "pull", "models", "info", "verify", "perplexity", "bench"]
 
 
 def expect(folder: Path, prompt_ids: list[int], **params: Any) -> GenerationResult:

@@ -1,4 +1,4 @@
-"""The compiled parts of a decode step against plain torch."""
+"""Blocks through the compiled kernels, against plain torch."""
 
 from __future__ import annotations
 
@@ -7,24 +7,29 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import FAMILIES
-from mocks import LAYOUT_NAMES, LAYOUTS
+from mocks import LAYOUT_NAMES, LAYOUTS, STORED
 from torch import nn
 
-from infer.cache import BaseCache, BatchCache
+from infer import GrowingCache, KVCache, SlidingCache, kernels
+from infer.cache import BaseCache, BatchCache, Cache, NoCache
+from infer.cache.debug import DebugCache
+from infer.cache.int8 import encode
+from infer.cache.traced import TracedCache
 from infer.config import RopeConfig
-from infer.models.common import MLP, Block, UngatedMLP
-from infer.ops import decode
+from infer.models.common import MLP, Block, Decoder, UngatedMLP
+from infer.ops import compiled
 from infer.ops.activation import ACTIVATIONS
 from infer.ops.attention import ring_attention, ring_span
 from infer.ops.linear import Linear
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
 from infer.ops.rope import Rope, apply_rope
 
-pytestmark = pytest.mark.skipif(decode.kernels() is None, reason="numba is not installed, or INFER_KERNELS=0")
+pytestmark = pytest.mark.skipif(kernels.cpu() is None, reason="numba is not installed, or INFER_KERNELS=0")
 
 SIZES = [(2, 1, 1), (5, 7, 3), (33, 65, 17), (64, 128, 96), (576, 960, 1536)]  # hidden, rows, intermediate
 
@@ -32,16 +37,20 @@ SIZES = [(2, 1, 1), (5, 7, 3), (33, 65, 17), (64, 128, 96), (576, 960, 1536)]  #
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a kernel does not write shows as NaN; gradients are off, as in generation."""
-    monkeypatch.setattr(decode, "_empty", lambda size: torch.full((size,), torch.nan))
+    monkeypatch.setattr(compiled, "_empty", lambda rows, columns: torch.full((rows, columns), torch.nan))
     with torch.inference_mode():
         yield
+
+
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "cpu", lambda: None)
 
 
 def randn(*shape: int, std: float = 1.0) -> torch.Tensor:
     return torch.randn(shape) * std
 
 
-def linear(in_features: int, out_features: int, bias: bool) -> Linear:
+def linear(in_features: int, out_features: int, bias: bool = False) -> Linear:
     made = Linear(in_features, out_features, bias=bias).requires_grad_(False)
     for parameter in made.parameters():
         parameter.copy_(randn(*parameter.shape, std=in_features**-0.5))
@@ -55,27 +64,48 @@ def norm(size: int, kind: Callable[[int, float], Norm] = RMSNorm) -> Norm:
     return made
 
 
-def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
-    """An entry for each call of a part from here on."""
-    calls: list[int] = []
-    part = getattr(decode, name)
-    monkeypatch.setattr(decode, name, lambda *args, **options: calls.append(1) or part(*args, **options))
+def count_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, int]:
+    """How often each of these parts is called from here on."""
+    calls = dict.fromkeys(names, 0)
+
+    def counted(name: str, part: Callable, *args: Any, **options: Any) -> Any:
+        calls[name] += 1
+        return part(*args, **options)
+
+    for name in names:
+        monkeypatch.setattr(compiled, name, partial(counted, name, getattr(compiled, name)))
     return calls
 
 
+def head_plan(norm: Norm, linear: Linear) -> compiled.Plan:
+    return compiled.Plan(compiled.head_record(norm, linear), quantized=False)
+
+
+def block_plan(hidden: int, **parts: Any) -> compiled.Plan:
+    """Of a block with these parts; a plan does not keep modules alive, so whoever runs it must."""
+    missing = {name: Linear(1, 1) for name in ("qkv", "o", "up", "down")} | {
+        "before_attention": RMSNorm(hidden, 1e-5),
+        "before_mlp": RMSNorm(hidden, 1e-5),
+    }
+    shape = {"heads": 1, "kv_heads": 1, "head_dim": 2, "scale": 1.0, "window": None, "activation": "silu"}
+    return compiled.Plan(compiled.block_record(**(missing | shape | parts)), quantized=False)
+
+
 NORMS = [RMSNorm, ZeroCentredRMSNorm, LayerNorm, partial(LayerNorm, bias=False)]
-any_norm = pytest.mark.parametrize("kind", NORMS, ids=["RMSNorm", "ZeroCentredRMSNorm", "LayerNorm", "unbiased"])
-both_norms = pytest.mark.parametrize("kind", NORMS[:2])
+NORM_NAMES = ["RMSNorm", "ZeroCentredRMSNorm", "LayerNorm", "unbiased"]
+any_norm = pytest.mark.parametrize("kind", NORMS, ids=NORM_NAMES)
+any_rows = pytest.mark.parametrize("rows", [1, 3, 15, 16, 17])  # from 16 on, threads share them
 
 
 @any_norm
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("hidden", "rows", "intermediate"), SIZES)
-def test_norm_linear(hidden: int, rows: int, intermediate: int, bias: bool, batch: int, kind: Any) -> None:
+def test_head(hidden: int, rows: int, intermediate: int, bias: bool, batch: int, kind: Any) -> None:
     x, normed, product = randn(batch, hidden), norm(hidden, kind), linear(hidden, rows, bias)
     before = x.clone()
-    torch.testing.assert_close(decode.norm_linear(x, normed, product), product(normed(x)), atol=1e-5, rtol=1e-5)
+    got = compiled.head(head_plan(normed, product), x)
+    torch.testing.assert_close(got, product(normed(x)), atol=1e-5, rtol=1e-5)
     assert torch.equal(x, before)
 
 
@@ -85,20 +115,21 @@ def test_norm_linear(hidden: int, rows: int, intermediate: int, bias: bool, batc
 def test_norm_of_values_far_from_zero(kind: Any, mean: float, spread: float) -> None:
     """A mean that is large beside the spread must not swallow it."""
     x, normed = mean + randn(2, 64, std=spread), norm(64, kind)
-    identity = linear(64, 64, False)
+    identity = linear(64, 64)
     identity.weight.copy_(torch.eye(64))
     expected = copy.deepcopy(normed).double()(x.double()).float()
     # Half a digit of the input's, seen through its spread.
     rounding = 1e-7 * max(1, (abs(mean) + spread) / max(spread, 3e-3)) * normed.weight.abs().max().item()
-    torch.testing.assert_close(decode.norm_linear(x, normed, identity), expected, atol=1e-5 + 4 * rounding, rtol=1e-5)
+    got = compiled.head(head_plan(normed, identity), x)
+    torch.testing.assert_close(got, expected, atol=1e-5 + 4 * rounding, rtol=1e-5)
 
 
-@both_norms
+@any_norm
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("after_attention", "after_mlp"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("hidden", "rows", "intermediate"), SIZES)
-def test_finish(
+def test_behind_attention(
     hidden: int,
     rows: int,
     intermediate: int,
@@ -106,44 +137,46 @@ def test_finish(
     after_attention: bool,
     after_mlp: bool,
     activation: str,
-    kind: type[RMSNorm],
+    kind: Any,
 ) -> None:
-    attended, residual = randn(2, rows, 1, 4), randn(2, hidden, std=10)
+    attended, residual = randn(2, rows * 4), randn(2, hidden, std=10)
     before = attended.clone(), residual.clone()
-    o, gate_up, down = (
-        linear(rows * 4, hidden, bias),
-        linear(hidden, 2 * intermediate, bias),
-        linear(intermediate, hidden, bias),
-    )
-    before_mlp = norm(hidden, kind)
-    sandwich = {
+    parts = {
+        "o": linear(rows * 4, hidden, bias),
+        "up": linear(hidden, 2 * intermediate, bias),
+        "down": linear(intermediate, hidden, bias),
+        "before_mlp": norm(hidden, kind),
         "after_attention": norm(hidden, kind) if after_attention else None,
         "after_mlp": norm(hidden, kind) if after_mlp else None,
     }
-    got = decode.finish(attended, residual, o, before_mlp, gate_up, down, activation=activation, **sandwich)
-    x = residual + (sandwich["after_attention"] or nn.Identity())(o(attended.reshape(2, -1)))
-    gate, up = gate_up(before_mlp(x)).chunk(2, -1)
-    expected = x + (sandwich["after_mlp"] or nn.Identity())(down(ACTIVATIONS[activation](gate) * up))
+    got = compiled.behind_attention(block_plan(hidden, activation=activation, **parts), attended, residual)
+    x = residual + (parts["after_attention"] or nn.Identity())(parts["o"](attended))
+    gate, up = parts["up"](parts["before_mlp"](x)).chunk(2, -1)
+    expected = x + (parts["after_mlp"] or nn.Identity())(parts["down"](ACTIVATIONS[activation](gate) * up))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
     assert torch.equal(attended, before[0])
     assert torch.equal(residual, before[1])
 
 
 @any_norm
+@any_rows
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("hidden", "rows", "intermediate"), SIZES)
-def test_finish_without_a_gate(
-    hidden: int, rows: int, intermediate: int, bias: bool, batch: int, activation: str, kind: Any
+@pytest.mark.parametrize(("hidden", "intermediate"), [(5, 3), (33, 18), (64, 96)])
+def test_behind_attention_without_a_gate(
+    hidden: int, rows: int, intermediate: int, bias: bool, activation: str, kind: Any
 ) -> None:
-    attended, residual = randn(batch, rows, 1, 4), randn(batch, hidden, std=10)
+    attended, residual = randn(rows, 28), randn(rows, hidden, std=10)
     before = attended.clone(), residual.clone()
-    o, up, down = linear(rows * 4, hidden, bias), linear(hidden, intermediate, bias), linear(intermediate, hidden, bias)
-    before_mlp = norm(hidden, kind)
-    got = decode.finish(attended, residual, o, before_mlp, up, down, activation=activation)
-    x = residual + o(attended.reshape(batch, -1))
-    expected = x + down(ACTIVATIONS[activation](up(before_mlp(x))))
+    parts = {
+        "o": linear(28, hidden, bias),
+        "up": linear(hidden, intermediate, bias),
+        "down": linear(intermediate, hidden, bias),
+        "before_mlp": norm(hidden, kind),
+    }
+    got = compiled.behind_attention(block_plan(hidden, activation=activation, **parts), attended, residual)
+    x = residual + parts["o"](attended)
+    expected = x + parts["down"](ACTIVATIONS[activation](parts["up"](parts["before_mlp"](x))))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
     assert torch.equal(attended, before[0])
     assert torch.equal(residual, before[1])
@@ -151,39 +184,46 @@ def test_finish_without_a_gate(
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_finish_at_the_far_ends_of_an_activation(activation: str, gated: bool) -> None:
-    """Where the exponential overflows or vanishes."""
-    gates = torch.tensor([-1e4, -200.0, -90.0, -20.0, -5.0, -1e-6, 0.0, 1e-6, 5.0, 20.0, 90.0, 1e4])
+def test_the_far_ends_of_an_activation(activation: str, gated: bool) -> None:
+    """Where the exponential overflows or vanishes; the last two are left over from vectors of four."""
+    gates = torch.tensor([-1e4, -200.0, -90.0, -20.0, -5.0, -1e-6, 0.0, 1e-6, 5.0, 20.0, 90.0, 1e4, -89.0, 89.0])
     size = len(gates)
-    o, gate_up, down = linear(4, 1, False), linear(1, (1 + gated) * size, True), linear(size, 1, False)
-    o.weight.zero_()
-    gate_up.weight.zero_()
-    gate_up.bias.copy_(torch.cat((gates, torch.ones(size))) if gated else gates)
+    parts = {"o": linear(4, 1), "up": linear(1, (1 + gated) * size, True), "down": linear(size, 1)}
+    parts["before_mlp"] = norm(1)
+    parts["o"].weight.zero_()
+    parts["up"].weight.zero_()
+    parts["up"].bias.copy_(torch.cat((gates, torch.ones(size))) if gated else gates)
+    plan = block_plan(1, activation=activation, **parts)
     for i in range(size):
-        down.weight.zero_()
-        down.weight[0, i] = 1.0
-        got = decode.finish(randn(1, 1, 1, 4), torch.zeros(1, 1), o, norm(1), gate_up, down, activation=activation)
+        parts["down"].weight.zero_()
+        parts["down"].weight[0, i] = 1.0
+        got = compiled.behind_attention(plan, randn(1, 4), torch.zeros(1, 1))
         torch.testing.assert_close(got[0], ACTIVATIONS[activation](gates[i : i + 1]), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [None, RMSNorm, ZeroCentredRMSNorm])
-@pytest.mark.parametrize("position", [0, 1234])
+@any_rows
+@pytest.mark.parametrize("kind", [None, *NORMS], ids=["no norm", *NORM_NAMES])
+@pytest.mark.parametrize("turned", [True, False], ids=["rope", "no rope"])
 @pytest.mark.parametrize("head_dim", [2, 6, 64])
-def test_norm_rotate(head_dim: int, position: int, kind: type[RMSNorm] | None) -> None:
-    """In place, on the heads of q and of k, each with its own norm, and not on those of v."""
-    heads = randn(1, 7, 1, head_dim, std=3)
+def test_before_attention(head_dim: int, turned: bool, kind: Any, rows: int) -> None:
+    """Heads of q and of k are normed, each with its own norm, and turned; those of v are not."""
+    x, qkv, before = randn(rows, 9, std=3), linear(9, 7 * head_dim, True), norm(9)
     q_norm, k_norm = (None, None) if kind is None else (norm(head_dim, kind), norm(head_dim, kind))
-    rope = Rope(RopeConfig(), head_dim)(torch.tensor([[position]]))
+    rope = Rope(RopeConfig(), head_dim)(torch.arange(rows)[:, None] * 100) if turned else None
+    plan = block_plan(
+        9, qkv=qkv, before_attention=before, q_norm=q_norm, k_norm=k_norm, heads=3, kv_heads=2, head_dim=head_dim
+    )
+    heads = qkv(before(x)).view(rows, 7, 1, head_dim)
     parts = heads[:, :3], heads[:, 3:5]
     if q_norm is not None:
-        k_norm.weight.mul_(1.5)
         parts = q_norm(parts[0]), k_norm(parts[1])
-    expected = torch.cat((*(apply_rope(part, *rope) for part in parts), heads[:, 5:]), dim=1)
-    decode.norm_rotate(heads, q_norm, k_norm, 3, 2, rope)
-    torch.testing.assert_close(heads, expected, atol=1e-5, rtol=1e-5)
+    if rope is not None:
+        parts = apply_rope(parts[0], *rope), apply_rope(parts[1], *rope)
+    expected = torch.cat((*parts, heads[:, 5:]), dim=1).view(rows, -1)
+    torch.testing.assert_close(compiled.before_attention(plan, x, rope), expected, atol=1e-4, rtol=1e-5)
 
 
-HEADS = [(1, 1, 2), (2, 1, 10), (6, 2, 6), (9, 3, 64), (4, 4, 12), (8, 1, 128)]  # heads, kv_heads, head_dim
+HEADS = [(1, 1, 2), (2, 1, 10), (6, 2, 6), (9, 3, 64), (4, 4, 12), (3, 1, 9), (8, 1, 128)]  # heads, kv_heads, head_dim
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
@@ -192,9 +232,9 @@ HEADS = [(1, 1, 2), (2, 1, 10), (6, 2, 6), (9, 3, 64), (4, 4, 12), (8, 1, 128)] 
 def test_attend(heads: int, kv_heads: int, head_dim: int, keys: int, batch: int) -> None:
     q = randn(batch, heads + 3, 1, head_dim, std=3)[:, :heads]  # as it is cut out of q, k and v together
     k, v = (randn(batch, kv_heads, keys + 9, head_dim)[:, :, 4 : keys + 4] for _ in range(2))
-    assert decode.can_attend(q, k, v)
+    assert compiled.can_attend(q, k, v)
     expected = F.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(decode.attend(q, k, v, 0.3), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(compiled.attend(q, k, v, 0.3), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("ratio", range(1, 9))
@@ -208,7 +248,7 @@ def test_attend_around_a_ring(slots: int, ratio: int) -> None:
         for count in {1, (slots + 1) // 2, max(1, slots - 1), slots}:
             read = torch.tensor([(first + i) % slots for i in range(count)])
             poisoned = [torch.full_like(ring, torch.nan).index_copy_(2, read, ring[:, :, read]) for ring in (k, v)]
-            got = decode.attend(q, *poisoned, 0.3, first, count)
+            got = compiled.attend(q, *poisoned, 0.3, first, count)
             expected = F.scaled_dot_product_attention(q, k[:, :, read], v[:, :, read], scale=0.3, enable_gqa=True)
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
@@ -219,28 +259,28 @@ def test_ring_attention_is_compiled(heads: int, kv_heads: int, head_dim: int, mo
     k, v = (randn(1, kv_heads, 11, head_dim) for _ in range(2))
     spans = [(0, 1), (0, 11), (3, 9), (7, 14), (10, 12), (21, 32), (22, 30)]
     calls = count_calls(monkeypatch, "attend")
-    compiled = [ring_attention(q, k, v, first, end, scale=0.3) for first, end in spans]
-    assert len(calls) == len(spans)
-    monkeypatch.setattr(decode, "kernels", lambda: None)
-    for (first, end), got in zip(spans, compiled, strict=True):
+    attended = [ring_attention(q, k, v, first, end, scale=0.3) for first, end in spans]
+    assert calls == {"attend": len(spans)}
+    without_kernels(monkeypatch)
+    for (first, end), got in zip(spans, attended, strict=True):
         torch.testing.assert_close(got, ring_attention(q, k, v, first, end, scale=0.3), atol=1e-5, rtol=1e-5)
         keys, values = ring_span(k, first, end), ring_span(v, first, end)
         expected = F.scaled_dot_product_attention(q, keys, values, scale=0.3, enable_gqa=True)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    assert len(calls) == len(spans)
+    assert calls == {"attend": len(spans)}
 
 
 def test_attend_leaves_other_layouts_to_torch() -> None:
     q, k, v = randn(1, 4, 1, 8), randn(1, 2, 5, 8), randn(1, 2, 5, 8)
-    assert decode.can_attend(q, k, v)
-    many = decode.MAX_ROWS + 1
-    assert not decode.can_attend(randn(many, 4, 1, 8), randn(many, 2, 5, 8), randn(many, 2, 5, 8))
-    assert not decode.can_attend(randn(1, 1, 4, 8).transpose(1, 2)[..., ::2], k[..., :4], v[..., :4])
-    assert not decode.can_attend(randn(1, 4, 2, 8), k, v)
-    assert not decode.can_attend(q, randn(1, 2, 8, 5).transpose(2, 3), v)
-    assert not decode.can_attend(q.double(), k.double(), v.double())
+    assert compiled.can_attend(q, k, v)
+    many = compiled.MAX_ROWS + 1
+    assert not compiled.can_attend(randn(many, 4, 1, 8), randn(many, 2, 5, 8), randn(many, 2, 5, 8))
+    assert not compiled.can_attend(randn(1, 1, 4, 8).transpose(1, 2)[..., ::2], k[..., :4], v[..., :4])
+    assert not compiled.can_attend(randn(1, 4, 2, 8), k, v)
+    assert not compiled.can_attend(q, randn(1, 2, 8, 5).transpose(2, 3), v)
+    assert not compiled.can_attend(q.double(), k.double(), v.double())
     with torch.inference_mode(False):
-        assert not decode.can_attend(q, k, v)
+        assert not compiled.can_attend(q, k, v)
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -255,61 +295,435 @@ VARIANTS: list[dict[str, Any]] = [
     {"model_type": "gemma3", "mlp_bias": True, "attention_bias": True, "num_key_value_heads": 1, "sliding_window": 1},
     {"model_type": "gemma3", "sliding_window": 100, "tie_word_embeddings": False},
     {"model_type": "gpt2"},
-    {"model_type": "gpt2", "hidden_size": 36, "hidden_act": "gelu", "tie_word_embeddings": False},
+    {"model_type": "gpt2", "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 6, "hidden_act": "gelu"},
+    {"model_type": "gpt2", "tie_word_embeddings": False},
     {"model_type": "gpt2", "attention_bias": False, "mlp_bias": False, "norm_bias": False},
     {"model_type": "rope_gpt"},
     {"model_type": "rope_gpt", "attention_bias": True, "mlp_bias": True, "norm_bias": False, "hidden_act": "gelu_tanh"},
 ]
 
 
+PARTS = ("step", "before_attention", "behind_attention", "attend", "head")
+
+
+def tolerance(stored: str) -> dict[str, float]:
+    """A key or value that differs in its last digit may be rounded to another byte."""
+    return {"atol": 5e-2, "rtol": 5e-2} if stored == "int8" else {"atol": 1e-4, "rtol": 1e-4}
+
+
+def random_ids(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def decode_all(model: Decoder, ids: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """The logits after each of the tokens, fed one by one."""
+    return torch.cat([model(ids[:, i : i + 1], kv_cache=cache) for i in range(ids.shape[1])], 1)
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_model_gives_the_same_logits(
     cls: type[BaseCache],
     options: dict[str, Any],
     variant: dict[str, Any],
+    stored: str,
     batch: int,
     tiny_model: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_model(**variant)
-    ids = torch.randint(0, 64, (batch, 16), generator=torch.Generator().manual_seed(0))
+    ids = random_ids(batch, 16)
+    steps, layers = 12, model.config.num_hidden_layers
 
     def logits() -> torch.Tensor:
-        cache = cls.from_model_config(model.config, 16, batch_size=batch, dtype="float32", device="cpu", **options)
+        cache = cls.from_model_config(model.config, 16, batch_size=batch, dtype=stored, device="cpu", **options)
         model(ids[:, :4], kv_cache=cache)
-        return torch.cat([model(ids[:, i : i + 1], kv_cache=cache) for i in range(4, 16)])
+        calls.update(dict.fromkeys(calls, 0))
+        return decode_all(model, ids[:, 4:], cache)
 
-    layers = model.config.num_hidden_layers
-    rotated = layers if model.config.rope else 0
-    expected = {"norm_linear": layers + 1, "norm_rotate": rotated, "attend": layers, "finish": layers}
-    calls = {name: count_calls(monkeypatch, name) for name in expected}
-    compiled = logits()
-    assert {name: len(calls[name]) for name in calls} == {name: 12 * count for name, count in expected.items()}
-    monkeypatch.setattr(decode, "kernels", lambda: None)
-    torch.testing.assert_close(compiled, logits(), atol=1e-4, rtol=1e-4)
-    assert len(calls["finish"]) == 12 * layers
+    calls = count_calls(monkeypatch, *PARTS)
+    got = logits()
+    # Where a cache hands out a table, a step is a single call.
+    expected = dict.fromkeys(PARTS, 0) | {"step": steps}
+    if cls is GrowingCache:
+        expected = dict.fromkeys(PARTS, steps * layers) | {"step": 0, "head": steps}
+    assert calls == expected
+    without_kernels(monkeypatch)
+    torch.testing.assert_close(got, logits(), **tolerance(stored))
+    assert not any(calls.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_a_batch_attend_compiled(family: str, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products run over all rows at once, attention in each row's own cache."""
+@pytest.mark.parametrize("kinds", ["tables", "all"])
+def test_rows_of_a_batch(family: str, kinds: str, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any lengths and kinds in one call; one that hands out no table makes all rows attend by themselves."""
     model = tiny_model(model_type=family)
-    ids = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+    layers = model.config.num_hidden_layers
+    made = [(KVCache, "float32"), (KVCache, "int8"), (SlidingCache, "float32"), (SlidingCache, "int8")]
+    if kinds == "all":
+        made.append((GrowingCache, "float32"))
+    ids = random_ids(len(made), 20)
 
     def logits() -> torch.Tensor:
-        rows = [cls.from_model_config(model.config, 9, dtype="float32", device="cpu") for cls, _ in LAYOUTS[:3]]
+        rows = [cls.from_model_config(model.config, 32, dtype=stored, device="cpu") for cls, stored in made]
         for i, row in enumerate(rows):
             model(ids[i : i + 1, : 2 + 3 * i], kv_cache=row)
-        return model(ids[:, -1:], kv_cache=BatchCache(rows))
+        calls.update(dict.fromkeys(calls, 0))
+        got = decode_all(model, ids[:, -4:], BatchCache(rows))
+        assert [row.seq_len for row in rows] == [6 + 3 * i for i in range(len(rows))]
+        return got
 
-    attended, finished = count_calls(monkeypatch, "attend"), count_calls(monkeypatch, "finish")
-    compiled = logits()
-    assert len(attended) == 3 * model.config.num_hidden_layers
-    assert len(finished) == model.config.num_hidden_layers
-    monkeypatch.setattr(decode, "kernels", lambda: None)
-    torch.testing.assert_close(compiled, logits(), atol=1e-4, rtol=1e-4)
+    calls = count_calls(monkeypatch, "step", "behind_attention")
+    got = logits()
+    steps, halves = (4, 0) if kinds == "tables" else (0, 4 * layers)
+    assert calls == {"step": steps, "behind_attention": halves}
+    without_kernels(monkeypatch)
+    expected = logits()
+    for i, (_, stored) in enumerate(made):
+        torch.testing.assert_close(got[i], expected[i], **tolerance(stored))
+
+
+def test_a_row_of_a_batch_is_what_it_is_alone(tiny_model: Callable) -> None:
+    model = tiny_model()
+    ids = random_ids(4, 9)
+    new = partial(KVCache.from_model_config, model.config, 9, dtype="float32", device="cpu")
+    together = decode_all(model, ids, new(batch_size=4))
+    in_a_batch = decode_all(model, ids, BatchCache([new() for _ in range(4)]))
+    alone = torch.cat([decode_all(model, row[None], new()) for row in ids])
+    assert torch.equal(together, alone)
+    assert torch.equal(in_a_batch, alone)
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("prompt", [3, 4, 5, 8, 30], ids=["W-1", "W", "W+1", "2W", "far"])
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+def test_rings_go_round(chunk: int, prompt: int, stored: str, tiny_model: Callable) -> None:
+    """Through prompts that end before, at and past the window, and many times around: as without a ring."""
+    model = tiny_model(model_type="gemma3", sliding_window=4)
+    ids = random_ids(2, 60)
+    new = {"batch_size": 2, "dtype": stored, "device": "cpu"}
+    ring = SlidingCache.from_model_config(model.config, 60, prefill_chunk=chunk, **new)
+    whole = KVCache.from_model_config(model.config, 60, **new)
+    for cache in (ring, whole):
+        model(ids[:, :prompt], kv_cache=cache)
+    got, expected = (decode_all(model, ids[:, prompt:], cache) for cache in (ring, whole))
+    assert torch.equal(got, expected) if stored == "int8" else torch.allclose(got, expected, atol=1e-5)
+
+
+class TestTables:
+    """What caches let the kernels write to, and what they know of it afterwards."""
+
+    def cache(self, model: Decoder, kind: type[BaseCache] = KVCache, **options: Any) -> Any:
+        return kind.from_model_config(model.config, 40, **({"dtype": "float32", "device": "cpu"} | options))
+
+    @pytest.mark.parametrize("stored", STORED)
+    @pytest.mark.parametrize("kind", [KVCache, SlidingCache])
+    def test_who_offers_one(self, tiny_model: Callable, kind: type[BaseCache], stored: str) -> None:
+        model = tiny_model(model_type="gemma3")
+        cache = self.cache(model, kind, dtype=stored)
+        assert cache.table(model.config) is not None
+        for other in (self.cache(model, GrowingCache), NoCache(), TracedCache(cache, [0]), DebugCache(cache)):
+            assert other.table(model.config) is None
+        for unlike in ({"num_hidden_layers": 2}, {"num_key_value_heads": 4}, {"head_dim": 8}):
+            assert cache.table(tiny_model(model_type="gemma3", **unlike).config) is None
+        assert self.cache(model, kind, dtype="float64").table(model.config) is None
+        assert BatchCache([cache, self.cache(model, GrowingCache)]).table(model.config) is None
+
+    @pytest.mark.parametrize("kind", [KVCache, SlidingCache])
+    @pytest.mark.parametrize(
+        ("changes", "options"),
+        [
+            ({"num_hidden_layers": 2}, {}),
+            ({"num_key_value_heads": 4}, {}),
+            ({"head_dim": 8}, {}),
+            ({}, {"dtype": "float64"}),
+            ({}, {"batch_size": 2}),
+        ],
+        ids=str,
+    )
+    def test_caches_that_do_not_fit(
+        self,
+        kind: type[BaseCache],
+        changes: dict[str, Any],
+        options: dict[str, Any],
+        tiny_model: Callable,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Refused as they are in plain torch, and not written to."""
+        model = tiny_model(model_type="gemma3")
+        cache = self.cache(tiny_model(model_type="gemma3", **changes), kind, **options)
+        said = []
+        for _ in range(2):
+            with pytest.raises((ValueError, IndexError)) as error:
+                model(torch.tensor([[3]]), kv_cache=cache)
+            said.append((error.type, str(error.value)))
+            without_kernels(monkeypatch)
+        assert said[0] == said[1]
+        assert cache.seq_len == 0
+
+    def test_a_narrower_window_than_the_models(self, tiny_model: Callable) -> None:
+        model = tiny_model(model_type="gemma3", sliding_window=5)
+        cache = self.cache(tiny_model(model_type="gemma3", sliding_window=4), SlidingCache)
+        with pytest.raises(ValueError, match="sees 5 positions, but its cache keeps only 4"):
+            model(torch.tensor([[3]]), kv_cache=cache)
+
+    def test_a_wider_window_than_the_models(self, tiny_model: Callable) -> None:
+        model = tiny_model(model_type="gemma3", sliding_window=3)
+        wide = self.cache(tiny_model(model_type="gemma3", sliding_window=6), SlidingCache, prefill_chunk=1)
+        ids = random_ids(1, 30)
+        expected = decode_all(model, ids, self.cache(model))
+        torch.testing.assert_close(decode_all(model, ids, wide), expected, atol=1e-5, rtol=1e-5)
+
+    def test_a_full_cache(self, tiny_model: Callable) -> None:
+        """Nothing is written behind its end."""
+        model = tiny_model()
+        room = torch.full((2, 2, 1, 2, 9, 8), torch.nan)
+        cache = KVCache(*room[..., :8, :].clone().unbind())
+        decode_all(model, random_ids(1, 8), cache)
+        with pytest.raises(ValueError, match="overflow"):
+            model(torch.tensor([[3]]), kv_cache=cache)
+        assert cache.seq_len == 8
+        assert not cache.k.isnan().any()
+
+    @pytest.mark.parametrize("layout", ["positions first", "cut out", "one row's memory twice"])
+    def test_memory_in_another_order(self, layout: str, tiny_model: Callable) -> None:
+        """A cache may be made around any tensors; neighbours of what is cut out stay as they are."""
+        model = tiny_model()
+        layers, heads, size = 2, 2, 8
+        if layout == "positions first":
+            room = torch.zeros(2, layers, 1, 12, heads, size)
+            k, v = room.transpose(3, 4)
+        elif layout == "cut out":
+            room = torch.full((2, layers, 1, heads, 20, size + 4), 7.0)
+            k, v = room[:, :, :, :, 4:16, 2 : 2 + size]
+        else:
+            room = torch.zeros(2, layers, 1, 12, heads, size)
+            k, v = room[0].transpose(2, 3), torch.zeros(layers, 1, heads, 12, size)
+        ids = random_ids(1, 12)
+        expected = decode_all(model, ids, self.cache(model))
+        torch.testing.assert_close(decode_all(model, ids, KVCache(k, v)), expected, atol=1e-5, rtol=1e-5)
+        if layout == "cut out":
+            assert (room[:, :, :, :, :4] == 7).all()
+            assert (room[..., :2] == 7).all()
+            assert (room[..., -2:] == 7).all()
+
+    @pytest.mark.parametrize("stored", STORED)
+    @pytest.mark.parametrize("kind", [KVCache, SlidingCache])
+    def test_a_copied_cache_goes_its_own_way(self, kind: type[BaseCache], stored: str, tiny_model: Callable) -> None:
+        model = tiny_model(model_type="gemma3")
+        ids = random_ids(1, 12)
+        cache = self.cache(model, kind, dtype=stored)
+        decode_all(model, ids, cache)
+        fork = copy.deepcopy(cache)
+        before = [layer.clone() for layer in cache.k]
+        expected = self.cache(model, kind, dtype=stored)
+        decode_all(model, ids, expected)
+        other = random_ids(1, 20)[:, 12:]
+        assert torch.equal(decode_all(model, other, fork), decode_all(model, other, expected))
+        assert all(map(torch.equal, cache.k, before))
+
+    def test_exchanged_memory(self, tiny_model: Callable) -> None:
+        model = tiny_model()
+        ids = random_ids(1, 12)
+        cache, expected = self.cache(model), self.cache(model)
+        decode_all(model, ids[:, :6], cache)
+        former = cache.k
+        kept = former.clone()
+        cache.k, cache.v = cache.k.clone(), cache.v.clone()
+        decode_all(model, ids[:, :6], expected)
+        assert torch.equal(decode_all(model, ids[:, 6:], cache), decode_all(model, ids[:, 6:], expected))
+        assert torch.equal(former, kept)
+
+    @pytest.mark.parametrize("stored", STORED)
+    @pytest.mark.parametrize("kind", [KVCache, SlidingCache])
+    def test_truncate_and_reset(self, kind: type[BaseCache], stored: str, tiny_model: Callable) -> None:
+        model = tiny_model(model_type="gemma3")
+        ids = random_ids(2, 24)
+        new = {"batch_size": 2, "dtype": stored}
+        cache, straight = self.cache(model, kind, **new), self.cache(model, kind, **new)
+        decode_all(model, ids[:, :12], cache)
+        cache.truncate(7)
+        decode_all(model, ids[:, :7], straight)
+        assert torch.equal(decode_all(model, ids[:, 12:], cache), decode_all(model, ids[:, 12:], straight))
+        cache.reset()
+        straight = self.cache(model, kind, **new)
+        assert torch.equal(decode_all(model, ids, cache), decode_all(model, ids, straight))
+
+    def test_what_a_ring_has_lost(self, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Single tokens overwrite slots one by one; `truncate` refuses, and allows, as it does without kernels."""
+        model = tiny_model(model_type="gemma3", sliding_window=4)
+        ids = random_ids(1, 30)
+
+        def refused() -> list[list[int]]:
+            found = []
+            for end in range(1, 30):
+                cache = self.cache(model, SlidingCache, prefill_chunk=3)
+                decode_all(model, ids[:, :end], cache)
+                found.append([])
+                for target in range(end, -1, -1):
+                    try:
+                        copy.deepcopy(cache).truncate(target)
+                    except ValueError as error:
+                        assert "have been overwritten" in str(error)  # noqa: PT017
+                        found[-1].append(target)
+            return found
+
+        got = refused()
+        assert any(got)
+        assert got[5] == []
+        without_kernels(monkeypatch)
+        assert got == refused()
+
+    def test_after_a_truncated_ring(self, tiny_model: Callable) -> None:
+        model = tiny_model(model_type="gemma3", sliding_window=4)
+        ids = random_ids(1, 40)
+        cache, straight = (self.cache(model, SlidingCache, prefill_chunk=3) for _ in range(2))
+        decode_all(model, ids[:, :20], cache)
+        cache.truncate(18)
+        with pytest.raises(ValueError, match="have been overwritten"):
+            cache.truncate(15)
+        decode_all(model, ids[:, :18], straight)
+        torch.testing.assert_close(
+            decode_all(model, ids[:, 20:], cache), decode_all(model, ids[:, 20:], straight), atol=1e-5, rtol=1e-5
+        )
+
+    @pytest.mark.parametrize("stored", STORED)
+    @pytest.mark.parametrize("kind", [KVCache, SlidingCache])
+    def test_an_interrupted_pass(
+        self, kind: type[BaseCache], stored: str, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It counts as not been: the next one writes over what it left."""
+        model = tiny_model(model_type="gemma3")
+        ids = random_ids(1, 20)
+        cache, straight = self.cache(model, kind, dtype=stored), self.cache(model, kind, dtype=stored)
+        decode_all(model, ids[:, :10], cache)
+        step = compiled.step
+
+        def interrupted(*args: Any) -> torch.Tensor:
+            step(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(torch.tensor([[63]]), kv_cache=cache)
+        assert cache.seq_len == 10
+        decode_all(model, ids[:, :10], straight)
+        assert torch.equal(decode_all(model, ids[:, 10:], cache), decode_all(model, ids[:, 10:], straight))
+
+    @pytest.mark.parametrize("kind", [KVCache, SlidingCache])
+    def test_one_block_that_is_not_compiled(
+        self, kind: type[BaseCache], tiny_model: Callable, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All attend by themselves, in the cache that kernels have written to, and go on as one when it is again."""
+        model = tiny_model(model_type="gemma3")
+        ids = random_ids(1, 30)
+        calls = count_calls(monkeypatch, "step", "behind_attention")
+
+        def logits() -> torch.Tensor:
+            cache = self.cache(model, kind)
+            first = decode_all(model, ids[:, :10], cache)
+            hook = model.layers[1].mlp.register_forward_hook(lambda *args: None)
+            second = decode_all(model, ids[:, 10:20], cache)
+            hook.remove()
+            return torch.cat((first, second, decode_all(model, ids[:, 20:], cache)), 1)
+
+        got = logits()
+        assert calls == {"step": 20, "behind_attention": 10 * 2}
+        without_kernels(monkeypatch)
+        torch.testing.assert_close(got, logits(), atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("head_dim", [512, 514, 1030])
+    def test_vectors_of_several_scales(
+        self, head_dim: int, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Wide heads have a scale for each group of an 8-bit cache: the kernels know that, or leave them alone."""
+        model = tiny_model(head_dim=head_dim)
+        ids = random_ids(1, 12)
+        got = decode_all(model, ids, self.cache(model, dtype="int8"))
+        without_kernels(monkeypatch)
+        torch.testing.assert_close(got, decode_all(model, ids, self.cache(model, dtype="int8")), **tolerance("int8"))
+
+
+def stored_by_kernel(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """vectors [2, H, D], keys and values, as a kernel puts them into a cache: [H, width] each.
+
+    A hidden state of one 1 lets the weights through as they are.
+    """
+    _, heads, size = vectors.shape
+    qkv, before = linear(1, 3 * heads * size), RMSNorm(1, 0.0)
+    qkv.weight.copy_(torch.cat((torch.ones(heads * size), vectors.flatten()))[:, None])
+    parts = {"o": linear(heads * size, 1), "up": linear(1, 2), "down": linear(1, 1)}
+    block = block_plan(1, qkv=qkv, before_attention=before, heads=heads, kv_heads=heads, head_dim=size, **parts)
+    plan = compiled.Plan((block.record, compiled.head_record(None, parts["down"])), quantized=False)
+    cache = KVCache.allocate(1, heads, size, 3, dtype=dtype, device="cpu")
+    table = compiled.Table(cache.k.unbind(), cache.v.unbind())
+    compiled.step(plan, torch.ones(1, 1), np.zeros((1, 2), np.int64), table.at(1))
+    assert not cache.k[..., [0, 2], :].any()
+    assert not cache.v[..., [0, 2], :].any()
+    return cache.k[0, 0, :, 1], cache.v[0, 0, :, 1]
+
+
+def awkward_vectors(size: int) -> torch.Tensor:
+    """[2, 80, D]: of all magnitudes, and every kind of number among others."""
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(2, 80, size, generator=generator) * torch.logspace(-46, 38.5, 80)[:, None]
+    special = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 1e-38, 65504.0 * 127, 3e38, 2.0**-24]
+    for i, value in enumerate(special):
+        x[:, 8 * i, i % size] = value
+        x[:, 8 * i + 1] = value
+    x[:, 3] = torch.linspace(-127, 127, size)  # whole steps
+    x[:, 4] = torch.linspace(-127, 127, size).round() + 0.5  # half ones
+    return x
+
+
+@pytest.mark.parametrize("size", [2, 6, 12, 64, 80, 256])
+def test_bytes_of_an_8_bit_cache(size: int) -> None:
+    """The kernel writes what `encode` does, bit for bit."""
+    vectors = awkward_vectors(size)
+    for got, expected in zip(stored_by_kernel(vectors, torch.int8), encode(vectors), strict=True):
+        wrong = (got != expected).any(-1).nonzero().flatten().tolist()
+        assert wrong == [], [(vectors[:, i], got[i], expected[i]) for i in wrong[:1]]
+
+
+def test_floats_of_a_cache() -> None:
+    vectors = awkward_vectors(6)
+    for got, expected in zip(stored_by_kernel(vectors, torch.float32), vectors, strict=True):
+        assert torch.equal(got.view(torch.int32) & 0x7FFFFFFF, expected.view(torch.int32) & 0x7FFFFFFF)
+
+
+class TestExponential:
+    """The kernels' own, four at a time."""
+
+    def run(self, x: np.ndarray) -> np.ndarray:
+        from infer.kernels.cpu_block import _exponentials
+
+        out = x.astype(np.float32)
+        _exponentials(out, np.float32(0))
+        return out
+
+    def test_accuracy(self) -> None:
+        x = np.linspace(-87, 88, 1_000_003, dtype=np.float32)
+        exact = np.exp(x.astype(np.float64))
+        off = np.abs(self.run(x) - exact) / np.spacing(exact.astype(np.float32))
+        assert off.max() < 2
+
+    def test_the_ends(self) -> None:
+        x = np.array([-np.inf, -3e38, -1000, -87.5, np.nan, 88.5, 1000, 3e38, np.inf, 0, -0.0], np.float32)
+        got = self.run(x)
+        assert (got[:4] < 2e-38).all()
+        assert np.isnan(got[4])
+        assert (got[5:9] > 1.6e38).all()
+        assert (got[9:] == 1).all()
+
+
+def plain_logits(model: Decoder, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Of one token, by the modules alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_kernels(patch)
+        return model(torch.tensor([[3]]) if ids is None else ids)
 
 
 INSIDE = [
@@ -338,43 +752,55 @@ class TestIsPlain:
     """Where the modules themselves must run, or the kernels would misread memory, a block is not compiled."""
 
     @pytest.fixture
-    def compiled(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        return count_calls(monkeypatch, "finish")
+    def blocks(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """How many blocks each call of a kernel stands for."""
+        found: list[int] = []
+        half, step = compiled.behind_attention, compiled.step
+        monkeypatch.setattr(compiled, "behind_attention", lambda *args: found.append(1) or half(*args))
+        monkeypatch.setattr(
+            compiled, "step", lambda plan, *args: found.append(len(plan.record[0])) or step(plan, *args)
+        )
+        return found
+
+    @pytest.fixture(autouse=True, params=["uncached", "cached"])
+    def with_or_without(self, request: pytest.FixtureRequest) -> None:
+        self.cached = request.param == "cached"
 
     def run(self, model: Any) -> torch.Tensor:
-        return model(torch.tensor([[3]]))
+        cache = KVCache.from_model_config(model.config, 4, dtype=model.dtype, device="cpu") if self.cached else None
+        return model(torch.tensor([[3]]), kv_cache=cache)
 
-    def test_a_plain_model(self, tiny_model: Callable, compiled: list[int]) -> None:
+    def test_a_plain_model(self, tiny_model: Callable, blocks: list[int]) -> None:
         self.run(tiny_model())
-        assert len(compiled) == 2
+        assert sum(blocks) == 2
 
     @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
     @pytest.mark.parametrize("name", INSIDE)
-    def test_hooks_fire(self, tiny_model: Callable, compiled: list[int], name: str, kind: str) -> None:
+    def test_hooks_fire(self, tiny_model: Callable, blocks: list[int], name: str, kind: str) -> None:
         model = tiny_model()
         plain = self.run(model)
         seen = []
         getattr(model.get_submodule(name), kind)(lambda *args: seen.append(1))
-        compiled.clear()
+        blocks.clear()
         torch.testing.assert_close(self.run(model), plain, atol=1e-4, rtol=1e-4)
         assert seen == [1]
-        assert len(compiled) == (2 if name.count(".") == 1 else 1)  # a block's own hooks fire either way
+        assert sum(blocks) == (2 if name.count(".") == 1 else 1)  # a block's own hooks fire either way
 
     @pytest.mark.parametrize(
         ("family", "name"),
         [*(("gemma3", name) for name in INSIDE_GEMMA), *(("gpt2", name) for name in INSIDE_GPT2)],
     )
     def test_hooks_of_other_families_fire(
-        self, tiny_model: Callable, compiled: list[int], family: str, name: str
+        self, tiny_model: Callable, blocks: list[int], family: str, name: str
     ) -> None:
         model = tiny_model(model_type=family)
         plain = self.run(model)
         seen = []
         model.get_submodule(name).register_forward_hook(lambda *args: seen.append(1))
-        compiled.clear()
+        blocks.clear()
         torch.testing.assert_close(self.run(model), plain, atol=1e-4, rtol=1e-4)
         assert seen == [1]
-        assert len(compiled) == model.config.num_hidden_layers - 1
+        assert sum(blocks) == model.config.num_hidden_layers - 1
 
     @pytest.mark.parametrize("name", INSIDE_GEMMA)
     @pytest.mark.parametrize("change", ["eps", "kind"])
@@ -386,35 +812,36 @@ class TestIsPlain:
             changed.eps = 3.0
         else:
             changed.__class__ = RMSNorm
-        expected = model(torch.tensor([[3, 4]]))[:, :1]
+        expected = plain_logits(model)
         torch.testing.assert_close(self.run(model), expected, atol=1e-4, rtol=1e-4)
 
     @pytest.mark.parametrize("names", [("q_norm", "k_norm"), ("post_attention", "pre_feedforward", "post_feedforward")])
-    def test_layer_norms_in_unusual_places(self, tiny_model: Callable, compiled: list[int], names: tuple) -> None:
-        """Of heads, or behind a product: the kernels have neither, but the modules do."""
+    def test_layer_norms_in_unusual_places(self, tiny_model: Callable, blocks: list[int], names: tuple) -> None:
+        """Of heads, or behind a product: no model has them, but they are norms like others."""
         model = tiny_model(model_type="gemma3")
         layer = model.layers[0]
         for name in names:
             module, name = (layer.self_attn, name) if name.endswith("norm") else (layer, f"{name}_layernorm")
             setattr(module, name, norm(len(getattr(module, name).weight), LayerNorm))
-        torch.testing.assert_close(self.run(model), model(torch.tensor([[3, 4]]))[:, :1], atol=1e-4, rtol=1e-4)
-        assert len(compiled) == 2
+        torch.testing.assert_close(self.run(model), plain_logits(model), atol=1e-4, rtol=1e-4)
+        assert sum(blocks) == 3
 
-    def test_layer_norms_each_with_its_eps(self, tiny_model: Callable, compiled: list[int]) -> None:
+    def test_layer_norms_each_with_its_eps(self, tiny_model: Callable, blocks: list[int]) -> None:
         model = tiny_model(model_type="gpt2")
         for i, name in enumerate(("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")):
             model.get_submodule(name).eps = 1.0 + i
-        torch.testing.assert_close(self.run(model), model(torch.tensor([[3, 4]]))[:, :1], atol=1e-4, rtol=1e-4)
-        assert len(compiled) == 2
+        torch.testing.assert_close(self.run(model), plain_logits(model), atol=1e-4, rtol=1e-4)
+        assert sum(blocks) == 2
 
-    @pytest.mark.parametrize("name", ["embed_tokens", "norm", "lm_head"])
+    @pytest.mark.parametrize("name", ["embed_tokens", "norm", "lm_head", "layers.1"])
     def test_hooks_around_the_blocks_fire(self, tiny_model: Callable, name: str) -> None:
         model, seen = tiny_model(), []
-        getattr(model, name).register_forward_hook(lambda *args: seen.append(1))
+        self.run(model)
+        model.get_submodule(name).register_forward_hook(lambda *args: seen.append(1))
         self.run(model)
         assert seen == [1]
 
-    def test_changed_modules_run(self, tiny_model: Callable, compiled: list[int]) -> None:
+    def test_changed_modules_run(self, tiny_model: Callable, blocks: list[int]) -> None:
         class Doubled(MLP):
             def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
                 return 2 * super().forward(x, residual)
@@ -449,9 +876,9 @@ class TestIsPlain:
             model = tiny_model()
             self.run(model)  # what is remembered of it must not outlast the change
             change(model)
-            compiled.clear()
-            torch.testing.assert_close(self.run(model), model(torch.tensor([[3, 4]]))[:, :1], atol=1e-4, rtol=1e-4)
-            assert len(compiled) == (2 if change is head else 1)
+            blocks.clear()
+            torch.testing.assert_close(self.run(model), plain_logits(model), atol=1e-4, rtol=1e-4)
+            assert sum(blocks) == (2 if change is head else 1)
 
     def test_a_hook_that_changes_the_layout(self, tiny_model: Callable) -> None:
         model = tiny_model()
@@ -459,51 +886,56 @@ class TestIsPlain:
         plain = tiny_model()
         torch.testing.assert_close(self.run(model), self.run(plain))
 
-    def test_weights_in_another_order(self, tiny_model: Callable, compiled: list[int]) -> None:
+    def test_weights_in_another_order(self, tiny_model: Callable, blocks: list[int]) -> None:
         model = tiny_model()
         plain = self.run(model)
         down = model.layers[0].mlp.down_proj
         down.weight = torch.nn.Parameter(down.weight.t().contiguous().t(), requires_grad=False)
-        compiled.clear()
+        blocks.clear()
         torch.testing.assert_close(self.run(model), plain, atol=1e-4, rtol=1e-4)
-        assert len(compiled) == 1
+        assert sum(blocks) == 1
 
-    def test_training(self, tiny_model: Callable, compiled: list[int]) -> None:
+    def test_training(self, tiny_model: Callable, blocks: list[int]) -> None:
         with torch.inference_mode(False), torch.enable_grad():
             self.run(tiny_model())
-        assert not compiled
+        assert sum(blocks) == 0
 
-    def test_other_dtypes(self, tiny_model: Callable, compiled: list[int]) -> None:
+    def test_other_dtypes(self, tiny_model: Callable, blocks: list[int]) -> None:
         self.run(tiny_model().double())
-        assert not compiled
+        assert sum(blocks) == 0
 
-    def test_several_tokens(self, tiny_model: Callable, compiled: list[int]) -> None:
+    def test_several_tokens(self, tiny_model: Callable, blocks: list[int]) -> None:
         model = tiny_model()
-        model(torch.tensor([[3, 4]]))
-        model(torch.tensor([[3]] * (decode.MAX_ROWS + 1)))
-        assert not compiled
+        for tokens in ([[3] * (compiled.MAX_ROWS + 1)], [[3]] * (compiled.MAX_ROWS + 1)):
+            model(torch.tensor(tokens))
+            assert sum(blocks) == 0
+        few = torch.tensor([[3, 4, 5], [6, 7, 8]])
+        torch.testing.assert_close(model(few), plain_logits(model, few), atol=1e-4, rtol=1e-4)
+        assert sum(blocks) == 2
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFER_KERNELS", "0")
-    assert decode.kernels.__wrapped__() is None
+    assert kernels.cpu.__wrapped__() is None
 
 
 class TestRemembered:
     """What is known of a model must not outlast a change that no module hears of."""
 
-    def logits(self, model: Any) -> torch.Tensor:
-        return model(torch.tensor([[3]]))
+    @pytest.fixture(autouse=True, params=["uncached", "cached"])
+    def with_or_without(self, request: pytest.FixtureRequest) -> None:
+        self.cached = request.param == "cached"
 
-    def reference(self, model: Any) -> torch.Tensor:
-        return model(torch.tensor([[3, 4]]))[:, :1]
+    def logits(self, model: Any) -> torch.Tensor:
+        cache = KVCache.from_model_config(model.config, 4, dtype=model.dtype, device="cpu") if self.cached else None
+        return model(torch.tensor([[3]]), kv_cache=cache)
 
     def test_weights_in_another_order(self, tiny_model: Callable) -> None:
         model = tiny_model()
         self.logits(model)
         weight = model.layers[0].mlp.down_proj.weight
         weight.data = weight.data.t().contiguous().t()
-        torch.testing.assert_close(self.logits(model), self.reference(model), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(self.logits(model), plain_logits(model), atol=1e-4, rtol=1e-4)
 
     @pytest.mark.parametrize(("family", "kind"), [("llama", MLP), ("gpt2", UngatedMLP), ("gpt2", LayerNorm)])
     def test_a_class_that_is_patched(
@@ -513,7 +945,7 @@ class TestRemembered:
         before = self.logits(model)
         monkeypatch.setattr(kind, "forward", lambda self, x, residual=0: residual + x)
         assert not torch.allclose(self.logits(model), before, atol=1e-2)
-        torch.testing.assert_close(self.logits(model), self.reference(model), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(self.logits(model), plain_logits(model), atol=1e-4, rtol=1e-4)
 
     def test_a_module_that_is_added_in_place_of_another(self, tiny_model: Callable) -> None:
         class Silent(nn.Module):
@@ -524,7 +956,7 @@ class TestRemembered:
         before = self.logits(model)
         model.layers[0].add_module("mlp", Silent())
         assert not torch.allclose(self.logits(model), before, atol=1e-2)
-        torch.testing.assert_close(self.logits(model), self.reference(model), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(self.logits(model), plain_logits(model), atol=1e-4, rtol=1e-4)
 
     @pytest.mark.parametrize("change", ["activation", "order"])
     def test_a_block_that_computes_something_else(
@@ -542,4 +974,4 @@ class TestRemembered:
                 layer.mlp.activation = "relu"
             else:
                 layer.__class__ = Parallel
-        torch.testing.assert_close(self.logits(model), self.reference(model), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(self.logits(model), plain_logits(model), atol=1e-4, rtol=1e-4)

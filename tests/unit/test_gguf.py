@@ -20,6 +20,7 @@ from checkpoints import (
     byte_tokenizer_metadata,
     gguf_metadata,
     gguf_tensors,
+    llama_cpp_order,
     quantised,
     reference_model,
     save_gguf,
@@ -36,6 +37,7 @@ from infer.loader import gguf_file
 from infer.loader.builtin import BUILTIN, pull
 from infer.loader.gguf_file import GGUFFile, read_header
 from infer.loader.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
+from infer.ops.quantized import QuantizedWeight
 
 
 def _can(function: Any, quant: Quant) -> bool:
@@ -61,8 +63,8 @@ def random_ids() -> torch.Tensor:
     return torch.randint(3, 128, (2, 50), generator=torch.Generator().manual_seed(1))
 
 
-def load(path: Path) -> Any:
-    return load_model(path, dtype="float32", device="cpu")[0]
+def load(path: Path, quantize: str | None = None) -> Any:
+    return load_model(path, dtype="float32", device="cpu", quantize=quantize)[0]
 
 
 # Weights
@@ -149,6 +151,138 @@ def test_text_in_text_out(tmp_path: Path) -> None:
     assert ids == byte_tokenizer().encode("Hello, GGUF").ids
     assert tokenizer.decode(ids) == "Hello, GGUF"
     assert len(generate(model, tokenizer, ids, SamplingParams(max_new_tokens=5, ignore_eos=True)).token_ids) == 5
+
+
+# Weights that stay quantised
+
+# Where a block has its float16 scales: the other bytes may be any.
+SCALES_AT = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "Q8_0": (0,),
+}
+EXACT = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 8, "Q8_0": 8}  # types that are taken over as they are, and in how many bits
+FINER = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")  # what int4 keeps in 8 bits
+
+TypedTensor = tuple[np.ndarray, Quant]
+
+
+def random_blocks(rows: int, columns: int, kind: str, seed: int) -> TypedTensor:
+    """Weights about as large as a model's, of either sign: every code occurs."""
+    rng, quant = np.random.default_rng(seed), Quant[kind]
+    if kind not in SCALES_AT:
+        return quants.quantize(rng.normal(size=(rows, columns), scale=0.1).astype(np.float32), quant), quant
+    block, block_bytes = gguf.GGML_QUANT_SIZES[quant]
+    raw = rng.integers(0, 256, (rows, columns // block, block_bytes), dtype=np.uint8)
+    for at in SCALES_AT[kind]:
+        scale = rng.uniform(0.5, 1, raw.shape[:2]) * rng.choice([-1, 1], raw.shape[:2]) * 16.0 ** -(kind[-1] == "K")
+        raw[..., at : at + 2] = (scale / 100).astype(np.float16)[..., None].view(np.uint8)
+    return raw.reshape(rows, -1), quant
+
+
+def save_blocks(path: Path, kinds: dict[str, str], default: str, **changes: Any) -> tuple[Path, dict[str, np.ndarray]]:
+    """A file whose matrices are random blocks of a type, by the end of their names; and what gguf makes of them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 133}
+    reference = reference_model(**(sizes | changes))
+    tensors: dict[str, Any] = {}
+    for seed, (name, tensor) in enumerate(gguf_tensors(reference).items()):
+        kind = next((kind for end, kind in kinds.items() if name.endswith(f"{end}.weight")), default)
+        tensors[name] = tensor if tensor.ndim == 1 else random_blocks(*tensor.shape, kind, seed)
+    floats = {name: quants.dequantize(*t).astype(np.float32) for name, t in tensors.items() if isinstance(t, tuple)}
+    return write_gguf(path, gguf_metadata(reference) | byte_tokenizer_metadata(), tensors), floats
+
+
+def quantised_parts(model: Any) -> dict[str, tuple[QuantizedWeight, torch.Tensor]]:
+    """By GGUF name, the packed weight that a tensor has gone into, and its own rows as floats, as the file has them."""
+    attn, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    found = {"token_embd": model.embed_tokens, "output": model.lm_head}
+    found |= {"blk.0.attn_output": attn.o_proj, "blk.0.ffn_down": mlp.down_proj}
+    parts = {f"{name}.weight": (module.weight, module.weight.floats()) for name, module in found.items()}
+    for module, names in ((attn.qkv_proj, ("attn_q", "attn_k", "attn_v")), (mlp.gate_up_proj, ("ffn_gate", "ffn_up"))):
+        rows = module.weight.floats().split(list(module.parts.values()))
+        for name, heads, part in zip(names, (attn.num_heads, attn.num_kv_heads, None), rows, strict=False):
+            if name in ("attn_q", "attn_k"):
+                part = torch.from_numpy(llama_cpp_order(part.numpy(), heads))
+            parts[f"blk.0.{name}.weight"] = module.weight, part
+    return parts
+
+
+def assert_taken_over(weight: QuantizedWeight, got: torch.Tensor, expected: np.ndarray, kind: str) -> None:
+    floats = torch.from_numpy(expected)
+    if EXACT.get(kind) == weight.bits:
+        assert torch.equal(got, floats)
+    elif kind == "Q4_K" and weight.bits == 4:
+        # Its scales and minima are products, which float16 rounds: of codes up to 15.
+        groups = floats.unflatten(1, (-1, 32))
+        size = groups.amax(2) - groups.amin(2) + groups.abs().amax(2)
+        assert (got - floats).abs().max() > 0
+        assert ((got - floats).abs() <= size.repeat_interleave(32, 1) * 2**-10 + 2**-20).all()
+    else:
+        assert torch.equal(got, QuantizedWeight.of(floats, weight.bits).floats())
+
+
+@pytest.mark.parametrize("block_weights", [1, 256 * 6, gguf_file.BLOCK_WEIGHTS])
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+@pytest.mark.parametrize("kind", [*SCALES_AT, "F32", "F16", "BF16"])
+def test_types_kept_quantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, quantize: str, block_weights: int
+) -> None:
+    """The file's own weights where its groups are ours, and those nearest to them elsewhere; read in any pieces."""
+    monkeypatch.setattr(gguf_file, "BLOCK_WEIGHTS", block_weights)
+    path, floats = save_blocks(tmp_path / "m.gguf", {}, kind)
+    model = load(path, quantize)
+    for name, (weight, got) in quantised_parts(model).items():
+        wide = quantize == "int8" or name in ("token_embd.weight", "output.weight") or kind in FINER
+        assert weight.bits == (8 if wide else 4)
+        assert_taken_over(weight, got, floats[name], kind)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "default", "wide"),
+    [
+        ({"attn_v": "Q8_0"}, "Q4_0", {"qkv"}),
+        ({"attn_q": "Q6_K"}, "Q4_1", {"qkv"}),
+        ({"ffn_up": "Q5_0", "ffn_down": "Q6_K"}, "Q4_K", {"gate_up", "down"}),
+        ({"attn_k": "F16", "ffn_gate": "F32"}, "Q4_0", set()),
+        ({"attn_k": "F16"}, "Q8_0", {"qkv", "o", "gate_up", "down"}),
+        ({"token_embd": "Q4_0", "output": "Q6_K"}, "Q4_1", set()),
+    ],
+)
+def test_files_of_several_types(tmp_path: Path, kinds: dict[str, str], default: str, wide: set[str]) -> None:
+    """What is multiplied at once has one width: that of its finest part."""
+    path, floats = save_blocks(tmp_path / "m.gguf", kinds, default)
+    model = load(path, "int4")
+    layer = model.layers[0]
+    modules = {
+        "qkv": layer.self_attn.qkv_proj,
+        "o": layer.self_attn.o_proj,
+        "gate_up": layer.mlp.gate_up_proj,
+        "down": layer.mlp.down_proj,
+    }
+    assert {name for name, module in modules.items() if module.weight.bits == 8} == wide
+    assert model.embed_tokens.weight.bits == model.lm_head.weight.bits == 8
+    for name, (weight, got) in quantised_parts(model).items():
+        kind = next((kind for end, kind in kinds.items() if name.endswith(f"{end}.weight")), default)
+        assert_taken_over(weight, got, floats[name], kind)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize(("kind", "quantize"), [("Q4_1", "int4"), ("Q8_0", "int8")])
+def test_families_kept_quantised(tmp_path: Path, family: str, kind: str, quantize: str) -> None:
+    """Near what the dequantised file computes: only the embedding is rounded again, and the activations."""
+    reference = reference_model(family, tie_word_embeddings=True)
+    path = save_gguf(reference, tmp_path / "m.gguf", Quant[kind])
+    model, exact = load(path, quantize), load(path)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    got, expected = model(random_ids()), exact(random_ids())
+    off = (got - expected).square().mean().sqrt() / expected.std()
+    assert off < (0.1 if quantize == "int4" else 2e-3)
 
 
 # The header

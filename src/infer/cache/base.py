@@ -184,7 +184,7 @@ class BaseCache(ABC):
             raise ValueError(f"the cache is {self.dtype} on {self.device}, but the model is {dtype} on {device}")
 
     def _suits_kernels(self, config: ModelConfig) -> bool:
-        """Whether kernels can write to this cache for such a model; what does not fit it is left to `attend` to refuse."""
+        """Whether kernels can write to this cache for such a model: what does not fit is left to `attend` to refuse."""
         own = self.shape
         return (
             self.dtype in (torch.float32, torch.int8)

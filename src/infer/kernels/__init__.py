@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from infer.machine import cache_folder
+
 
 @cache
 def cpu() -> Any:
@@ -21,7 +23,7 @@ def cpu() -> Any:
     # numba compiles a kernel again when its own file has changed, not when one that it calls has: so each state of
     # the files has a folder of its own.
     before = config.CACHE_DIR  # type: ignore[attr-defined]
-    home = Path(before or Path.home() / ".cache" / "infer" / "kernels")
+    home = Path(before or cache_folder() / "kernels")
     config.CACHE_DIR = str(home / _fingerprint())  # type: ignore[attr-defined]
     try:
         from infer.kernels import cpu_block

@@ -1,4 +1,4 @@
-"""A block of a model on the CPU, in one call for a token of each row, in two around attention for many.
+"""Models on the CPU: a decode step in one call, and the parts of a block around attention for many tokens.
 
 A decode step reads every weight once, so memory sets its pace, as long as nothing else takes time. In plain torch a
 third of a step is Python and operators between the products; compiled by numba it is close to nothing. Importing this
@@ -14,8 +14,8 @@ import numba
 import numpy as np
 from numba import from_dtype, njit, prange, types
 
-from infer.kernels.cpu_memory import FASTMATH, bytes_at, matrix, vector
-from infer.kernels.cpu_product import WEIGHT, dot_floats, product
+from infer.kernels.cpu_memory import FASTMATH, bytes_at, vector
+from infer.kernels.cpu_product import GROUP, WEIGHT, dot_floats, product, unpack
 from infer.kernels.cpu_simd import (
     add,
     divide,
@@ -57,12 +57,20 @@ BLOCK = np.dtype(
 # Of a row's keys and values in a layer of a cache: addresses of the first head's, bytes from head to head, positions
 # kept (position p lies in slot p % SLOTS), positions filled, and bits of a number.
 K, V, STRIDE, SLOTS, FILLED, BITS = range(6)
-WHOLE, BEFORE, BEHIND = range(3)  # parts of a block: all of it, before attention, behind it
+BEFORE, BEHIND = range(2)  # parts of a block: those around attention
 MANY = 16  # rows that are worth handing out to several threads
 
 ADDRESS, SIZE, NUMBER = types.int64, types.int64, types.float64  # as Python's own arrive, so that none is converted
-ROWS, TABLE = types.float32[:, ::1], types.int64[:, ::1]
+ROWS, TABLE, TABLES = types.float32[:, ::1], types.int64[:, ::1], types.int64[:, :, ::1]
 HEADS, BLOCKS = types.Array(from_dtype(HEAD), 1, "C"), types.Array(from_dtype(BLOCK), 1, "C")
+
+
+NO_BLOCKS, NO_ROPES, NO_TABLES = np.zeros(0, BLOCK), np.zeros((0, 2), np.int64), np.zeros((0, 0, 0), np.int64)
+
+
+def head(heads: Any, x: Any, out: Any) -> None:
+    """`step` without blocks."""
+    step(NO_BLOCKS, heads, x, NO_ROPES, NO_TABLES, out)
 
 
 def use_threads(count: int) -> None:
@@ -201,45 +209,52 @@ def _rotate(block: Any, heads: Any, cos_at: int, sin_at: int, t: int) -> None:
 
 @njit(forceinline=True)
 def _row_bytes(head_dim: int, bits: int) -> int:
-    """Of a key or value: 8-bit ones are followed by their scale, a float16."""
-    return head_dim * 4 if bits == 32 else head_dim + 2
+    """Of a key or value: behind 8-bit ones stand their scales, as `infer.cache.int8` has them."""
+    return head_dim * 4 if bits == 32 else head_dim + 2 * ((head_dim + GROUP - 1) // GROUP)
 
 
 @njit(fastmath=FASTMATH)
 def _score(q: Any, k_at: int, bits: int, scale: Any, out: Any) -> Any:
     """out [keys] = scale q k; returns the highest."""
-    highest, size = np.float32(-np.inf), q.shape[0]
-    if bits == 32:
-        k = matrix(k_at, out.shape[0], size)
-        for j in range(out.shape[0]):
-            out[j] = dot_floats(k, j, q) * scale
-            highest = max(highest, out[j])
-    else:
-        for j in range(out.shape[0]):
-            at = k_at + j * (size + 2)
-            codes, sum_ = bytes_at(at, size), np.float32(0)
-            for i in range(size):
-                sum_ += np.float32(codes[i]) * q[i]
-            out[j] = sum_ * load_half(at + size) * scale
-            highest = max(highest, out[j])
+    highest, size, row = np.float32(-np.inf), q.shape[0], _row_bytes(q.shape[0], bits)
+    for j in range(out.shape[0]):
+        if bits == 32:
+            out[j] = dot_floats(vector(k_at + j * row, size), q) * scale
+        else:
+            out[j] = _dot_codes(k_at + j * row, q) * scale
+        highest = max(highest, out[j])
     return highest
+
+
+@njit(fastmath=FASTMATH)
+def _dot_codes(at: int, x: Any) -> Any:
+    """Of a vector in 8 bits with x."""
+    size = x.shape[0]
+    codes, result = bytes_at(at, size), np.float32(0)
+    for start in range(0, size, GROUP):
+        in_group = np.float32(0)
+        for i in range(start, min(start + GROUP, size)):
+            in_group += np.float32(codes[i]) * x[i]
+        result += in_group * load_half(at + size + start // GROUP * 2)
+    return result
 
 
 @njit(fastmath=FASTMATH)
 def _mix(weights: Any, v_at: int, bits: int, out: Any) -> None:
     """out [D] += the weighted sum of values."""
-    size = out.shape[0]
-    if bits == 32:
-        v = matrix(v_at, weights.shape[0], size)
-        for j in range(weights.shape[0]):
+    size, row = out.shape[0], _row_bytes(out.shape[0], bits)
+    for j in range(weights.shape[0]):
+        at = v_at + j * row
+        if bits == 32:
+            v = vector(at, size)
             for i in range(size):
-                out[i] += weights[j] * v[j, i]
-    else:
-        for j in range(weights.shape[0]):
-            at = v_at + j * (size + 2)
-            codes, weight = bytes_at(at, size), weights[j] * load_half(at + size)
-            for i in range(size):
-                out[i] += weight * np.float32(codes[i])
+                out[i] += weights[j] * v[i]
+        else:
+            codes = bytes_at(at, size)
+            for start in range(0, size, GROUP):
+                weight = weights[j] * load_half(at + size + start // GROUP * 2)
+                for i in range(start, min(start + GROUP, size)):
+                    out[i] += weight * np.float32(codes[i])
 
 
 @njit
@@ -259,7 +274,7 @@ def _exponentials(x: Any, highest: Any) -> Any:
 def _attend_head(
     q: Any, k_at: int, v_at: int, bits: int, slots: int, first: int, scale: Any, score: Any, out: Any
 ) -> None:
-    """out [D] = softmax(scale q k) v over as many keys as `score` has room for, from slot `first` on, around the end."""
+    """out [D] = softmax(scale q k) v over as many keys as `score` has room for, from slot `first` on and around."""
     until_end = min(score.shape[0], slots - first)
     start = first * _row_bytes(q.shape[0], bits)
     before, behind = score[:until_end], score[until_end:]
@@ -325,6 +340,24 @@ def _finish(block: Any, attended: Any, residual: Any, out: Any) -> None:
 
 
 @njit
+def _decode(blocks: Any, x: Any, cos_at: int, sin_at: int, table: Any, out: Any) -> None:
+    """A whole block, x [B, C] -> out [B, C], for the next token of each row."""
+    block = blocks[0]
+    q_size = block.heads * block.head_dim
+    projected = np.empty((x.shape[0], block.qkv.rows), np.float32)
+    _project(blocks, x, cos_at, sin_at, projected)
+    seen, mixed = np.empty((x.shape[0], 2), np.int64), np.empty((x.shape[0], q_size), np.float32)
+    for row in range(x.shape[0]):
+        position, slots = table[row, FILLED], table[row, SLOTS]
+        _write(block, table[row], projected[row, q_size:], position % slots)
+        oldest = 0 if block.window == 0 else max(0, position - block.window + 1)
+        seen[row, 0], seen[row, 1] = oldest % slots, position - oldest + 1
+    q_at, q_stride = projected.ctypes.data, projected.shape[1]
+    _attend(q_at, q_stride, table, seen, block.heads, block.kv_heads, block.scale, mixed)
+    _finish(block, mixed, x, out)
+
+
+@njit
 def _write(block: Any, row: Any, kv: Any, slot: int) -> None:
     """Put a token's keys and values, one head after the other, into their slot."""
     size, start = block.head_dim, slot * _row_bytes(block.head_dim, row[BITS])
@@ -336,37 +369,33 @@ def _write(block: Any, row: Any, kv: Any, slot: int) -> None:
 
 @njit
 def _write_one(kv: Any, start: int, at: int, size: int, bits: int) -> None:
-    """One head's vector, in 8 bits as `infer.cache.int8` has them."""
+    """One head's vector."""
     if bits == 32:
         out = vector(at, size)
         for i in range(size):
             out[i] = kv[start + i]
-        return
+    else:
+        for first in range(0, size, GROUP):
+            count = min(GROUP, size - first)
+            _encode(kv[start + first : start + first + count], at + first, at + size + first // GROUP * 2)
+
+
+@njit
+def _encode(x: Any, at: int, scale_at: int) -> None:
+    """A group in 8 bits, with the very bits that `infer.cache.int8.encode` gives it."""
     peak = np.float32(0)
-    for i in range(start, start + size):
-        peak = abs(kv[i]) if not abs(kv[i]) <= peak else peak  # a NaN stays
-    step = np.float32(peak / np.float32(127))
-    if step == np.inf:
-        step = np.float32(np.nan)
+    for i in range(x.shape[0]):
+        peak = abs(x[i]) if not abs(x[i]) <= peak else peak  # a NaN stays
+    step = np.float32(np.nan) if peak == np.inf else np.float32(peak / np.float32(127))
     step = np.float32(65504) if step > 65504 else step
-    store_as_half(at + size, step)
-    if load_half(at + size) < step:
-        raise_half(at + size)
-    scale, codes = load_half(at + size), bytes_at(at, size)
-    for i in range(size):
-        # Of a vector that is 0, or not finite, nothing but the scale says so.
-        code = np.float32(0) if not scale > 0 else np.float32(np.rint(kv[start + i] / scale))
+    store_as_half(scale_at, step)
+    if load_half(scale_at) < step:
+        raise_half(scale_at)
+    scale, codes = load_half(scale_at), bytes_at(at, x.shape[0])
+    for i in range(x.shape[0]):
+        # Of a group that is 0, or not finite, the scale alone says so.
+        code = np.float32(np.rint(x[i] / scale)) if scale > 0 else np.float32(0)
         codes[i] = np.int8(min(max(code, np.float32(-127)), np.float32(127)))
-
-
-@_kernel(HEADS, ROWS, ROWS)
-def head(heads: Any, x: Any, out: Any) -> None:
-    """out [T, rows] = W norm(x [T, C]) + b, or without the norm where there is none."""
-    one, normed = heads[0], x
-    if one.norm.weight != 0:
-        normed = np.empty(x.shape, np.float32)
-        _norm_rows(x, one.norm, normed)
-    product(one.weight, normed, out)
 
 
 @_kernel(ADDRESS, SIZE, TABLE, SIZE, SIZE, SIZE, SIZE, NUMBER, ROWS)
@@ -380,29 +409,38 @@ def attend(
     _attend(q_at, q_stride, table, seen, heads, kv_heads, scale, out)
 
 
-@_kernel(BLOCKS, SIZE, ROWS, ADDRESS, ADDRESS, TABLE, ROWS, ROWS)
-def block(blocks: Any, part: int, x: Any, cos_at: int, sin_at: int, table: Any, attended: Any, out: Any) -> None:
-    """A block from x [T, C], or a part of it: a kernel for each would take as long to compile as this one.
+@_kernel(BLOCKS, SIZE, ROWS, ADDRESS, ADDRESS, ROWS, ROWS)
+def part(blocks: Any, which: int, x: Any, cos_at: int, sin_at: int, attended: Any, out: Any) -> None:
+    """A part of a block, from x [T, C].
 
     BEFORE: out [T, (Hq + 2 Hkv) D] = q, k and v, normed and rotated; cos and sin are [T, D], at 0 if there are none.
     BEHIND: out [T, C] from attended [T, Hq D], x being the residual.
-    WHOLE: out [B, C] for the next token of each row, whose keys and values go into the cache that `table` describes.
     """
-    one = blocks[0]
-    if part == BEHIND:
-        _finish(one, attended, x, out)
-        return
-    q_size = one.heads * one.head_dim
-    projected = out if part == BEFORE else np.empty((x.shape[0], one.qkv.rows), np.float32)
-    _project(blocks, x, cos_at, sin_at, projected)
-    if part == BEFORE:
-        return
-    seen, mixed = np.empty((x.shape[0], 2), np.int64), np.empty((x.shape[0], q_size), np.float32)
-    for row in range(x.shape[0]):
-        position, slots = table[row, FILLED], table[row, SLOTS]
-        _write(one, table[row], projected[row, q_size:], position % slots)
-        oldest = 0 if one.window == 0 else max(0, position - one.window + 1)
-        seen[row, 0], seen[row, 1] = oldest % slots, position - oldest + 1
-    q_at, q_stride = projected.ctypes.data, projected.shape[1]
-    _attend(q_at, q_stride, table, seen, one.heads, one.kv_heads, one.scale, mixed)
-    _finish(one, mixed, x, out)
+    if which == BEFORE:
+        _project(blocks, x, cos_at, sin_at, out)
+    else:
+        _finish(blocks[0], attended, x, out)
+
+
+@_kernel(HEADS, types.int64[::1], ROWS)
+def look_up(heads: Any, ids: Any, out: Any) -> None:
+    """out [T, columns]: rows of a quantised weight."""
+    for t in range(ids.shape[0]):
+        unpack(heads[0].weight, ids[t], out[t])
+
+
+@_kernel(BLOCKS, HEADS, ROWS, TABLE, TABLES, ROWS)
+def step(blocks: Any, heads: Any, x: Any, ropes: Any, tables: Any, out: Any) -> None:
+    """Logits out [B, V] of the next token of each row, x [B, C], whose keys and values go into the cache.
+
+    ropes: of each layer, where its cos and sin [B, D] lie, 0 if there are none. tables: of each layer and row.
+    Without blocks it is the head alone, and without a norm a product alone, of any number of rows.
+    """
+    given, done = x, np.empty(x.shape, np.float32)
+    for layer in range(blocks.shape[0]):
+        _decode(blocks[layer : layer + 1], given, ropes[layer, 0], ropes[layer, 1], tables[layer], done)
+        given, done = done, np.empty(x.shape, np.float32) if layer == 0 else given
+    if heads[0].norm.weight != 0:
+        _norm_rows(given, heads[0].norm, done)
+        given = done
+    product(heads[0].weight, given, out)

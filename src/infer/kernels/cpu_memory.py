@@ -16,36 +16,26 @@ from numba.extending import intrinsic
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
-@intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
+def _pointer_to(typing_context: Any, address: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
     return types.voidptr(address), codegen
 
 
+_pointer: Any = intrinsic(_pointer_to)
+
+
 @njit
 def vector(address: int, size: int) -> Any:
-    return carray(
-        _pointer(address),  # type: ignore[call-arg]
-        (size,),
-        np.float32,
-    )
+    return carray(_pointer(address), (size,), np.float32)
 
 
 @njit
 def matrix(address: int, rows: int, columns: int) -> Any:
-    return carray(
-        _pointer(address),  # type: ignore[call-arg]
-        (rows, columns),
-        np.float32,
-    )
+    return carray(_pointer(address), (rows, columns), np.float32)
 
 
 @njit
 def bytes_at(address: int, size: int) -> Any:
-    return carray(
-        _pointer(address),  # type: ignore[call-arg]
-        (size,),
-        np.int8,
-    )
+    return carray(_pointer(address), (size,), np.int8)

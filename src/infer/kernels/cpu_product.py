@@ -9,8 +9,9 @@ Codes go by quads of columns: the four bytes of row 0, of row 1, 2 and 3, then t
 half is of quad j and its high half of quad j + 4. So a vector of 16 bytes meets the same four bytes of x in every row,
 the sums of the four rows lie side by side in one vector, and a whole tile is read front to back.
 
-The rows of x are rounded to 8 bits in groups of 32 too, and the codes multiplied as whole numbers, which is exact. What
-remains in floating point goes group by group in one order, so that a row comes out the same alone or among others.
+The rows of x are rounded too, in groups of 32: to 8 bits where weights have 4, to 16 where they have 8, of which the
+rounding of x would else be the larger error. Codes are multiplied as whole numbers, which is exact. What remains in
+floating point goes group by group in one order, so that a row comes out the same alone or among others.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from infer.kernels.cpu_memory import FASTMATH, matrix, vector
+from infer.kernels.cpu_memory import FASTMATH, bytes_at, vector
 from infer.kernels.cpu_simd import (
     absolute,
     add,
     add_ints,
     dot,
     fused,
+    high_byte,
     high_nibbles,
     lane,
     larger,
     largest,
     load_bytes,
     load_floats,
+    load_half,
     load_halves,
     load_splat,
     low_nibbles,
@@ -43,6 +46,7 @@ from infer.kernels.cpu_simd import (
     splat,
     store_as_bytes,
     store_floats,
+    times_256,
     to_floats,
     to_ints,
     total,
@@ -53,65 +57,72 @@ WEIGHT = np.dtype([(name, np.int64) for name in ("kind", "at", "bias", "rows", "
 INT4, INT8, FLOAT32 = 4, 8, 32
 GROUP, TILE = 32, 4
 INT4_BYTES, INT8_BYTES = 80, 136  # of a group of a tile
+STEPS, WIDE_STEPS = 127, 127 * 256 + 127  # of x, from 0 to the largest: so many its codes can count
 
 
 @njit(fastmath=FASTMATH)
-def dot_floats(weight: Any, row: int, x: Any) -> Any:
+def dot_floats(x: Any, y: Any) -> Any:
     result = np.float32(0)
     for i in range(x.shape[0]):
-        result += weight[row, i] * x[i]
+        result += x[i] * y[i]
     return result
 
 
 @njit(parallel=True, fastmath=FASTMATH)
 def _float_product(weight: Any, x: Any, out: Any) -> None:
-    values, bias_at = matrix(weight.at, weight.rows, weight.columns), weight.bias
-    for row in prange(values.shape[0]):
+    at, bias_at, rows, columns = weight.at, weight.bias, weight.rows, weight.columns
+    for row in prange(rows):
+        values = vector(at + row * columns * 4, columns)
         bias = np.float32(0) if bias_at == 0 else vector(bias_at, row + 1)[row]
         for t in range(x.shape[0]):
-            out[t, row] = dot_floats(values, row, x[t]) + bias
+            out[t, row] = dot_floats(values, x[t]) + bias
+
+
+@njit
+def _round_rows(x: Any, wide: int, codes: Any, scales: Any) -> None:
+    if x.shape[0] >= 16:
+        _round_many(x, wide, codes, scales)
+        return
+    for t in range(x.shape[0]):  # sooner done than handed out
+        _round_row(x[t], wide, codes[t], scales[t])
 
 
 @njit(parallel=True)
-def _round_rows_together(x: Any, codes: Any, scales: Any) -> None:
+def _round_many(x: Any, wide: int, codes: Any, scales: Any) -> None:
     for t in prange(x.shape[0]):
-        round_row(x[t], codes[t], scales[t])
+        _round_row(x[t], wide, codes[t], scales[t])
 
 
 @njit
-def _round_rows(x: Any, codes: Any, scales: Any) -> None:
-    if x.shape[0] >= 16:
-        _round_rows_together(x, codes, scales)
-        return
-    for t in range(x.shape[0]):  # sooner done than handed out
-        round_row(x[t], codes[t], scales[t])
-
-
-@njit
-def round_row(x: Any, codes: Any, scales: Any) -> None:
+def _round_row(x: Any, wide: int, codes: Any, scales: Any) -> None:
     """Each group's codes, its scale, and the sum of what its codes stand for; the last group is filled up with 0."""
-    at, codes_at, whole = x.ctypes.data, codes.ctypes.data, x.shape[0] // GROUP
+    at, codes_at, whole, size = x.ctypes.data, codes.ctypes.data, x.shape[0] // GROUP, GROUP * (1 + wide)
     for g in range(whole):
-        scales[g, 0], scales[g, 1] = _round_group(at + g * GROUP * 4, codes_at + g * GROUP)
+        scales[g, 0], scales[g, 1] = _round_group(at + g * GROUP * 4, wide, codes_at + g * size)
     if whole < scales.shape[0]:
         rest = np.empty(GROUP, np.float32)
         for i in range(GROUP):
             rest[i] = x[whole * GROUP + i] if whole * GROUP + i < x.shape[0] else 0
-        scales[whole, 0], scales[whole, 1] = _round_group(rest.ctypes.data, codes_at + whole * GROUP)
+        scales[whole, 0], scales[whole, 1] = _round_group(rest.ctypes.data, wide, codes_at + whole * size)
 
 
 @njit(forceinline=True)
-def _round_group(at: int, codes_at: int) -> Any:
+def _round_group(at: int, wide: int, codes_at: int) -> Any:
+    """Wide: the high bytes of all codes, rounded, and then what is left of them in the low ones."""
     peak = absolute(load_floats(at))
     for i in range(16, GROUP * 4, 16):
         peak = larger(peak, absolute(load_floats(at + i)))
-    step = largest(peak) / np.float32(127)
+    step = largest(peak) / np.float32(WIDE_STEPS if wide else STEPS)
     inverse = splat(np.float32(1) / step if step > 0 else step)
     sums = no_ints()
     for i in range(0, GROUP, 4):
         code = to_ints(rounded(multiply(load_floats(at + 4 * i), inverse)))
-        store_as_bytes(codes_at + i, code)
         sums = add_ints(sums, code)
+        if wide:
+            store_as_bytes(codes_at + i, high_byte(code))
+            store_as_bytes(codes_at + GROUP + i, code)
+        else:
+            store_as_bytes(codes_at + i, code)
     return step, np.float32(total(sums)) * step
 
 
@@ -146,26 +157,29 @@ def _int8_codes(at: int) -> Any:
 
 
 @njit(forceinline=True)
-def _dot_group(codes: Any, x_at: int) -> Any:
+def _dot_group(so_far: Any, codes: Any, x_at: int) -> Any:
     """Codes of four rows with those of x."""
     first, second = load_bytes(x_at), load_bytes(x_at + 16)
-    sums = dot(no_ints(), codes[0], first, 0)
+    sums = dot(so_far, codes[0], first, 0)
     sums = dot(sums, codes[1], first, 1)
     sums = dot(sums, codes[2], first, 2)
     sums = dot(sums, codes[3], first, 3)
     sums = dot(sums, codes[4], second, 0)
     sums = dot(sums, codes[5], second, 1)
     sums = dot(sums, codes[6], second, 2)
-    sums = dot(sums, codes[7], second, 3)
-    return to_floats(sums)
+    return dot(sums, codes[7], second, 3)
 
 
-def _quantised_product(codes_of: Any, scales_at: int, group_bytes: int, has_minimum: bool) -> Any:
+def _quantised_product(codes_of: Any, scales_at: int, group_bytes: int, has_minimum: bool, wide: bool) -> Any:
     """The product for one kind of weight."""
+    x_bytes = GROUP * (1 + wide)  # of a group of x
 
     @njit(forceinline=True)
     def add_group(so_far: Any, w: Any, scale: Any, minimum: Any, x_at: int, x_scale_at: int) -> Any:
-        so_far = fused(_dot_group(w, x_at), multiply(scale, load_splat(x_scale_at)), so_far)
+        sums = _dot_group(no_ints(), w, x_at)
+        if wide:
+            sums = _dot_group(times_256(sums), w, x_at + GROUP)
+        so_far = fused(to_floats(sums), multiply(scale, load_splat(x_scale_at)), so_far)
         return fused(minimum, load_splat(x_scale_at + 4), so_far) if has_minimum else so_far
 
     @njit(forceinline=True)
@@ -180,11 +194,11 @@ def _quantised_product(codes_of: Any, scales_at: int, group_bytes: int, has_mini
             start = at + tile * groups * group_bytes
             t, together = 0, codes.shape[0] // 4 * 4
             while t < together:  # four rows of x at once: the codes of W are taken apart once for all
-                x, s, x_row, s_row = codes[t].ctypes.data, scales[t].ctypes.data, groups * GROUP, groups * 8
+                x, s, x_row, s_row = codes[t].ctypes.data, scales[t].ctypes.data, groups * x_bytes, groups * 8
                 a, b, c, d = no_floats(), no_floats(), no_floats(), no_floats()
                 for g in range(groups):
                     w, scale, minimum = take(start + g * group_bytes)
-                    x_at, s_at = x + g * GROUP, s + g * 8
+                    x_at, s_at = x + g * x_bytes, s + g * 8
                     a = add_group(a, w, scale, minimum, x_at, s_at)
                     b = add_group(b, w, scale, minimum, x_at + x_row, s_at + s_row)
                     c = add_group(c, w, scale, minimum, x_at + 2 * x_row, s_at + 2 * s_row)
@@ -199,7 +213,7 @@ def _quantised_product(codes_of: Any, scales_at: int, group_bytes: int, has_mini
                 a = no_floats()
                 for g in range(groups):
                     w, scale, minimum = take(start + g * group_bytes)
-                    a = add_group(a, w, scale, minimum, x + g * GROUP, s + g * 8)
+                    a = add_group(a, w, scale, minimum, x + g * x_bytes, s + g * 8)
                 _put(a, bias_at, out, t, tile)
                 t += 1
 
@@ -222,8 +236,27 @@ def _put(sums: Any, bias_at: int, out: Any, t: int, tile: int) -> None:
             out[t, first + i] += vector(bias_at, first + i + 1)[first + i]
 
 
-_int4_product = _quantised_product(_int4_codes, 64, INT4_BYTES, True)
-_int8_product = _quantised_product(_int8_codes, 128, INT8_BYTES, False)
+_int4_product = _quantised_product(_int4_codes, 64, INT4_BYTES, has_minimum=True, wide=False)
+_int8_product = _quantised_product(_int8_codes, 128, INT8_BYTES, has_minimum=False, wide=True)
+
+
+@njit
+def unpack(weight: Any, row: int, out: Any) -> None:
+    """out [columns]: a row of a quantised weight in floats."""
+    groups, lane = (weight.columns + GROUP - 1) // GROUP, row % TILE
+    four = weight.kind == INT4
+    size, scales_at = (INT4_BYTES, 64) if four else (INT8_BYTES, 128)
+    for g in range(groups):
+        at = weight.at + (row // TILE * groups + g) * size
+        scale, minimum = load_half(at + scales_at + lane * 2), np.float32(0)
+        if four:
+            minimum = load_half(at + scales_at + 8 + lane * 2)
+        for i in range(min(GROUP, weight.columns - g * GROUP)):
+            quad = i // 4 % (4 if four else 8)
+            code = bytes_at(at + quad * 16 + lane * 4 + i % 4, 1)[0]
+            if four:
+                code = (code >> (4 if i >= 16 else 0)) & 15
+            out[g * GROUP + i] = scale * np.float32(code) + minimum
 
 
 @njit
@@ -232,10 +265,10 @@ def product(weight: Any, x: Any, out: Any) -> None:
     if weight.kind == FLOAT32:
         _float_product(weight, x, out)
         return
-    groups = (weight.columns + GROUP - 1) // GROUP
-    codes = np.empty((x.shape[0], groups * GROUP), np.int8)
+    groups, wide = (weight.columns + GROUP - 1) // GROUP, weight.kind == INT8
+    codes = np.empty((x.shape[0], groups * GROUP * (1 + wide)), np.int8)
     scales = np.empty((x.shape[0], groups, 2), np.float32)
-    _round_rows(x, codes, scales)
+    _round_rows(x, wide, codes, scales)
     if weight.kind == INT4:
         _int4_product(weight, codes, scales, out)
     else:

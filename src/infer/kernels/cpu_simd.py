@@ -37,9 +37,9 @@ def _vector(name: str, llvm_type: ir.Type) -> Any:
             super().__init__(name=name)
 
     @register_model(Vector)
-    class Model(models.PrimitiveModel):  # type: ignore[misc]
+    class Model(models.PrimitiveModel):
         def __init__(self, manager: Any, numba_type: Any) -> None:
-            super().__init__(manager, numba_type, llvm_type)
+            super().__init__(manager, numba_type, llvm_type)  # type: ignore[no-untyped-call]
 
     return Vector()
 
@@ -47,6 +47,11 @@ def _vector(name: str, llvm_type: ir.Type) -> Any:
 int8x16 = _vector("int8x16", INT8X16)
 int32x4 = _vector("int32x4", INT32X4)
 floatx4 = _vector("floatx4", FLOATX4)
+
+
+def _typed_intrinsic(function: Any) -> Any:
+    """To a type checker an intrinsic would still take the typing context that numba gives it."""
+    return intrinsic(function)
 
 
 def _operation(result: Any, emit: Callable[..., Any], arity: int) -> Any:
@@ -131,6 +136,9 @@ rounded = _operation(floatx4, lambda b, x: _call(b, "llvm.rint.v4f32", FLOATX4, 
 to_floats = _operation(floatx4, lambda b, v: b.sitofp(v, FLOATX4), 1)
 to_ints = _operation(int32x4, lambda b, x: _call(b, "llvm.fptosi.sat.v4i32.v4f32", INT32X4, x), 1)
 add_ints = _operation(int32x4, lambda b, x, y: b.add(x, y), 2)
+times_256 = _operation(int32x4, lambda b, v: b.shl(v, _all(INT32X4, 8)), 1)
+# Of 16 bits, such that 256 times it leaves between -128 and 127.
+high_byte = _operation(int32x4, lambda b, v: b.ashr(b.add(v, _all(INT32X4, 128)), _all(INT32X4, 8)), 1)
 total = _operation(types.int32, lambda b, v: _call(b, "llvm.vector.reduce.add.v4i32", INT32, v), 1)
 low_nibbles = _operation(int8x16, lambda b, v: b.and_(v, _all(INT8X16, 15)), 1)
 high_nibbles = _operation(int8x16, lambda b, v: b.lshr(v, _all(INT8X16, 4)), 1)
@@ -142,20 +150,20 @@ _power = _operation(
 )
 
 
-@intrinsic
+@_typed_intrinsic
 def splat(context: Any, x: Any) -> Any:
     """The same number in every lane."""
     return floatx4(types.float32), lambda c, b, s, args: _splat(b, *args)
 
 
-@intrinsic
+@_typed_intrinsic
 def lane(context: Any, vector: Any, index: Any) -> Any:
     """One float of a vector."""
     at = _literal(index)
     return types.float32(vector, index), lambda c, b, s, args: b.extract_element(args[0], INT32(at))
 
 
-@intrinsic
+@_typed_intrinsic
 def dot(context: Any, sums: Any, weights: Any, x: Any, index: Any) -> Any:
     """sums[r] + weights[4 r ..] . x[4 index ..]: four bytes of each of four rows with the same four bytes of x."""
     at = _literal(index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from infer.machine import cache_folder
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,6 @@ BUILTIN = {
         ),
     )
 }
-
-
-def cache_folder() -> Path:
-    """Where fetched models are kept: $INFER_CACHE, or `infer` in the user's cache folder."""
-    if folder := os.environ.get("INFER_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infer"
 
 
 def pull(model: BuiltinModel) -> Path:

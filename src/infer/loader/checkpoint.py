@@ -40,7 +40,7 @@ class Checkpoint(Protocol):
         """The tensor's rows in order, in blocks small enough to be held beside the model."""
 
     def bits(self, name: str) -> int:
-        """At least so many bits keep what the tensor's weights are worth: 32 where they are no quantised ones."""
+        """4 or 8: so many keep what a quantised tensor is worth. 32: it is none, or is not there."""
         return 32
 
     def groups(self, name: str, bits: int) -> Iterator[Groups]:

@@ -12,7 +12,8 @@ from infer.cache.base import resolve_cache_dtype
 from infer.cache.sliding import layer_slots
 from infer.config import SLIDING_ATTENTION
 from infer.loader.find import open_checkpoint
-from infer.machine import available_memory, resolve_device, resolve_dtype
+from infer.loader.widths import choose_widths, resolve_weights, weight_bytes
+from infer.machine import available_memory, resolve_device
 from infer.models.registry import build_model
 
 
@@ -30,6 +31,7 @@ class Description:
     vocab_size: int
     dtype: str
     device: str
+    quantize: str | None
     weight_bytes: int
     sliding_window: int | None
     sliding_layers: int
@@ -49,7 +51,9 @@ class Description:
         yield "layers", f"{self.layers}, hidden size {self.hidden_size}"
         yield "heads", f"{self.heads} query, {self.kv_heads} key/value, {self.head_dim} dimensions each"
         yield "vocabulary", f"{self.vocab_size:,}"
-        yield "weights", f"{_size(self.weight_bytes)} in {self.dtype} on {self.device}"
+        each = self.weight_bytes / self.parameters
+        form = f"{self.quantize or self.dtype} on {self.device}, {each:.2f} bytes per weight"
+        yield "weights", f"{_size(self.weight_bytes)} in {form}"
         if self.sliding_layers:
             yield "windows", f"{self.sliding_layers} of {self.layers} layers see {self.sliding_window} positions"
         full = self.cache_bytes_per_token * (self.layers - self.sliding_layers) // self.layers
@@ -71,11 +75,12 @@ def describe(
     device: str = "auto",
     context: int | None = None,
     *,
+    quantize: str | None = None,
     cache_dtype: str = "auto",
 ) -> Description:
-    """context: positions to count the cache for; None: all that the model has."""
+    """context: positions to count the cache for; None: all that the model has. The rest as for `load_model`."""
     target = resolve_device(device)
-    element = resolve_dtype(dtype, target)
+    element = resolve_weights(dtype, target, quantize)
     cached = resolve_cache_dtype(cache_dtype, element)
     checkpoint = open_checkpoint(name_or_path, weights=False)
     config = checkpoint.config
@@ -83,7 +88,9 @@ def describe(
     if not 1 <= positions <= config.max_position_embeddings:
         raise ValueError(f"context must be from 1 to the model's {config.max_position_embeddings}, not {context}")
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
+        model = build_model(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    weights = weight_bytes(model, choose_widths(model, checkpoint, quantize), element)
     per_token = config.cache_bytes_per_token(cached.itemsize)
 
     def cache_bytes(positions: int) -> int:
@@ -93,7 +100,7 @@ def describe(
     free = available_memory(target)
     largest = config.max_position_embeddings
     if free is not None:
-        room = max(0, free - parameters * element.itemsize)
+        room = max(0, free - weights)
         largest = bisect_right(range(1, largest + 1), room, key=cache_bytes)
     return Description(
         model=name_or_path,
@@ -108,7 +115,8 @@ def describe(
         vocab_size=config.vocab_size,
         dtype=str(element).removeprefix("torch."),
         device=str(target),
-        weight_bytes=parameters * element.itemsize,
+        quantize=quantize,
+        weight_bytes=weights,
         sliding_window=config.sliding_window,
         sliding_layers=config.layer_types.count(SLIDING_ATTENTION),
         cache_dtype=str(cached).removeprefix("torch."),

@@ -96,6 +96,8 @@ class GGUFFile(Checkpoint):
             yield from stored
 
     def bits(self, name: str) -> int:
+        if name not in self._stored:
+            return 32
         kind = _quantisation(self._tensors[self._stored[name]].type).name
         return 32 if kind in FLOATS else 8 if kind in FINER else 4
 
@@ -109,7 +111,8 @@ class GGUFFile(Checkpoint):
         if order is None:
             yield from read
         else:
-            yield Groups(*(None if part[0] is None else torch.cat(part)[order] for part in zip(*read, strict=True)))
+            parts: list[Any] = [None if part[0] is None else torch.cat(part)[order] for part in zip(*read, strict=True)]
+            yield Groups(*parts)
 
     def _order(self, name: str) -> Tensor | None:
         """Where the rows of a tensor are to come from; None where they lie in order.

@@ -19,7 +19,7 @@ Bytes = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
 def _blocks(raw: Bytes, size: int) -> Tensor:
     """[rows, row bytes] -> [rows, blocks, size]"""
-    return torch.from_numpy(raw).unflatten(1, (-1, size))
+    return torch.from_numpy(raw).view(len(raw), -1, size)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -40,11 +40,13 @@ def _q4_1(raw: Bytes) -> Groups:
 def _q4_k(raw: Bytes) -> Groups:
     """Eight groups to a block, their scales and minima being 6-bit multiples of the block's own."""
     blocks = _blocks(raw, 144)
-    packed = blocks[..., 4:16].unflatten(-1, (3, 4))
+    packed = blocks[..., 4:16].reshape(*blocks.shape[:2], 3, 4)
     low, high, rest = packed.unbind(-2)
     scales = torch.cat((low & 63, (rest & 15) | (low >> 6) << 4), -1)
     minima = torch.cat((high & 63, (rest >> 4) | (high >> 6) << 4), -1)
-    codes = blocks[..., 16:].unflatten(-1, (4, 32))  # two groups to 32 bytes, one in the low halves, one in the high
+    codes = blocks[..., 16:].reshape(
+        *blocks.shape[:2], 4, 32
+    )  # two groups to 32 bytes, one in the low halves, one in the high
     codes = torch.stack((codes & 15, codes >> 4), -2).flatten(1, 3)  # [rows, groups, 32]
     scale = _half(blocks, 0).float()[..., None] * scales
     minimum = _half(blocks, 2).float()[..., None] * minima

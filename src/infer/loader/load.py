@@ -13,8 +13,8 @@ from infer import kernels
 from infer.config import ModelConfig
 from infer.loader.checkpoint import Checkpoint
 from infer.loader.find import open_checkpoint
-from infer.loader.widths import Widths, check_quantize, choose_widths, part_names, weight_bytes
-from infer.machine import available_memory, resolve_device, resolve_dtype, use_threads
+from infer.loader.widths import Widths, choose_widths, part_names, resolve_weights, weight_bytes
+from infer.machine import available_memory, resolve_device, use_threads
 from infer.models.common import Decoder
 from infer.models.registry import build_model
 from infer.ops.linear import FusedLinear
@@ -37,9 +37,7 @@ def load_model(
     device = resolve_device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"models do not run on device {str(device)!r}: use auto, cpu, cuda or cuda:N")
-    check_quantize(quantize, device)
-    # The kernels that multiply quantised weights take float32.
-    dtype = torch.float32 if quantize is not None and dtype == "auto" else resolve_dtype(dtype, device)
+    dtype = resolve_weights(dtype, device, quantize)
     checkpoint = open_checkpoint(name_or_path)
     with torch.device("meta"):
         model = build_model(checkpoint.config)
@@ -112,8 +110,7 @@ def check_memory(needed: int, form: str, device: torch.device) -> None:
     free = available_memory(device)
     if free is not None and needed > free:
         raise ValueError(
-            f"the weights need {needed / 1e9:.2f} GB in {form}, "
-            f"but {free / 1e9:.2f} GB are free on {device}"
+            f"the weights need {needed / 1e9:.2f} GB in {form}, but {free / 1e9:.2f} GB are free on {device}"
         )
 
 
@@ -127,7 +124,8 @@ def _materialise(model: Decoder, dtype: torch.dtype, device: torch.device, width
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
         if name in widths:
-            weight: nn.Parameter | QuantizedWeight = QuantizedWeight(*parameter.shape, widths[name], device)
+            rows, columns = parameter.shape
+            weight: nn.Parameter | QuantizedWeight = QuantizedWeight(rows, columns, widths[name], device)
         else:
             weight = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
         setattr(model.get_submodule(module_name), leaf, weight)

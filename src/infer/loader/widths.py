@@ -1,7 +1,7 @@
 """How many bits each weight of a model is kept in.
 
-"int8": all matrices in eight. "int4": in four, but the embedding and the head, which touch every token, in eight; so too
-what a GGUF file keeps in five bits or more, because whoever made the file found that it needs them.
+"int8": all matrices in eight. "int4": in four, but the embedding and the head, which touch every token, in eight; so
+too what a GGUF file keeps in five bits or more, because whoever made the file found that it needs them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from infer.loader.checkpoint import Checkpoint
+from infer.machine import resolve_dtype
 from infer.models.common import Decoder
 from infer.ops.linear import FusedLinear, Linear
 from infer.ops.quantized import BITS, packed_bytes
@@ -18,29 +19,31 @@ from infer.ops.quantized import BITS, packed_bytes
 Widths = dict[str, int]  # by the name of a parameter; those that are not there keep the model's dtype
 
 
-def check_quantize(quantize: str | None, device: torch.device) -> None:
+def resolve_weights(dtype: torch.dtype | str, device: torch.device, quantize: str | None) -> torch.dtype:
+    """The dtype of what is not quantised, once it is clear that the rest can be."""
     if quantize is None:
-        return
+        return resolve_dtype(dtype, device)
     if quantize not in BITS:
         raise ValueError(f"quantize must be one of {', '.join(BITS)}, or left out, not {quantize!r}")
     if device.type != "cpu":
         raise ValueError(f"quantize={quantize!r} is for the CPU: on {device} leave it out, and load in bfloat16")
+    # The kernels that multiply quantised weights take float32.
+    return torch.float32 if dtype == "auto" else resolve_dtype(dtype, device)
 
 
 def choose_widths(model: Decoder, checkpoint: Checkpoint, quantize: str | None) -> Widths:
     """model: of that checkpoint, not yet quantised; it may be on the meta device."""
     if quantize is None:
         return {}
-    stored, widths = checkpoint.shapes(), {}
+    widths = {}
     for name, parameter in model.named_parameters():
         module_name, _, kind = name.rpartition(".")
         module = model.get_submodule(module_name)
         if module is model.embed_tokens or module is model.lm_head:
             widths[name] = 8
         elif isinstance(module, Linear) and kind == "weight" and parameter.dim() == 2:
-            names = [part for part in part_names(module, module_name, kind) if part in stored] or [name]
-            finest = max((bits for bits in map(checkpoint.bits, names) if bits < 32), default=4)
-            widths[name] = 8 if quantize == "int8" else finest
+            stored = map(checkpoint.bits, [name, *part_names(module, module_name, kind)])
+            widths[name] = 8 if quantize == "int8" else max((bits for bits in stored if bits < 32), default=4)
     return widths
 
 
@@ -52,6 +55,8 @@ def part_names(module: Linear, module_name: str, kind: str) -> list[str]:
 
 def weight_bytes(model: Decoder, widths: Mapping[str, int], dtype: torch.dtype) -> int:
     return sum(
-        packed_bytes(*parameter.shape, widths[name]) if name in widths else parameter.numel() * dtype.itemsize
+        packed_bytes(parameter.shape[0], parameter.shape[1], widths[name])
+        if name in widths
+        else parameter.numel() * dtype.itemsize
         for name, parameter in model.named_parameters()
     )

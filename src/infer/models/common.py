@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infer.cache.base import Cache, NoCache
@@ -32,7 +34,6 @@ class Pass(NamedTuple):
     rope: dict[str, tuple[Tensor, Tensor]]  # cos and sin by layer type; empty where positions are learned
     cache: Cache
     compiled: bool = False  # whether ops/compiled.py may take the blocks that it can
-    table: Any = None  # where the next token of each row goes, layer by layer, where the cache leaves it to the kernels
 
 
 class Attention(Module):
@@ -131,6 +132,7 @@ class Block(Module):
         self.self_attn = Attention(config, layer_idx, self.qk_norm)
         self.post_attention_layernorm = self.make_norm(config)
         self.mlp = self.make_mlp(config)
+        self.dropout = config.dropout  # of what each half adds, while a model is trained
         self.planner = compiled.Planner(PLAIN)
 
     @classmethod
@@ -150,11 +152,19 @@ class Block(Module):
 
     def plain(self, x: Tensor, step: Pass) -> Tensor:
         norms = self.norms()
-        if norms.after_attention is None or norms.after_mlp is None:
+        if norms.after_attention is None and norms.after_mlp is None and not self.drops:
             x = self.self_attn(norms.before_attention(x), x, step)
             return self.mlp(norms.before_mlp(x), x)  # type: ignore[no-any-return]
-        x = x + norms.after_attention(self.self_attn(norms.before_attention(x), None, step))
-        return x + norms.after_mlp(self.mlp(norms.before_mlp(x), None))  # type: ignore[no-any-return]
+        x = x + self.added(self.self_attn(norms.before_attention(x), None, step), norms.after_attention)
+        return x + self.added(self.mlp(norms.before_mlp(x), None), norms.after_mlp)
+
+    def added(self, x: Tensor, norm: Norm | None) -> Tensor:
+        x = x if norm is None else norm(x)
+        return F.dropout(x, self.dropout) if self.drops else x
+
+    @property
+    def drops(self) -> bool:
+        return self.training and self.dropout > 0
 
     def norms(self) -> Norms:
         return Norms(before_attention=self.input_layernorm, before_mlp=self.post_attention_layernorm)
@@ -165,11 +175,11 @@ class Block(Module):
         if (
             type(self).plain is not Block.plain
             or "plain" in self.__dict__
+            or self.drops
             or type(attn) is not Attention
             or type(mlp) not in (MLP, UngatedMLP)
             or mlp.activation not in compiled.ACTIVATION_CODES
             or (attn.q_norm is None) != (attn.k_norm is None)
-            or (norms.after_attention is None) != (norms.after_mlp is None)
         ):
             return None
         found = [attn, mlp, attn.qkv_proj, attn.o_proj, mlp.first, mlp.down_proj, attn.q_norm, attn.k_norm, *norms]
@@ -194,12 +204,10 @@ class Block(Module):
         )
 
     def through_kernels(self, x: Tensor, step: Pass, plan: compiled.Plan) -> Tensor:
-        """The same through the kernels: whole where the cache leaves it to them, else in two parts around it."""
+        """The same through the kernels, in two parts around the cache."""
         attn = self.self_attn
-        rope = step.rope.get(attn.layer_type)
-        if step.table is not None:
-            return compiled.whole(plan, x, rope, step.table[attn.layer_idx])
-        heads = compiled.before_attention(plan, x, rope).view(step.batch, step.n, -1, attn.head_dim).transpose(1, 2)
+        heads = compiled.before_attention(plan, x, step.rope.get(attn.layer_type))
+        heads = heads.view(step.batch, step.n, -1, attn.head_dim).transpose(1, 2)
         q, k, v = heads.split_with_sizes([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], 1)
         out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
         return compiled.behind_attention(plan, out.transpose(1, 2).reshape(x.shape[0], -1), x)
@@ -208,7 +216,18 @@ class Block(Module):
 # What the kernels stand for.
 PLAIN: dict[type[nn.Module], Any] = {
     kind: kind.forward
-    for kind in (Attention, MLP, UngatedMLP, RMSNorm, ZeroCentredRMSNorm, LayerNorm, Linear, FusedLinear, QuantizedWeight)
+    for kind in (
+        Block,
+        Attention,
+        MLP,
+        UngatedMLP,
+        RMSNorm,
+        ZeroCentredRMSNorm,
+        LayerNorm,
+        Linear,
+        FusedLinear,
+        QuantizedWeight,
+    )
 }
 
 
@@ -224,7 +243,7 @@ class Decoder(Module):
         self.layers = nn.ModuleList(self.block(config, i) for i in range(config.num_hidden_layers))
         self.norm = self.block.make_norm(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        self.planner = compiled.Planner(PLAIN)
+        self.step_planner, self.head_planner = compiled.Planner(PLAIN), compiled.Planner(PLAIN)
         self.ropes = {kind: Rope(rope, config.computed_head_dim) for kind, rope in config.ropes().items()}
         self.tie_weights()
 
@@ -246,9 +265,10 @@ class Decoder(Module):
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
         x = self.embed(input_ids.flatten(), positions.flatten())  # [T, C]
         rope = {kind: rope(positions) for kind, rope in self.ropes.items()}
-        use_kernels = compiled.available(x, PLAIN)
-        table = cache.table(self.config) if use_kernels and n == 1 else None
-        step = Pass(batch, n, rope, cache, use_kernels, table)
+        step = Pass(batch, n, rope, cache, compiled.available(x, PLAIN))
+        if step.compiled and n == 1 and (logits := self.decode(x, step)) is not None:
+            cache.advance(1)
+            return logits[:, None]
         for layer in self.layers:
             x = layer(x, step)
         cache.advance(n)
@@ -256,10 +276,32 @@ class Decoder(Module):
             x = x.view(batch, n, -1)[:, -1]  # [B, C]: generation samples from the last position alone
         return self.head(x, step).view(batch, -1, self.config.vocab_size)
 
+    def decode(self, x: Tensor, step: Pass) -> Tensor | None:
+        """Logits [B, V] for the next token of each row, in one call; None where the modules or the cache must run."""
+        plan = self.step_planner(self.parts, self.record)
+        if plan is None or not plan.takes(x) or (tables := step.cache.table(self.config)) is None:
+            return None
+        rows = {kind: compiled.addresses(rope) for kind, rope in step.rope.items()}
+        ropes = np.array([rows.get(kind, (0, 0)) for kind in self.config.layer_types])
+        return compiled.step(plan, x, ropes, tables)
+
+    def parts(self) -> list[nn.Module] | None:
+        """All that the kernels stand for in a step, but the embedding; None where they stand for nothing like them."""
+        found: list[nn.Module] = [self.norm, self.lm_head]
+        for layer in self.layers:
+            if not isinstance(layer, Block) or (parts := layer.parts()) is None:
+                return None
+            found += [layer, *parts]
+        return found
+
+    def record(self) -> Any:
+        blocks = [layer.record() for layer in self.layers if isinstance(layer, Block)]
+        return np.concatenate(blocks), compiled.head_record(self.norm, self.lm_head)
+
     def head(self, x: Tensor, step: Pass) -> Tensor:
         """x [T, C] -> logits [T, V]"""
         if step.compiled:
-            plan = self.planner(
+            plan = self.head_planner(
                 lambda: (self.norm, self.lm_head), lambda: compiled.head_record(self.norm, self.lm_head)
             )
             if plan is not None and plan.takes(x):
@@ -268,7 +310,7 @@ class Decoder(Module):
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Both [T] -> [T, C]"""
-        return self.embed_tokens(input_ids)  # type: ignore[no-any-return]
+        return self.embed_tokens(input_ids).to(self.dtype)  # type: ignore[no-any-return]  # quantised: float32
 
     @property
     def device(self) -> torch.device:

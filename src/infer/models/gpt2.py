@@ -19,16 +19,12 @@ from torch import Tensor, nn
 
 from infer.cache.base import Cache
 from infer.config import ModelConfig
-from infer.models.common import Block, Decoder, Pass, UngatedMLP
+from infer.models.common import Block, Decoder, UngatedMLP
 from infer.ops.linear import Embedding
 from infer.ops.norm import LayerNorm, Norm
 
 
 class GPT2Block(Block):
-    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.dropout = config.dropout
-
     @classmethod
     def make_norm(cls, config: ModelConfig) -> Norm:
         return LayerNorm(config.hidden_size, config.rms_norm_eps, bias=config.norm_bias)
@@ -36,12 +32,6 @@ class GPT2Block(Block):
     @classmethod
     def make_mlp(cls, config: ModelConfig) -> UngatedMLP:
         return UngatedMLP(config, config.hidden_act or "gelu_tanh")
-
-    def forward(self, x: Tensor, step: Pass) -> Tensor:
-        if not self.training:
-            return super().forward(x, step)
-        x = x + F.dropout(self.self_attn(self.input_layernorm(x), None, step), self.dropout)
-        return x + F.dropout(self.mlp(self.post_attention_layernorm(x), None), self.dropout)
 
 
 class GPT2(Decoder):

@@ -1,4 +1,4 @@
-"""Blocks through kernels that numba compiles, on the CPU in float32.
+"""Models through kernels that numba compiles, on the CPU in float32.
 
 Each part stands beside its reference in plain torch: the modules of a block, and `attention`. A step should be compiled
 as a whole: numba's threads and torch's are two pools, and while one of them works the other's still spin.
@@ -46,7 +46,7 @@ def _readable(x: Tensor) -> bool:
 class Plan(NamedTuple):
     """Modules as the kernels take them."""
 
-    record: np.ndarray[Any, Any]
+    record: Any
     quantized: bool  # all their weights: then the kernels are the faster way for any number of rows
 
     def takes(self, x: Tensor) -> bool:
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
 
 class Planner:
-    """Plans a part of a model, where the kernels compute what its modules would: of known classes, none patched.
+    """Plans a part of a model, where the kernels compute what its modules would: with known forwards, none patched.
 
     A plan is made again when any module has changed, or a weight has moved. Hooks, which can be set without a module's
     knowledge, are looked at each time.
@@ -68,9 +68,7 @@ class Planner:
         self._hooks: list[Any] = []
         self._weights: list[tuple[Tensor, int, torch.dtype]] = []
 
-    def __call__(
-        self, modules: Callable[[], Sequence[nn.Module] | None], record: Callable[[], np.ndarray[Any, Any]]
-    ) -> Plan | None:
+    def __call__(self, modules: Callable[[], Sequence[nn.Module] | None], record: Callable[[], Any]) -> Plan | None:
         """modules: returns them, or None where no kernel fits their like. record: describes them."""
         if self._made_at != Module.changes or self._moved():
             self._plan = self._make(modules() or (), record)
@@ -83,7 +81,7 @@ class Planner:
                 return True
         return False
 
-    def _make(self, modules: Sequence[nn.Module], record: Callable[[], np.ndarray[Any, Any]]) -> Plan | None:
+    def _make(self, modules: Sequence[nn.Module], record: Callable[[], Any]) -> Plan | None:
         self._hooks, self._weights = [], []
         linears = [m for m in modules if isinstance(m, Linear)]
         quantized = [m.weight for m in linears if isinstance(m.weight, QuantizedWeight)]
@@ -100,7 +98,7 @@ class Planner:
 
     def _is_plain(self, module: nn.Module) -> bool:
         return (
-            type(module) in self._forwards
+            type(module).forward in self._forwards.values()
             and "forward" not in module.__dict__
             and all(type(weight) is nn.Parameter for weight in module._parameters.values() if weight is not None)
         )
@@ -143,9 +141,11 @@ def block_record(
     return record
 
 
-def head_record(norm: Norm, linear: Linear) -> np.ndarray[Any, Any]:
+def head_record(norm: Norm | None, linear: Linear) -> np.ndarray[Any, Any]:
     record = np.zeros(1, kernels.cpu().HEAD)
-    record["norm"], record["weight"] = _norm(norm), _weight(linear)
+    record["weight"] = _weight(linear)
+    if norm is not None:
+        record["norm"] = _norm(norm)
     return record
 
 
@@ -163,6 +163,17 @@ def _address(bias: Tensor | None) -> int:
     return 0 if bias is None else bias.data_ptr()
 
 
+def step(plan: Plan, x: Tensor, ropes: np.ndarray[Any, Any], tables: np.ndarray[Any, Any]) -> Tensor:
+    """Logits [B, V] of the next token of each row, x [B, C], whose keys and values go where `tables` says.
+
+    ropes: addresses of cos and sin [B, D] for each layer.
+    """
+    blocks, head = plan.record
+    out = _empty(x.shape[0], int(head["weight"]["rows"][0]))
+    kernels.cpu().step(blocks, head, x.numpy(), ropes, tables, out.numpy())
+    return out
+
+
 def head(plan: Plan, x: Tensor) -> Tensor:
     """x [T, C] -> [T, rows]: norm and product."""
     out = _empty(x.shape[0], int(plan.record["weight"]["rows"][0]))
@@ -172,36 +183,22 @@ def head(plan: Plan, x: Tensor) -> Tensor:
 
 def before_attention(plan: Plan, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
     """x [T, C] -> q, k and v [T, (Hq + 2 Hkv) D], normed and rotated."""
-    return _block(plan, kernels.cpu().BEFORE, x, int(plan.record["qkv"]["rows"][0]), rope)
+    cpu, rows = kernels.cpu(), x.numpy()
+    out = _empty(x.shape[0], int(plan.record["qkv"]["rows"][0]))
+    cpu.part(plan.record, cpu.BEFORE, rows, *addresses(rope), rows, out.numpy())
+    return out
 
 
 def behind_attention(plan: Plan, attended: Tensor, residual: Tensor) -> Tensor:
     """attended [T, Hq D], residual [T, C] -> [T, C]: output product and MLP, with their norms and residuals."""
-    return _block(plan, kernels.cpu().BEHIND, residual, residual.shape[1], attended=attended.contiguous())
-
-
-def whole(plan: Plan, x: Tensor, rope: tuple[Tensor, Tensor] | None, table: np.ndarray[Any, Any]) -> Tensor:
-    """x [B, C] -> [B, C] for the next token of each row, whose keys and values go where `table` says."""
-    return _block(plan, kernels.cpu().WHOLE, x, x.shape[1], rope, table)
-
-
-NOTHING = np.zeros((0, 0), np.int64)
-
-
-def _block(
-    plan: Plan,
-    part: int,
-    x: Tensor,
-    size: int,
-    rope: tuple[Tensor, Tensor] | None = None,
-    table: np.ndarray[Any, Any] = NOTHING,
-    attended: Tensor | None = None,
-) -> Tensor:
-    out, rows = _empty(x.shape[0], size), x.numpy()
-    cos_at, sin_at = (0, 0) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
-    mixed = rows if attended is None else attended.numpy()
-    kernels.cpu().block(plan.record, part, rows, cos_at, sin_at, table, mixed, out.numpy())
+    cpu, out = kernels.cpu(), _empty(*residual.shape)
+    cpu.part(plan.record, cpu.BEHIND, residual.numpy(), 0, 0, attended.contiguous().numpy(), out.numpy())
     return out
+
+
+def addresses(rope: tuple[Tensor, Tensor] | None) -> tuple[int, int]:
+    """Of cos and sin, as the kernels take them."""
+    return (0, 0) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
 
 
 class Table:

@@ -1,9 +1,9 @@
 """Matrix products and look-ups. Weights are made empty: a checkpoint, or a training script, fills them.
 
-A weight is a parameter, or quantised. Quantised ones multiply in kernels that numba compiles (`kernels/cpu_product.py`):
-on ARM cores with the dot product extension (all server and Apple cores since 2019), five times faster than float32; on
-x86 the same code without that instruction, which is tested for its results but has not been timed. Without numba they
-are turned back into floats for each product, which is slow.
+A weight is a parameter, or quantised. Quantised ones multiply in kernels that numba compiles
+(`kernels/cpu_product.py`): on ARM cores with the dot product extension (server and Apple cores since 2019), four to
+five times faster than float32; on x86 and other ARM cores the same code without that instruction, which is tested for
+its results but has not been timed. Without numba they are turned back into floats for each product, which is slow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Embedding(Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         if isinstance(self.weight, QuantizedWeight):
-            return self.weight.floats(ids)
+            return self.weight.look_up(ids)
         return F.embedding(ids, self.weight)
 
 
@@ -47,7 +47,7 @@ class Linear(Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]"""
         if isinstance(self.weight, QuantizedWeight):
-            out = self.weight(x, self.bias)
+            out: Tensor = self.weight(x, self.bias)
         else:
             out = F.linear(x, self.weight, self.bias)
         # Added last: a product that accumulates onto a large residual (addmm) loses digits of the small terms.

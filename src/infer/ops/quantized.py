@@ -11,7 +11,7 @@ Scales and minima are float16, as GGUF files have them, so that Q8_0, Q5_0, Q4_0
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ def quantise(weights: Tensor, bits: int) -> Groups:
         raise ValueError(f"only a matrix of weights can be quantised, not one of shape {list(weights.shape)}")
     # The last group is filled up with its last column, which widens no range.
     padding = -weights.shape[1] % GROUP
-    weights = F.pad(weights.float()[None], (0, padding), "replicate")[0].unflatten(1, (-1, GROUP))
+    weights = F.pad(weights.float()[None], (0, padding), "replicate")[0].reshape(len(weights), -1, GROUP)
     low, high = weights.amin(2), weights.amax(2)
     if not (low.isfinite().all() and high.isfinite().all() and low.min() > -65504 and high.max() < 65504):
         raise ValueError("weights that are not finite, or beyond 65,504, cannot be quantised")
@@ -85,10 +85,10 @@ def _packed_shape(rows: int, columns: int, bits: int) -> tuple[int, int, int]:
     return -(-rows // TILE), -(-columns // GROUP), size
 
 
-def rounded(x: Tensor) -> Tensor:
-    """x [T, K] in 8 bits, as the kernels take it: each group of 32 in steps of 1/127 of its largest value."""
-    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    step = groups.abs().amax(2, keepdim=True) / 127
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """x [T, K] as the kernels take it for weights of so many bits: in groups of 32, to 8 bits for 4, to 16 for 8."""
+    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).reshape(len(x), -1, GROUP)
+    step = groups.abs().amax(2, keepdim=True) / (127 if bits == 4 else 32639)
     return ((groups * _inverse(step)).round_() * step).flatten(1)[:, : x.shape[1]].to(x.dtype)
 
 
@@ -104,7 +104,8 @@ class QuantizedWeight(Module):
         if bits not in (4, 8):
             raise ValueError(f"weights are quantised to 4 or 8 bits, not to {bits}")
         self.rows, self.columns, self.bits = rows, columns, bits
-        self.register_buffer("packed", torch.zeros(_packed_shape(rows, columns, bits), dtype=torch.uint8, device=device))
+        shape = _packed_shape(rows, columns, bits)
+        self.register_buffer("packed", torch.zeros(shape, dtype=torch.uint8, device=device))
 
     @classmethod
     def of(cls, weights: Tensor, bits: int) -> QuantizedWeight:
@@ -132,7 +133,7 @@ class QuantizedWeight(Module):
             tiles = slice(start // TILE, (start + count) // TILE)
             for place, values in zip(self._fields(), self._quads(groups), strict=True):
                 # [n, G, ...] -> [n / 4, G, ..., 4]
-                place[tiles] = values.unflatten(0, (-1, TILE)).movedim(1, -1)
+                place[tiles] = values.reshape(-1, TILE, *values.shape[1:]).movedim(1, -1)
         else:
             rows = torch.arange(start, start + count)
             for place, values in zip(self._fields(), self._quads(groups), strict=True):
@@ -155,21 +156,34 @@ class QuantizedWeight(Module):
             weights = codes * scale.float()[..., None] + minimum.float()[..., None]
         return weights.flatten(-2)[..., : self.columns]
 
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows ids [T] as float32 [T, K]."""
+        if (compiled := kernels.cpu()) is None or not self.packed.is_cpu:
+            return self.floats(ids)
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.rows:
+            raise IndexError(f"row {int(ids.min())} or {int(ids.max())} of a weight that has {self.rows}")
+        out = torch.empty(len(ids), self.columns)
+        compiled.look_up(self._head(None), ids.contiguous().numpy(), out.numpy())
+        return out
+
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, K] -> [T, N], in x's dtype. x is rounded to 8 bits in groups of 32 too, unless it is to have gradients."""
+        """x [T, K] -> [T, N], in x's dtype. x is `rounded`, unless it is to have gradients."""
         if not x.is_cpu:
             raise ValueError(f"quantised weights multiply on the CPU alone, and x is on {x.device}")
         if x.requires_grad and torch.is_grad_enabled():
             return self._plain(x, bias)
         if (compiled := kernels.cpu()) is None:
-            return self._plain(rounded(x), bias)
+            return self._plain(rounded(x, self.bits), bias)
         compiled.use_threads(torch.get_num_threads())
         out = torch.empty(x.shape[0], self.rows)
         offset = None if bias is None else bias.float().contiguous()
-        head = np.zeros(1, compiled.HEAD)
-        head["weight"] = self.record(offset)
-        compiled.head(head, x.detach().float().contiguous().numpy(), out.numpy())
+        compiled.head(self._head(offset), x.detach().float().contiguous().numpy(), out.numpy())
         return out.to(x.dtype)
+
+    def _head(self, bias: Tensor | None) -> np.ndarray[Any, Any]:
+        head = np.zeros(1, kernels.cpu().HEAD)
+        head["weight"] = self.record(bias)
+        return head
 
     def record(self, bias: Tensor | None) -> tuple[int, ...]:
         """As the kernels take it."""
@@ -185,7 +199,8 @@ class QuantizedWeight(Module):
         """The packed bytes as quads of codes [tiles, G, quads, 4], scales and minima [tiles, G, 4]."""
         quads = GROUP * self.bits // 8 // 4
         words, halves = self.packed.view(torch.int32), self.packed.view(torch.float16)
-        fields = [words[..., : quads * TILE].unflatten(-1, (quads, TILE)), halves[..., quads * 8 : quads * 8 + TILE]]
+        codes = words.as_strided((*words.shape[:2], quads, TILE), (*words.stride()[:2], TILE, 1))
+        fields = [codes, halves[..., quads * 8 : quads * 8 + TILE]]
         if self.bits == 4:
             fields.append(halves[..., -TILE:])
         return fields

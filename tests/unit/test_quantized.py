@@ -1,0 +1,711 @@
+"""Weights in 4 and 8 bits: how they are rounded and packed, products against the same in floats, and models of them."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import io
+import itertools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from checkpoints import FAMILIES, random_ids, reference_model, save_folder, save_nanogpt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mocks import CACHES, Letters
+from torch import Tensor, nn
+
+from infer import SamplingParams, generate, kernels, load_model
+from infer.loader.find import open_checkpoint
+from infer.loader.load import _materialise
+from infer.loader.widths import choose_widths, resolve_weights
+from infer.models.common import Decoder
+from infer.models.registry import build_model
+from infer.ops import quantized
+from infer.ops.linear import Embedding, Linear
+from infer.ops.quantized import Groups, QuantizedWeight, nibbles, packed_bytes, quantise, rounded
+
+BITS = {"int4": 4, "int8": 8}
+HALF_ULP = 2.0**-11  # relative error of a float16
+TINY = 2.0**-25  # and its absolute one, at least
+STEPS = {4: 7, 8: 127}  # from 0 to the largest, by width
+
+both_widths = pytest.mark.parametrize("bits", [4, 8])
+needs_kernels = pytest.mark.skipif(kernels.cpu() is None, reason="numba is not installed, or INFER_KERNELS=0")
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not write shows as NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape: empty(*shape).fill_(torch.nan))
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight(rows: int, columns: int, bits: int) -> QuantizedWeight:
+    return QuantizedWeight.of(randn(rows, columns, seed=rows), bits)
+
+
+# Rounding
+
+
+SHAPES = [(1, 1), (3, 31), (4, 32), (5, 33), (2, 1), (7, 100), (64, 576)]
+
+
+@both_widths
+@pytest.mark.parametrize("spread", [1e-3, 0.02, 1.0, 300.0])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_rounding_error(rows: int, columns: int, spread: float, bits: int) -> None:
+    """Half a step, beside what float16 makes of scales and minima: that is 15 or 127 times an error in the scale."""
+    weights = randn(rows, columns) * spread
+    made = QuantizedWeight.of(weights, bits)
+    error = (made.floats() - weights).abs()
+    padded = F.pad(weights[None], (0, -columns % 32), "replicate")[0].reshape(rows, -1, 32)
+    low, high = padded.amin(2), padded.amax(2)
+    if bits == 8:
+        peak = torch.maximum(high, -low)
+        bound = peak / 127 / 2 + peak * HALF_ULP + 127 * TINY
+        assert (error <= bound.repeat_interleave(32, 1)[:, :columns]).all()
+        return
+    # With 4 bits the line through the codes is fitted: a single weight may lose by it what the others gain.
+    step = (high - low) / 15
+    half = (low.abs() + 2 * (high - low)) * HALF_ULP + 16 * TINY
+    assert (error <= (1.01 * step + half).repeat_interleave(32, 1)[:, :columns]).all()
+    naive = ((padded - low[..., None]) / step.clamp_min(1e-30)[..., None]).round() * step[..., None] + low[..., None]
+    squares = F.pad(made.floats()[None], (0, -columns % 32), "replicate")[0].reshape(padded.shape) - padded
+    assert (squares.square().mean(2).sqrt() <= (naive - padded).square().mean(2).sqrt() + half).all()
+
+
+@both_widths
+def test_a_group_has_its_own_scale(bits: int) -> None:
+    """One large weight costs the others of its group their digits, and nobody else's."""
+    weights = randn(4, 96)
+    expected = QuantizedWeight.of(weights, bits).floats()
+    weights[1, 40] = 1000.0
+    changed = QuantizedWeight.of(weights, bits).floats() != expected
+    assert changed[1, 32:64].all()
+    changed[1, 32:64] = False
+    assert not changed.any()
+
+
+@both_widths
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.5, 0.1, 1e-3, 2000.0, -65503.0, 1e-6, 1e-30, 1e-38, -1e-40])
+def test_constant_groups(value: float, bits: int) -> None:
+    weights = torch.full((3, 40), value)
+    error = (QuantizedWeight.of(weights, bits).floats() - weights).abs()
+    assert (error <= abs(value) * HALF_ULP + 127 * TINY).all()
+
+
+@both_widths
+@pytest.mark.parametrize("spread", [10.0**-e for e in (4, 5, 6, 7, 8, 20, 30, 37, 38, 39, 40, 44)])
+def test_tiny_weights(spread: float, bits: int) -> None:
+    """Down to where float16 ends scales get coarse, and beyond it weights are 0; they are always numbers."""
+    weights = randn(5, 70) * spread
+    got = QuantizedWeight.of(weights, bits).floats()
+    assert got.isfinite().all()
+    assert ((got - weights).abs() <= weights.abs().max() / STEPS[bits] + 128 * TINY).all()
+    assert (got.abs() <= 2 * weights.abs().max() + 128 * TINY).all()
+
+
+@both_widths
+def test_mixed_magnitudes(bits: int) -> None:
+    """Zeros and the smallest of numbers beside ordinary ones."""
+    weights = randn(8, 64)
+    weights[:, ::3] = 0.0
+    weights[:, 1::5] = 1e-42
+    error = (QuantizedWeight.of(weights, bits).floats() - weights).abs()
+    assert (error <= weights.abs().max() / STEPS[bits]).all()
+
+
+def test_int8_keeps_zero_and_the_largest_weight() -> None:
+    weights = randn(6, 64)
+    weights[:, 5] = 0.0
+    got = QuantizedWeight.of(weights, 8).floats()
+    assert (got[:, 5] == 0).all()
+    peaks = weights.abs() == weights.abs().amax(1, keepdim=True)
+    torch.testing.assert_close(got[peaks], weights[peaks], rtol=2e-3, atol=0)
+
+
+def test_values_on_a_grid_are_kept() -> None:
+    """Weights that are multiples of a float16 come back as they are."""
+    codes = torch.randint(-127, 128, (8, 96), generator=torch.Generator().manual_seed(0))
+    codes[:, ::32] = 127
+    weights = codes * 2.0**-7
+    assert torch.equal(QuantizedWeight.of(weights, 8).floats(), weights)
+    codes = torch.randint(0, 16, (8, 96), generator=torch.Generator().manual_seed(0))
+    codes[:, ::32], codes[:, 1::32] = 0, 15
+    weights = codes * 0.25 - 1.5
+    assert torch.equal(QuantizedWeight.of(weights, 4).floats(), weights)
+
+
+@both_widths
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_of_any_dtype(dtype: torch.dtype, bits: int) -> None:
+    weights = randn(5, 40).to(dtype)
+    assert torch.equal(QuantizedWeight.of(weights, bits).packed, QuantizedWeight.of(weights.float(), bits).packed)
+
+
+@both_widths
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 65504.0, -70000.0, 1e30])
+def test_weights_that_cannot_be_rounded(value: float, bits: int) -> None:
+    weights = randn(4, 40)
+    weights[2, 37] = value
+    with pytest.raises(ValueError, match=r"not finite, or beyond 65,504, cannot be quantised") as error:
+        QuantizedWeight.of(weights, bits)
+    assert "\n" not in str(error.value)
+
+
+@both_widths
+@pytest.mark.parametrize("shape", [(4,), (0, 4), (4, 0), (2, 3, 4), ()], ids=str)
+def test_shapes_that_cannot_be_packed(shape: tuple[int, ...], bits: int) -> None:
+    with pytest.raises(ValueError, match=rf"only a matrix .* not one of shape \[{', '.join(map(str, shape))}\]"):
+        quantise(torch.zeros(shape), bits)
+
+
+def test_widths_that_there_are() -> None:
+    with pytest.raises(ValueError, match="to 4 or 8 bits, not to 5"):
+        QuantizedWeight(4, 32, 5)
+    with pytest.raises(ValueError, match="a weight of 0 x 32 cannot be packed"):
+        QuantizedWeight(0, 32, 4)
+
+
+# Packing
+
+
+@both_widths
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_groups_come_back(rows: int, columns: int, bits: int) -> None:
+    groups = quantise(randn(rows, columns), bits)
+    made = QuantizedWeight(rows, columns, bits)
+    made.fill(0, groups)
+    for got, expected in zip(made.groups(), groups, strict=True):
+        assert got is expected is None or torch.equal(got, expected)
+    assert made.nbytes == packed_bytes(rows, columns, bits)
+    tiles, in_row = -(-rows // 4), -(-columns // 32)
+    assert made.nbytes == tiles * in_row * (80 if bits == 4 else 136)
+
+
+@both_widths
+def test_floats_of_some_rows(bits: int) -> None:
+    made = weight(13, 50, bits)
+    every = made.floats()
+    assert every.shape == made.shape == (13, 50)
+    for rows in (torch.tensor([3, 3, 12, 0]), torch.tensor([[1, 2], [11, 4]]), slice(5, 9), torch.tensor(7)):
+        assert torch.equal(made.floats(rows), every[rows])
+
+
+def test_nibbles() -> None:
+    codes = torch.arange(64, dtype=torch.uint8).reshape(2, 32) % 16
+    packed = nibbles(codes)
+    assert torch.equal(torch.cat((packed & 15, packed >> 4), -1), codes)
+
+
+@both_widths
+@given(cuts=st.lists(st.integers(1, 22), max_size=6))
+@settings(deadline=None, max_examples=30)
+def test_filling_in_pieces(cuts: list[int], bits: int) -> None:
+    """Of any number of rows, as of all at once."""
+    groups = quantise(randn(23, 70), bits)
+    whole, pieces = QuantizedWeight(23, 70, bits), QuantizedWeight(23, 70, bits)
+    whole.fill(0, groups)
+    for start, end in itertools.pairwise(sorted({0, *cuts, 23})):
+        pieces.fill(start, Groups(*(None if part is None else part[start:end] for part in groups)))
+    assert torch.equal(pieces.packed, whole.packed)
+
+
+@both_widths
+def test_groups_that_do_not_fit(bits: int) -> None:
+    with pytest.raises(ValueError, match=r"do not fit a weight of \[4, 96\]"):
+        QuantizedWeight(4, 96, bits).fill(0, quantise(randn(4, 64), bits))
+    with pytest.raises(ValueError, match=r"do not fit a weight of \[4, 64\]"):
+        QuantizedWeight(4, 64, bits).fill(0, quantise(randn(4, 64), 12 - bits))
+
+
+# Products
+
+
+def assert_product(got: Tensor, made: QuantizedWeight, x: Tensor, bias: Tensor | None, slack: float = 0.0) -> None:
+    """As the weights in floats give it with x rounded, but for the order of sums."""
+    floats, seen = made.floats().double(), rounded(x.float(), made.bits).double()
+    expected = seen @ floats.T + (0 if bias is None else bias.double())
+    size = seen.abs() @ floats.abs().T + (0 if bias is None else bias.double().abs())
+    if made.bits == 4:  # minima are multiplied with the sum of a group
+        size = size + seen.abs() @ made.groups().minimum.abs().double().repeat_interleave(32, 1)[:, : made.columns].T
+    assert ((got.double() - expected).abs() <= (1e-6 + slack) * size + 1e-30).all()
+
+
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 64, 70]
+
+
+@needs_kernels
+@both_widths
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (2, 1), (1, 33), (3, 31), (4, 32), (5, 64), (6, 100), (7, 2), (130, 96), (63, 577)]
+)
+def test_products(rows: int, columns: int, bias: bool, bits: int, poisoned: None) -> None:
+    """Of any shape, with any number of rows, each of which comes out with the same bits alone or among others."""
+    made, added = weight(rows, columns, bits), randn(rows, seed=9) if bias else None
+    x = randn(max(ROWS), columns, seed=2) * torch.logspace(-3, 3, max(ROWS))[:, None]
+    before = x.clone()
+    every = made(x, added)
+    assert_product(every, made, x, added)
+    for count in ROWS:
+        assert torch.equal(made(x[:count], added), every[:count])
+    for i in (0, 1, 5, 69):
+        assert torch.equal(made(x[i : i + 1], added)[0], every[i])
+    assert torch.equal(x, before)
+    assert made(x[:0], added).shape == (0, rows)
+
+
+@needs_kernels
+@both_widths
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 200),
+    count=st.integers(1, 20),
+    seed=st.integers(0, 1000),
+    scale=st.sampled_from([1e-20, 1e-3, 1.0, 1e5]),
+)
+@settings(deadline=None, max_examples=60)
+def test_random_products(rows: int, columns: int, count: int, seed: int, scale: float, bits: int) -> None:
+    made = QuantizedWeight.of(randn(rows, columns, seed=seed), bits)
+    x = randn(count, columns, seed=seed + 1) * scale
+    x[torch.rand(x.shape) < 0.2] = 0.0
+    assert_product(made(x), made, x, None)
+
+
+@needs_kernels
+@both_widths
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_x_of_any_dtype(dtype: torch.dtype, bits: int) -> None:
+    made, x, bias = weight(10, 70, bits), randn(3, 70, seed=1).to(dtype), randn(10).to(dtype)
+    got = made(x, bias)
+    assert got.dtype is dtype
+    assert torch.equal(got, made(x.float(), bias.float()).to(dtype))
+
+
+@both_widths
+def test_x_in_any_layout(bits: int) -> None:
+    made, x = weight(10, 70, bits), randn(70, 3)
+    assert torch.equal(made(x.T), made(x.T.contiguous()))
+    assert torch.equal(made(randn(3, 140)[:, ::2]), made(randn(3, 140)[:, ::2].contiguous()))
+
+
+@both_widths
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_x_that_is_not_finite(value: float, bits: int) -> None:
+    """It shows, in its own row alone."""
+    made, x = weight(10, 70, bits), randn(5, 70)
+    expected = made(x)
+    for column in (0, 31, 32, 69):
+        wrong = x.clone()
+        wrong[2, column] = value
+        got = made(wrong)
+        assert not got[2].isfinite().any()
+        got[2] = expected[2]
+        assert torch.equal(got, expected)
+
+
+@both_widths
+@pytest.mark.parametrize("size", [1e-45, 1e-39, 1e-38, 1e-36, 1e-34, 1e-30, 1e30, 1e36])
+@pytest.mark.parametrize("plain", [False, True], ids=["kernels", "plain"])
+def test_x_of_extreme_size(size: float, plain: bool, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if plain:
+        monkeypatch.setattr(kernels, "cpu", lambda: None)
+    made = QuantizedWeight.of(torch.full((4, 64), 0.01), bits)
+    x = torch.full((2, 64), size)
+    x[:, ::2] = 0.0
+    expected = x.double() @ made.floats().double().T
+    torch.testing.assert_close(made(x).double(), expected, rtol=1e-2, atol=1e-35)
+
+
+@both_widths
+@pytest.mark.parametrize("columns", [1, 63, 65, 96, 200])
+def test_x_of_another_width(columns: int, bits: int) -> None:
+    """Refused, as torch does: a kernel would read and write beside what is there."""
+    with pytest.raises((ValueError, RuntimeError), match="64"):
+        weight(8, 64, bits)(randn(2, columns))
+
+
+@needs_kernels
+@both_widths
+@pytest.mark.parametrize("at_once", [1, 300, quantized.AT_ONCE])
+def test_the_plain_way(at_once: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels: the same sums, over floats."""
+    monkeypatch.setattr(quantized, "AT_ONCE", at_once)
+    made, x, bias = weight(11, 70, bits), randn(4, 70, seed=5), randn(11)
+    compiled = made(x, bias)
+    monkeypatch.setattr(kernels, "cpu", lambda: None)
+    assert_product(made(x, bias), made, x, bias, 1e-6)
+    torch.testing.assert_close(made(x, bias), compiled, atol=1e-4, rtol=1e-5)
+    assert made(x.bfloat16(), bias.bfloat16()).dtype is torch.bfloat16
+
+
+@both_widths
+def test_gradients_with_respect_to_x(bits: int) -> None:
+    made, bias = weight(11, 70, bits), randn(11)
+    x = randn(4, 70).requires_grad_()
+    out = made(x, bias)
+    torch.testing.assert_close(out, F.linear(x, made.floats(), bias))
+    out.backward(randn(4, 11))
+    torch.testing.assert_close(x.grad, randn(4, 11) @ made.floats())
+    with torch.no_grad():
+        assert not made(x, bias).requires_grad
+
+
+@needs_kernels
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiply on the CPU alone, and x is on meta"):
+        weight(4, 32, 8)(torch.zeros(1, 32, device="meta"))
+
+
+@pytest.fixture(scope="module")
+def generic() -> Any:
+    """The products compiled for a core without the dot product extension."""
+    from infer.kernels import cpu_product, cpu_simd
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_simd, "DOT_PRODUCT", False)
+        spec = importlib.util.spec_from_file_location("generic_product", cpu_product.__file__)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for made in (weight(4, 32, 4), weight(4, 32, 8)):  # compiles
+            generic_product(module, made, randn(1, 32))
+        yield module
+
+
+def generic_product(module: Any, made: QuantizedWeight, x: Tensor) -> Tensor:
+    record, out = np.zeros(1, module.WEIGHT), torch.full((len(x), made.rows), torch.nan)
+    record[:] = made.record(None)
+    module.product(record[0], x.numpy(), out.numpy())
+    return out
+
+
+@needs_kernels
+@both_widths
+@pytest.mark.parametrize(("rows", "columns", "count"), [(1, 1, 1), (5, 33, 3), (64, 96, 4), (130, 577, 9)])
+def test_cores_without_the_dot_product(rows: int, columns: int, count: int, bits: int, generic: Any) -> None:
+    """The same bits, with the most extreme codes too."""
+    made, x = weight(rows, columns, bits), randn(count, columns)
+    assert torch.equal(generic_product(generic, made, x), made(x))
+    made.packed[:, :, : 16 * bits] = torch.randint(0, 256, made.packed[:, :, : 16 * bits].shape, dtype=torch.uint8)
+    made.packed[:, :, :16] = 0x80
+    x[:, ::2] = x.abs().max()
+    assert torch.equal(generic_product(generic, made, x), made(x))
+
+
+# Modules
+
+
+class Pair(nn.Module):
+    def __init__(self, quantised: QuantizedWeight) -> None:
+        super().__init__()
+        self.embedding, self.linear = Embedding(1, 1), Linear(1, 1)
+        self.embedding.weight = quantised
+        self.linear.weight = quantised
+
+
+@both_widths
+def test_embedding_and_linear(bits: int) -> None:
+    made = weight(20, 48, bits)
+    pair = Pair(made)
+    ids = torch.tensor([3, 19, 3])
+    assert torch.equal(pair.embedding(ids), made.floats()[ids])
+    x, residual = randn(3, 48), randn(3, 20)
+    assert torch.equal(pair.linear(x), made(x))
+    torch.testing.assert_close(pair.linear(x, residual.clone()), made(x) + residual)
+    assert [name for name, _ in pair.named_parameters()] == []
+    assert len(list(pair.buffers())) == 1
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for each family, its head tied and not; one in pieces; a nanoGPT checkpoint."""
+    home = tmp_path_factory.mktemp("quantised")
+    made = {
+        f"{family}{'-tied' * tied}": save_folder(
+            reference_model(family, tie_word_embeddings=tied), home / f"{family}-{tied}"
+        )
+        for family in FAMILIES
+        for tied in (False, True)
+    }
+    made["sharded"] = save_folder(reference_model(), home / "sharded", max_shard_size="50KB")
+    assert len(list(made["sharded"].glob("*.safetensors"))) > 2
+    made["biases"] = save_folder(reference_model(attention_bias=True, mlp_bias=True), home / "biases")
+    made["odd"] = save_folder(
+        reference_model(vocab_size=131, hidden_size=36, intermediate_size=50, num_attention_heads=6), home / "odd"
+    )
+    made["nanogpt"] = save_nanogpt(reference_model("gpt2", tie_word_embeddings=True, n_inner=None), home / "ckpt.pt")
+    return made
+
+
+CHECKPOINTS = [f"{family}{tied}" for family in FAMILIES for tied in ("", "-tied")]
+CHECKPOINTS += ["sharded", "biases", "odd", "nanogpt"]
+every_checkpoint = pytest.mark.parametrize("name", CHECKPOINTS)
+every_quantize = pytest.mark.parametrize("quantize", BITS)
+
+
+def load(path: Path, quantize: str | None = None, **options: Any) -> Decoder:
+    return load_model(path, device="cpu", quantize=quantize, **({"dtype": "float32"} | options))[0]
+
+
+@every_checkpoint
+@every_quantize
+def test_loading(folders: dict[str, Path], name: str, quantize: str) -> None:
+    """Every matrix is the checkpoint's, rounded; everything else is as it was."""
+    model, reference = load(folders[name], quantize), load(folders[name])
+    assert model.dtype is torch.float32
+    assert not model.training
+    for parameter_name, expected in reference.named_parameters():
+        module_name, _, kind = parameter_name.rpartition(".")
+        got = getattr(model.get_submodule(module_name), kind)
+        if expected.dim() == 1 or module_name == "embed_positions":
+            assert torch.equal(got, expected)
+            continue
+        assert got.bits == (8 if module_name in ("embed_tokens", "lm_head") else BITS[quantize])
+        assert torch.equal(got.packed, QuantizedWeight.of(expected, got.bits).packed), parameter_name
+    tied = reference.lm_head.weight is reference.embed_tokens.weight
+    assert (model.lm_head.weight is model.embed_tokens.weight) == tied
+
+
+@every_checkpoint
+@torch.inference_mode()
+def test_logits_near_those_of_floats(folders: dict[str, Path], name: str) -> None:
+    ids = random_ids()
+    expected = load(folders[name])(ids)
+    for quantize, most in (("int8", 0.08), ("int4", 0.8)):
+        off = (load(folders[name], quantize)(ids) - expected).square().mean().sqrt() / expected.std()
+        assert 0 < off < most, quantize
+
+
+@every_checkpoint
+@every_quantize
+@torch.inference_mode()
+def test_a_model_computes_what_its_floats_do(folders: dict[str, Path], name: str, quantize: str) -> None:
+    """Against the same model with its weights turned back into floats: what is left is the rounding of x."""
+    model = load(folders[name], quantize)
+    floats = copy.deepcopy(model)
+    for module in floats.modules():
+        if isinstance(getattr(module, "weight", None), QuantizedWeight):
+            values = module.weight.floats()
+            del module.weight
+            module.weight = nn.Parameter(values, requires_grad=False)
+    expected, got = floats(random_ids()), model(random_ids())
+    off = (got - expected).square().mean().sqrt() / expected.std()
+    assert off < (0.08 if quantize == "int4" else 1e-3)
+
+
+@needs_kernels
+@every_checkpoint
+@every_quantize
+@torch.inference_mode()
+def test_blocks_of_any_number_of_rows_are_compiled(
+    folders: dict[str, Path], name: str, quantize: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And give what their modules do one by one."""
+    from infer.ops import compiled
+
+    calls: list[int] = []
+    part = compiled.behind_attention
+    monkeypatch.setattr(compiled, "behind_attention", lambda *args: calls.append(1) or part(*args))
+    monkeypatch.setattr(compiled, "_empty", lambda rows, columns: torch.full((rows, columns), torch.nan))
+    model, ids = load(folders[name], quantize), random_ids()
+    got = model(ids)
+    assert len(calls) == model.config.num_hidden_layers
+    model.register_forward_hook(lambda *args: None)
+    for layer in model.layers:
+        layer.mlp.register_forward_hook(lambda *args: None)
+    expected = model(ids)
+    assert len(calls) == model.config.num_hidden_layers
+    # What differs in its last digit may be rounded to another step of x.
+    assert (got - expected).abs().max() < (0.1 if quantize == "int4" else 1e-3) * expected.std()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-tied", "gpt2-tied"])
+@every_quantize
+@torch.inference_mode()
+def test_without_kernels(folders: dict[str, Path], name: str, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = load(folders[name], quantize), random_ids(1, 20)
+    got = model(ids)
+    monkeypatch.setattr(kernels, "cpu", lambda: None)
+    expected = model(ids)
+    assert (got - expected).abs().max() < (0.1 if quantize == "int4" else 1e-3) * expected.std()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-tied", "gpt2-tied"])
+@every_quantize
+def test_cached_as_uncached(folders: dict[str, Path], name: str, quantize: str) -> None:
+    model = load(folders[name], quantize)
+    params = SamplingParams(temperature=1.0, seed=1, max_new_tokens=30, ignore_eos=True)
+    prompt = random_ids(1, 10)[0].tolist()
+    expected = generate(model, Letters(), prompt, params, use_kv_cache=False).token_ids
+    for cls in CACHES:
+        for options in ({}, {"prefill_chunk": 3}):
+            cache = cls.from_model_config(model.config, 40, dtype="float32", device="cpu")
+            assert generate(model, Letters(), prompt, params, cache=cache, **options).token_ids == expected
+    assert len(set(expected)) > 1
+
+
+@every_quantize
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("name", ["llama", "gemma3-tied", "gpt2-tied"])
+@torch.inference_mode()
+def test_other_dtypes(folders: dict[str, Path], name: str, dtype: str, quantize: str) -> None:
+    """Of all that is not quantised, and of what flows between the layers: the cache's too."""
+    model = load(folders[name], quantize, dtype=dtype)
+    expected = load(folders[name], quantize)(random_ids())
+    got = model(random_ids())
+    assert got.dtype is model.dtype is getattr(torch, dtype)
+    off = (got.float() - expected).square().mean().sqrt() / expected.std()
+    assert off < 0.1
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    assert generate(model, Letters(), random_ids(1, 10)[0].tolist(), params).generated_tokens == 5
+
+
+@every_quantize
+def test_auto_is_float32(folders: dict[str, Path], quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where float weights would be 16-bit ones: the kernels take float32."""
+    from infer import machine
+
+    monkeypatch.setattr(machine, "cpu_multiplies_bf16", lambda: True)
+    assert load(folders["llama"], quantize, dtype="auto").dtype is torch.float32
+
+
+def test_what_is_refused(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="quantize must be one of int4, int8, or left out, not 'int3'"):
+        load(folders["llama"], "int3")
+    for quantize in BITS:
+        with pytest.raises(ValueError, match=f"quantize='{quantize}' is for the CPU: on cuda leave it out") as error:
+            resolve_weights("auto", torch.device("cuda"), quantize)
+        assert "\n" not in str(error.value)
+    from infer.loader import load as module
+
+    monkeypatch.setattr(module, "available_memory", lambda device: 1000)
+    with pytest.raises(ValueError, match=r"the weights need .* GB in int4, but 0.00 GB are free"):
+        load(folders["llama"], "int4")
+
+
+@every_quantize
+def test_a_checkpoint_that_cannot_be_quantised(tmp_path: Path, quantize: str) -> None:
+    reference = reference_model()
+    reference.model.layers[1].mlp.down_proj.weight[3, 4] = torch.nan
+    path = save_folder(reference, tmp_path / "nan")
+    with pytest.raises(ValueError, match="not finite, or beyond 65,504, cannot be quantised"):
+        load(path, quantize)
+
+
+# Keeping them
+
+
+def built_alike(path: Path, quantize: str) -> Decoder:
+    """An empty model with the form of the one that would be loaded."""
+    checkpoint = open_checkpoint(path)
+    with torch.device("meta"):
+        model = build_model(checkpoint.config)
+    _materialise(model, torch.float32, torch.device("cpu"), choose_widths(model, checkpoint, quantize))
+    return model.eval()
+
+
+def by_torch(model: Decoder, into: Decoder, path: Path) -> Decoder:
+    torch.save(model.state_dict(), path)
+    into.load_state_dict(torch.load(path, weights_only=True))
+    return into
+
+
+def by_safetensors(model: Decoder, into: Decoder, path: Path) -> Decoder:
+    safetensors.torch.save_model(model, str(path))
+    assert safetensors.torch.load_model(into, path) == (set(), [])
+    return into
+
+
+def by_deepcopy(model: Decoder, into: Decoder, path: Path) -> Decoder:
+    return copy.deepcopy(model)
+
+
+def by_pickle(model: Decoder, into: Decoder, path: Path) -> Decoder:
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_saving_it_whole(model: Decoder, into: Decoder, path: Path) -> Decoder:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("way", [by_torch, by_safetensors, by_deepcopy, by_pickle, by_saving_it_whole])
+@pytest.mark.parametrize("name", ["llama", "gemma3-tied", "gpt2-tied"])
+@every_quantize
+@torch.inference_mode()
+def test_saved_and_loaded(folders: dict[str, Path], name: str, quantize: str, way: Callable, tmp_path: Path) -> None:
+    """It computes the same, and goes on to when the original is gone."""
+    model = load(folders[name], quantize)
+    ids = random_ids()
+    expected = model(ids)
+    again = way(model, built_alike(folders[name], quantize), tmp_path / "file")
+    for buffer in model.buffers():
+        buffer.zero_()
+    assert not torch.equal(model(ids), expected)
+    del model
+    assert torch.equal(again(ids), expected)
+    tied = name.endswith("tied")
+    assert (again.lm_head.weight is again.embed_tokens.weight) == tied
+
+
+@every_quantize
+def test_casting_a_model_keeps_packed_weights(folders: dict[str, Path], quantize: str) -> None:
+    model = load(folders["llama"], quantize)
+    before = [buffer.clone() for buffer in model.buffers()]
+    model.to(torch.bfloat16)
+    assert all(buffer.dtype is torch.uint8 for buffer in model.buffers())
+    assert all(map(torch.equal, model.buffers(), before))
+    assert model.dtype is torch.bfloat16
+    model.to(torch.float32)
+    assert model(random_ids()).isfinite().all()
+
+
+@every_quantize
+def test_weights_that_change_in_place(folders: dict[str, Path], quantize: str) -> None:
+    """What the kernels remember of a model is where its weights are, not what they are."""
+    model = load(folders["llama"], quantize)
+    with torch.inference_mode():
+        before = model(random_ids())
+    model.layers[0].mlp.down_proj.weight.fill(0, quantise(torch.zeros(64, 96), BITS[quantize]))
+    with torch.inference_mode():
+        assert not torch.equal(model(random_ids()), before)
+
+
+@every_quantize
+@torch.inference_mode()
+def test_weights_that_are_exchanged(folders: dict[str, Path], quantize: str) -> None:
+    model, reference = load(folders["llama"], quantize), load(folders["llama"], quantize)
+    model(random_ids())
+    for m in (model, reference):
+        down = m.layers[0].mlp.down_proj
+        down.weight = QuantizedWeight.of(randn(64, 96) * 0.1, 4)
+    model.layers[1].mlp.down_proj.weight = nn.Parameter(reference.layers[1].mlp.down_proj.weight.floats())
+    reference.layers[1].mlp.down_proj.register_forward_hook(lambda *args: None)
+    got, expected = model(random_ids()), reference(random_ids())
+    assert (got - expected).abs().max() < 0.1 * expected.std()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["layers.0.mlp.down_proj", "layers.1.self_attn.qkv_proj", "lm_head"])
+@torch.inference_mode()
+def test_hooks_of_packed_weights_fire(folders: dict[str, Path], name: str) -> None:
+    model, seen = load(folders["llama"], "int8"), []
+    model(random_ids())
+    model.get_submodule(f"{name}.weight").register_forward_hook(lambda *args: seen.append(1))
+    model(random_ids())
+    assert seen == [1]
