@@ -1,165 +1,130 @@
-"""infer beside transformers: both in one process, alternating trial by trial, on the same weights and prompt.
+"""infer beside transformers and llama.cpp: all in one process, alternating trial by trial, on the same weights.
 
 Prints what each needs for the prompt and for a decode step, and how near that comes to the time it takes to read the
-weights from memory once, which no engine at batch 1 can beat. Ratios of one run mean something; figures of two runs,
-or of a machine that is busy with other work, little.
+weights from memory once, which no engine at batch 1 can beat. infer runs in every width that --widths names, with what
+that costs: perplexity on a text, and greedy tokens that differ from those of the first width. llama.cpp takes part if
+llama-cpp-python is installed and the model is a GGUF file, which it runs as it is. Ratios of one run mean something;
+figures of two runs, or of a machine that is busy with other work, little.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
-from torch import Tensor
+from engines import (
+    Engine,
+    Trial,
+    infer_engine,
+    llama_cpp_engine,
+    llama_cpp_version,
+    load_transformers,
+    transformers_engine,
+)
 
-from infer import KVCache, SamplingParams, Tokenizer, load_model, stream
+from infer import KVCache, SamplingParams, Tokenizer, kernels, load_model, perplexity
 from infer.bench import describe_machine, fixed_prompt, machine_line
 from infer.cli.common import DEFAULT_MODEL
 from infer.engine.generate import step
 from infer.engine.request import check_request
+from infer.engine.text import encode_readable
 from infer.loader import open_checkpoint
 from infer.machine import resolve_device, resolve_dtype
 from infer.models.common import Decoder
+from infer.ops import compiled
+from infer.ops.attention import attention
+from infer.ops.linear import Linear
+from infer.ops.quantized import BITS, QuantizedWeight
 
-REFERENCE = "transformers"
+TRANSFORMERS = "transformers"
 NO_CACHE = "transformers, no cache"
+LLAMA_CPP = "llama.cpp, the file"
+TEXT = Path(__file__).parents[1] / "docs" / "kv-cache.md"
 
 
-class Trial:
-    """One generation: the tokens, and the moment each became known."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self._moments = [time.perf_counter()]
-
-    def add(self, token: int) -> None:
-        self._moments.append(time.perf_counter())
-        self.tokens.append(token)
-
-    @property
-    def prefill_s(self) -> float:
-        return self._moments[1] - self._moments[0]
-
-    @property
-    def steps_s(self) -> list[float]:
-        return [after - before for before, after in zip(self._moments[1:-1], self._moments[2:], strict=True)]
-
-
-class TrialStreamer(transformers.generation.BaseStreamer):
-    """Hears from transformers' generate: first the prompt, then each token as it is chosen."""
-
-    def __init__(self) -> None:
-        self.trial = Trial()
-        self._prompt_seen = False
-
-    def put(self, value: Tensor) -> None:
-        if self._prompt_seen:
-            self.trial.add(int(value))
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        pass
-
-
-def run_infer(model: Decoder, tokenizer: Tokenizer, prompt: list[int], new_tokens: int) -> Trial:
-    params = SamplingParams(ignore_eos=True, max_new_tokens=new_tokens)
-    trial = Trial()
-    for token in stream(model, tokenizer, prompt, params):
-        trial.add(token.token_id)
-    return trial
+def decode_bytes(model: Decoder) -> int:
+    """Of the weights that a decode step reads: of an embedding that is not the head too, it reads one row."""
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    if not model.config.tie_word_embeddings:
+        weight = model.embed_tokens.weight
+        tensors.pop((weight.packed if isinstance(weight, QuantizedWeight) else weight).data_ptr())
+    return sum(tensors.values())
 
 
 @torch.inference_mode()
-def run_transformers(model: Any, prompt: list[int], new_tokens: int, *, use_cache: bool) -> Trial:
-    ids = torch.tensor([prompt], device=model.device)
-    # No eos id at all: forbidding it (min_new_tokens) would make these tokens differ from infer's.
-    settings = transformers.GenerationConfig(
-        do_sample=False, use_cache=use_cache, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0
-    )
-    streamer = TrialStreamer()
-    model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=streamer)
-    return streamer.trial
-
-
-def load_transformers(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    where = {"pretrained_model_name_or_path": path}
-    if path.suffix == ".gguf":
-        where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    with redirect_stderr(io.StringIO()):  # its GGUF reader draws a progress bar that no setting turns off
-        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).eval().to(device)
-    model.generation_config = transformers.GenerationConfig()  # the checkpoint's own would bring its eos back
-    return model
-
-
-@torch.inference_mode()
-def read_weights(model: Decoder) -> float:
-    """Seconds to read once, by summing, every weight that a decode step reads; best of three."""
+def bytes_per_second(model: Decoder) -> float:
+    """How fast memory gives the model's weights when all that is done is to sum them; best of three."""
     weights = list(model.parameters())
-    if not model.config.tie_word_embeddings:  # then a step reads one row of the embedding, not all
-        weights = [weight for weight in weights if weight is not model.embed_tokens.weight]
-    return min(_seconds(lambda: [weight.sum() for weight in weights], model.device) for _ in range(3))
-
-
-class TimedCache(KVCache):
-    """Adds up the time that attention takes, in its place between the other work of a step."""
-
-    attend_s = 0.0
-
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        _synchronise(self.device)
-        started = time.perf_counter()
-        out = super().attend(*args, **kwargs)
-        _synchronise(self.device)
-        self.attend_s += time.perf_counter() - started
-        return out
+    seconds = min(_seconds(lambda: [weight.sum() for weight in weights], model.device) for _ in range(3))
+    return sum(weight.nbytes for weight in weights) / seconds
 
 
 @torch.inference_mode()
-def measure_flatness(
-    model: Decoder, tokenizer: Tokenizer, positions: Sequence[int], repeats: int
-) -> list[dict[str, float]]:
-    """Median time of a decode step, and of the attention in it, at each position; the positions alternate."""
-    token = torch.tensor([[0]], device=model.device)
-    caches: list[tuple[KVCache, TimedCache]] = []
+def time_parts(model: Decoder, tokenizer: Tokenizer, positions: Sequence[int], repeats: int) -> list[dict[str, float]]:
+    """Median times of a decode step at each position, of its products alone, and of its attention alone.
+
+    The positions alternate, and each part runs in the same order as within a step.
+    """
+    caches = []
     for position in positions:
-        prompt = torch.tensor([fixed_prompt(tokenizer, position)], device=model.device)
-        pair = tuple(
-            kind.from_model_config(model.config, position + 1, dtype=model.dtype, device=model.device)
-            for kind in (KVCache, TimedCache)
-        )
-        for cache in pair:
-            step(model, cache, prompt)
-        caches.append(pair)
-
-    def one_step(cache: KVCache) -> float:
-        elapsed = _seconds(lambda: step(model, cache, token), model.device)
-        cache.truncate(cache.seq_len - 1)
-        return elapsed
-
-    steps: list[list[float]] = [[] for _ in positions]
-    attends: list[list[float]] = [[] for _ in positions]
+        cache = KVCache.from_model_config(model.config, position + 1, dtype=model.dtype, device=model.device)
+        step(model, cache, torch.tensor([fixed_prompt(tokenizer, position)], device=model.device))
+        caches.append(cache)
+    token = torch.tensor([[0]], device=model.device)
+    products = products_alone(model)
+    rows: list[dict[str, list[float]]] = [{"step_ms": [], "products_ms": [], "attention_ms": []} for _ in positions]
     for _ in range(repeats):
-        for i, (plain, timed) in enumerate(caches):
-            steps[i].append(one_step(plain))
-            timed.attend_s = 0.0
-            one_step(timed)
-            attends[i].append(timed.attend_s)
+        for row, cache in zip(rows, caches, strict=True):
+            row["step_ms"].append(_seconds(partial(step, model, cache, token), model.device))
+            cache.truncate(cache.seq_len - 1)
+            row["products_ms"].append(_seconds(products, model.device))
+            row["attention_ms"].append(_seconds(partial(attention_alone, model, cache), model.device))
     return [
-        {"position": position, "step_ms": statistics.median(s) * 1e3, "attention_ms": statistics.median(a) * 1e3}
-        for position, s, a in zip(positions, steps, attends, strict=True)
+        {"position": position} | {name: statistics.median(times) * 1e3 for name, times in row.items()}
+        for position, row in zip(positions, rows, strict=True)
     ]
+
+
+def products_alone(model: Decoder) -> Callable[[], Any]:
+    """All products of a step with one row: in the kernels, if they take the model, as a single call."""
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    inputs = [torch.randn(1, m.weight.shape[1], dtype=model.dtype, device=model.device) for m in linears]
+    if not compiled.available(inputs[0], {}):
+        return lambda: [linear(x) for linear, x in zip(linears, inputs, strict=True)]
+    import numba
+
+    from infer.kernels.cpu_product import product
+
+    @numba.njit
+    def run(records: Any, widest: Any, out: Any) -> None:
+        for i in range(records.shape[0]):
+            weight = records[i].weight
+            product(weight, widest[:, : weight.columns].copy(), out[:, : weight.rows])
+
+    records = np.concatenate([compiled.head_record(None, linear) for linear in linears])
+    widest = torch.randn(1, max(m.weight.shape[1] for m in linears)).numpy()
+    out = np.empty((1, max(m.weight.shape[0] for m in linears)), np.float32)
+    run(records, widest, out)
+    return lambda: run(records, widest, out)
+
+
+def attention_alone(model: Decoder, cache: KVCache) -> None:
+    """One query in each layer over all that the cache holds, the next position included."""
+    config = model.config
+    q = torch.ones(1, config.num_attention_heads, 1, config.computed_head_dim, dtype=model.dtype, device=model.device)
+    keys = cache.seq_len + 1
+    for k, v in zip(cache.k, cache.v, strict=True):
+        attention(q, k[:, :, :keys], v[:, :, :keys], scale=config.attention_scale, mask=None)
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -179,15 +144,47 @@ def summarise(name: str, trials: Sequence[Trial], prompt_tokens: int, reference:
     """Medians over the trials, of the mean step in each; and the first token that differs from the reference's."""
     prefill_s = statistics.median(trial.prefill_s for trial in trials)
     step_s = statistics.median(statistics.fmean(trial.steps_s) for trial in trials)
-    pairs = zip(trials[0].tokens, reference, strict=True)
     return {
         "engine": name,
         "prefill_tokens_per_s": prompt_tokens / prefill_s,
         "decode_tokens_per_s": 1 / step_s,
         "step_ms": step_s * 1e3,
         "trials_step_ms": [statistics.fmean(trial.steps_s) * 1e3 for trial in trials],
-        "first_difference": next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None),
+        "first_difference": first_difference(trials[0].tokens, reference),
     }
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    return next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
+
+
+def measure_quality(
+    models: dict[str, Decoder], tokenizer: Tokenizer, text: Path, agreement: tuple[int, int]
+) -> list[dict[str, Any]]:
+    """Perplexity of each on a text; and over so many prompts from it, so many greedy tokens beside the first's."""
+    prefix = tokenizer.encode("")
+    ids = encode_readable(tokenizer, text.read_text(encoding="utf-8"))[len(prefix) :]
+    prompts, new_tokens = agreement
+    starts = [i * len(ids) // prompts for i in range(prompts)]
+    found: list[dict[str, Any]] = []
+    reference: list[list[int]] = []
+    for name, model in models.items():
+        engine = infer_engine(model, tokenizer)
+        runs = [engine([*prefix, *ids[start : start + 24]], new_tokens).tokens for start in starts]
+        reference = reference or runs
+        parted = [first_difference(run, first) for run, first in zip(runs, reference, strict=True)]
+        result = perplexity(model, ids, prefix=prefix)
+        found.append(
+            {
+                "engine": name,
+                "perplexity": result.perplexity,
+                "tokens": result.tokens,
+                "bytes": decode_bytes(model),
+                "same_runs": parted.count(None),
+                "tokens_before_parting": statistics.fmean(new_tokens if at is None else at for at in parted),
+            }
+        )
+    return found
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -199,84 +196,148 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     prompt = fixed_prompt(tokenizer, args.prompt_tokens)
     for tokens, new_tokens in ((prompt, args.new_tokens), ([0] * max(args.positions), 1)):
         check_request(checkpoint.config, tokens, SamplingParams(max_new_tokens=new_tokens))
-    model, _ = load_model(args.model, dtype=dtype, device=device)
+    kernels.cpu()  # compiled by now, whatever the order of loading
+    models, loads = {}, {}
+    for width in args.widths or ["float", *(BITS if device.type == "cpu" else ())]:
+        quantize = width if width in BITS else None
+        name = f"infer {quantize or str(dtype).removeprefix('torch.')}"
+        started = time.perf_counter()
+        models[name], _ = load_model(args.model, dtype=dtype, device=device, quantize=quantize)
+        first = Tokenizer(args.model)
+        infer_engine(models[name], first)(prompt, 1)
+        loads[name] = time.perf_counter() - started
+    engines: dict[str, Engine] = {name: infer_engine(model, tokenizer) for name, model in models.items()}
     reference = load_transformers(checkpoint.path, dtype, device)
-    engines: dict[str, Callable[[int], Trial]] = {
-        "infer": lambda new_tokens: run_infer(model, tokenizer, prompt, new_tokens),
-        REFERENCE: lambda new_tokens: run_transformers(reference, prompt, new_tokens, use_cache=True),
-    }
+    engines[TRANSFORMERS] = transformers_engine(reference)
     if args.no_cache:
-        engines[NO_CACHE] = lambda new_tokens: run_transformers(reference, prompt, new_tokens, use_cache=False)
+        engines[NO_CACHE] = transformers_engine(reference, use_cache=False)
+    version = llama_cpp_version()
+    if version is not None and checkpoint.path.suffix == ".gguf" and device.type == "cpu":
+        engines[LLAMA_CPP] = llama_cpp_engine(checkpoint.path, args.prompt_tokens + args.new_tokens)
     trials: dict[str, list[Trial]] = {name: [] for name in engines}
     for engine in engines.values():
-        engine(min(args.new_tokens, 8))  # warm up
-    reads = []
+        engine(prompt, min(args.new_tokens, 8))  # warm up
+    plain, speed = next(iter(models.values())), 0.0
     for _ in range(args.trials):
         for name, engine in engines.items():
-            trials[name].append(engine(args.new_tokens))
-        reads.append(read_weights(model))
-    tokens = trials[REFERENCE][0].tokens
+            trials[name].append(engine(prompt, args.new_tokens))
+        speed = max(speed, bytes_per_second(plain))
+    tokens = trials[TRANSFORMERS][0].tokens
     results = [summarise(name, done, args.prompt_tokens, tokens) for name, done in trials.items()]
-    speeds = {result["engine"]: result["decode_tokens_per_s"] for result in results}
-    read_ms = min(reads) * 1e3
+    by_name = {result["engine"]: result for result in results}
     for result in results:
-        result["ratio_to_transformers"] = result["decode_tokens_per_s"] / speeds[REFERENCE]
-        result["share_of_read_limit"] = read_ms / result["step_ms"]
+        for peer in (TRANSFORMERS, LLAMA_CPP):
+            if peer in by_name:
+                key = peer.split(",")[0].replace(".", "_")
+                for what in ("decode", "prefill"):
+                    each = f"{what}_tokens_per_s"
+                    result[f"{what}_ratio_to_{key}"] = result[each] / by_name[peer][each]
+        if result["engine"] in models:
+            result["bytes_per_token"] = decode_bytes(models[result["engine"]])
+            result["load_to_first_token_s"] = loads[result["engine"]]
+        elif result["engine"] == LLAMA_CPP:
+            result["bytes_per_token"] = checkpoint.path.stat().st_size
+        else:
+            result["bytes_per_token"] = sum(p.nbytes for p in reference.parameters())
+        result["share_of_read_limit"] = result["bytes_per_token"] / speed * 1e3 / result["step_ms"]
+    machine = describe_machine(device) | {"transformers": transformers.__version__}
     return {
         "model": args.model,
         "dtype": str(dtype).removeprefix("torch."),
-        "machine": describe_machine(device) | {"transformers": transformers.__version__},
+        "machine": machine | ({"llama_cpp": version} if LLAMA_CPP in engines else {}),
         "load_average": load_average,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
         "trials": args.trials,
-        "read_limit_ms": read_ms,
+        "bytes_per_second": speed,
         "engines": results,
-        "flatness": measure_flatness(model, tokenizer, args.positions, args.steps),
+        "parts": {name: time_parts(model, tokenizer, args.positions, args.steps) for name, model in models.items()},
+        "quality": [] if args.no_quality else measure_quality(models, tokenizer, args.text, args.agreement),
+        "agreement": args.agreement,
+        "text": args.text.name,
     }
 
 
 def format_comparison(report: dict[str, Any]) -> str:
     machine = report["machine"]
+    peers = f"transformers {machine['transformers']}"
+    if "llama_cpp" in machine:
+        peers += f", llama-cpp-python {machine['llama_cpp']}"
     lines = [
-        f"{report['model']}, {report['dtype']}, {report['prompt_tokens']} prompt + {report['new_tokens']} new tokens, "
+        f"{report['model']}, {report['prompt_tokens']} prompt + {report['new_tokens']} new tokens, "
         f"median of {report['trials']} trials",
-        f"{machine_line(machine)}, transformers {machine['transformers']}",
+        f"{machine_line(machine)}, {peers}",
         f"load average before: {report['load_average']:.2f} (other work makes all of this wrong)",
         "",
-        f"{'engine':<24}{'prefill tok/s':>14}{'decode tok/s':>14}{'ms/step':>9}{'ratio':>8}{'of read limit':>15}",
+        f"{'':<24}{'prefill':>9}{'decode':>9}{'':>9}{'to transformers':>18}{'to llama.cpp':>18}"
+        f"{'read per':>11}{'of read':>9}",
+        f"{'engine':<24}{'tok/s':>9}{'tok/s':>9}{'ms/step':>9}{'prefill  decode':>18}{'prefill  decode':>18}"
+        f"{'token, MB':>11}{'limit':>9}",
     ]
     for result in report["engines"]:
+        ratios = ""
+        for peer in ("transformers", "llama_cpp"):
+            pair = [result.get(f"{what}_ratio_to_{peer}") for what in ("prefill", "decode")]
+            ratios += f"{'  '.join('' if r is None else f'{r:.2f}x' for r in pair):>18}"
         lines.append(
-            f"{result['engine']:<24}{result['prefill_tokens_per_s']:>14.0f}{result['decode_tokens_per_s']:>14.1f}"
-            f"{result['step_ms']:>9.1f}{result['ratio_to_transformers']:>7.2f}x{result['share_of_read_limit']:>14.0%}"
+            f"{result['engine']:<24}{result['prefill_tokens_per_s']:>9.0f}{result['decode_tokens_per_s']:>9.1f}"
+            f"{result['step_ms']:>9.2f}{ratios}{result['bytes_per_token'] / 1e6:>11.0f}"
+            f"{result['share_of_read_limit']:>9.0%}"
         )
-    limit = report["read_limit_ms"]
-    lines.append(f"{'reading weights once':<24}{'':>14}{1e3 / limit:>14.1f}{limit:>9.1f}{'':>8}{1:>14.0%}")
-    lines += ["", "Read limit: every weight a step reads, summed; the best pass of the run."]
+    lines += [
+        "",
+        f"Read limit: the weights of a step at {report['bytes_per_second'] / 1e9:.1f} GB/s, at which memory gave "
+        "the float weights to a sum; the best pass of the run.",
+    ]
     spread = max(max(r["trials_step_ms"]) / min(r["trials_step_ms"]) for r in report["engines"]) - 1
     if spread > 0.15:
         lines.append(f"One engine's trials lie {spread:.0%} apart: the machine was busy with other work. Run again.")
+    for result in report["engines"]:
+        if "load_to_first_token_s" in result:
+            lines.append(
+                f"{result['engine']}: {result['load_to_first_token_s']:.2f} s from loading to the first token."
+            )
     lines.append("")
     for result in report["engines"]:
-        if result["engine"] != REFERENCE:
+        if result["engine"] != TRANSFORMERS:
             at = result["first_difference"]
-            says = (
-                f"the same {report['new_tokens']} tokens as"
-                if at is None
-                else f"other tokens, from new token {at} on, than"
+            same = f"the same {report['new_tokens']} tokens as"
+            says = same if at is None else f"other tokens, from new token {at} on, than"
+            lines.append(f"{result['engine']} generated {says} {TRANSFORMERS}.")
+    lines += ["", f"{'one step at position':<32}{'ms/step':>9}{'products':>10}{'attention':>11}{'the rest':>10}"]
+    for name, rows in report["parts"].items():
+        for row in rows:
+            parts = [row["step_ms"], row["products_ms"], row["attention_ms"]]
+            rest = parts[0] - parts[1] - parts[2]
+            lines.append(
+                f"{name:<24}{row['position']:>8,}{parts[0]:>9.2f}{parts[1]:>10.2f}{parts[2]:>11.2f}{rest:>10.2f}"
             )
-            lines.append(f"{result['engine']} generated {says} {REFERENCE}.")
-    lines += ["", f"{'infer at position':<24}{'ms/step':>14}{'attention alone, ms':>22}{'the rest, ms':>15}"]
-    for row in report["flatness"]:
-        rest = row["step_ms"] - row["attention_ms"]
-        lines.append(f"{row['position']:<24}{row['step_ms']:>14.1f}{row['attention_ms']:>22.1f}{rest:>15.1f}")
+    if report["quality"]:
+        first, (prompts, tokens) = report["quality"][0], report["agreement"]
+        lines += [
+            "",
+            f"perplexity on {first['tokens']:,} tokens of {report['text']}; greedy runs of {tokens} tokens from "
+            f"{prompts} places in it, compared with those of {first['engine']}",
+            f"{'':<24}{'perplexity':>11}{'change':>9}{'same runs':>11}{'tokens before parting':>23}",
+        ]
+        for row in report["quality"]:
+            change = row["perplexity"] / first["perplexity"] - 1
+            lines.append(
+                f"{row['engine']:<24}{row['perplexity']:>11.3f}{change:>9.2%}{row['same_runs']:>8}/{prompts}"
+                f"{row['tokens_before_parting']:>23.1f}"
+            )
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a folder, a GGUF file or a built-in name (%(default)s)")
+    parser.add_argument(
+        "--widths",
+        nargs="+",
+        choices=["float", *BITS],
+        help="of infer's weights; float: in --dtype (on a CPU all, else float)",
+    )
     parser.add_argument("--prompt-tokens", type=int, default=64, help="length of the prompt (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate, 2 or more (%(default)s)")
     parser.add_argument("--trials", type=int, default=3, help="trials of each engine (%(default)s)")
@@ -287,13 +348,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--positions", type=int, nargs="+", default=[64, 1024], help="where to time single steps (64 1024)"
     )
     parser.add_argument("--steps", type=int, default=32, help="steps to time at each position (%(default)s)")
+    parser.add_argument("--text", type=Path, default=TEXT, help="what perplexity is measured on (docs/kv-cache.md)")
+    parser.add_argument(
+        "--agreement",
+        type=int,
+        nargs=2,
+        default=[20, 32],
+        metavar=("PROMPTS", "TOKENS"),
+        help="greedy runs to compare (20 32)",
+    )
+    parser.add_argument("--no-quality", action="store_true", help="measure neither perplexity nor agreement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     args = parser.parse_args(argv)
     for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("trials", 1), ("steps", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
-    if min(args.positions) < 1:
-        parser.error(f"--positions must be at least 1, not {min(args.positions)}")
+    if min(args.positions) < 1 or min(args.agreement) < 1:
+        parser.error("--positions and --agreement must be at least 1")
+    if args.widths and args.widths[0] != "float":
+        parser.error("--widths must begin with float, which the others are measured against")
+    if not args.no_quality and not args.text.is_file():
+        parser.error(f"there is no text {args.text}")
     if args.json and not args.json.parent.is_dir():
         parser.error(f"there is no folder {args.json.parent}")
     try:

@@ -137,7 +137,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def drop(cache: KVCache, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = store(cache, layer_idx, k, v)
-        return (keys[:, :, 1:], values[:, :, 1:]) if k.shape[2] == 1 else (keys, values)
+        return (keys[:, :, 1:], values[:, :, 1:]) if k.shape[2] == 1 < keys.shape[2] else (keys, values)
 
     monkeypatch.setattr(KVCache, "_store", drop)
     monkeypatch.setattr(KVCache, "table", lambda cache, config: None)  # kernels would not ask `_store`

@@ -399,17 +399,23 @@ def test_a_row_of_a_batch_is_what_it_is_alone(tiny_model: Callable) -> None:
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("prompt", [3, 4, 5, 8, 30], ids=["W-1", "W", "W+1", "2W", "far"])
 @pytest.mark.parametrize("chunk", [1, 3, 512])
-def test_rings_go_round(chunk: int, prompt: int, stored: str, tiny_model: Callable) -> None:
+def test_rings_go_round(
+    chunk: int, prompt: int, stored: str, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through prompts that end before, at and past the window, and many times around: as without a ring."""
     model = tiny_model(model_type="gemma3", sliding_window=4)
     ids = random_ids(2, 60)
     new = {"batch_size": 2, "dtype": stored, "device": "cpu"}
-    ring = SlidingCache.from_model_config(model.config, 60, prefill_chunk=chunk, **new)
-    whole = KVCache.from_model_config(model.config, 60, **new)
-    for cache in (ring, whole):
+
+    def logits(cache: BaseCache) -> torch.Tensor:
         model(ids[:, :prompt], kv_cache=cache)
-    got, expected = (decode_all(model, ids[:, prompt:], cache) for cache in (ring, whole))
-    assert torch.equal(got, expected) if stored == "int8" else torch.allclose(got, expected, atol=1e-5)
+        return decode_all(model, ids[:, prompt:], cache)
+
+    got = logits(SlidingCache.from_model_config(model.config, 60, prefill_chunk=chunk, **new))
+    whole = logits(KVCache.from_model_config(model.config, 60, **new))
+    assert torch.equal(got, whole) if stored == "int8" else torch.allclose(got, whole, atol=1e-5)
+    without_kernels(monkeypatch)
+    torch.testing.assert_close(got, logits(KVCache.from_model_config(model.config, 60, **new)), **tolerance(stored))
 
 
 class TestTables:
@@ -894,6 +900,25 @@ class TestIsPlain:
         blocks.clear()
         torch.testing.assert_close(self.run(model), plain, atol=1e-4, rtol=1e-4)
         assert sum(blocks) == 1
+
+    @pytest.mark.parametrize(
+        ("name", "shape"),
+        [
+            ("layers.0.self_attn.qkv_proj", (62, 32)),
+            ("layers.0.self_attn.o_proj", (32, 30)),
+            ("layers.1.self_attn.o_proj", (30, 32)),
+            ("layers.0.mlp.gate_up_proj", (94, 32)),
+            ("layers.1.mlp.down_proj", (32, 40)),
+            ("lm_head", (64, 24)),
+        ],
+    )
+    def test_weights_that_do_not_fit_each_other(self, tiny_model: Callable, name: str, shape: tuple[int, int]) -> None:
+        """Refused by torch, as ever: a kernel would read and write beside what is there."""
+        model = tiny_model()
+        self.run(model)
+        model.get_submodule(name).weight = nn.Parameter(randn(*shape), requires_grad=False)
+        with pytest.raises(RuntimeError):
+            self.run(model)
 
     def test_training(self, tiny_model: Callable, blocks: list[int]) -> None:
         with torch.inference_mode(False), torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Loading peaks at 1.2 times the model's size plus its largest tensor, whatever the format."""
+"""Loading peaks at 1.2 times the model's size plus its largest tensor, whatever the format, quantised or not."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ def status(key):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
-tiny, large, dtype = sys.argv[1:]
-load_model(tiny, dtype=dtype, device="cpu")
+tiny, large, form = sys.argv[1:]
+options = {"quantize": form} if form.startswith("int") else {"dtype": form}
+load_model(tiny, device="cpu", **options)
 before = status("VmRSS")
-model, _ = load_model(large, dtype=dtype, device="cpu")
-sizes = [parameter.nbytes for parameter in model.parameters()]
+model, _ = load_model(large, device="cpu", **options)
+sizes = [tensor.nbytes for tensor in (*model.parameters(), *model.buffers())]
 print(json.dumps({
     "growth": status("VmHWM") - before,
     "model": sum(sizes),
@@ -80,7 +81,7 @@ def save(model: LlamaForCausalLM, kind: str, folder: Path) -> Path:
     return save_quantised(model, folder / "model.gguf", Quant[kind])
 
 
-@pytest.fixture(scope="module", params=["safetensors", "sharded", "F16", "Q8_0"])
+@pytest.fixture(scope="module", params=["safetensors", "sharded", "F16", "Q8_0", "Q4_1"])
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
     folder = tmp_path_factory.mktemp("memory")
     yield (
@@ -90,16 +91,34 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     shutil.rmtree(folder)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of memory")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_peak_memory(files: tuple[Path, Path], dtype: str) -> None:
-    command = [sys.executable, "-c", MEASURE, *map(str, files), dtype]
+def measure(files: tuple[Path, Path], form: str) -> dict[str, Any]:
+    command = [sys.executable, "-c", MEASURE, *map(str, files), form]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    print(dtype, {key: f"{seen[key] / 1e6:.0f} MB" for key in ("growth", "model", "largest")})
-    assert seen["model"] > 100e6
+    print(form, {key: f"{seen[key] / 1e6:.0f} MB" for key in ("growth", "model", "largest")})
     assert seen["growth"] > 0.9 * seen["model"]  # or nothing was measured
+    return seen
+
+
+needs_linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of memory")
+
+
+@needs_linux
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_memory(files: tuple[Path, Path], dtype: str) -> None:
+    seen = measure(files, dtype)
+    assert seen["model"] > 100e6
     assert seen["growth"] <= 1.2 * seen["model"] + seen["largest"]
     # Initialising weights on the meta device would draw in torch's decompositions: a second and 80 MB.
+    assert seen["heavy_imports"] == []
+
+
+@needs_linux
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+def test_peak_memory_quantised(files: tuple[Path, Path], quantize: str) -> None:
+    """The largest tensor in float32 has room beside the model; a second one has not."""
+    seen = measure(files, quantize)
+    assert seen["model"] > 30e6
+    assert seen["growth"] <= 1.2 * seen["model"] + 4 * 8192 * 1024
     assert seen["heavy_imports"] == []

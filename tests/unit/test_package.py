@@ -41,7 +41,7 @@ PUBLIC = [
 LAYERS = {
     "machine": set(),
     "config": set(),
-    "kernels": set(),
+    "kernels": {"machine"},
     "ops": {"machine", "config", "kernels"},
     "cache": {"machine", "config", "ops"},
     "models": {"machine", "config", "ops", "cache"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ def cpu() -> Any:
     # the files has a folder of its own.
     before = config.CACHE_DIR  # type: ignore[attr-defined]
     home = Path(before or cache_folder() / "kernels")
-    config.CACHE_DIR = str(home / _fingerprint())  # type: ignore[attr-defined]
+    folder = home / _fingerprint()
+    if not folder.exists():
+        print("compiling kernels for this CPU: half a minute, once", file=sys.stderr, flush=True)
+    config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
     try:
         from infer.kernels import cpu_block
     except (ImportError, RuntimeError):

@@ -25,10 +25,12 @@ from infer.kernels.cpu_simd import (
     load_floats,
     load_half,
     multiply,
+    no_floats,
     raise_half,
     splat,
     store_as_half,
     store_floats,
+    summed,
 )
 
 # Addresses are 0 where there is nothing; centred: a LayerNorm.
@@ -57,20 +59,11 @@ BLOCK = np.dtype(
 # Of a row's keys and values in a layer of a cache: addresses of the first head's, bytes from head to head, positions
 # kept (position p lies in slot p % SLOTS), positions filled, and bits of a number.
 K, V, STRIDE, SLOTS, FILLED, BITS = range(6)
-BEFORE, BEHIND = range(2)  # parts of a block: those around attention
+STEP, BEFORE, BEHIND, ATTEND = range(4)
 MANY = 16  # rows that are worth handing out to several threads
 
-ADDRESS, SIZE, NUMBER = types.int64, types.int64, types.float64  # as Python's own arrive, so that none is converted
 ROWS, TABLE, TABLES = types.float32[:, ::1], types.int64[:, ::1], types.int64[:, :, ::1]
 HEADS, BLOCKS = types.Array(from_dtype(HEAD), 1, "C"), types.Array(from_dtype(BLOCK), 1, "C")
-
-
-NO_BLOCKS, NO_ROPES, NO_TABLES = np.zeros(0, BLOCK), np.zeros((0, 2), np.int64), np.zeros((0, 0, 0), np.int64)
-
-
-def head(heads: Any, x: Any, out: Any) -> None:
-    """`step` without blocks."""
-    step(NO_BLOCKS, heads, x, NO_ROPES, NO_TABLES, out)
 
 
 def use_threads(count: int) -> None:
@@ -216,14 +209,35 @@ def _row_bytes(head_dim: int, bits: int) -> int:
 @njit(fastmath=FASTMATH)
 def _score(q: Any, k_at: int, bits: int, scale: Any, out: Any) -> Any:
     """out [keys] = scale q k; returns the highest."""
-    highest, size, row = np.float32(-np.inf), q.shape[0], _row_bytes(q.shape[0], bits)
-    for j in range(out.shape[0]):
-        if bits == 32:
-            out[j] = dot_floats(vector(k_at + j * row, size), q) * scale
-        else:
-            out[j] = _dot_codes(k_at + j * row, q) * scale
+    size, row, keys = q.shape[0], _row_bytes(q.shape[0], bits), out.shape[0]
+    if bits == 32 and size % 4 == 0:
+        whole = keys // 4 * 4
+        for j in range(0, whole, 4):
+            out[j], out[j + 1], out[j + 2], out[j + 3] = _dot_four(q.ctypes.data, k_at + j * row, row, row)
+        for j in range(whole, keys):
+            out[j] = _dot_four(q.ctypes.data, k_at + j * row, row, 0)[0]
+    else:
+        for j in range(keys):
+            at = k_at + j * row
+            out[j] = dot_floats(vector(at, size), q) if bits == 32 else _dot_codes(at, q)
+    highest = np.float32(-np.inf)
+    for j in range(keys):
+        out[j] *= scale
         highest = max(highest, out[j])
     return highest
+
+
+@njit(forceinline=True)
+def _dot_four(q_at: int, k_at: int, size: int, stride: int) -> Any:
+    """Of q, `size` bytes, with four keys, so many bytes apart: a load of q serves them all."""
+    a, b, c, d = no_floats(), no_floats(), no_floats(), no_floats()
+    for i in range(0, size, 16):
+        q, at = load_floats(q_at + i), k_at + i
+        a = fused(load_floats(at), q, a)
+        b = fused(load_floats(at + stride), q, b)
+        c = fused(load_floats(at + 2 * stride), q, c)
+        d = fused(load_floats(at + 3 * stride), q, d)
+    return summed(a), summed(b), summed(c), summed(d)
 
 
 @njit(fastmath=FASTMATH)
@@ -242,8 +256,12 @@ def _dot_codes(at: int, x: Any) -> Any:
 @njit(fastmath=FASTMATH)
 def _mix(weights: Any, v_at: int, bits: int, out: Any) -> None:
     """out [D] += the weighted sum of values."""
-    size, row = out.shape[0], _row_bytes(out.shape[0], bits)
-    for j in range(weights.shape[0]):
+    size, row, start = out.shape[0], _row_bytes(out.shape[0], bits), 0
+    if bits == 32 and size % 4 == 0:
+        start = weights.shape[0] // 4 * 4
+        for j in range(0, start, 4):
+            _add_four(weights[j : j + 4], v_at + j * row, row, out.ctypes.data)
+    for j in range(start, weights.shape[0]):
         at = v_at + j * row
         if bits == 32:
             v = vector(at, size)
@@ -251,21 +269,35 @@ def _mix(weights: Any, v_at: int, bits: int, out: Any) -> None:
                 out[i] += weights[j] * v[i]
         else:
             codes = bytes_at(at, size)
-            for start in range(0, size, GROUP):
-                weight = weights[j] * load_half(at + size + start // GROUP * 2)
-                for i in range(start, min(start + GROUP, size)):
+            for first in range(0, size, GROUP):
+                weight = weights[j] * load_half(at + size + first // GROUP * 2)
+                for i in range(first, min(first + GROUP, size)):
                     out[i] += weight * np.float32(codes[i])
+
+
+@njit(forceinline=True)
+def _add_four(weights: Any, v_at: int, size: int, out_at: int) -> None:
+    """out += four values, weighted: read and written once for them all, and in the order of one after the other."""
+    a, b, c, d = splat(weights[0]), splat(weights[1]), splat(weights[2]), splat(weights[3])
+    for i in range(0, size, 16):
+        at = v_at + i
+        x = fused(load_floats(at), a, load_floats(out_at + i))
+        x = fused(load_floats(at + size), b, x)
+        x = fused(load_floats(at + 2 * size), c, x)
+        store_floats(out_at + i, fused(load_floats(at + 3 * size), d, x))
 
 
 @njit
 def _exponentials(x: Any, highest: Any) -> Any:
     """x = e^(x - highest), whose sum it returns."""
-    at, whole, total = x.ctypes.data, x.shape[0] // 4 * 4, np.float32(0)
+    at, whole, sums = x.ctypes.data, x.shape[0] // 4 * 4, no_floats()
     for i in range(0, whole, 4):
-        store_floats(at + i * 4, exponential(add(load_floats(at + i * 4), splat(-highest))))
+        four = exponential(add(load_floats(at + i * 4), splat(-highest)))
+        store_floats(at + i * 4, four)
+        sums = add(sums, four)
+    total = summed(sums)
     for i in range(whole, x.shape[0]):
         x[i] = lane(exponential(splat(x[i] - highest)), 0)
-    for i in range(x.shape[0]):
         total += x[i]
     return total
 
@@ -290,24 +322,24 @@ def _attend_head(
 
 
 @njit(parallel=True)
-def _attend(q_at: int, q_stride: int, table: Any, seen: Any, heads: int, kv_heads: int, scale: float, out: Any) -> None:
-    """seen: the first slot and the number of keys of each row."""
-    size, group, most = out.shape[1] // heads, heads // kv_heads, 0
+def _attend(blocks: Any, x: Any, table: Any, seen: Any, out: Any) -> None:
+    """The heads of q are the first of each row of x. seen: of each row, its first slot and how many keys."""
+    heads, size, scale = blocks[0].heads, blocks[0].head_dim, np.float32(blocks[0].scale)
+    group, most = heads // blocks[0].kv_heads, 0
     for row in range(out.shape[0]):
         most = max(most, seen[row, 1])
     scores = np.empty((out.shape[0] * heads, most), np.float32)
     for item in prange(out.shape[0] * heads):
         row, h = item // heads, item % heads
-        q = vector(q_at + (row * q_stride + h * size) * 4, size)
         offset = h // group * table[row, STRIDE]
         _attend_head(
-            q,
+            x[row, h * size : (h + 1) * size],
             table[row, K] + offset,
             table[row, V] + offset,
             table[row, BITS],
             table[row, SLOTS],
             seen[row, 0],
-            np.float32(scale),
+            scale,
             scores[item, : seen[row, 1]],
             out[row, h * size : (h + 1) * size],
         )
@@ -352,8 +384,7 @@ def _decode(blocks: Any, x: Any, cos_at: int, sin_at: int, table: Any, out: Any)
         _write(block, table[row], projected[row, q_size:], position % slots)
         oldest = 0 if block.window == 0 else max(0, position - block.window + 1)
         seen[row, 0], seen[row, 1] = oldest % slots, position - oldest + 1
-    q_at, q_stride = projected.ctypes.data, projected.shape[1]
-    _attend(q_at, q_stride, table, seen, block.heads, block.kv_heads, block.scale, mixed)
+    _attend(blocks, projected, table, seen, mixed)
     _finish(block, mixed, x, out)
 
 
@@ -398,30 +429,6 @@ def _encode(x: Any, at: int, scale_at: int) -> None:
         codes[i] = np.int8(min(max(code, np.float32(-127)), np.float32(127)))
 
 
-@_kernel(ADDRESS, SIZE, TABLE, SIZE, SIZE, SIZE, SIZE, NUMBER, ROWS)
-def attend(
-    q_at: int, q_stride: int, table: Any, first: int, keys: int, heads: int, kv_heads: int, scale: float, out: Any
-) -> None:
-    """out [B, Hq D]: each head of each row over `keys` keys from slot `first` on. A row's q every q_stride floats."""
-    seen = np.empty((table.shape[0], 2), np.int64)
-    for row in range(table.shape[0]):
-        seen[row, 0], seen[row, 1] = first, keys
-    _attend(q_at, q_stride, table, seen, heads, kv_heads, scale, out)
-
-
-@_kernel(BLOCKS, SIZE, ROWS, ADDRESS, ADDRESS, ROWS, ROWS)
-def part(blocks: Any, which: int, x: Any, cos_at: int, sin_at: int, attended: Any, out: Any) -> None:
-    """A part of a block, from x [T, C].
-
-    BEFORE: out [T, (Hq + 2 Hkv) D] = q, k and v, normed and rotated; cos and sin are [T, D], at 0 if there are none.
-    BEHIND: out [T, C] from attended [T, Hq D], x being the residual.
-    """
-    if which == BEFORE:
-        _project(blocks, x, cos_at, sin_at, out)
-    else:
-        _finish(blocks[0], attended, x, out)
-
-
 @_kernel(HEADS, types.int64[::1], ROWS)
 def look_up(heads: Any, ids: Any, out: Any) -> None:
     """out [T, columns]: rows of a quantised weight."""
@@ -429,18 +436,55 @@ def look_up(heads: Any, ids: Any, out: Any) -> None:
         unpack(heads[0].weight, ids[t], out[t])
 
 
-@_kernel(BLOCKS, HEADS, ROWS, TABLE, TABLES, ROWS)
+@_kernel(types.int64, BLOCKS, HEADS, ROWS, ROWS, TABLE, TABLES, TABLE, ROWS)
+def _run(
+    part: int, blocks: Any, heads: Any, x: Any, attended: Any, ropes: Any, tables: Any, seen: Any, out: Any
+) -> None:
+    """All of the functions below: each as a kernel of its own would be compiled with everything that it calls."""
+    if part == BEFORE:
+        _project(blocks, x, ropes[0, 0], ropes[0, 1], out)
+    elif part == BEHIND:
+        _finish(blocks[0], attended, x, out)
+    elif part == ATTEND:
+        _attend(blocks, x, tables[0], seen, out)
+    else:
+        given, done = x, np.empty(x.shape, np.float32)
+        for layer in range(blocks.shape[0]):
+            _decode(blocks[layer : layer + 1], given, ropes[layer, 0], ropes[layer, 1], tables[layer], done)
+            given, done = done, np.empty(x.shape, np.float32) if layer == 0 else given
+        if heads[0].norm.weight != 0:
+            _norm_rows(given, heads[0].norm, done)
+            given = done
+        product(heads[0].weight, given, out)
+
+
+NO_BLOCKS, NO_HEADS = np.zeros(0, BLOCK), np.zeros(0, HEAD)
+NO_TABLE, NO_TABLES = np.zeros((0, 0), np.int64), np.zeros((0, 0, 0), np.int64)
+
+
 def step(blocks: Any, heads: Any, x: Any, ropes: Any, tables: Any, out: Any) -> None:
     """Logits out [B, V] of the next token of each row, x [B, C], whose keys and values go into the cache.
 
     ropes: of each layer, where its cos and sin [B, D] lie, 0 if there are none. tables: of each layer and row.
-    Without blocks it is the head alone, and without a norm a product alone, of any number of rows.
     """
-    given, done = x, np.empty(x.shape, np.float32)
-    for layer in range(blocks.shape[0]):
-        _decode(blocks[layer : layer + 1], given, ropes[layer, 0], ropes[layer, 1], tables[layer], done)
-        given, done = done, np.empty(x.shape, np.float32) if layer == 0 else given
-    if heads[0].norm.weight != 0:
-        _norm_rows(given, heads[0].norm, done)
-        given = done
-    product(heads[0].weight, given, out)
+    _run(STEP, blocks, heads, x, x, ropes, tables, NO_TABLE, out)
+
+
+def head(heads: Any, x: Any, out: Any) -> None:
+    """out [T, rows] = W norm(x [T, C]) + b, or without the norm where there is none."""
+    _run(STEP, NO_BLOCKS, heads, x, x, NO_TABLE, NO_TABLES, NO_TABLE, out)
+
+
+def before_attention(blocks: Any, x: Any, ropes: Any, out: Any) -> None:
+    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], normed and rotated; cos and sin are [T, D]."""
+    _run(BEFORE, blocks, NO_HEADS, x, x, ropes, NO_TABLES, NO_TABLE, out)
+
+
+def behind_attention(blocks: Any, attended: Any, x: Any, out: Any) -> None:
+    """out [T, C] from attended [T, Hq D], x being the residual."""
+    _run(BEHIND, blocks, NO_HEADS, x, attended, NO_TABLE, NO_TABLES, NO_TABLE, out)
+
+
+def attend(blocks: Any, q: Any, tables: Any, seen: Any, out: Any) -> None:
+    """out [B, Hq D]: each head of each row of q [B, Hq D]. seen: of each row, its first slot and how many keys."""
+    _run(ATTEND, blocks, NO_HEADS, q, q, NO_TABLE, tables, seen, out)

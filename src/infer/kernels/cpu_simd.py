@@ -99,6 +99,11 @@ def _all(llvm_type: ir.VectorType, value: float) -> Any:
     return ir.Constant(llvm_type, [value] * llvm_type.count)
 
 
+def _sum(builder: Any, x: Any) -> Any:
+    pairs = builder.fadd(x, _pick(builder, x, [2, 3, 0, 1]))
+    return builder.extract_element(builder.fadd(pairs, _pick(builder, pairs, [1, 0, 3, 2])), INT32(0))
+
+
 def _half_as_float(builder: Any, address: Any) -> Any:
     return builder.fpext(_load(builder, address, HALF), FLOAT)
 
@@ -131,6 +136,7 @@ fused = _operation(floatx4, lambda b, x, y, z: _call(b, "llvm.fma.v4f32", FLOATX
 absolute = _operation(floatx4, lambda b, x: _call(b, "llvm.fabs.v4f32", FLOATX4, x), 1)
 larger = _operation(floatx4, lambda b, x, y: _call(b, "llvm.maximum.v4f32", FLOATX4, x, y), 2)  # NaN if one is
 largest = _operation(types.float32, lambda b, x: _call(b, "llvm.vector.reduce.fmaximum.v4f32", FLOAT, x), 1)
+summed = _operation(types.float32, _sum, 1)
 clamped = _operation(floatx4, _clamped, 3)
 rounded = _operation(floatx4, lambda b, x: _call(b, "llvm.rint.v4f32", FLOATX4, x), 1)
 to_floats = _operation(floatx4, lambda b, v: b.sitofp(v, FLOATX4), 1)

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from infer import kernels
 from infer.config import ModelConfig
 from infer.loader.checkpoint import Checkpoint
 from infer.loader.find import open_checkpoint
@@ -17,6 +16,7 @@ from infer.loader.widths import Widths, choose_widths, part_names, resolve_weigh
 from infer.machine import available_memory, resolve_device, use_threads
 from infer.models.common import Decoder
 from infer.models.registry import build_model
+from infer.ops import compiled
 from infer.ops.linear import FusedLinear
 from infer.ops.quantized import QuantizedWeight
 
@@ -63,7 +63,7 @@ def load_model(
             parameters[slot.parameter].data[row : row + len(block)].copy_(block)
             row += len(block)
     if device.type == "cpu" and dtype is torch.float32:
-        kernels.cpu()  # compile, or read what was compiled, now rather than between two tokens
+        compiled.prepare()  # now rather than between two tokens
     return model.eval(), checkpoint.config
 
 

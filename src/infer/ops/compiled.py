@@ -10,6 +10,7 @@ run them (GNU OpenMP): start it with spawn.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,11 @@ from infer.ops.quantized import QuantizedWeight
 
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # those that the kernels have
 MAX_ROWS = 6  # of float32 weights: with more, torch's product, which works on blocks of rows, is faster
+
+
+def prepare() -> None:
+    """Compile the kernels, or read what was compiled."""
+    kernels.cpu()
 
 
 def available(x: Tensor, forwards: Mapping[type[nn.Module], Any]) -> bool:
@@ -183,16 +189,15 @@ def head(plan: Plan, x: Tensor) -> Tensor:
 
 def before_attention(plan: Plan, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
     """x [T, C] -> q, k and v [T, (Hq + 2 Hkv) D], normed and rotated."""
-    cpu, rows = kernels.cpu(), x.numpy()
     out = _empty(x.shape[0], int(plan.record["qkv"]["rows"][0]))
-    cpu.part(plan.record, cpu.BEFORE, rows, *addresses(rope), rows, out.numpy())
+    kernels.cpu().before_attention(plan.record, x.numpy(), np.array([addresses(rope)]), out.numpy())
     return out
 
 
 def behind_attention(plan: Plan, attended: Tensor, residual: Tensor) -> Tensor:
     """attended [T, Hq D], residual [T, C] -> [T, C]: output product and MLP, with their norms and residuals."""
-    cpu, out = kernels.cpu(), _empty(*residual.shape)
-    cpu.part(plan.record, cpu.BEHIND, residual.numpy(), 0, 0, attended.contiguous().numpy(), out.numpy())
+    out = _empty(*residual.shape)
+    kernels.cpu().behind_attention(plan.record, attended.contiguous().numpy(), residual.numpy(), out.numpy())
     return out
 
 
@@ -229,8 +234,6 @@ def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and batch <= MAX_ROWS
         and q.dtype is k.dtype is v.dtype is torch.float32
         and q.is_cpu
-        and q.stride(1) == head_dim
-        and q.stride(3) == 1
         and k.is_cpu
         and v.is_cpu
         and k.stride()[2:] == (head_dim, 1)
@@ -244,15 +247,23 @@ def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int = 0, count: int | None = None) -> Tensor:
     """q [B, Hq, 1, D] over k, v [B, Hkv, S, D] -> [B, Hq, 1, D]; first and count: over these slots of a ring."""
     batch, heads, _, head_dim = q.shape
-    _, kv_heads, slots, _ = k.shape
-    out = _empty(batch, heads * head_dim)
-    rows = [
-        [k.data_ptr() + i * k.stride(0) * 4, v.data_ptr() + i * v.stride(0) * 4, k.stride(1) * 4, slots, 0, 32]
-        for i in range(batch)
-    ]
-    keys = slots if count is None else count
-    kernels.cpu().attend(q.data_ptr(), q.stride(0), np.array(rows), first, keys, heads, kv_heads, scale, out.numpy())
+    out, keys = _empty(batch, heads * head_dim), k.shape[2] if count is None else count
+    kernels.cpu().attend(
+        _attention_record(heads, k.shape[1], head_dim, scale),
+        q.reshape(batch, -1).contiguous().numpy(),
+        Table([k], [v]).at(0),
+        np.array([(first, keys)] * batch),
+        out.numpy(),
+    )
     return out.view(q.shape)
+
+
+@cache
+def _attention_record(heads: int, kv_heads: int, head_dim: int, scale: float) -> np.ndarray[Any, Any]:
+    """A block of which nothing but attention is there."""
+    record = np.zeros(1, kernels.cpu().BLOCK)
+    record["heads"], record["kv_heads"], record["head_dim"], record["scale"] = heads, kv_heads, head_dim, scale
+    return record
 
 
 def _empty(rows: int, columns: int) -> Tensor:

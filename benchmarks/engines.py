@@ -1,0 +1,128 @@
+"""The engines that `compare.py` runs: each takes a prompt, and gives back the tokens and the moment each was known."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from infer import SamplingParams, Tokenizer, stream
+from infer.models.common import Decoder
+
+
+class Trial:
+    """One generation: the tokens, and the moment each became known."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._moments = [time.perf_counter()]
+
+    def add(self, token: int) -> None:
+        self._moments.append(time.perf_counter())
+        self.tokens.append(token)
+
+    @property
+    def prefill_s(self) -> float:
+        return self._moments[1] - self._moments[0]
+
+    @property
+    def steps_s(self) -> list[float]:
+        return [after - before for before, after in zip(self._moments[1:-1], self._moments[2:], strict=True)]
+
+
+Engine = Callable[[list[int], int], Trial]  # prompt, number of tokens to generate
+
+
+def infer_engine(model: Decoder, tokenizer: Tokenizer) -> Engine:
+    def run(prompt: list[int], new_tokens: int) -> Trial:
+        trial = Trial()
+        for token in stream(model, tokenizer, prompt, SamplingParams(ignore_eos=True, max_new_tokens=new_tokens)):
+            trial.add(token.token_id)
+        return trial
+
+    return run
+
+
+class TrialStreamer(transformers.generation.BaseStreamer):
+    """Hears from transformers' generate: first the prompt, then each token as it is chosen."""
+
+    def __init__(self) -> None:
+        self.trial = Trial()
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt_seen:
+            self.trial.add(int(value))
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+def transformers_engine(model: Any, *, use_cache: bool = True) -> Engine:
+    @torch.inference_mode()
+    def run(prompt: list[int], new_tokens: int) -> Trial:
+        ids = torch.tensor([prompt], device=model.device)
+        # No eos id at all: forbidding it (min_new_tokens) would make these tokens differ from infer's.
+        settings = transformers.GenerationConfig(
+            do_sample=False, use_cache=use_cache, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0
+        )
+        streamer = TrialStreamer()
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=streamer)
+        return streamer.trial
+
+    return run
+
+
+def load_transformers(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    where = {"pretrained_model_name_or_path": path}
+    if path.suffix == ".gguf":
+        where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    with redirect_stderr(io.StringIO()):  # its GGUF reader draws a progress bar that no setting turns off
+        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).eval().to(device)
+    model.generation_config = transformers.GenerationConfig()  # the checkpoint's own would bring its eos back
+    return model
+
+
+def llama_cpp_version() -> str | None:
+    """None where llama-cpp-python is not installed."""
+    try:
+        import llama_cpp
+    except ImportError:
+        return None
+    return str(llama_cpp.__version__)
+
+
+def llama_cpp_engine(path: Path, context: int) -> Engine:
+    """On the file as it is, with as many threads as torch has."""
+    import llama_cpp
+
+    threads = torch.get_num_threads()
+    model = llama_cpp.Llama(
+        str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_gpu_layers=0, verbose=False
+    )
+
+    def best() -> int:
+        logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
+        return int(np.ctypeslib.as_array(logits, shape=(model.n_vocab(),)).argmax())
+
+    def run(prompt: list[int], new_tokens: int) -> Trial:
+        model.reset()
+        trial, fed = Trial(), prompt
+        for _ in range(new_tokens):
+            model.eval(fed)
+            trial.add(best())
+            fed = [trial.tokens[-1]]
+        return trial
+
+    return run
