@@ -81,14 +81,14 @@ def time_parts(model: Decoder, tokenizer: Tokenizer, positions: Sequence[int], r
         step(model, cache, torch.tensor([fixed_prompt(tokenizer, position)], device=model.device))
         caches.append(cache)
     token = torch.tensor([[0]], device=model.device)
-    products = products_alone(model)
+    products, attends = products_alone(model), [attention_alone(model, cache) for cache in caches]
     rows: list[dict[str, list[float]]] = [{"step_ms": [], "products_ms": [], "attention_ms": []} for _ in positions]
     for _ in range(repeats):
-        for row, cache in zip(rows, caches, strict=True):
+        for row, cache, attend in zip(rows, caches, attends, strict=True):
             row["step_ms"].append(_seconds(partial(step, model, cache, token), model.device))
             cache.truncate(cache.seq_len - 1)
             row["products_ms"].append(_seconds(products, model.device))
-            row["attention_ms"].append(_seconds(partial(attention_alone, model, cache), model.device))
+            row["attention_ms"].append(_seconds(attend, model.device))
     return [
         {"position": position} | {name: statistics.median(times) * 1e3 for name, times in row.items()}
         for position, row in zip(positions, rows, strict=True)
@@ -96,7 +96,7 @@ def time_parts(model: Decoder, tokenizer: Tokenizer, positions: Sequence[int], r
 
 
 def products_alone(model: Decoder) -> Callable[[], Any]:
-    """All products of a step with one row: in the kernels, if they take the model, as a single call."""
+    """All products of a step with one row; where kernels take the model, in a single call, as within a step."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     inputs = [torch.randn(1, m.weight.shape[1], dtype=model.dtype, device=model.device) for m in linears]
     if not compiled.available(inputs[0], {}):
@@ -118,13 +118,27 @@ def products_alone(model: Decoder) -> Callable[[], Any]:
     return lambda: run(records, widest, out)
 
 
-def attention_alone(model: Decoder, cache: KVCache) -> None:
-    """One query in each layer over all that the cache holds, the next position included."""
-    config = model.config
+def attention_alone(model: Decoder, cache: KVCache) -> Callable[[], Any]:
+    """One query in each layer over all that the cache holds, the next position included; else as `products_alone`."""
+    config, keys = model.config, cache.seq_len + 1
     q = torch.ones(1, config.num_attention_heads, 1, config.computed_head_dim, dtype=model.dtype, device=model.device)
-    keys = cache.seq_len + 1
-    for k, v in zip(cache.k, cache.v, strict=True):
-        attention(q, k[:, :, :keys], v[:, :, :keys], scale=config.attention_scale, mask=None)
+    spans = [(k[:, :, :keys], v[:, :, :keys]) for k, v in zip(cache.k, cache.v, strict=True)]
+    if not compiled.can_attend(q, *spans[0]):
+        return lambda: [attention(q, k, v, scale=config.attention_scale, mask=None) for k, v in spans]
+    import numba
+
+    from infer.kernels.cpu_block import attend_rows
+
+    @numba.njit
+    def run(blocks: Any, q: Any, tables: Any, seen: Any, out: Any) -> None:
+        for layer in range(blocks.shape[0]):
+            attend_rows(blocks[layer : layer + 1], q, tables[layer], seen, out)
+
+    blocks, _ = model.record()
+    rows = q.view(1, -1).numpy()
+    tables, seen, out = cache.table(config), np.array([[0, keys]]), np.empty_like(rows)
+    run(blocks, rows, tables, seen, out)
+    return lambda: run(blocks, rows, tables, seen, out)
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -238,7 +252,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         elif result["engine"] == LLAMA_CPP:
             result["bytes_per_token"] = checkpoint.path.stat().st_size
         else:
-            result["bytes_per_token"] = sum(p.nbytes for p in reference.parameters())
+            result["bytes_per_token"] = decode_bytes(plain)
         result["share_of_read_limit"] = result["bytes_per_token"] / speed * 1e3 / result["step_ms"]
     machine = describe_machine(device) | {"transformers": transformers.__version__}
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from infer.engine.result import GenerationResult
     from infer.loader import Tokenizer, load_model, render_chat_template
     from infer.trace import Trace
+
+# How long GNU OpenMP's threads spin before they sleep; it is read when torch is loaded. By default that is a
+# millisecond: on a machine that does other work too, a step of 200 parallel loops then takes ten times as long.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _HOMES = {
     "GenerationResult": "infer.engine.result",

@@ -247,7 +247,10 @@ def tiny_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_compare_with_transformers(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_with_transformers(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
     spec = importlib.util.spec_from_file_location("compare", BENCHMARKS / "compare.py")
     assert spec is not None
     assert spec.loader is not None
@@ -255,18 +258,31 @@ def test_compare_with_transformers(tiny_folder: Path, tmp_path: Path, capsys: py
     spec.loader.exec_module(compare)
     json_file = tmp_path / "compare.json"
     sizes = ["--prompt-tokens=6", "--new-tokens=10", "--trials=2", "--steps=2", "--positions", "8", "40"]
-    compare.main(["--model", str(tiny_folder), *sizes, "--no-cache", "--json", str(json_file)])
+    text = tmp_path / "text.txt"
+    text.write_text("THE CACHE HOLDS KEYS AND VALUES. " * 9)
+    quality = ["--text", str(text), "--agreement", "3", "4"]
+    compare.main(["--model", str(tiny_folder), *sizes, *quality, "--no-cache", "--json", str(json_file)])
     report = json.loads(json_file.read_text())
-    assert [engine["engine"] for engine in report["engines"]] == ["infer", compare.REFERENCE, compare.NO_CACHE]
-    for engine in report["engines"]:
-        assert engine["first_difference"] is None
+    engines = {engine["engine"]: engine for engine in report["engines"]}
+    assert list(engines) == ["infer float32", "infer int4", "infer int8", compare.TRANSFORMERS, compare.NO_CACHE]
+    for name, engine in engines.items():
+        if name not in ("infer int4", "infer int8"):
+            assert engine["first_difference"] is None
         assert len(engine["trials_step_ms"]) == 2
-        assert engine["share_of_read_limit"] == pytest.approx(report["read_limit_ms"] / engine["step_ms"])
-    assert report["engines"][1]["ratio_to_transformers"] == 1
-    assert [row["position"] for row in report["flatness"]] == [8, 40]
-    assert all(row["attention_ms"] > 0 and row["step_ms"] > 0 for row in report["flatness"])
+        limit = engine["bytes_per_token"] / report["bytes_per_second"] * 1e3
+        assert engine["share_of_read_limit"] == pytest.approx(limit / engine["step_ms"])
+    assert engines[compare.TRANSFORMERS]["decode_ratio_to_transformers"] == 1
+    read = [engine["bytes_per_token"] for engine in engines.values()]
+    assert read[0] == read[3] > read[2] > read[1]
+    for rows in report["parts"].values():
+        assert [row["position"] for row in rows] == [8, 40]
+        assert all(min(row[f"{part}_ms"] for part in ("step", "products", "attention")) > 0 for row in rows)
+    first, *others = report["quality"]
+    assert (first["same_runs"], first["tokens_before_parting"]) == (3, 4)
+    assert [other["engine"] for other in others] == ["infer int4", "infer int8"]
+    assert 0.95 < others[1]["perplexity"] / first["perplexity"] < 1.05
     printed = capsys.readouterr()
-    assert "infer generated the same 10 tokens as transformers." in printed.out
+    assert "infer float32 generated the same 10 tokens as transformers." in printed.out
     assert printed.err == ""
     with pytest.raises(SystemExit, match="2"):
         compare.main(["--model", str(tiny_folder), "--positions", "64"])

@@ -654,6 +654,7 @@ class TestInfo:
             "vocab_size": 128,
             "dtype": "float32",
             "device": "cpu",
+            "quantize": None,
             "weight_bytes": weights,
             "sliding_window": None,
             "sliding_layers": 0,
@@ -666,6 +667,13 @@ class TestInfo:
             "largest_context": 100,
         }
         assert (done.status, done.err) == (0, "")
+
+    @pytest.mark.parametrize(("quantize", "least", "most"), [("int4", 0.6, 1.2), ("int8", 1.0, 1.2)])
+    def test_quantize(self, run: Run, quantize: str, least: float, most: float) -> None:
+        """The embedding is kept in 8 bits either way, and norms in float32."""
+        facts = json.loads(run("info", "--json", "--quantize", quantize).out)
+        assert (facts["quantize"], facts["dtype"]) == (quantize, "float32")
+        assert least < facts["weight_bytes"] / facts["parameters"] < most
 
     def test_dtype(self, run: Run) -> None:
         facts = json.loads(run("info", "--json", "--dtype", "bfloat16").out)
@@ -691,7 +699,7 @@ class TestInfo:
         assert lines["architecture"] == "llama"
         assert lines["parameters"] == "0.1 M"
         assert lines["heads"] == "4 query, 2 key/value, 16 dimensions each"
-        assert lines["weights"] == f"{4 * self.PARAMETERS / 1e3:.1f} kB in float32 on cpu"
+        assert lines["weights"] == f"{4 * self.PARAMETERS / 1e3:.1f} kB in float32 on cpu, 4.00 bytes per weight"
         assert lines["cache per token"] == f"{CACHE_BYTES_PER_TOKEN} bytes"
         assert lines["context"] == f"{CONTEXT} positions, {CONTEXT * CACHE_BYTES_PER_TOKEN / 1e3:.1f} kB of cache"
         assert lines["largest that fits"].startswith("100 positions (")

@@ -68,9 +68,11 @@ class KVCache(BaseCache):
         return views.k[layer_idx], views.v[layer_idx]
 
     def table(self, config: ModelConfig) -> Any:
-        if not self._suits_kernels(config):
+        if not self._suits_kernels(config) or self.k.stride() != self.v.stride():
             return None
-        if self._table is None:
+        if self.k.stride()[3:] != (self.width, 1):
+            return None
+        if self._table is None or not self._table.is_of([self.k], [self.v]):
             self._table = Table(self.k.unbind(), self.v.unbind())
         return self._table.at(self.seq_len)
 

@@ -149,7 +149,7 @@ class SlidingCache(BaseCache):
         windows = tuple(config.window(i) for i in range(config.num_hidden_layers))
         if windows != self.windows or not self._suits_kernels(config):
             return None
-        if self._table is None:
+        if self._table is None or not self._table.is_of(self.k, self.v):
             self._table = Table(self.k, self.v)
         self._staged = {}
         end = self.seq_len + 1

@@ -322,7 +322,7 @@ def _attend_head(
 
 
 @njit(parallel=True)
-def _attend(blocks: Any, x: Any, table: Any, seen: Any, out: Any) -> None:
+def attend_rows(blocks: Any, x: Any, table: Any, seen: Any, out: Any) -> None:
     """The heads of q are the first of each row of x. seen: of each row, its first slot and how many keys."""
     heads, size, scale = blocks[0].heads, blocks[0].head_dim, np.float32(blocks[0].scale)
     group, most = heads // blocks[0].kv_heads, 0
@@ -384,7 +384,7 @@ def _decode(blocks: Any, x: Any, cos_at: int, sin_at: int, table: Any, out: Any)
         _write(block, table[row], projected[row, q_size:], position % slots)
         oldest = 0 if block.window == 0 else max(0, position - block.window + 1)
         seen[row, 0], seen[row, 1] = oldest % slots, position - oldest + 1
-    _attend(blocks, projected, table, seen, mixed)
+    attend_rows(blocks, projected, table, seen, mixed)
     _finish(block, mixed, x, out)
 
 
@@ -416,7 +416,7 @@ def _encode(x: Any, at: int, scale_at: int) -> None:
     """A group in 8 bits, with the very bits that `infer.cache.int8.encode` gives it."""
     peak = np.float32(0)
     for i in range(x.shape[0]):
-        peak = abs(x[i]) if not abs(x[i]) <= peak else peak  # a NaN stays
+        peak = abs(x[i]) if abs(x[i]) > peak or x[i] != x[i] else peak  # a NaN stays
     step = np.float32(np.nan) if peak == np.inf else np.float32(peak / np.float32(127))
     step = np.float32(65504) if step > 65504 else step
     store_as_half(scale_at, step)
@@ -446,7 +446,7 @@ def _run(
     elif part == BEHIND:
         _finish(blocks[0], attended, x, out)
     elif part == ATTEND:
-        _attend(blocks, x, tables[0], seen, out)
+        attend_rows(blocks, x, tables[0], seen, out)
     else:
         given, done = x, np.empty(x.shape, np.float32)
         for layer in range(blocks.shape[0]):

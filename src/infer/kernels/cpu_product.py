@@ -9,9 +9,10 @@ Codes go by quads of columns: the four bytes of row 0, of row 1, 2 and 3, then t
 half is of quad j and its high half of quad j + 4. So a vector of 16 bytes meets the same four bytes of x in every row,
 the sums of the four rows lie side by side in one vector, and a whole tile is read front to back.
 
-The rows of x are rounded too, in groups of 32: to 8 bits where weights have 4, to 16 where they have 8, of which the
-rounding of x would else be the larger error. Codes are multiplied as whole numbers, which is exact. What remains in
-floating point goes group by group in one order, so that a row comes out the same alone or among others.
+The rows of x are rounded too, in groups of 32, to 16 bits: a high byte and a low one, each multiplied with the codes as
+whole numbers, which is exact. (With 8 bits, as others do it, a last digit's difference in x flips codes, and grows to
+tenths of a logit.) What remains in floating point goes group by group in one order, so that a row comes out the same
+alone or among others.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ WEIGHT = np.dtype([(name, np.int64) for name in ("kind", "at", "bias", "rows", "
 INT4, INT8, FLOAT32 = 4, 8, 32
 GROUP, TILE = 32, 4
 INT4_BYTES, INT8_BYTES = 80, 136  # of a group of a tile
-STEPS, WIDE_STEPS = 127, 127 * 256 + 127  # of x, from 0 to the largest: so many its codes can count
+X_BYTES = 2 * GROUP  # of a group of x
+STEPS = 127 * 256 + 127  # of x, from 0 to the largest: so many its codes can count
 
 
 @njit(fastmath=FASTMATH)
@@ -79,50 +81,47 @@ def _float_product(weight: Any, x: Any, out: Any) -> None:
 
 
 @njit
-def _round_rows(x: Any, wide: int, codes: Any, scales: Any) -> None:
+def _round_rows(x: Any, codes: Any, scales: Any) -> None:
     if x.shape[0] >= 16:
-        _round_many(x, wide, codes, scales)
+        _round_many(x, codes, scales)
         return
     for t in range(x.shape[0]):  # sooner done than handed out
-        _round_row(x[t], wide, codes[t], scales[t])
+        _round_row(x[t], codes[t], scales[t])
 
 
 @njit(parallel=True)
-def _round_many(x: Any, wide: int, codes: Any, scales: Any) -> None:
+def _round_many(x: Any, codes: Any, scales: Any) -> None:
     for t in prange(x.shape[0]):
-        _round_row(x[t], wide, codes[t], scales[t])
+        _round_row(x[t], codes[t], scales[t])
 
 
 @njit
-def _round_row(x: Any, wide: int, codes: Any, scales: Any) -> None:
+def _round_row(x: Any, codes: Any, scales: Any) -> None:
     """Each group's codes, its scale, and the sum of what its codes stand for; the last group is filled up with 0."""
-    at, codes_at, whole, size = x.ctypes.data, codes.ctypes.data, x.shape[0] // GROUP, GROUP * (1 + wide)
+    at, codes_at, whole = x.ctypes.data, codes.ctypes.data, x.shape[0] // GROUP
     for g in range(whole):
-        scales[g, 0], scales[g, 1] = _round_group(at + g * GROUP * 4, wide, codes_at + g * size)
+        scales[g, 0], scales[g, 1] = _round_group(at + g * GROUP * 4, codes_at + g * X_BYTES)
     if whole < scales.shape[0]:
         rest = np.empty(GROUP, np.float32)
         for i in range(GROUP):
             rest[i] = x[whole * GROUP + i] if whole * GROUP + i < x.shape[0] else 0
-        scales[whole, 0], scales[whole, 1] = _round_group(rest.ctypes.data, wide, codes_at + whole * size)
+        scales[whole, 0], scales[whole, 1] = _round_group(rest.ctypes.data, codes_at + whole * X_BYTES)
 
 
 @njit(forceinline=True)
-def _round_group(at: int, wide: int, codes_at: int) -> Any:
-    """Wide: the high bytes of all codes, rounded, and then what is left of them in the low ones."""
+def _round_group(at: int, codes_at: int) -> Any:
+    """First the high bytes of all codes, rounded, then what is left of them in low ones."""
     peak = absolute(load_floats(at))
     for i in range(16, GROUP * 4, 16):
         peak = larger(peak, absolute(load_floats(at + i)))
-    step = largest(peak) / np.float32(WIDE_STEPS if wide else STEPS)
+    step = largest(peak) / np.float32(STEPS)
     inverse = splat(np.float32(1) / step if step > 0 else step)
     sums = no_ints()
     for i in range(0, GROUP, 4):
         code = to_ints(rounded(multiply(load_floats(at + 4 * i), inverse)))
         sums = add_ints(sums, code)
-        if wide:
-            store_as_bytes(codes_at + i, high_byte(code))
-            store_as_bytes(codes_at + GROUP + i, code)
-        else:
-            store_as_bytes(codes_at + i, code)
+        store_as_bytes(codes_at + i, high_byte(code))
+        store_as_bytes(codes_at + GROUP + i, code)
     return step, np.float32(total(sums)) * step
 
 
@@ -157,29 +156,27 @@ def _int8_codes(at: int) -> Any:
 
 
 @njit(forceinline=True)
-def _dot_group(so_far: Any, codes: Any, x_at: int) -> Any:
-    """Codes of four rows with those of x."""
+def _dot_group(codes: Any, x_at: int) -> Any:
+    """Codes of four rows with those of x: with its high bytes and with its low ones, neither waiting for the other."""
     first, second = load_bytes(x_at), load_bytes(x_at + 16)
-    sums = dot(so_far, codes[0], first, 0)
-    sums = dot(sums, codes[1], first, 1)
-    sums = dot(sums, codes[2], first, 2)
-    sums = dot(sums, codes[3], first, 3)
-    sums = dot(sums, codes[4], second, 0)
-    sums = dot(sums, codes[5], second, 1)
-    sums = dot(sums, codes[6], second, 2)
-    return dot(sums, codes[7], second, 3)
+    third, fourth = load_bytes(x_at + 32), load_bytes(x_at + 48)
+    high, low = dot(no_ints(), codes[0], first, 0), dot(no_ints(), codes[0], third, 0)
+    high, low = dot(high, codes[1], first, 1), dot(low, codes[1], third, 1)
+    high, low = dot(high, codes[2], first, 2), dot(low, codes[2], third, 2)
+    high, low = dot(high, codes[3], first, 3), dot(low, codes[3], third, 3)
+    high, low = dot(high, codes[4], second, 0), dot(low, codes[4], fourth, 0)
+    high, low = dot(high, codes[5], second, 1), dot(low, codes[5], fourth, 1)
+    high, low = dot(high, codes[6], second, 2), dot(low, codes[6], fourth, 2)
+    high, low = dot(high, codes[7], second, 3), dot(low, codes[7], fourth, 3)
+    return to_floats(add_ints(times_256(high), low))
 
 
-def _quantised_product(codes_of: Any, scales_at: int, group_bytes: int, has_minimum: bool, wide: bool) -> Any:
+def _quantised_product(codes_of: Any, scales_at: int, group_bytes: int, has_minimum: bool) -> Any:
     """The product for one kind of weight."""
-    x_bytes = GROUP * (1 + wide)  # of a group of x
 
     @njit(forceinline=True)
     def add_group(so_far: Any, w: Any, scale: Any, minimum: Any, x_at: int, x_scale_at: int) -> Any:
-        sums = _dot_group(no_ints(), w, x_at)
-        if wide:
-            sums = _dot_group(times_256(sums), w, x_at + GROUP)
-        so_far = fused(to_floats(sums), multiply(scale, load_splat(x_scale_at)), so_far)
+        so_far = fused(_dot_group(w, x_at), multiply(scale, load_splat(x_scale_at)), so_far)
         return fused(minimum, load_splat(x_scale_at + 4), so_far) if has_minimum else so_far
 
     @njit(forceinline=True)
@@ -194,11 +191,11 @@ def _quantised_product(codes_of: Any, scales_at: int, group_bytes: int, has_mini
             start = at + tile * groups * group_bytes
             t, together = 0, codes.shape[0] // 4 * 4
             while t < together:  # four rows of x at once: the codes of W are taken apart once for all
-                x, s, x_row, s_row = codes[t].ctypes.data, scales[t].ctypes.data, groups * x_bytes, groups * 8
+                x, s, x_row, s_row = codes[t].ctypes.data, scales[t].ctypes.data, groups * X_BYTES, groups * 8
                 a, b, c, d = no_floats(), no_floats(), no_floats(), no_floats()
                 for g in range(groups):
                     w, scale, minimum = take(start + g * group_bytes)
-                    x_at, s_at = x + g * x_bytes, s + g * 8
+                    x_at, s_at = x + g * X_BYTES, s + g * 8
                     a = add_group(a, w, scale, minimum, x_at, s_at)
                     b = add_group(b, w, scale, minimum, x_at + x_row, s_at + s_row)
                     c = add_group(c, w, scale, minimum, x_at + 2 * x_row, s_at + 2 * s_row)
@@ -213,7 +210,7 @@ def _quantised_product(codes_of: Any, scales_at: int, group_bytes: int, has_mini
                 a = no_floats()
                 for g in range(groups):
                     w, scale, minimum = take(start + g * group_bytes)
-                    a = add_group(a, w, scale, minimum, x + g * x_bytes, s + g * 8)
+                    a = add_group(a, w, scale, minimum, x + g * X_BYTES, s + g * 8)
                 _put(a, bias_at, out, t, tile)
                 t += 1
 
@@ -236,8 +233,8 @@ def _put(sums: Any, bias_at: int, out: Any, t: int, tile: int) -> None:
             out[t, first + i] += vector(bias_at, first + i + 1)[first + i]
 
 
-_int4_product = _quantised_product(_int4_codes, 64, INT4_BYTES, has_minimum=True, wide=False)
-_int8_product = _quantised_product(_int8_codes, 128, INT8_BYTES, has_minimum=False, wide=True)
+_int4_product = _quantised_product(_int4_codes, 64, INT4_BYTES, has_minimum=True)
+_int8_product = _quantised_product(_int8_codes, 128, INT8_BYTES, has_minimum=False)
 
 
 @njit
@@ -265,10 +262,10 @@ def product(weight: Any, x: Any, out: Any) -> None:
     if weight.kind == FLOAT32:
         _float_product(weight, x, out)
         return
-    groups, wide = (weight.columns + GROUP - 1) // GROUP, weight.kind == INT8
-    codes = np.empty((x.shape[0], groups * GROUP * (1 + wide)), np.int8)
+    groups = (weight.columns + GROUP - 1) // GROUP
+    codes = np.empty((x.shape[0], groups * X_BYTES), np.int8)
     scales = np.empty((x.shape[0], groups, 2), np.float32)
-    _round_rows(x, wide, codes, scales)
+    _round_rows(x, codes, scales)
     if weight.kind == INT4:
         _int4_product(weight, codes, scales, out)
     else:

@@ -46,7 +46,8 @@ class Checkpoint(Protocol):
     def groups(self, name: str, bits: int) -> Iterator[Groups]:
         """The rows of a matrix in order, quantised; the number in each block but the last is a multiple of 4."""
         for block in in_tiles(self.blocks(name)):
-            yield quantise(block, bits)
+            for rows in torch.split(block, max(1, (1 << 18) // block.shape[1] // TILE) * TILE):
+                yield quantise(rows, bits)
 
     def tokenizer_parts(self) -> TokenizerParts: ...
 

@@ -186,7 +186,17 @@ class Block(Module):
         return [module for module in found if module is not None]
 
     def record(self) -> Any:
-        attn, mlp = self.self_attn, self.mlp
+        attn, mlp, norms = self.self_attn, self.mlp, self.norms()
+        hidden, q_size = norms.before_attention.weight.shape[0], attn.num_heads * attn.head_dim
+        inner = mlp.down_proj.weight.shape[1]
+        fit = {
+            attn.qkv_proj: (q_size + 2 * attn.num_kv_heads * attn.head_dim, hidden),
+            attn.o_proj: (hidden, q_size),
+            mlp.first: (inner * (2 if type(mlp) is MLP else 1), hidden),
+            mlp.down_proj: (hidden, inner),
+        }
+        if any(tuple(linear.weight.shape) != shape for linear, shape in fit.items()):
+            return None  # weights that do not fit each other: torch says so
         return compiled.block_record(
             attn.qkv_proj,
             attn.o_proj,
@@ -263,7 +273,7 @@ class Decoder(Module):
         positions = cache.positions(n)
         if positions.shape[0] != batch:
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
-        x = self.embed(input_ids.flatten(), positions.flatten())  # [T, C]
+        x = self.embed(input_ids.flatten(), positions.flatten()).to(self.dtype)  # [T, C]
         rope = {kind: rope(positions) for kind, rope in self.ropes.items()}
         step = Pass(batch, n, rope, cache, compiled.available(x, PLAIN))
         if step.compiled and n == 1 and (logits := self.decode(x, step)) is not None:
@@ -296,14 +306,18 @@ class Decoder(Module):
 
     def record(self) -> Any:
         blocks = [layer.record() for layer in self.layers if isinstance(layer, Block)]
-        return np.concatenate(blocks), compiled.head_record(self.norm, self.lm_head)
+        head = self.head_record()
+        return None if head is None or any(block is None for block in blocks) else (np.concatenate(blocks), head)
+
+    def head_record(self) -> Any:
+        if self.norm.weight.shape[0] != self.lm_head.weight.shape[1]:
+            return None
+        return compiled.head_record(self.norm, self.lm_head)
 
     def head(self, x: Tensor, step: Pass) -> Tensor:
         """x [T, C] -> logits [T, V]"""
         if step.compiled:
-            plan = self.head_planner(
-                lambda: (self.norm, self.lm_head), lambda: compiled.head_record(self.norm, self.lm_head)
-            )
+            plan = self.head_planner(lambda: (self.norm, self.lm_head), self.head_record)
             if plan is not None and plan.takes(x):
                 return compiled.head(plan, x)
         return self.lm_head(self.norm(x))  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,7 +73,8 @@ class Planner:
         self._made_at = -1
         self._plan: Plan | None = None
         self._hooks: list[Any] = []
-        self._weights: list[tuple[Tensor, int, torch.dtype]] = []
+        self._weights: list[Tensor] = []
+        self._state: list[Any] = []
 
     def __call__(self, modules: Callable[[], Sequence[nn.Module] | None], record: Callable[[], Any]) -> Plan | None:
         """modules: returns them, or None where no kernel fits their like. record: describes them."""
@@ -82,13 +84,11 @@ class Planner:
         return None if any(self._hooks) else self._plan
 
     def _moved(self) -> bool:
-        for weight, address, dtype in self._weights:
-            if weight.data_ptr() != address or weight.dtype is not dtype or not weight.is_contiguous():
-                return True
-        return False
+        weights = self._weights
+        return self._state != _state(weights) or not all(map(Tensor.is_contiguous, weights))
 
     def _make(self, modules: Sequence[nn.Module], record: Callable[[], Any]) -> Plan | None:
-        self._hooks, self._weights = [], []
+        self._hooks, self._weights, self._state = [], [], []
         linears = [m for m in modules if isinstance(m, Linear)]
         quantized = [m.weight for m in linears if isinstance(m.weight, QuantizedWeight)]
         everything = [*modules, *quantized]
@@ -96,11 +96,12 @@ class Planner:
             return None
         tensors = [t for m in everything for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._hooks = [hooks for m in everything for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._weights = [(t, t.data_ptr(), t.dtype) for t in tensors]
+        self._weights, self._state = tensors, _state(tensors)
         for t in tensors:
             if t.dtype not in (torch.float32, torch.uint8) or not t.is_cpu or not t.is_contiguous():
                 return None
-        return Plan(record(), len(quantized) == len(linears))
+        described = record()
+        return None if described is None else Plan(described, len(quantized) == len(linears))
 
     def _is_plain(self, module: nn.Module) -> bool:
         return (
@@ -108,6 +109,11 @@ class Planner:
             and "forward" not in module.__dict__
             and all(type(weight) is nn.Parameter for weight in module._parameters.values() if weight is not None)
         )
+
+
+def _state(weights: Sequence[Tensor]) -> list[Any]:
+    """Where they lie, and what they are: asked for at each step, so without a line of Python for each."""
+    return [*map(Tensor.data_ptr, weights), *map(attrgetter("dtype"), weights)]
 
 
 def block_record(
@@ -219,6 +225,11 @@ class Table:
             step = np.arange(len(rows)) * keys.stride(0) * size
             rows[:, cpu.K], rows[:, cpu.V] = keys.data_ptr() + step, values.data_ptr() + step
             rows[:, cpu.STRIDE], rows[:, cpu.SLOTS], rows[:, cpu.BITS] = keys.stride(1) * size, keys.shape[2], size * 8
+
+    def is_of(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> bool:
+        """Whether keys and values are still there: a copied cache has others, and so may one whose tensors were set."""
+        found = [t.data_ptr() for pair in zip(k, v, strict=True) for t in pair]
+        return self._rows[: len(k), 0, :2].ravel().tolist() == found
 
     def at(self, filled: int) -> np.ndarray[Any, Any]:
         """[layers, B, ...] with so many positions filled."""

@@ -67,7 +67,8 @@ def _int4(weights: Tensor, low: Tensor, high: Tensor) -> Groups:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    return torch.where(scale > 0, 1 / scale.float(), 0.0)
+    # 0 also where the inverse would be beyond what a float holds.
+    return torch.where(scale > 1e-38, 1 / scale.float(), 0.0)
 
 
 def nibbles(codes: Tensor) -> Tensor:
@@ -85,10 +86,10 @@ def _packed_shape(rows: int, columns: int, bits: int) -> tuple[int, int, int]:
     return -(-rows // TILE), -(-columns // GROUP), size
 
 
-def rounded(x: Tensor, bits: int) -> Tensor:
-    """x [T, K] as the kernels take it for weights of so many bits: in groups of 32, to 8 bits for 4, to 16 for 8."""
+def rounded(x: Tensor) -> Tensor:
+    """x [T, K] as the kernels take it, in 16 bits: each group of 32 in steps of 1/32,639 of its largest value."""
     groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).reshape(len(x), -1, GROUP)
-    step = groups.abs().amax(2, keepdim=True) / (127 if bits == 4 else 32639)
+    step = groups.abs().amax(2, keepdim=True) / 32639
     return ((groups * _inverse(step)).round_() * step).flatten(1)[:, : x.shape[1]].to(x.dtype)
 
 
@@ -154,7 +155,7 @@ class QuantizedWeight(Module):
         else:
             codes = torch.cat((codes & 15, codes >> 4), -1)
             weights = codes * scale.float()[..., None] + minimum.float()[..., None]
-        return weights.flatten(-2)[..., : self.columns]
+        return weights.flatten(-2)[..., : self.columns].contiguous()
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows ids [T] as float32 [T, K]."""
@@ -170,10 +171,12 @@ class QuantizedWeight(Module):
         """x [T, K] -> [T, N], in x's dtype. x is `rounded`, unless it is to have gradients."""
         if not x.is_cpu:
             raise ValueError(f"quantised weights multiply on the CPU alone, and x is on {x.device}")
+        if x.dim() != 2 or x.shape[1] != self.columns:
+            raise ValueError(f"x of shape {list(x.shape)} does not fit a weight of {list(self.shape)}")
         if x.requires_grad and torch.is_grad_enabled():
             return self._plain(x, bias)
         if (compiled := kernels.cpu()) is None:
-            return self._plain(rounded(x, self.bits), bias)
+            return self._plain(rounded(x), bias)
         compiled.use_threads(torch.get_num_threads())
         out = torch.empty(x.shape[0], self.rows)
         offset = None if bias is None else bias.float().contiguous()
