@@ -433,6 +433,8 @@ def _encode(x: Any, at: int, scale_at: int) -> None:
 def look_up(heads: Any, ids: Any, out: Any) -> None:
     """out [T, columns]: rows of a quantised weight."""
     for t in range(ids.shape[0]):
+        if ids[t] < 0 or ids[t] >= heads[0].weight.rows:
+            raise IndexError("there is no such row")
         unpack(heads[0].weight, ids[t], out[t])
 
 

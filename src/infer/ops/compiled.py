@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +73,7 @@ class Planner:
         self._plan: Plan | None = None
         self._hooks: list[Any] = []
         self._weights: list[Tensor] = []
-        self._state: list[Any] = []
+        self._addresses: list[int] = []
 
     def __call__(self, modules: Callable[[], Sequence[nn.Module] | None], record: Callable[[], Any]) -> Plan | None:
         """modules: returns them, or None where no kernel fits their like. record: describes them."""
@@ -85,10 +84,11 @@ class Planner:
 
     def _moved(self) -> bool:
         weights = self._weights
-        return self._state != _state(weights) or not all(map(Tensor.is_contiguous, weights))
+        # Without a line of Python for each weight: this is asked at every step.
+        return self._addresses != [*map(Tensor.data_ptr, weights)] or not all(map(Tensor.is_contiguous, weights))
 
     def _make(self, modules: Sequence[nn.Module], record: Callable[[], Any]) -> Plan | None:
-        self._hooks, self._weights, self._state = [], [], []
+        self._hooks, self._weights, self._addresses = [], [], []
         linears = [m for m in modules if isinstance(m, Linear)]
         quantized = [m.weight for m in linears if isinstance(m.weight, QuantizedWeight)]
         everything = [*modules, *quantized]
@@ -96,7 +96,7 @@ class Planner:
             return None
         tensors = [t for m in everything for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._hooks = [hooks for m in everything for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._weights, self._state = tensors, _state(tensors)
+        self._weights, self._addresses = tensors, [*map(Tensor.data_ptr, tensors)]
         for t in tensors:
             if t.dtype not in (torch.float32, torch.uint8) or not t.is_cpu or not t.is_contiguous():
                 return None
@@ -109,11 +109,6 @@ class Planner:
             and "forward" not in module.__dict__
             and all(type(weight) is nn.Parameter for weight in module._parameters.values() if weight is not None)
         )
-
-
-def _state(weights: Sequence[Tensor]) -> list[Any]:
-    """Where they lie, and what they are: asked for at each step, so without a line of Python for each."""
-    return [*map(Tensor.data_ptr, weights), *map(attrgetter("dtype"), weights)]
 
 
 def block_record(

@@ -18,15 +18,16 @@ class Rope:
     """cos and sin tables for any positions, in float32: bf16 cannot tell position 1000 from 1001."""
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
-        self.inv_freq = inverse_frequencies(config, head_dim)
+        inv_freq = inverse_frequencies(config, head_dim)
+        self.inv_freq = torch.cat((inv_freq, inv_freq))  # [D]
+        self.sign = torch.cat((-torch.ones_like(inv_freq), torch.ones_like(inv_freq)))
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [B, n] -> cos, sin [B, 1, n, D]; sin carries the sign of rotate-half."""
         if self.inv_freq.device != positions.device:
-            self.inv_freq = self.inv_freq.to(positions.device)
-        angles = positions[:, None, :, None].float() * self.inv_freq  # [B, 1, n, D/2]
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+            self.inv_freq, self.sign = self.inv_freq.to(positions.device), self.sign.to(positions.device)
+        angles = positions[:, None, :, None] * self.inv_freq  # [B, 1, n, D], in float32
+        return angles.cos(), angles.sin().mul_(self.sign)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
