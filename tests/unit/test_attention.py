@@ -10,7 +10,7 @@ import torch
 from mocks import CACHES, naive_attention, sees
 from torch import Tensor
 
-from infer import SlidingCache
+from infer import SlidingCache, kernels
 from infer.cache import BaseCache, NoCache
 from infer.models.common import Attention, Pass
 from infer.ops import attention as ops
@@ -209,7 +209,7 @@ class TestRing:
     @pytest.mark.parametrize("end", [1, 4, 6, 7, 9, 12, 13, 25])
     def test_attention(self, monkeypatch: pytest.MonkeyPatch, end: int, batch: int, compiled: bool) -> None:
         if not compiled:
-            monkeypatch.setattr(ops.decode, "kernels", lambda: None)
+            monkeypatch.setattr(kernels, "cpu", lambda: None)
         slots, window = 6, 4
         q, k, v = random_qkv(6, 2, batch=batch, length=end)
         rings = [torch.full((batch, 2, slots, 8), torch.nan) for _ in range(2)]

@@ -1000,3 +1000,26 @@ class TestRemembered:
             else:
                 layer.__class__ = Parallel
         torch.testing.assert_close(self.logits(model), plain_logits(model), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [KVCache, SlidingCache])
+@pytest.mark.parametrize("how", ["subclass", "instance"])
+def test_a_cache_with_ways_of_its_own_is_asked(kind: type[BaseCache], how: str, tiny_model: Callable) -> None:
+    """Where `attend` was replaced, no kernel attends in its place."""
+    calls = []
+
+    class Counting(kind):  # type: ignore[misc, valid-type]
+        def attend(self, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor:
+            calls.append(layer_idx)
+            return super().attend(layer_idx, *args, **options)
+
+    model = tiny_model()
+    cache = (Counting if how == "subclass" else kind).from_model_config(model.config, 8, dtype="float32", device="cpu")
+    if how == "instance":
+        attend = cache.attend
+        cache.attend = lambda layer_idx, *args, **options: (
+            calls.append(layer_idx) or attend(layer_idx, *args, **options)
+        )
+    model(torch.tensor([[3, 4]]), kv_cache=cache)
+    model(torch.tensor([[5]]), kv_cache=cache)
+    assert calls == [0, 1] * 2

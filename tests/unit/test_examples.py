@@ -94,13 +94,13 @@ class TestProof:
         self, proof: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """One that forgets its first position gives other rows, and the proof says so."""
-        update = GrowingCache.update
+        store = GrowingCache._store
 
         def drop(cache: GrowingCache, *args: object) -> tuple[torch.Tensor, ...]:
-            keys, values = update(cache, *args)  # type: ignore[arg-type]
+            keys, values = store(cache, *args)  # type: ignore[arg-type]
             return (keys[:, :, 1:], values[:, :, 1:]) if cache.seq_len else (keys, values)
 
-        monkeypatch.setattr(GrowingCache, "update", drop)
+        monkeypatch.setattr(GrowingCache, "_store", drop)
         proof.main()
         assert capsys.readouterr().out.count("False\n") == 1
 

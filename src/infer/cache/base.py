@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -231,6 +232,11 @@ class BaseCache(ABC):
         if self.quantized:
             k, v = encode(torch.stack((k, v))).unbind()
         return n, k, v
+
+
+def untouched(cache: object, methods: Mapping[str, Any]) -> bool:
+    """Whether kernels may do what these methods would: none is replaced in a subclass, or patched."""
+    return all(getattr(type(cache), name) is method and name not in vars(cache) for name, method in methods.items())
 
 
 def checked(

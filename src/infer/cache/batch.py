@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.cache.base import Cache
+from infer.cache.base import Cache, untouched
 from infer.config import ModelConfig
 
 
@@ -57,6 +57,8 @@ class BatchCache:
         return torch.cat(out)
 
     def table(self, config: ModelConfig) -> Any:
+        if not untouched(self, METHODS):
+            return None
         tables = [row.table(config) for row in self.rows]
         return None if any(table is None for table in tables) else np.concatenate(tables, 1)
 
@@ -74,3 +76,6 @@ class BatchCache:
     def reset(self) -> None:
         for row in self.rows:
             row.reset()
+
+
+METHODS = {name: getattr(BatchCache, name) for name in ("update", "attend")}

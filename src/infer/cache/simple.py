@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from infer.cache.base import BaseCache, CacheShape, check_memory
+from infer.cache.base import BaseCache, CacheShape, check_memory, untouched
 from infer.cache.int8 import values_in, width
 from infer.config import ModelConfig
 from infer.ops.compiled import Table
@@ -68,9 +68,9 @@ class KVCache(BaseCache):
         return views.k[layer_idx], views.v[layer_idx]
 
     def table(self, config: ModelConfig) -> Any:
-        if not self._suits_kernels(config) or self.k.stride() != self.v.stride():
+        if not self._suits_kernels(config) or not untouched(self, METHODS):
             return None
-        if self.k.stride()[3:] != (self.width, 1):
+        if self.k.stride() != self.v.stride() or self.k.stride()[3:] != (self.width, 1):
             return None
         if self._table is None or not self._table.is_of([self.k], [self.v]):
             self._table = Table(self.k.unbind(), self.v.unbind())
@@ -89,6 +89,9 @@ class KVCache(BaseCache):
             self.k[:, :, :, :end].unbind(),
             self.v[:, :, :, :end].unbind(),
         )
+
+
+METHODS = {name: getattr(KVCache, name) for name in ("_store", "update", "attend")}
 
 
 class Views(NamedTuple):

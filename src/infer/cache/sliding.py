@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from infer.cache.base import BaseCache, CacheShape, check_memory, checked
+from infer.cache.base import BaseCache, CacheShape, check_memory, checked, untouched
 from infer.config import ModelConfig
 from infer.ops.attention import ring_attention, ring_span
 from infer.ops.compiled import Table
@@ -147,7 +147,7 @@ class SlidingCache(BaseCache):
 
     def table(self, config: ModelConfig) -> Any:
         windows = tuple(config.window(i) for i in range(config.num_hidden_layers))
-        if windows != self.windows or not self._suits_kernels(config):
+        if windows != self.windows or not self._suits_kernels(config) or not untouched(self, METHODS):
             return None
         if self._table is None or not self._table.is_of(self.k, self.v):
             self._table = Table(self.k, self.v)
@@ -221,6 +221,9 @@ class SlidingCache(BaseCache):
             else:
                 ring.narrow(2, slot, until_end).copy_(new[:, :, :until_end])
                 ring.narrow(2, 0, n - until_end).copy_(new[:, :, until_end:])
+
+
+METHODS = {name: getattr(SlidingCache, name) for name in ("_store", "_first_seen", "update", "attend")}
 
 
 def ring_slots(window: int | None, prefill_chunk: int, max_seq_len: int) -> int:
