@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from infer.config import ModelConfig
-from infer.engine.generate import Model, generate
+from infer.engine.generate import Model, generate, weight_bytes
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_chunk, check_request
 from infer.engine.result import GenerationResult
@@ -148,7 +148,7 @@ def run(
         decode_time_s=median.timing.decode_time_s,
         decode_tokens_per_s=median.timing.decode_tokens_per_s,
         step_ms=StepTimes.of([time_s * 1e3 for result in trials for time_s in result.timing.decode_times_s]),
-        weight_bytes=sum(parameter.nbytes for parameter in weights),
+        weight_bytes=weight_bytes(model),
         cache_bytes=median.cache_memory_bytes,
         peak_memory_bytes=peak_memory(weights[0].device),
         positions=list(range(config.prompt_tokens, config.prompt_tokens + config.new_tokens - 1)),

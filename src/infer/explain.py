@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from infer.cache.sliding import layer_slots
 from infer.config import ModelConfig
-from infer.engine.generate import Model, generate
+from infer.engine.generate import Model, generate, weight_bytes
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_request
 from infer.engine.result import GenerationResult
@@ -149,7 +149,7 @@ def explain(model: Model, tokenizer: Decodes, prompt_token_ids: Sequence[int], m
         same_tokens=cached.token_ids == whole.token_ids,
         with_cache=_passes([trial[0] for trial in trials], use_kv_cache=True),
         without_cache=_passes([trial[1] for trial in trials], use_kv_cache=False),
-        weight_bytes=sum(weight.nbytes for weight in weights),
+        weight_bytes=weight_bytes(model),
         element_size=weights[0].element_size(),
         cache_bytes=cached.cache_memory_bytes,
     )

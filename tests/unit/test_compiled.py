@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from conftest import FAMILIES
 from mocks import LAYOUT_NAMES, LAYOUTS, STORED
 from torch import nn
+from torch.nn.utils import parametrize
 
 from infer import GrowingCache, KVCache, SlidingCache, kernels
 from infer.cache import BaseCache, BatchCache, Cache, NoCache
@@ -78,7 +79,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, int]:
 
 
 def head_plan(norm: Norm, linear: Linear) -> compiled.Plan:
-    return compiled.Plan(compiled.head_record(norm, linear), quantized=False)
+    return compiled.Plan(compiled.head_record(norm, linear), False, linear.weight.shape[1])
 
 
 def block_plan(hidden: int, **parts: Any) -> compiled.Plan:
@@ -88,7 +89,7 @@ def block_plan(hidden: int, **parts: Any) -> compiled.Plan:
         "before_mlp": RMSNorm(hidden, 1e-5),
     }
     shape = {"heads": 1, "kv_heads": 1, "head_dim": 2, "scale": 1.0, "window": None, "activation": "silu"}
-    return compiled.Plan(compiled.block_record(**(missing | shape | parts)), quantized=False)
+    return compiled.Plan(compiled.BlockParts(**(missing | shape | parts)).record(), False, hidden)
 
 
 NORMS = [RMSNorm, ZeroCentredRMSNorm, LayerNorm, partial(LayerNorm, bias=False)]
@@ -663,7 +664,7 @@ def stored_by_kernel(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.T
     qkv.weight.copy_(torch.cat((torch.ones(heads * size), vectors.flatten()))[:, None])
     parts = {"o": linear(heads * size, 1), "up": linear(1, 2), "down": linear(1, 1)}
     block = block_plan(1, qkv=qkv, before_attention=before, heads=heads, kv_heads=heads, head_dim=size, **parts)
-    plan = compiled.Plan((block.record, compiled.head_record(None, parts["down"])), quantized=False)
+    plan = compiled.Plan((block.record, compiled.head_record(None, parts["down"])), False, 1)
     cache = KVCache.allocate(1, heads, size, 3, dtype=dtype, device="cpu")
     table = compiled.Table(cache.k.unbind(), cache.v.unbind())
     compiled.step(plan, torch.ones(1, 1), np.zeros((1, 2), np.int64), table.at(1))
@@ -1023,3 +1024,60 @@ def test_a_cache_with_ways_of_its_own_is_asked(kind: type[BaseCache], how: str, 
     model(torch.tensor([[3, 4]]), kv_cache=cache)
     model(torch.tensor([[5]]), kv_cache=cache)
     assert calls == [0, 1] * 2
+
+
+def decoded(model: Any) -> torch.Tensor:
+    cache = KVCache.from_model_config(model.config, 8, dtype="float32", device="cpu")
+    model(torch.tensor([[3, 4]]), kv_cache=cache)
+    return model(torch.tensor([[5]]), kv_cache=cache)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "layers swapped": lambda m: m.layers.insert(0, m.layers.pop(1)),
+    "a layer put in place of another": lambda m: m.layers.__setitem__(1, m.layers[0]),
+    "a window": lambda m: setattr(m.layers[1].self_attn, "window", 1),
+    "a bias that broadcasts": lambda m: setattr(
+        m.layers[0].self_attn.o_proj, "bias", nn.Parameter(torch.tensor([0.7]))
+    ),
+    "a parametrised weight": lambda m: parametrize.register_parametrization(
+        m.layers[0].mlp.down_proj, "weight", Doubled()
+    ),
+    "a head of its own": lambda m: setattr(m, "head", lambda x, step: 2 * type(m).head(m, x, step)),
+}
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("warm", [False, True])
+def test_what_was_changed_counts(
+    change: str, warm: bool, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is done to a model, before or after its first step, a step gives what plain torch gives."""
+    model = tiny_model()
+    if warm:
+        decoded(model)
+    CHANGES[change](model)
+    got = decoded(model)
+    without_kernels(monkeypatch)
+    torch.testing.assert_close(got, decoded(model), atol=1e-4, rtol=1e-4)
+
+
+def test_more_layers_than_the_cache_has(tiny_model: Callable) -> None:
+    model = tiny_model()
+    decoded(model)
+    model.layers.append(model.layers[0])
+    assert decoded(model).isfinite().all()
+    del model.layers[2], model.layers[1]
+    assert decoded(model).isfinite().all()
+
+
+def test_queries_that_torch_must_take() -> None:
+    q, k = randn(2, 4, 1, 8), randn(2, 2, 5, 8)
+    assert compiled.can_attend(q, k, k)
+    assert not compiled.can_attend(q, k[:1], k[:1])
+    assert not compiled.can_attend(randn(2, 3, 1, 8), k, k)
+    assert not compiled.can_attend(q, k[:, :, :0], k[:, :, :0])

@@ -23,19 +23,23 @@ DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 QuantizeOption = Annotated[
     str | None,
     typer.Option(
-        help="Keep the weights in 4 or 8 bits: less to read for each token.", metavar="int4|int8", show_default="none"
+        help="Keep the weights in 4 or 8 bits, on a CPU: less to read for each token. See `infer perplexity`.",
+        metavar="int4|int8",
+        show_default="none",
     ),
 ]
 ThreadsOption = Annotated[
     int | None,
-    typer.Option(help="Threads to compute on, on a CPU.", show_default="the cores that this process may use"),
+    typer.Option(
+        help="Threads to compute on, on a CPU.", show_default="OMP_NUM_THREADS, or as many as there are cores for it"
+    ),
 ]
 CACHE_DTYPES = ("auto", "int8")
 CacheDtypeOption = Annotated[
     str,
     typer.Option(
-        help="What the cache keeps keys and values in. auto: the model's dtype. int8: 8 bits, and a scale for each "
-        "head and position.",
+        help="What the cache keeps keys and values in. auto: the model's dtype. int8: 8 bits, and a scale for every "
+        "32 values.",
         metavar="auto|int8",
     ),
 ]
@@ -86,6 +90,10 @@ class Loading:
     device: DeviceOption = "auto"
     quantize: QuantizeOption = None
     threads: ThreadsOption = None
+
+    def __post_init__(self) -> None:
+        if self.quantize not in (None, "int4", "int8"):  # before a model is fetched
+            raise ValueError(f"quantize must be one of int4, int8, or left out, not {self.quantize!r}")
 
     def load(self, model: str) -> "Decoder":
         from infer import load_model

@@ -233,6 +233,12 @@ def make_cache(
     return KVCache.from_model_config(model.config, max_seq_len, dtype=dtype, device=device)
 
 
+def weight_bytes(model: Model) -> int:
+    """What a model's weights take; quantised ones are buffers."""
+    buffers = model.buffers() if isinstance(model, nn.Module) else ()
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *buffers))
+
+
 def check_mode(model: Model) -> None:
     """Refuse a model that is being trained."""
     if isinstance(model, nn.Module) and model.training and model.config.dropout:

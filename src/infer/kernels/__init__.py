@@ -5,39 +5,64 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from infer.machine import cache_folder
 
+_compiling = Lock()
+
+
+def cpu() -> Any:
+    """Those for the CPU; None with INFER_KERNELS=0, without numba, or where it cannot compile them."""
+    with _compiling:
+        return _cpu()
+
 
 @cache
-def cpu() -> Any:
-    """Those for the CPU; None with INFER_KERNELS=0, without numba, or where it can keep nothing on disk."""
+def _cpu() -> Any:
     if os.environ.get("INFER_KERNELS") == "0":
         return None
     try:
         from numba import config
+        from numba.core.errors import NumbaError
     except ImportError:
         return None
     # numba compiles a kernel again when its own file has changed, not when one that it calls has: so each state of
     # the files has a folder of its own.
     before = config.CACHE_DIR  # type: ignore[attr-defined]
-    home = Path(before or cache_folder() / "kernels")
-    folder = home / _fingerprint()
-    if not folder.exists():
+    folder = Path(before or cache_folder() / "kernels") / _fingerprint()
+    marker = folder / "compiled"
+    if not marker.exists():
         print("compiling kernels for this CPU: half a minute, once", file=sys.stderr, flush=True)
     config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
     try:
         from infer.kernels import cpu_block
-    except (ImportError, RuntimeError):
+    except (ImportError, RuntimeError, OSError, NumbaError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        print(f"no kernels for this CPU, so plain torch runs instead: {reason}", file=sys.stderr, flush=True)
         return None
     finally:
         config.CACHE_DIR = before  # type: ignore[attr-defined]
+    with suppress(OSError):  # numba then keeps its files somewhere else
+        marker.touch()
     return cpu_block
 
 
 def _fingerprint() -> str:
     files = sorted(Path(__file__).parent.glob("cpu_*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    contents = b"".join(file.read_bytes() for file in files)
+    return hashlib.sha256(contents + str(files).encode()).hexdigest()[:16]  # numba goes by their paths too
+
+
+def _without_kernels() -> None:
+    """In a forked child: GNU OpenMP, whose threads were not forked along, would end the process."""
+    os.environ["INFER_KERNELS"] = "0"
+    _cpu.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_without_kernels)

@@ -1,6 +1,6 @@
 """Memory as kernels see it: weights and caches come as addresses.
 
-Reading `data_ptr()` costs a tenth of wrapping a tensor as an array. All that is read so is contiguous float32.
+Reading `data_ptr()` costs a tenth of wrapping a tensor as an array. All that is read so is contiguous.
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ _pointer: Any = intrinsic(_pointer_to)
 @njit
 def vector(address: int, size: int) -> Any:
     return carray(_pointer(address), (size,), np.float32)
-
-
-@njit
-def matrix(address: int, rows: int, columns: int) -> Any:
-    return carray(_pointer(address), (rows, columns), np.float32)
 
 
 @njit

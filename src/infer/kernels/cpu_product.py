@@ -106,6 +106,9 @@ def _round_row(x: Any, codes: Any, scales: Any) -> None:
         for i in range(GROUP):
             rest[i] = x[whole * GROUP + i] if whole * GROUP + i < x.shape[0] else 0
         scales[whole, 0], scales[whole, 1] = _round_group(rest.ctypes.data, codes_at + whole * X_BYTES)
+        scales[whole, 1] += (
+            rest[GROUP - 1] * 0
+        )  # or numba may free it before the line above: an address is no use to it
 
 
 @njit(forceinline=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +63,9 @@ def load_model(
         for block in checkpoint.blocks(name):
             parameters[slot.parameter].data[row : row + len(block)].copy_(block)
             row += len(block)
-    if device.type == "cpu" and dtype is torch.float32:
-        compiled.prepare()  # now rather than between two tokens
+    # The kernels now rather than between two tokens.
+    if device.type == "cpu" and dtype is torch.float32 and not compiled.prepare() and quantize is not None:
+        print("without compiled kernels quantised weights are slow: each product makes floats of them", file=sys.stderr)
     return model.eval(), checkpoint.config
 
 

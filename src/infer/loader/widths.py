@@ -26,7 +26,9 @@ def resolve_weights(dtype: torch.dtype | str, device: torch.device, quantize: st
     if quantize not in BITS:
         raise ValueError(f"quantize must be one of {', '.join(BITS)}, or left out, not {quantize!r}")
     if device.type != "cpu":
-        raise ValueError(f"quantize={quantize!r} is for the CPU: on {device} leave it out, and load in bfloat16")
+        raise ValueError(
+            f"quantised weights run on the CPU alone: ask for device cpu, or leave {quantize} out on {device}"
+        )
     # The kernels that multiply quantised weights take float32.
     return torch.float32 if dtype == "auto" else resolve_dtype(dtype, device)
 

@@ -186,18 +186,8 @@ class Block(Module):
         return [module for module in found if module is not None]
 
     def record(self) -> Any:
-        attn, mlp, norms = self.self_attn, self.mlp, self.norms()
-        hidden, q_size = norms.before_attention.weight.shape[0], attn.num_heads * attn.head_dim
-        inner = mlp.down_proj.weight.shape[1]
-        fit = {
-            attn.qkv_proj: (q_size + 2 * attn.num_kv_heads * attn.head_dim, hidden),
-            attn.o_proj: (hidden, q_size),
-            mlp.first: (inner * (2 if type(mlp) is MLP else 1), hidden),
-            mlp.down_proj: (hidden, inner),
-        }
-        if any(tuple(linear.weight.shape) != shape for linear, shape in fit.items()):
-            return None  # weights that do not fit each other: torch says so
-        return compiled.block_record(
+        attn, mlp = self.self_attn, self.mlp
+        parts = compiled.BlockParts(
             attn.qkv_proj,
             attn.o_proj,
             mlp.first,
@@ -211,7 +201,9 @@ class Block(Module):
             scale=attn.scale,
             window=attn.window,
             activation=mlp.activation,
+            gated=isinstance(mlp, MLP),
         )
+        return parts.record() if parts.fit() else None
 
     def through_kernels(self, x: Tensor, step: Pass, plan: compiled.Plan) -> Tensor:
         """The same through the kernels, in two parts around the cache."""
@@ -253,6 +245,7 @@ class Decoder(Module):
         self.layers = nn.ModuleList(self.block(config, i) for i in range(config.num_hidden_layers))
         self.norm = self.block.make_norm(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.planned: list[nn.Module] = []
         self.step_planner, self.head_planner = compiled.Planner(PLAIN), compiled.Planner(PLAIN)
         self.ropes = {kind: Rope(rope, config.computed_head_dim) for kind, rope in config.ropes().items()}
         self.tie_weights()
@@ -288,6 +281,10 @@ class Decoder(Module):
 
     def decode(self, x: Tensor, step: Pass) -> Tensor | None:
         """Logits [B, V] for the next token of each row, in one call; None where the modules or the cache must run."""
+        if type(self).head is not Decoder.head or "head" in self.__dict__:
+            return None
+        if self.planned != [*self.layers]:  # a list of modules tells nobody when it changes
+            self.planned = [*self.layers]  # as an attribute of a module does
         plan = self.step_planner(self.parts, self.record)
         if plan is None or not plan.takes(x) or (tables := step.cache.table(self.config)) is None:
             return None
@@ -297,9 +294,18 @@ class Decoder(Module):
 
     def parts(self) -> list[nn.Module] | None:
         """All that the kernels stand for in a step, but the embedding; None where they stand for nothing like them."""
+        config = self.config
         found: list[nn.Module] = [self.norm, self.lm_head]
-        for layer in self.layers:
+        if len(self.layers) != config.num_hidden_layers:
+            return None
+        for i, layer in enumerate(self.layers):
             if not isinstance(layer, Block) or (parts := layer.parts()) is None:
+                return None
+            attn = layer.self_attn
+            # The cache's tables, and the ropes, go by the config.
+            if (attn.layer_idx, attn.window, attn.layer_type) != (i, config.window(i), config.layer_types[i]):
+                return None
+            if (attn.num_kv_heads, attn.head_dim) != (config.num_key_value_heads, config.computed_head_dim):
                 return None
             found += [layer, *parts]
         return found
@@ -310,9 +316,8 @@ class Decoder(Module):
         return None if head is None or any(block is None for block in blocks) else (np.concatenate(blocks), head)
 
     def head_record(self) -> Any:
-        if self.norm.weight.shape[0] != self.lm_head.weight.shape[1]:
-            return None
-        return compiled.head_record(self.norm, self.lm_head)
+        fits = compiled.head_fits(self.norm, self.lm_head)
+        return compiled.head_record(self.norm, self.lm_head) if fits else None
 
     def head(self, x: Tensor, step: Pass) -> Tensor:
         """x [T, C] -> logits [T, V]"""

@@ -27,9 +27,9 @@ ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # those that the kern
 MAX_ROWS = 6  # of float32 weights: with more, torch's product, which works on blocks of rows, is faster
 
 
-def prepare() -> None:
-    """Compile the kernels, or read what was compiled."""
-    kernels.cpu()
+def prepare() -> bool:
+    """Compile the kernels, or read what was compiled; False where there are none."""
+    return kernels.cpu() is not None
 
 
 def available(x: Tensor, forwards: Mapping[type[nn.Module], Any]) -> bool:
@@ -54,9 +54,10 @@ class Plan(NamedTuple):
 
     record: Any
     quantized: bool  # all their weights: then the kernels are the faster way for any number of rows
+    hidden: int  # C
 
     def takes(self, x: Tensor) -> bool:
-        return (self.quantized or x.shape[0] <= MAX_ROWS) and _readable(x)
+        return (self.quantized or x.shape[0] <= MAX_ROWS) and x.shape[1] == self.hidden and _readable(x)
 
 
 class Planner:
@@ -73,7 +74,7 @@ class Planner:
         self._plan: Plan | None = None
         self._hooks: list[Any] = []
         self._weights: list[Tensor] = []
-        self._addresses: list[int] = []
+        self._places: list[int] = []
 
     def __call__(self, modules: Callable[[], Sequence[nn.Module] | None], record: Callable[[], Any]) -> Plan | None:
         """modules: returns them, or None where no kernel fits their like. record: describes them."""
@@ -85,10 +86,10 @@ class Planner:
     def _moved(self) -> bool:
         weights = self._weights
         # Without a line of Python for each weight: this is asked at every step.
-        return self._addresses != [*map(Tensor.data_ptr, weights)] or not all(map(Tensor.is_contiguous, weights))
+        return self._places != _places(weights) or not all(map(Tensor.is_contiguous, weights))
 
     def _make(self, modules: Sequence[nn.Module], record: Callable[[], Any]) -> Plan | None:
-        self._hooks, self._weights, self._addresses = [], [], []
+        self._hooks, self._weights, self._places = [], [], []
         linears = [m for m in modules if isinstance(m, Linear)]
         quantized = [m.weight for m in linears if isinstance(m.weight, QuantizedWeight)]
         everything = [*modules, *quantized]
@@ -96,64 +97,103 @@ class Planner:
             return None
         tensors = [t for m in everything for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._hooks = [hooks for m in everything for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._weights, self._addresses = tensors, [*map(Tensor.data_ptr, tensors)]
+        self._weights, self._places = tensors, _places(tensors)
         for t in tensors:
             if t.dtype not in (torch.float32, torch.uint8) or not t.is_cpu or not t.is_contiguous():
                 return None
         described = record()
-        return None if described is None else Plan(described, len(quantized) == len(linears))
+        if described is None:
+            return None
+        return Plan(described, len(quantized) == len(linears), linears[0].weight.shape[1])  # the first takes x
 
     def _is_plain(self, module: nn.Module) -> bool:
         return (
             type(module).forward in self._forwards.values()
             and "forward" not in module.__dict__
+            and "parametrizations" not in module._modules  # torch computes such a weight anew at each look
             and all(type(weight) is nn.Parameter for weight in module._parameters.values() if weight is not None)
         )
 
 
-def block_record(
-    qkv: Linear,
-    o: Linear,
-    up: Linear,
-    down: Linear,
-    *,
-    before_attention: Norm,
-    before_mlp: Norm,
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
-    after_attention: Norm | None = None,
-    after_mlp: Norm | None = None,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    scale: float,
-    window: int | None,
-    activation: str,
-) -> np.ndarray[Any, Any]:
-    record = np.zeros(1, kernels.cpu().BLOCK)
-    for name, linear in {"qkv": qkv, "o": o, "up": up, "down": down}.items():
-        record[name] = _weight(linear)
-    for name, norm in {
-        "before_attention": before_attention,
-        "before_mlp": before_mlp,
-        "q_norm": q_norm,
-        "k_norm": k_norm,
-        "after_attention": after_attention,
-        "after_mlp": after_mlp,
-    }.items():
-        if norm is not None:
-            record[name] = _norm(norm)
-    record["heads"], record["kv_heads"], record["head_dim"] = heads, kv_heads, head_dim
-    record["scale"], record["window"], record["activation"] = scale, window or 0, ACTIVATION_CODES[activation]
-    return record
+def _places(weights: Sequence[Tensor]) -> list[int]:
+    return [*map(Tensor.data_ptr, weights), *map(Tensor.numel, weights)]
+
+
+class BlockParts(NamedTuple):
+    """What a block is made of."""
+
+    qkv: Linear
+    o: Linear
+    up: Linear
+    down: Linear
+    before_attention: Norm
+    before_mlp: Norm
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    activation: str
+    gated: bool = True  # `up` is a gate, and what it is multiplied with
+    window: int | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    after_attention: Norm | None = None
+    after_mlp: Norm | None = None
+
+    def fit(self) -> bool:
+        """Whether all shapes fit each other; where they do not, torch has an error for it."""
+        hidden, inner, q_size = (
+            self.before_attention.weight.shape[0],
+            self.down.weight.shape[1],
+            self.heads * self.head_dim,
+        )
+        return (
+            self.heads % self.kv_heads == 0
+            and _linear_fits(self.qkv, q_size + 2 * self.kv_heads * self.head_dim, hidden)
+            and _linear_fits(self.o, hidden, q_size)
+            and _linear_fits(self.up, inner * (2 if self.gated else 1), hidden)
+            and _linear_fits(self.down, hidden, inner)
+            and all(_norm_fits(norm, self.head_dim) for norm in (self.q_norm, self.k_norm))
+            and all(_norm_fits(norm, hidden) for norm in (self.before_attention, self.before_mlp))
+            and all(_norm_fits(norm, hidden) for norm in (self.after_attention, self.after_mlp))
+        )
+
+    def record(self) -> np.ndarray[Any, Any]:
+        """As the kernels take it."""
+        made = np.zeros(1, kernels.cpu().BLOCK)
+        for name, part in self._asdict().items():
+            if isinstance(part, Linear):
+                made[name] = _weight(part)
+            elif isinstance(part, Norm):
+                made[name] = _norm(part)
+        made["heads"], made["kv_heads"], made["head_dim"] = self.heads, self.kv_heads, self.head_dim
+        made["scale"], made["window"], made["activation"] = (
+            self.scale,
+            self.window or 0,
+            ACTIVATION_CODES[self.activation],
+        )
+        return made
 
 
 def head_record(norm: Norm | None, linear: Linear) -> np.ndarray[Any, Any]:
-    record = np.zeros(1, kernels.cpu().HEAD)
-    record["weight"] = _weight(linear)
+    made = np.zeros(1, kernels.cpu().HEAD)
+    made["weight"] = _weight(linear)
     if norm is not None:
-        record["norm"] = _norm(norm)
-    return record
+        made["norm"] = _norm(norm)
+    return made
+
+
+def head_fits(norm: Norm, linear: Linear) -> bool:
+    rows, columns = linear.weight.shape
+    return _linear_fits(linear, rows, columns) and _norm_fits(norm, columns)
+
+
+def _linear_fits(linear: Linear, rows: int, columns: int) -> bool:
+    return tuple(linear.weight.shape) == (rows, columns) and (linear.bias is None or linear.bias.shape == (rows,))
+
+
+def _norm_fits(norm: Norm | None, size: int) -> bool:
+    return norm is None or (norm.weight.shape == (size,) and (norm.bias is None or norm.bias.shape == (size,)))
 
 
 def _weight(linear: Linear) -> tuple[int, ...]:
@@ -238,6 +278,9 @@ def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         n == 1
         and batch <= MAX_ROWS
+        and k.shape[0] == batch
+        and q.shape[1] % k.shape[1] == 0
+        and k.shape[2] > 0
         and q.dtype is k.dtype is v.dtype is torch.float32
         and q.is_cpu
         and k.is_cpu

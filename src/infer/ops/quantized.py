@@ -162,8 +162,8 @@ class QuantizedWeight(Module):
         """Rows ids [T] as float32 [T, K]."""
         if (compiled := kernels.cpu()) is None or not self.packed.is_cpu:
             return self.floats(ids)
-        out = torch.empty(len(ids), self.columns)
-        compiled.look_up(self._head(None), ids.contiguous().numpy(), out.numpy())
+        out = torch.empty(len(ids), self.columns, dtype=torch.float32, device="cpu")
+        compiled.look_up(self._head(None), ids.long().contiguous().numpy(), out.numpy())
         return out
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -177,7 +177,7 @@ class QuantizedWeight(Module):
         if (compiled := kernels.cpu()) is None:
             return self._plain(rounded(x), bias)
         compiled.use_threads(torch.get_num_threads())
-        out = torch.empty(x.shape[0], self.rows)
+        out = torch.empty(x.shape[0], self.rows, dtype=torch.float32, device="cpu")
         offset = None if bias is None else bias.float().contiguous()
         compiled.head(self._head(offset), x.detach().float().contiguous().numpy(), out.numpy())
         return out.to(x.dtype)
