@@ -169,6 +169,7 @@ SCALES_AT = {
 }
 EXACT = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 8, "Q8_0": 8}  # types that are taken over as they are, and in how many bits
 FINER = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")  # what int4 keeps in 8 bits
+FLOATS = ("F32", "F16", "BF16")
 
 TypedTensor = tuple[np.ndarray, Quant]
 
@@ -239,6 +240,7 @@ def test_types_kept_quantised(
     model = load(path, quantize)
     for name, (weight, got) in quantised_parts(model).items():
         wide = quantize == "int8" or name in ("token_embd.weight", "output.weight") or kind in FINER
+        wide = wide or (kind in FLOATS and ".attn_" in name and "output" not in name)
         assert weight.bits == (8 if wide else 4)
         assert_taken_over(weight, got, floats[name], kind)
 

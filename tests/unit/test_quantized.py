@@ -473,7 +473,8 @@ def test_loading(folders: dict[str, Path], name: str, quantize: str) -> None:
         if expected.dim() == 1 or module_name == "embed_positions":
             assert torch.equal(got, expected)
             continue
-        assert got.bits == (8 if module_name in ("embed_tokens", "lm_head") else BITS[quantize])
+        wide = module_name in ("embed_tokens", "lm_head") or module_name.endswith("qkv_proj")
+        assert got.bits == (8 if wide else BITS[quantize])
         assert torch.equal(got.packed, QuantizedWeight.of(expected, got.bits).packed), parameter_name
     tied = reference.lm_head.weight is reference.embed_tokens.weight
     assert (model.lm_head.weight is model.embed_tokens.weight) == tied

@@ -1,7 +1,9 @@
 """How many bits each weight of a model is kept in.
 
 "int8": all matrices in eight. "int4": in four, but the embedding and the head, which touch every token, in eight; so
-too what a GGUF file keeps in five bits or more, because whoever made the file found that it needs them.
+too what a GGUF file keeps in five bits or more, because whoever made the file found that it needs them; and, of
+checkpoints in floats, the products for q, k and v: a tenth of the weights, and half of what rounding them all would
+cost (Gemma 3 270M's perplexity, if its layers are rounded from floats: +17 % with them in four bits, +9 % in eight).
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def choose_widths(model: Decoder, checkpoint: Checkpoint, quantize: str | None) 
             widths[name] = 8
         elif isinstance(module, Linear) and kind == "weight" and parameter.dim() == 2:
             stored = map(checkpoint.bits, [name, *part_names(module, module_name, kind)])
-            widths[name] = 8 if quantize == "int8" else max((bits for bits in stored if bits < 32), default=4)
+            rounded = 8 if module_name.endswith("qkv_proj") else 4
+            widths[name] = 8 if quantize == "int8" else max((bits for bits in stored if bits < 32), default=rounded)
     return widths
 
 
