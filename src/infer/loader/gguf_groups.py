@@ -74,6 +74,6 @@ TYPES: dict[str, tuple[int, Callable[[Bytes], Groups]]] = {
     "Q5_0": (8, _q5_0),
     "Q8_0": (8, _q8_0),
 }
-# Types of more bits than four, which a model in 4 bits keeps in eight.
 FLOATS = ("F64", "F32", "F16", "BF16")
+# Types of more bits than four, which a model in 4 bits keeps in eight.
 FINER = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "Q8_K")

@@ -23,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TEXT_PREFIX = re.compile(r"^((model|language_model)\.)+")
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
-BLOCK_WEIGHTS = 1 << 20  # read at a time: at most 16 MB
+BLOCK_WEIGHTS = 1 << 20  # read at a time: at most 4 MB
 
 
 class HFFolder(Checkpoint):
