@@ -78,7 +78,7 @@ def stream(
     on_full: what to do about more positions than the model or the cache has. "error": refuse. "recompute": once they
     are used up, feed the last ones that fit anew at each step, which no cache can help with.
     trace: records every step.
-    cache_dtype: "int8" keeps keys and values rounded to 8 bits: about half of bfloat16's memory. "auto": the model's dtype.
+    cache_dtype: "int8" keeps keys and values in 8 bits, half of what bfloat16 takes. "auto": in the model's dtype.
     """
     return steps(
         _prepare(
