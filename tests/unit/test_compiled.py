@@ -942,7 +942,7 @@ class TestIsPlain:
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFER_KERNELS", "0")
-    assert kernels.cpu.__wrapped__() is None
+    assert kernels._cpu.__wrapped__() is None
 
 
 class TestRemembered:
