@@ -5,6 +5,8 @@ weights from memory once, which no engine at batch 1 can beat. infer runs in eve
 that costs: perplexity on a text, and greedy tokens that differ from those of the first width. llama.cpp takes part if
 llama-cpp-python is installed and the model is a GGUF file, which it runs as it is. Ratios of one run mean something;
 figures of two runs, or of a machine that is busy with other work, little.
+
+With --device cuda, and no --model, `compare_gpu.py` runs instead: see its own --help (--device cuda --help).
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ from engines import (
 
 from infer import KVCache, SamplingParams, Tokenizer, kernels, load_model, perplexity
 from infer.bench import describe_machine, fixed_prompt, machine_line
-from infer.cli.common import DEFAULT_MODEL
 from infer.engine.generate import step
 from infer.engine.request import check_request
 from infer.engine.text import encode_readable
@@ -134,7 +135,7 @@ def attention_alone(model: Decoder, cache: KVCache) -> Callable[[], Any]:
         for layer in range(blocks.shape[0]):
             attend_rows(blocks[layer : layer + 1], q, tables[layer], seen, out)
 
-    blocks, _ = model.record()
+    blocks, _ = model.plan().record
     rows = q.view(1, -1).numpy()
     tables, seen, out = cache.table(config), np.array([[0, keys]]), np.empty_like(rows)
     run(blocks, rows, tables, seen, out)
@@ -343,7 +344,23 @@ def format_comparison(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def on_gpu(argv: Sequence[str] | None) -> bool:
+    """Whether random weights on a GPU are asked for, rather than a model's."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--device", default="")
+    parser.add_argument("--model")
+    args, _ = parser.parse_known_args(argv)
+    return str(args.device).startswith("cuda") and args.model is None
+
+
 def main(argv: Sequence[str] | None = None) -> None:
+    if on_gpu(argv):
+        import compare_gpu
+
+        compare_gpu.main(argv)
+        return
+    from infer.cli.common import DEFAULT_MODEL  # typer's, which a GPU machine may lack
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a folder, a GGUF file or a built-in name (%(default)s)")
     parser.add_argument(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: GPU kernels then run on the CPU
 
 from infer import ModelConfig, Tokenizer, load_model
 from infer.cli.common import DEFAULT_MODEL

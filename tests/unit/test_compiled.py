@@ -28,7 +28,9 @@ from infer.ops.activation import ACTIVATIONS
 from infer.ops.attention import ring_attention, ring_span
 from infer.ops.linear import Linear
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
+from infer.ops.parts import BlockParts
 from infer.ops.rope import Rope, apply_rope
+from infer.ops.table import Table
 
 pytestmark = pytest.mark.skipif(kernels.cpu() is None, reason="numba is not installed, or INFER_KERNELS=0")
 
@@ -89,7 +91,7 @@ def block_plan(hidden: int, **parts: Any) -> compiled.Plan:
         "before_mlp": RMSNorm(hidden, 1e-5),
     }
     shape = {"heads": 1, "kv_heads": 1, "head_dim": 2, "scale": 1.0, "window": None, "activation": "silu"}
-    return compiled.Plan(compiled.BlockParts(**(missing | shape | parts)).record(), False, hidden)
+    return compiled.Plan(compiled.block_record(BlockParts(**(missing | shape | parts))), False, hidden)
 
 
 NORMS = [RMSNorm, ZeroCentredRMSNorm, LayerNorm, partial(LayerNorm, bias=False)]
@@ -666,7 +668,7 @@ def stored_by_kernel(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.T
     block = block_plan(1, qkv=qkv, before_attention=before, heads=heads, kv_heads=heads, head_dim=size, **parts)
     plan = compiled.Plan((block.record, compiled.head_record(None, parts["down"])), False, 1)
     cache = KVCache.allocate(1, heads, size, 3, dtype=dtype, device="cpu")
-    table = compiled.Table(cache.k.unbind(), cache.v.unbind())
+    table = Table(cache.k.unbind(), cache.v.unbind())
     compiled.step(plan, torch.ones(1, 1), np.zeros((1, 2), np.int64), table.at(1))
     assert not cache.k[..., [0, 2], :].any()
     assert not cache.v[..., [0, 2], :].any()

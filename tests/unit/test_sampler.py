@@ -66,11 +66,14 @@ class TestFilters:
         torch.testing.assert_close(filtered(logits, SamplingParams(temperature=1.0, top_p=p)), expected)
 
     @pytest.mark.parametrize("p", [0.05, 0.3, 0.77])
-    def test_top_p_with_ties(self, p: float) -> None:
-        """Which of several equals are kept is anyone's choice; how many is not."""
-        got = filtered(tied_logits(), SamplingParams(temperature=1.0, top_p=p))
-        expected = reference(tied_logits(), TopPLogitsWarper(p))
-        torch.testing.assert_close(got.sort().values, expected.sort().values)
+    def test_top_p_keeps_equals(self, p: float) -> None:
+        """A token stays if all that are likelier have less than p together, whatever order its equals are in."""
+        logits = tied_logits()
+        likely = logits.softmax(-1)
+        kept = torch.stack([likely[likely > own].sum() < p for own in likely])
+        assert kept.sum() < VOCAB
+        expected = logits.masked_fill(~kept, -torch.inf).softmax(-1)
+        torch.testing.assert_close(filtered(logits, SamplingParams(temperature=1.0, top_p=p)), expected)
 
     @pytest.mark.parametrize("logits", [*map(random_logits, range(4)), tied_logits()])
     @pytest.mark.parametrize("p", [0.01, 0.2, 0.9, 1.0])

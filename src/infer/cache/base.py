@@ -147,7 +147,7 @@ class BaseCache(ABC):
         return span_attention(q, keys, values, scale=scale, window=window, masks=self._masks)
 
     def table(self, config: ModelConfig) -> Any:
-        """Where the next token of each row goes, layer by layer (`ops.compiled.Table`), in a model of this config.
+        """Where the next token of each row goes, layer by layer (`ops.table.Table`), in a model of this config.
 
         None: nowhere that a kernel could write to, so that every layer must `attend`.
         """
@@ -187,9 +187,9 @@ class BaseCache(ABC):
     def _suits_kernels(self, config: ModelConfig) -> bool:
         """Whether kernels can write to this cache for such a model: what does not fit is left to `attend` to refuse."""
         own = self.shape
+        dtypes = {"cpu": (torch.float32, torch.int8), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
         return (
-            self.dtype in (torch.float32, torch.int8)
-            and self.device.type == "cpu"
+            self.dtype in dtypes.get(self.device.type, ())
             and own.num_layers == config.num_hidden_layers
             and own.num_kv_heads == config.num_key_value_heads
             and own.head_dim == config.computed_head_dim

@@ -10,7 +10,7 @@ from torch import Tensor
 from infer.cache.base import BaseCache, CacheShape, check_memory, untouched
 from infer.cache.int8 import values_in, width
 from infer.config import ModelConfig
-from infer.ops.compiled import Table
+from infer.ops.table import Table
 
 
 class KVCache(BaseCache):
@@ -74,7 +74,7 @@ class KVCache(BaseCache):
             return None
         if self._table is None or not self._table.is_of([self.k], [self.v]):
             self._table = Table(self.k.unbind(), self.v.unbind())
-        return self._table.at(self.seq_len)
+        return self._table.at(self.seq_len) if self._table.aligned else None
 
     def _move_to(self, seq_len: int) -> None:
         self._views = Views(-1, (), (), (), ())  # first: an interrupt in between must not leave them behind

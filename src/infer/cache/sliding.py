@@ -16,7 +16,7 @@ from torch import Tensor
 from infer.cache.base import BaseCache, CacheShape, check_memory, checked, untouched
 from infer.config import ModelConfig
 from infer.ops.attention import ring_attention, ring_span
-from infer.ops.compiled import Table
+from infer.ops.table import Table
 
 PREFILL_CHUNK = 512
 
@@ -151,6 +151,8 @@ class SlidingCache(BaseCache):
             return None
         if self._table is None or not self._table.is_of(self.k, self.v):
             self._table = Table(self.k, self.v)
+        if not self._table.aligned:
+            return None
         self._staged = {}
         end = self.seq_len + 1
         self._oldest = [max(oldest, end - k.shape[2]) for oldest, k in zip(self._oldest, self.k, strict=True)]

@@ -7,13 +7,15 @@ own, so nothing is padded, and a row that is done costs nothing more. A row that
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 
 import torch
 
 from infer.cache.base import Cache, NoCache
 from infer.cache.batch import BatchCache
 from infer.cache.debug import debugged
+from infer.engine import graph
 from infer.engine.generate import Model, check_cache_dtype, check_mode, make_cache, model_device, step
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk
@@ -60,18 +62,51 @@ def generate_batch(
             started = time.perf_counter()
             cache, chunk = (debugged(NoCache(1, device)), None) if i in full else (caches[i], prefill_chunk)
             fed = torch.tensor([requests[i].tokens[-context:]], device=device)
-            rows[i].append(requests[i].accept(step(model, cache, fed, chunk)[0], started))
-        together = [i for i in going if i not in alone]
-        if together:
-            started = time.perf_counter()
+            with _named(i):
+                rows[i].append(requests[i].accept(step(model, cache, fed, chunk)[0], started))
+        together = [i for i in going if i not in alone and requests[i].finish_reason is None]
+        chosen = [requests[i] for i in together], [caches[i] for i in together]
+        started = time.perf_counter()
+        if together and (decoding := graph.decoding(model, *chosen)) is not None:
+            for i, token in _captured_steps(decoding, requests, together, started):
+                rows[i].append(token)
+        elif together:
             fed = torch.tensor([requests[i].tokens[-1:] for i in together], device=device)  # [B, 1]
             logits = step(model, BatchCache([caches[i] for i in together]), fed)
             for i, row_logits in zip(together, logits, strict=True):
-                rows[i].append(requests[i].accept(row_logits, started))
+                with _named(i):
+                    rows[i].append(requests[i].accept(row_logits, started))
     return [
         collect(request.prompt, row, cache.memory_bytes)
         for request, row, cache in zip(requests, rows, caches, strict=True)
     ]
+
+
+def _captured_steps(
+    decoding: graph.Decoding, requests: Sequence[Request], together: Sequence[int], started: float
+) -> Iterator[tuple[int, GeneratedToken]]:
+    """As long as captured steps of this width are worth it. together: the requests that are its rows."""
+    with closing(iter(decoding)) as steps:
+        for tokens in steps:
+            for row, token in tokens.items():
+                i = together[row]
+                with _named(i):
+                    generated = requests[i].push(token, started)
+                yield i, generated
+                if requests[i].finish_reason is not None:
+                    decoding.end(row)
+            started = time.perf_counter()
+            if decoding.sparse:
+                return
+
+
+@contextmanager
+def _named(i: int) -> Iterator[None]:
+    """Say which prompt an error belongs to."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"prompt {i}: {error}") from None
 
 
 def _requests(
@@ -89,10 +124,8 @@ def _requests(
         raise ValueError(f"{len(params)} SamplingParams for {len(prompts)} prompts: give one for all, or one for each")
     requests = []
     for i, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
-        try:
+        with _named(i):
             requests.append(Request(model.config, tokenizer, prompt, settings, on_full=on_full))
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"prompt {i}: {error}") from None
     return requests
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from infer.cache.sliding import PREFILL_CHUNK, SlidingCache
 from infer.cache.traced import TracedCache
 from infer.cache.wrapped import WrappedCache
 from infer.config import ModelConfig
+from infer.engine import graph
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
@@ -145,8 +147,14 @@ def steps(run: Run) -> Iterator[GeneratedToken]:
     device = model_device(model)
     context = model.config.max_position_embeddings
     room = min(context, cache.capacity)
+    asked = recorder is not None  # whether a captured step could take the run, which is asked once: never if traced
     while request.finish_reason is None:
         started = time.perf_counter()
+        if not asked and cache.seq_len == len(request.tokens) - 1 < room:
+            asked = True
+            if (decoding := graph.decoding(model, [request], [cache])) is not None:
+                yield from captured_steps(request, decoding, started)
+                continue
         if len(request.tokens) > room:
             # Every token moves to another position, so what the cache holds no longer holds: start over.
             cache, prefill_chunk, room = watched(NoCache(1, device), recorder), None, sys.maxsize
@@ -157,6 +165,17 @@ def steps(run: Run) -> Iterator[GeneratedToken]:
         if isinstance(cache, TracedCache) and recorder is not None:
             recorder.record(request.tokens, logits, cache, token.time_s)
         yield token
+
+
+def captured_steps(request: Request, decoding: graph.Decoding, started: float) -> Iterator[GeneratedToken]:
+    """As far as captured steps go: to the end, or until the cache is full."""
+    with closing(iter(decoding)) as steps:
+        for tokens in steps:
+            token = request.push(tokens[0], started)
+            started = time.perf_counter()
+            yield token
+            if request.finish_reason is not None:
+                return
 
 
 def watched(cache: Cache, recorder: Recorder | None = None) -> Cache:

@@ -40,25 +40,33 @@ class Request:
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         self.tokens = token_ids(prompt)
         check_request(config, self.tokens, self.params, capacity, on_full)
+        self.config = config
         self.finish_reason: str | None = None
-        self._prompt_len = len(self.tokens)
+        self.prompt_len = len(self.tokens)
         self._text = TextStream(tokenizer, self.params.stop)
-        self._seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
+        self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         self._eos = () if self.params.ignore_eos else config.eos_token_ids
 
     @property
     def prompt(self) -> list[int]:
-        return self.tokens[: self._prompt_len]
+        return self.tokens[: self.prompt_len]
 
     @property
     def max_seq_len(self) -> int:
         """Positions it may come to fill."""
-        return self._prompt_len + self.params.max_new_tokens
+        return self.prompt_len + self.params.max_new_tokens
 
     def accept(self, logits: Tensor, started: float) -> GeneratedToken:
         """Choose the token to follow, from its logits [V]. started: when the step was, by `time.perf_counter`."""
-        token = sample(logits, self.tokens, self._prompt_len, self.params, self._seed)
+        return self.push(sample(logits, self.tokens, self.prompt_len, self.params, self.seed), started)
+
+    def push(self, token: int, started: float) -> GeneratedToken:
+        """The token to follow, as chosen; -1: none could be."""
         elapsed = time.perf_counter() - started
+        if token < 0:
+            raise ValueError(
+                f"no token can be chosen for position {len(self.tokens)}: the logits hold a NaN, or all are -inf"
+            )
         self.tokens.append(token)
         is_eos = token in self._eos
         is_last = is_eos or len(self.tokens) == self.max_seq_len

@@ -16,14 +16,20 @@ from infer.engine.params import SamplingParams
 
 
 def sample(logits: Tensor, tokens: Sequence[int], prompt_len: int, params: SamplingParams, seed: int) -> int:
-    """The token to follow `tokens`, of which the first prompt_len are the prompt. logits: [V]."""
+    """The token to follow `tokens`, of which the first prompt_len are the prompt. logits: [V].
+
+    -1: none can be chosen, because a logit is NaN or all are -inf.
+    """
     logits = penalise(logits.float(), tokens, prompt_len, params)
     if params.temperature == 0:
         # numpy's argmax is four times as fast as torch's on a CPU.
-        return int(logits.numpy().argmax() if logits.is_cpu else logits.argmax())
+        best = int(logits.numpy().argmax() if logits.is_cpu else logits.argmax())
+        return best if float(logits[best]) > -torch.inf else -1  # a NaN is the largest to both
     probabilities = filtered(logits, params).double()
     # Invert the cumulative distribution. Tokens of probability 0 end where they begin, so `right` passes over them.
     cumulative = probabilities.cumsum(0)
+    if not float(cumulative[-1]) > 0:
+        return -1
     draw = uniform(seed, len(tokens)) * cumulative[-1]
     token = int(torch.searchsorted(cumulative, draw.reshape(1), right=True))
     return min(token, int(probabilities.nonzero()[-1]))
@@ -56,9 +62,10 @@ def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
         logits = logits.masked_fill(logits < kth, -torch.inf)
     probabilities = logits.softmax(-1)
     if params.top_p < 1:
-        ranked, order = probabilities.sort(descending=True)
+        ranked = probabilities.sort(descending=True).values
         before = ranked.cumsum(-1) - ranked  # probability of all likelier tokens
-        probabilities = probabilities.index_fill(0, order[before >= params.top_p], 0)
+        last = ranked[(before < params.top_p).sum() - 1]
+        probabilities = probabilities.masked_fill(probabilities < last, 0)  # its equals stay, as with top_k
     if params.min_p > 0:
         probabilities = probabilities.masked_fill(probabilities < params.min_p * probabilities.max(), 0)
     return probabilities / probabilities.sum()

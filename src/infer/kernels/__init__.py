@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 from infer.machine import cache_folder
@@ -52,8 +53,33 @@ def _cpu() -> Any:
     return cpu_block
 
 
+@cache
+def gpu(capability: tuple[int, int]) -> bool:
+    """Whether there are those for a GPU of this compute capability: not with INFER_KERNELS=0, nor without Triton."""
+    if os.environ.get("INFER_KERNELS") == "0":
+        return False
+    if capability < (8, 0):
+        reason = f"they need compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
+    else:
+        try:
+            gpu_modules().launch.check()
+            return True
+        except Exception as error:  # no Triton, no C compiler for its launchers, or whatever else it stumbles over
+            reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    print(f"no kernels for this GPU, so plain torch runs instead: {reason}", file=sys.stderr, flush=True)
+    return False
+
+
+@cache
+def gpu_modules() -> Any:
+    from infer.kernels import gpu_attention, gpu_launch, gpu_product, gpu_sample
+
+    return SimpleNamespace(attention=gpu_attention, launch=gpu_launch, product=gpu_product, sample=gpu_sample)
+
+
 def _fingerprint() -> str:
-    files = sorted(Path(__file__).parent.glob("cpu_*.py"))
+    folder = Path(__file__).parent
+    files = [*sorted(folder.glob("cpu_*.py")), folder / "table.py"]
     contents = b"".join(file.read_bytes() for file in files)
     return hashlib.sha256(contents + str(files).encode()).hexdigest()[:16]  # numba goes by their paths too
 

@@ -32,6 +32,7 @@ from infer.kernels.cpu_simd import (
     store_floats,
     summed,
 )
+from infer.kernels.table import BITS, FILLED, SLOTS, STRIDE, K, V
 
 # Addresses are 0 where there is nothing; centred: a LayerNorm.
 NORM = np.dtype([("weight", "i8"), ("bias", "i8"), ("eps", "f8"), ("offset", "f8"), ("centred", "i8")])
@@ -56,9 +57,6 @@ BLOCK = np.dtype(
         ("activation", "i8"),
     ]
 )
-# Of a row's keys and values in a layer of a cache: addresses of the first head's, bytes from head to head, positions
-# kept (position p lies in slot p % SLOTS), positions filled, and bits of a number.
-K, V, STRIDE, SLOTS, FILLED, BITS = range(6)
 STEP, BEFORE, BEHIND, ATTEND = range(4)
 MANY = 16  # rows that are worth handing out to several threads
 

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from infer.cache.base import Cache, NoCache
 from infer.config import ModelConfig
-from infer.ops import compiled
+from infer.ops import compiled, fused
 from infer.ops.activation import ACTIVATIONS
 from infer.ops.linear import Embedding, FusedLinear, Linear
 from infer.ops.module import Module
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
+from infer.ops.parts import ACTIVATION_CODES, BlockParts, HeadParts, Planner
 from infer.ops.quantized import QuantizedWeight
 from infer.ops.rope import Rope, apply_rope
 
@@ -133,7 +134,7 @@ class Block(Module):
         self.post_attention_layernorm = self.make_norm(config)
         self.mlp = self.make_mlp(config)
         self.dropout = config.dropout  # of what each half adds, while a model is trained
-        self.planner = compiled.Planner(PLAIN)
+        self.planner: Planner[compiled.Plan] = Planner(PLAIN, compiled.readable)
 
     @classmethod
     def make_norm(cls, config: ModelConfig) -> Norm:
@@ -145,7 +146,7 @@ class Block(Module):
 
     def forward(self, x: Tensor, step: Pass) -> Tensor:
         if step.compiled:
-            plan = self.planner(self.parts, self.record)
+            plan = self.planner(self.modules_within, self.plan)
             if plan is not None and plan.takes(x):
                 return self.through_kernels(x, step, plan)
         return self.plain(x, step)
@@ -169,8 +170,8 @@ class Block(Module):
     def norms(self) -> Norms:
         return Norms(before_attention=self.input_layernorm, before_mlp=self.post_attention_layernorm)
 
-    def parts(self) -> list[nn.Module] | None:
-        """All that the kernels stand for in a block; None where they stand for nothing like them."""
+    def modules_within(self) -> list[nn.Module] | None:
+        """All that kernels stand for in a block; None where they stand for nothing like them."""
         attn, mlp, norms = self.self_attn, self.mlp, self.norms()
         if (
             type(self).plain is not Block.plain
@@ -178,16 +179,17 @@ class Block(Module):
             or self.drops
             or type(attn) is not Attention
             or type(mlp) not in (MLP, UngatedMLP)
-            or mlp.activation not in compiled.ACTIVATION_CODES
+            or mlp.activation not in ACTIVATION_CODES
             or (attn.q_norm is None) != (attn.k_norm is None)
         ):
             return None
         found = [attn, mlp, attn.qkv_proj, attn.o_proj, mlp.first, mlp.down_proj, attn.q_norm, attn.k_norm, *norms]
         return [module for module in found if module is not None]
 
-    def record(self) -> Any:
+    def parts(self) -> BlockParts | None:
+        """As kernels see it; None where its shapes do not fit each other."""
         attn, mlp = self.self_attn, self.mlp
-        parts = compiled.BlockParts(
+        parts = BlockParts(
             attn.qkv_proj,
             attn.o_proj,
             mlp.first,
@@ -203,7 +205,11 @@ class Block(Module):
             activation=mlp.activation,
             gated=isinstance(mlp, MLP),
         )
-        return parts.record() if parts.fit() else None
+        return parts if parts.fit() else None
+
+    def plan(self) -> compiled.Plan | None:
+        parts = self.parts()
+        return None if parts is None else compiled.plan_block(parts)
 
     def through_kernels(self, x: Tensor, step: Pass, plan: compiled.Plan) -> Tensor:
         """The same through the kernels, in two parts around the cache."""
@@ -246,7 +252,9 @@ class Decoder(Module):
         self.norm = self.block.make_norm(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.planned: list[nn.Module] = []
-        self.step_planner, self.head_planner = compiled.Planner(PLAIN), compiled.Planner(PLAIN)
+        self.step_planner: Planner[compiled.Plan] = Planner(PLAIN, compiled.readable)
+        self.head_planner: Planner[compiled.Plan] = Planner(PLAIN, compiled.readable)
+        self.fused_planner: Planner[fused.Plan] = Planner(PLAIN, fused.readable)
         self.ropes = {kind: Rope(rope, config.computed_head_dim) for kind, rope in config.ropes().items()}
         self.tie_weights()
 
@@ -269,7 +277,7 @@ class Decoder(Module):
         x = self.embed(input_ids.flatten(), positions.flatten()).to(self.dtype)  # [T, C]
         rope = {kind: rope(positions) for kind, rope in self.ropes.items()}
         step = Pass(batch, n, rope, cache, compiled.available(x, PLAIN))
-        if step.compiled and n == 1 and (logits := self.decode(x, step)) is not None:
+        if n == 1 and (step.compiled or x.is_cuda) and (logits := self.decode(x, step)) is not None:
             cache.advance(1)
             return logits[:, None]
         for layer in self.layers:
@@ -281,25 +289,31 @@ class Decoder(Module):
 
     def decode(self, x: Tensor, step: Pass) -> Tensor | None:
         """Logits [B, V] for the next token of each row, in one call; None where the modules or the cache must run."""
-        if type(self).head is not Decoder.head or "head" in self.__dict__:
-            return None
-        if self.planned != [*self.layers]:  # a list of modules tells nobody when it changes
-            self.planned = [*self.layers]  # as an attribute of a module does
-        plan = self.step_planner(self.parts, self.record)
+        if x.is_cuda:
+            fused_plan = self.fused_plan()
+            if fused_plan is None or not fused_plan.takes(x) or (tables := step.cache.table(self.config)) is None:
+                return None
+            return fused.step(fused_plan, x, tables)
+        self._look_at_layers()
+        plan = self.step_planner(self.modules_within, self.plan)
         if plan is None or not plan.takes(x) or (tables := step.cache.table(self.config)) is None:
             return None
         rows = {kind: compiled.addresses(rope) for kind, rope in step.rope.items()}
         ropes = np.array([rows.get(kind, (0, 0)) for kind in self.config.layer_types])
         return compiled.step(plan, x, ropes, tables)
 
-    def parts(self) -> list[nn.Module] | None:
-        """All that the kernels stand for in a step, but the embedding; None where they stand for nothing like them."""
+    def _look_at_layers(self) -> None:
+        if self.planned != [*self.layers]:  # a list of modules tells nobody when it changes
+            self.planned = [*self.layers]  # as an attribute of a module does
+
+    def modules_within(self) -> list[nn.Module] | None:
+        """All that kernels stand for in a step, but the embedding; None where they stand for nothing like them."""
         config = self.config
         found: list[nn.Module] = [self.norm, self.lm_head]
-        if len(self.layers) != config.num_hidden_layers:
+        if len(self.layers) != config.num_hidden_layers or type(self).head is not Decoder.head or "head" in vars(self):
             return None
         for i, layer in enumerate(self.layers):
-            if not isinstance(layer, Block) or (parts := layer.parts()) is None:
+            if not isinstance(layer, Block) or (within := layer.modules_within()) is None:
                 return None
             attn = layer.self_attn
             # The cache's tables, and the ropes, go by the config.
@@ -307,25 +321,43 @@ class Decoder(Module):
                 return None
             if (attn.num_kv_heads, attn.head_dim) != (config.num_key_value_heads, config.computed_head_dim):
                 return None
-            found += [layer, *parts]
+            found += [layer, *within]
         return found
 
-    def record(self) -> Any:
-        blocks = [layer.record() for layer in self.layers if isinstance(layer, Block)]
-        head = self.head_record()
-        return None if head is None or any(block is None for block in blocks) else (np.concatenate(blocks), head)
+    def parts(self) -> tuple[list[BlockParts], HeadParts] | None:
+        """As kernels see it; None where its shapes do not fit each other."""
+        blocks = [layer.parts() for layer in self.layers if isinstance(layer, Block)]
+        fitting = [block for block in blocks if block is not None]
+        head = HeadParts(self.norm, self.lm_head)
+        return (fitting, head) if len(fitting) == len(self.layers) and head.fit() else None
 
-    def head_record(self) -> Any:
-        fits = compiled.head_fits(self.norm, self.lm_head)
-        return compiled.head_record(self.norm, self.lm_head) if fits else None
+    def plan(self) -> compiled.Plan | None:
+        parts = self.parts()
+        return None if parts is None else compiled.plan_step(*parts)
+
+    def fused_plan(self) -> fused.Plan | None:
+        """For the kernels of a GPU; None where there are none, or they stand for nothing like this model."""
+        if not fused.available(self.device, PLAIN):
+            return None
+        self._look_at_layers()
+        return self.fused_planner(self.modules_within, self._plan_fused)
+
+    def _plan_fused(self) -> fused.Plan | None:
+        parts = self.parts()
+        ropes = [self.ropes.get(kind) for kind in self.config.layer_types]
+        return None if parts is None else fused.plan(*parts, ropes)
 
     def head(self, x: Tensor, step: Pass) -> Tensor:
         """x [T, C] -> logits [T, V]"""
         if step.compiled:
-            plan = self.head_planner(lambda: (self.norm, self.lm_head), self.head_record)
+            plan = self.head_planner(lambda: (self.norm, self.lm_head), self.plan_head)
             if plan is not None and plan.takes(x):
                 return compiled.head(plan, x)
         return self.lm_head(self.norm(x))  # type: ignore[no-any-return]
+
+    def plan_head(self) -> compiled.Plan | None:
+        head = HeadParts(self.norm, self.lm_head)
+        return compiled.plan_head(head) if head.fit() else None
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Both [T] -> [T, C]"""

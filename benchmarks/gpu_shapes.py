@@ -1,0 +1,188 @@
+"""Models to measure: the shapes of published ones with random weights, and what a step or a prompt costs each.
+
+Needs torch and infer alone: a fresh process that imports this is what `gpu_start.py` times.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+
+from infer.config import ModelConfig
+from infer.models.common import Decoder
+from infer.models.registry import build_model
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+
+# As in config.json, so that infer and transformers read the same.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-1b": {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": LLAMA3_ROPE,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-1.7b": {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "tie_word_embeddings": True,
+    },
+    "gemma3-1b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262_144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": GEMMA3_ROPES,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+    },
+    "llama-8b": {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": LLAMA3_ROPE | {"factor": 8.0},
+        "tie_word_embeddings": False,
+    },
+    "tiny": TINY | {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+    "tiny-qwen3": TINY
+    | {
+        "model_type": "qwen3",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "tie_word_embeddings": False,
+    },
+    "tiny-gemma3": TINY
+    | {
+        "model_type": "gemma3_text",
+        "rope_parameters": GEMMA3_ROPES,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+    },
+}
+
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_k": 50,
+    "top_p": 0.95,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "seed": 1,
+}
+
+
+class NoText:
+    """In place of a tokenizer: every token is a letter."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "x" * len(token_ids)
+
+
+def build(shape: str, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Straight on the device, with the same random weights each time; norms do nothing."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = build_model(ModelConfig.from_hf(SHAPES[shape]))
+    finally:
+        torch.set_default_dtype(before)
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in model.requires_grad_(False).parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=0.02, generator=generator)
+    return model.eval()
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def random_prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
+    return ids
+
+
+def step_weight_bytes(model: Decoder) -> int:
+    """Of the weights, what a decode step reads: of an embedding that is not the head too, only a row or so."""
+    read = sum(parameter.nbytes for parameter in model.parameters())
+    return read if model.config.tie_word_embeddings else read - model.embed_tokens.weight.nbytes
+
+
+def cache_bytes(config: ModelConfig, keys: int, element_size: int) -> int:
+    """Keys and values that a query sees in all layers, if there are so many positions, its own included."""
+    seen = sum(min(keys, config.window(i) or keys) for i in range(config.num_hidden_layers))
+    return seen * 2 * config.num_key_value_heads * config.computed_head_dim * element_size
+
+
+def mean_cache_bytes(config: ModelConfig, prompt_tokens: int, new_tokens: int, element_size: int) -> float:
+    """Over the steps of a generation. The first token comes from the prompt's own pass."""
+    keys = range(prompt_tokens + 1, prompt_tokens + new_tokens)
+    return statistics.fmean(cache_bytes(config, count, element_size) for count in keys)
+
+
+def prefill_flops(model: Decoder, tokens: int) -> int:
+    """Products of the layers for all tokens, causal attention, and the head for one position."""
+    config = model.config
+    matrices = sum(weight.numel() for weight in model.layers.parameters() if weight.dim() > 1)
+    windows = [min(tokens, config.window(i) or tokens) for i in range(config.num_hidden_layers)]
+    pairs = sum(window * tokens - window * window // 2 for window in windows)  # n * n / 2 where all is seen
+    attention = 2 * 2 * pairs * config.num_attention_heads * config.computed_head_dim
+    return 2 * matrices * tokens + attention + 2 * config.vocab_size * config.hidden_size

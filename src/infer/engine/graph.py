@@ -1,0 +1,278 @@
+"""A decode step captured once and replayed, on a GPU: the model, and the choice of the next token.
+
+What a step reads lies on the device: the tokens, their positions, where the caches are, how to sample. So one captured
+step serves all prompts, lengths and settings, and the host launches steps ahead of the tokens it has read: it is never
+waited for. What it launched too many, when a text has ended, is taken back from the caches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.cache.base import Cache
+from infer.engine.params import SamplingParams
+from infer.engine.request import Request
+from infer.models.common import Decoder
+from infer.models.registry import MODELS
+from infer.ops import fused
+from infer.ops.table import empty_tables
+
+if TYPE_CHECKING:
+    from infer.ops.choice import Choice
+
+AHEAD = 1  # steps launched beyond the one whose tokens are awaited; any ring can be truncated by both
+_FORWARD = Decoder.forward
+_capturing = os.environ.get("INFER_GRAPHS") != "0"
+_captured: WeakKeyDictionary[Decoder, list[Captured]] = WeakKeyDictionary()
+_lock = Lock()
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Within, steps launch their kernels one by one, as with INFER_GRAPHS=0: to debug, or to compare."""
+    global _capturing
+    before, _capturing = _capturing, False
+    try:
+        yield
+    finally:
+        _capturing = before
+
+
+def decoding(model: object, requests: Sequence[Request], caches: Sequence[Cache]) -> Decoding | None:
+    """Requests with one token each to be fed, as rows of a captured step; None where the model must run as it is.
+
+    That is: not on a GPU that has the kernels, a module that somebody changed or hooked, a cache that must be asked.
+    """
+    if not isinstance(model, Decoder) or model.device.type != "cuda" or not _is_plain(model):
+        return None
+    plan = model.fused_plan()
+    if plan is None or any(cache.table(model.config) is None for cache in caches):
+        return None
+    from infer.ops.choice import MAX_VOCAB  # which needs Triton
+
+    if model.config.vocab_size > MAX_VOCAB:
+        return None
+    samples = any(not _is_greedy(request.params) for request in requests)
+    return Decoding(model, _take(model, plan, len(requests), samples), requests, caches)
+
+
+def _is_plain(model: Decoder) -> bool:
+    return (
+        type(model) in MODELS.values()
+        and Decoder.forward is _FORWARD
+        and not {"forward", "embed"} & vars(model).keys()
+        and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    )
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    """Whether the likeliest token by the model's own logits is taken."""
+    penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+    return params.temperature == 0 and not penalties and not params.logit_bias
+
+
+def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool) -> Captured:
+    """A captured step that nobody runs at the moment."""
+    rows = 1 << (rows - 1).bit_length()
+    with _lock:
+        steps = _captured.setdefault(model, [])
+        steps[:] = [step for step in steps if step.plan is plan]  # those of changed weights are of no use any more
+        for step in steps:
+            if (step.rows, step.samples, step.captured, step.busy) == (rows, samples, _capturing, False):
+                break
+        else:
+            step = Captured(model, plan, rows, samples)
+            steps.append(step)
+        step.busy = True
+    return step
+
+
+class Captured:
+    """One step of up to `rows` rows, on buffers of its own."""
+
+    def __init__(self, model: Decoder, plan: fused.Plan, rows: int, samples: bool) -> None:
+        """samples: by settings of each row; else all are greedy."""
+        from infer.ops.choice import Choice, Greedy
+
+        config, device = model.config, model.device
+        self.plan, self.rows, self.samples, self.captured = plan, rows, samples, _capturing
+        self.busy = False
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # to be fed; then, those chosen
+        self.positions = torch.full((rows,), -1, dtype=torch.int32, device=device)  # of those to be fed; -1: none
+        self.moves = torch.zeros(rows, dtype=torch.int32, device=device)  # by which each row's position goes on
+        self.tables = empty_tables(config.num_hidden_layers, rows, device)
+        self.settings = Choice(rows, config.vocab_size, device, plan.pdl) if samples else None
+        self.choice = self.settings or Greedy(rows, config.vocab_size, device, plan.pdl)
+        self._finished = fused.counters(plan, rows)
+        self._step(model)  # compiles the kernels; no row takes part yet
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if self.captured:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._step(model)
+
+    def launch(self, model: Decoder) -> None:
+        """model: the one that it was made for, which it must not keep alive."""
+        if self._graph is None:
+            self._step(model)
+        else:
+            self._graph.replay()
+
+    def _step(self, model: Decoder) -> None:
+        # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
+        x = model.embed(self.tokens.clamp(min=0), self.positions.clamp(min=0)).to(model.dtype)
+        logits = fused.launch(self.plan, x, self.tables, self.positions, self._finished)
+        self.positions.add_(self.moves)
+        self.choice.launch(logits, self.positions, self.tokens)
+
+    def load(self, requests: Sequence[Request], tables: np.ndarray[Any, Any]) -> None:
+        """What the rows are. tables: [layers, rows, COLUMNS], as caches give them."""
+        count = len(requests)
+        fed = [request.tokens[-1] for request in requests]
+        positions = [len(request.tokens) - 1 for request in requests]
+        self.tokens[:count].copy_(torch.tensor(fed))
+        self.positions.fill_(-1)
+        self.positions[:count].copy_(torch.tensor(positions))
+        self.moves.zero_()
+        self.moves[:count].fill_(1)
+        self.tables[:, :count].copy_(torch.from_numpy(tables))
+        if self.settings is not None:
+            for row, request in enumerate(requests):
+                self._set(self.settings, row, request)
+
+    @staticmethod
+    def _set(settings: Choice, row: int, request: Request) -> None:
+        params = request.params
+        settings.set_row(
+            row,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=params.logit_bias,
+            seed=request.seed,
+            tokens=request.tokens,
+            prompt_len=request.prompt_len,
+        )
+
+    def drop(self, row: int) -> None:
+        self.positions[row].fill_(-1)
+        self.moves[row].fill_(0)
+
+
+class Launched(NamedTuple):
+    """A step on its way."""
+
+    rows: Sequence[int]
+    tokens: Tensor  # pinned, [rows]
+    done: torch.cuda.Event
+
+
+class Decoding:
+    """Requests on their way through a captured step: iterate for the tokens of each step, by row.
+
+    A row goes on until `end`, or until it has all its tokens, or its cache no room.
+    """
+
+    def __init__(self, model: Decoder, step: Captured, requests: Sequence[Request], caches: Sequence[Cache]) -> None:
+        self._model, self._step, self._caches = model, step, list(caches)
+        self._requests = list(requests)
+        self._going = set(range(len(requests)))  # rows that take part in the next step
+        self._wanted = set(self._going)  # rows whose tokens are still asked for
+        context = model.config.max_position_embeddings
+        self._left = [  # steps
+            min(request.max_seq_len - len(request.tokens), min(cache.capacity, context) - cache.seq_len)
+            for request, cache in zip(requests, caches, strict=True)
+        ]
+        self._held = [cache.seq_len for cache in caches]  # positions that the caches should end up with
+        self._launched: deque[Launched] = deque()
+        self._tokens = torch.empty(AHEAD + 1, step.rows, dtype=torch.int64, pin_memory=True)
+        self._count = 0
+
+    def __iter__(self) -> Generator[dict[int, int]]:
+        try:
+            self._load()
+            while True:
+                while len(self._launched) <= AHEAD and self._drop_full():
+                    self._launch()
+                if not self._launched:
+                    return
+                rows, tokens, done = self._launched.popleft()
+                self._wait(done)
+                chosen = tokens.tolist()
+                wanted = [row for row in rows if row in self._wanted]
+                for row in wanted:
+                    self._held[row] += 1
+                if wanted:
+                    yield {row: chosen[row] for row in wanted}
+        finally:
+            self._give_back()
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a smaller step would do for the rows that are left."""
+        return len(self._wanted) <= self._step.rows // 2
+
+    def end(self, row: int) -> None:
+        """No more tokens are asked for in this row."""
+        self._wanted.discard(row)
+        self._drop(row)
+
+    def _load(self) -> None:
+        tables = np.concatenate([cache.table(self._model.config) for cache in self._caches], 1)
+        self._step.load(self._requests, tables)
+
+    def _drop_full(self) -> bool:
+        """Leave out rows that have no token left to feed; whether any row is left."""
+        for row in [row for row in self._going if not self._left[row]]:
+            self._drop(row)
+        return bool(self._going)
+
+    def _drop(self, row: int) -> None:
+        if row in self._going:
+            self._going.discard(row)
+            self._step.drop(row)
+
+    def _launch(self) -> None:
+        for row in self._going:
+            self._caches[row].table(self._model.config)  # tells a ring that its next slot is written
+            self._caches[row].advance(1)
+            self._left[row] -= 1
+        self._step.launch(self._model)
+        tokens = self._tokens[self._count % len(self._tokens)]
+        self._count += 1
+        tokens.copy_(self._step.tokens, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        self._launched.append(Launched(sorted(self._going), tokens, done))
+
+    def _wait(self, done: torch.cuda.Event) -> None:
+        try:
+            done.synchronize()
+        except RuntimeError as error:
+            at = ", ".join(f"prompt {row} at position {self._held[row]}" for row in sorted(self._wanted))
+            raise RuntimeError(f"the GPU failed while it decoded {at}: {error}") from error
+
+    def _give_back(self) -> None:
+        """The step, when what was launched is through; and from the caches, what nobody asked for."""
+        try:
+            if self._launched:
+                with suppress(RuntimeError):  # the first error that a GPU ends with is the one to be told
+                    self._launched[-1].done.synchronize()
+            for cache, held in zip(self._caches, self._held, strict=True):
+                cache.truncate(held)
+        finally:
+            self._step.busy = False

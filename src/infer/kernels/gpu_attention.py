@@ -1,0 +1,230 @@
+"""Attention of one new token a row: norm its heads, rotate them, store its key and value, and look at all before it.
+
+Keys are split among programs, because one row's would keep only a few of a GPU's processors busy. How long a row is
+lies on the device, so the same launch serves every length: programs that a row does not need end at once. The last
+one to finish for a KV head puts the pieces together, in their order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from infer.kernels import table as columns
+from infer.kernels.gpu_launch import let_next_start, wait_for_previous
+
+COLUMNS = tl.constexpr(columns.COLUMNS)
+KEYS, VALUES = tl.constexpr(columns.K), tl.constexpr(columns.V)
+STRIDE, SLOTS = tl.constexpr(columns.STRIDE), tl.constexpr(columns.SLOTS)
+MERGED = tl.constexpr(8)  # pieces that are put together at a time
+
+
+@triton.jit
+def turns(
+    positions,  # int32 [B]
+    inverse_frequencies,  # float32 [D]
+    out,  # float32 [B, 2, D]: cosines, and sines with the sign that the halves of a head are swapped with
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """How far RoPE turns the heads of each row's new token: the same in all layers."""
+    let_next_start(PDL)
+    row, d = tl.program_id(0), tl.arange(0, BLOCK_D)
+    frequency = tl.load(inverse_frequencies + d, d < D, 0.0)
+    wait_for_previous(PDL)
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    sine = tl.sin(angle)
+    tl.store(out + row * 2 * D + d, tl.cos(angle), d < D)
+    tl.store(out + (row * 2 + 1) * D + d, tl.where(d < D // 2, -sine, sine), d < D)
+
+
+@triton.jit
+def rotated(
+    heads,
+    start,
+    there,
+    cosine,
+    sine,
+    norm,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """The heads [n, D] that begin at heads + start [n], as attention takes them."""
+    d = tl.arange(0, BLOCK_D)
+    inside = there[:, None] & (d < D)[None, :]
+    dtype = heads.dtype.element_ty
+    x = tl.load(heads + start[:, None] + d[None, :], inside, 0.0)
+    if ROPE:
+        other = tl.where(d < D // 2, d + D // 2, d - D // 2)  # turned together with d
+        y = tl.load(heads + start[:, None] + other[None, :], inside, 0.0)
+    if NORM:
+        wide = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + EPS)[:, None]
+        weight = tl.load(norm + d, d < D, 0.0).to(tl.float32) + OFFSET
+        x = (wide * scale * weight[None, :]).to(dtype)
+        if ROPE:
+            weight = tl.load(norm + other, d < D, 0.0).to(tl.float32) + OFFSET
+            y = (y.to(tl.float32) * scale * weight[None, :]).to(dtype)
+    if ROPE:
+        x = (x.to(tl.float32) * cosine[None, :] + y.to(tl.float32) * sine[None, :]).to(dtype)
+    return x
+
+
+@triton.jit
+def attend(
+    qkv,  # [B, (Hq + 2 Hkv) D]
+    out,  # [B, Hq D]
+    pieces,  # float32 [B, Hq, SPLITS, D + 2]: values by weight, the largest score, the sum of the weights
+    finished,  # int32 [B, Hkv]: programs that are done, 0 before and after
+    table,  # int64 [B, COLUMNS]
+    positions,  # int32 [B]: of the new tokens; -1: no token in this row
+    q_norm,
+    k_norm,
+    turned,  # float32 [B, 2, D], from `turns`
+    scale,
+    window,  # 0: none
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,  # GROUP, up to what a matrix product takes
+    MERGE_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROPE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # bytes that the addresses of all keys and values are a multiple of
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Where the token and the cache are was settled before the step began, and what earlier steps stored can be read
+    # before this one's q, k and v are there.
+    position = tl.load(positions + row, cache_modifier=".cg")
+    seen = tl.maximum(position, 0)  # cached keys
+    if window > 0:
+        seen = tl.minimum(seen, window - 1)
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(seen, SPLITS), BLOCK_S), 1) * BLOCK_S
+    used = tl.maximum(tl.cdiv(seen, chunk), 1)
+    if split >= used:
+        return
+    start = position - seen + split * chunk
+    end = tl.minimum(start + chunk, position)
+
+    dtype = qkv.dtype.element_ty
+    line = table + row * COLUMNS
+    slots = tl.load(line + SLOTS).to(tl.int32)
+    offset = head * tl.load(line + STRIDE)
+    keys = tl.multiple_of((tl.load(line + KEYS) + offset).to(tl.pointer_type(dtype)), ALIGNED)
+    values = tl.multiple_of((tl.load(line + VALUES) + offset).to(tl.pointer_type(dtype)), ALIGNED)
+    g, d, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    within, real = g < GROUP, d < D
+    there = start + s < end
+    places = ((start + s) % slots).to(tl.int64)[:, None] * D + d[None, :]
+    first_k = tl.load(keys + places, there[:, None] & real[None, :], 0.0)
+    first_v = tl.load(values + places, there[:, None] & real[None, :], 0.0)
+    wait_for_previous(PDL)
+    if position < 0:
+        return
+    if ROPE:
+        cosine = tl.load(turned + row * 2 * D + d, real, 0.0)
+        sine = tl.load(turned + (row * 2 + 1) * D + d, real, 0.0)
+    else:
+        cosine = d
+        sine = d
+    heads = qkv + row * (KV_HEADS * (GROUP + 2) * D)
+    q = rotated(heads, (head * GROUP + g) * D, within, cosine, sine, q_norm, D, BLOCK_D, NORM, EPS, OFFSET, ROPE)
+    highest = tl.full((BLOCK_G,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    sums = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    if split == used - 1:  # the new token's own
+        one = tl.arange(0, 1)
+        at = (KV_HEADS * GROUP + head + one) * D
+        k = rotated(heads, at, one == 0, cosine, sine, k_norm, D, BLOCK_D, NORM, EPS, OFFSET, ROPE)
+        v = tl.load(heads + (KV_HEADS * (GROUP + 1) + head) * D + d, real, 0.0)
+        slot = (position % slots).to(tl.int64) * D
+        tl.store(keys + slot + d[None, :], k, real[None, :])
+        tl.store(values + slot + d, v, real)
+        highest = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+        total += 1.0
+        sums += v.to(tl.float32)[None, :]
+    if seen > 0:
+        highest, total, sums = looked(q, first_k, first_v, there, highest, total, sums, scale)
+    for first in tl.range(start + BLOCK_S, end, BLOCK_S, num_stages=STAGES):
+        there = first + s < end
+        places = ((first + s) % slots).to(tl.int64)[:, None] * D + d[None, :]
+        k = tl.load(keys + places, there[:, None] & real[None, :], 0.0)
+        v = tl.load(values + places, there[:, None] & real[None, :], 0.0)
+        highest, total, sums = looked(q, k, v, there, highest, total, sums, scale)
+
+    query = row * (KV_HEADS * GROUP) + head * GROUP
+    if used == 1:
+        outputs = (query + g)[:, None] * D + d[None, :]
+        tl.store(out + outputs, (sums / total[:, None]).to(dtype), within[:, None] & real[None, :])
+        return
+    piece = pieces + ((query + g) * SPLITS + split) * (D + 2)
+    tl.store(piece[:, None] + d[None, :], sums, within[:, None] & real[None, :])
+    tl.store(piece + D, highest, within)
+    tl.store(piece + D + 1, total, within)
+    tl.debug_barrier()  # all threads' pieces are written before one of them says so
+    counter = finished + row * KV_HEADS + head
+    if tl.atomic_add(counter, 1, sem="acq_rel") < used - 1:
+        return
+    tl.store(counter, 0)
+    merge(pieces, out, query, used, GROUP, MERGE_G, D, BLOCK_D, SPLITS)
+
+
+@triton.jit
+def looked(q, k, v, there, highest, total, sums, scale):
+    """One block of keys and values more: the largest score so far, the sum of the weights, the values by weight."""
+    scores = tl.dot(q, k.T, input_precision="ieee") * scale
+    scores = tl.where(there[None, :], scores, -float("inf"))
+    top = tl.maximum(highest, tl.max(scores, 1))
+    shrink = tl.exp(highest - top)
+    weights = tl.exp(scores - top[:, None])
+    sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
+    return top, total * shrink + tl.sum(weights, 1), sums
+
+
+@triton.jit
+def merge(
+    pieces,
+    out,
+    query,
+    used,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Put the pieces of a KV head's queries together. Other programs wrote them: past the processor's own cache."""
+    g, d, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, MERGED)
+    within, real = g < GROUP, d < D
+    highest = tl.full((BLOCK_G,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    sums = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    for first in range(0, used, MERGED):
+        there = within[:, None] & (first + s < used)[None, :]
+        piece = pieces + ((query + g)[:, None] * SPLITS + (first + s)[None, :]) * (D + 2)
+        tops = tl.load(piece + D, there, -float("inf"), cache_modifier=".cg")
+        totals = tl.load(piece + D + 1, there, 0.0, cache_modifier=".cg")
+        inside = there[:, :, None] & real[None, None, :]
+        parts = tl.load(piece[:, :, None] + d[None, None, :], inside, 0.0, cache_modifier=".cg")
+        top = tl.maximum(highest, tl.max(tops, 1))
+        top = tl.where(within, top, 0.0)
+        share = tl.exp(tops - top[:, None])
+        shrink = tl.exp(highest - top)
+        total = total * shrink + tl.sum(totals * share, 1)
+        sums = sums * shrink[:, None] + tl.sum(parts * share[:, :, None], 1)
+        highest = top
+    at = (query + g)[:, None] * D + d[None, :]
+    tl.store(out + at, (sums / total[:, None]).to(out.dtype.element_ty), within[:, None] & real[None, :])

@@ -1,0 +1,368 @@
+"""A decode step on a GPU through Triton kernels: five launches a block.
+
+    norm, q, k, v | attention | output + residual | norm, gate, up, activation | down + residual
+
+The reference is what the modules themselves compute. Nothing here depends on how long a row is, or on which rows there
+are: that lies on the device, so a step can be captured once and replayed (`engine/graph.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from infer import kernels
+from infer.kernels.table import FILLED
+from infer.ops.linear import Linear
+from infer.ops.norm import Norm
+from infer.ops.parts import BlockParts, HeadParts
+from infer.ops.rope import Rope
+from infer.ops.table import alignment
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK_N, MAX_BLOCK_B = 64, 128  # of the product of few rows
+BLOCK_S = 64  # keys that a program looks at together
+MAX_SPLITS = 64  # programs that share a row's keys
+BUSY = 512  # programs that keep all of a GPU's processors busy
+
+
+def available(device: torch.device, forwards: Mapping[type[nn.Module], Any]) -> bool:
+    """Whether the device has these kernels, no gradient is asked for, and no module's class was patched."""
+    return (
+        device.type == "cuda"
+        and not torch.is_grad_enabled()
+        and kernels.gpu(torch.cuda.get_device_capability(device))
+        and all(kind.forward is forward for kind, forward in forwards.items())
+    )
+
+
+def readable(weight: Tensor) -> bool:
+    return weight.is_cuda and weight.dtype in DTYPES
+
+
+class Plan(NamedTuple):
+    """A model as the kernels take it."""
+
+    blocks: Sequence[BlockParts]
+    head: HeadParts
+    frequencies: Sequence[Tensor | None]  # [D] of each block, if it rotates
+    pdl: bool  # whether a kernel may start while the one before it ends
+
+    def takes(self, x: Tensor) -> bool:
+        weight = self.head.norm.weight
+        return x.dtype is weight.dtype and x.is_contiguous() and x.shape[1] == weight.shape[0]
+
+
+def plan(blocks: Sequence[BlockParts], head: HeadParts, ropes: Sequence[Rope | None]) -> Plan | None:
+    """None where the kernels do not know the like."""
+    weights = [head.norm.weight, head.linear.weight, *(linear.weight for block in blocks for linear in block.linears)]
+    device, dtype = head.norm.weight.device, head.norm.weight.dtype
+    if any(weight.dtype is not dtype for weight in weights) or not all(map(_norms_agree, blocks)):
+        return None
+    of_kind = {rope: rope.inv_freq.to(device) for rope in ropes if rope is not None}
+    frequencies = [None if rope is None else of_kind[rope] for rope in ropes]
+    pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return Plan(blocks, head, frequencies, pdl)
+
+
+def _norms_agree(block: BlockParts) -> bool:
+    """Whether norms that one kernel computes differ in nothing but their weights."""
+    pairs = (
+        (block.after_attention, block.before_mlp),
+        (block.after_mlp, block.before_attention),
+        (block.q_norm, block.k_norm),
+    )
+    return (block.after_attention is None) == (block.after_mlp is None) and all(
+        first is None or (second is not None and first.bias is None and _kind(first) == _kind(second))
+        for first, second in pairs
+    )
+
+
+def _kind(norm: Norm) -> tuple[float, float, bool]:
+    return norm.eps, norm.offset, norm.centred
+
+
+def step(plan: Plan, x: Tensor, tables: np.ndarray[Any, Any]) -> Tensor:
+    """Logits [B, V] of the next token of each row, x [B, C], whose keys and values go where `tables` says."""
+    positions = torch.from_numpy(tables[0, :, FILLED].astype(np.int32)).to(x.device)
+    return launch(plan, x, torch.from_numpy(tables).to(x.device), positions, counters(plan, x.shape[0]))
+
+
+def counters(plan: Plan, rows: int) -> Tensor:
+    """For programs that share work to count who is done: all zero before a launch and after."""
+    linears = [plan.head.linear, *(linear for block in plan.blocks for linear in block.linears)]
+    blocks = max(-(-linear.weight.shape[0] // BLOCK_N) for linear in linears)
+    count = max(rows * plan.blocks[0].kv_heads, blocks * -(-rows // MAX_BLOCK_B))
+    return torch.zeros(count, dtype=torch.int32, device=plan.head.norm.weight.device)
+
+
+def launch(plan: Plan, x: Tensor, tables: Tensor, positions: Tensor, finished: Tensor) -> Tensor:
+    """The same with everything on the device: tables int64 [layers, B, COLUMNS]; positions int32 [B], -1: no token.
+
+    finished: from `counters`.
+    """
+    residual = Residual(x)
+    kinds = {id(each): each for each in plan.frequencies if each is not None}
+    turned = {kind: turns(each, positions, pdl=plan.pdl) for kind, each in kinds.items()}
+    for block, frequencies, table in zip(plan.blocks, plan.frequencies, tables, strict=True):
+        qkv, residual = normed_product(block.qkv, residual, block.before_attention, finished, pdl=plan.pdl)
+        attended = attend(block, qkv, table, positions, finished, turned.get(id(frequencies)), pdl=plan.pdl)
+        residual = added_product(block.o, attended, residual, block.after_attention, finished, pdl=plan.pdl)
+        inner, residual = normed_product(
+            block.up, residual, block.before_mlp, finished, activation=block.activation, gated=block.gated, pdl=plan.pdl
+        )
+        residual = added_product(block.down, inner, residual, block.after_mlp, finished, pdl=plan.pdl)
+    return normed_product(plan.head.linear, residual, plan.head.norm, finished, pdl=plan.pdl)[0]
+
+
+class Residual(NamedTuple):
+    """The residual of a step, [B, C]. With `after`, less what is yet to be normed and added."""
+
+    x: Tensor
+    added: Tensor | None = None
+    after: Norm | None = None
+
+
+def normed_product(
+    linear: Linear,
+    residual: Residual,
+    norm: Norm,
+    finished: Tensor,
+    *,
+    activation: str = "",
+    gated: bool = False,
+    pdl: bool = False,
+) -> tuple[Tensor, Residual]:
+    """activation(W norm(residual) + b), where gated times the second half of W's rows; and the residual, complete."""
+    x, added, after = residual
+    complete = x if added is None else torch.empty_like(x)  # others still read x
+    vectors = x if added is None else added
+    weights = norm.weight, norm.weight if norm.bias is None else norm.bias, x if after is None else after.weight
+    options = {
+        "AFTER": after is not None,
+        "EPS": norm.eps,
+        "OFFSET": norm.offset,
+        "CENTRED": norm.centred,
+        "NORM_BIAS": norm.bias is not None,
+    }
+    if x.shape[0] == 1:
+        norms = (*weights, x, complete)
+        out = _one_row(linear, vectors, None, norms, activation, gated, pdl, NORM=True, **options)
+    else:
+        prepared = torch.empty_like(x)
+        size = x.shape[1]
+        kernels.gpu_modules().product.norm_rows[(x.shape[0],)](
+            vectors, prepared, *weights, x, complete, K=size, PARTS=_parts(size), **options, **_late(pdl)
+        )
+        out = _few_rows(linear, prepared, None, finished, activation, gated, pdl)
+    return out, Residual(complete)
+
+
+def added_product(
+    linear: Linear, x: Tensor, residual: Residual, after: Norm | None, finished: Tensor, *, pdl: bool = False
+) -> Residual:
+    """W x + b, added to the residual; or yet to be normed, and added then."""
+    addend = residual.x if after is None else None
+    if x.shape[0] == 1:
+        options = {"NORM": False, "AFTER": False, "EPS": 0.0, "OFFSET": 0.0, "CENTRED": False, "NORM_BIAS": False}
+        out = _one_row(linear, x, addend, (x,) * 5, "", False, pdl, **options)
+    else:
+        out = _few_rows(linear, x, addend, finished, "", False, pdl)
+    return Residual(out) if after is None else Residual(residual.x, out, after)
+
+
+def _one_row(
+    linear: Linear,
+    x: Tensor,
+    residual: Tensor | None,
+    norms: tuple[Tensor, ...],
+    activation: str,
+    gated: bool,
+    pdl: bool,
+    **options: Any,
+) -> Tensor:
+    """norms: what stands between `out` and `N` in the kernel's arguments."""
+    weight, bias = linear.weight, linear.bias
+    assert isinstance(weight, Tensor)
+    n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    out = torch.empty(1, n, dtype=x.dtype, device=x.device)
+    rows, warps = _rows_and_warps(n, k, gated)
+    kernels.gpu_modules().product.one_row[(-(-n // rows),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        *norms,
+        n,
+        K=k,
+        PARTS=_parts(k),
+        ROWS=rows,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        GATED=gated,
+        ACTIVATION=activation,
+        num_warps=warps,
+        **options,
+        **_late(pdl),
+    )
+    return out
+
+
+def _rows_and_warps(n: int, k: int, gated: bool) -> tuple[int, int]:
+    """Rows of a matrix that a program takes, and its warps: what was fastest on an H200 for sizes like these.
+
+    A thread holds 64 to 128 weights of them. Small matrices take small programs, so that all of them are there, with
+    their weights, before the kernel in front has ended.
+    """
+    if gated:
+        return 4, max(1, min(8, _power(k + 1) // 1024))
+    if k > 4096:
+        return (4, 8) if k <= 8192 else (1, 8)
+    if n <= 4096 and n <= k * 1.25:
+        return 1, max(1, k // 2048)
+    return 8, 4 if k <= 2048 else 8
+
+
+def _few_rows(
+    linear: Linear,
+    x: Tensor,
+    residual: Tensor | None,
+    finished: Tensor,
+    activation: str,
+    gated: bool,
+    pdl: bool,
+) -> Tensor:
+    weight, bias = linear.weight, linear.bias
+    assert isinstance(weight, Tensor)
+    batch, (n, k) = x.shape[0], (weight.shape[0] // (2 if gated else 1), weight.shape[1])
+    out = torch.empty(batch, n, dtype=x.dtype, device=x.device)
+    rows, blocks = min(MAX_BLOCK_B, max(16, _power(batch))), -(-n // BLOCK_N)
+    split = _split(blocks, k, gated)
+    size, stages = (256, 3) if split > 1 and rows <= 32 else (128, 4 if rows <= 32 else 3)
+    if x.element_size() == 4:
+        size, stages = 32, 2
+    grid = blocks, -(-batch // rows), split
+    sums = torch.empty(split if split > 1 else 0, batch, n, dtype=torch.float32, device=x.device)
+    kernels.gpu_modules().product.few_rows[grid](
+        x,
+        weight,
+        weight if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        sums if split > 1 else x,
+        finished,
+        batch,
+        n,
+        K=k,
+        BLOCK_B=rows,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=size,
+        SPLIT=split,
+        EVEN=n % BLOCK_N == 0 and k % (size * split) == 0,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        GATED=gated,
+        ACTIVATION=activation,
+        STAGES=stages,
+        num_warps=4,
+        **_late(pdl),
+    )
+    return out
+
+
+def _split(blocks: int, k: int, gated: bool) -> int:
+    """Programs that share the columns of a matrix, where it has few blocks of rows."""
+    split = 1
+    while not gated and 2 * split * blocks <= 192 and k >= 1024 * split:
+        split *= 2
+    return split
+
+
+def turns(frequencies: Tensor, positions: Tensor, *, pdl: bool = False) -> Tensor:
+    """Cosines and signed sines [B, 2, D] of RoPE at these positions [B]."""
+    batch, head_dim = positions.shape[0], frequencies.shape[0]
+    out = torch.empty(batch, 2, head_dim, dtype=torch.float32, device=positions.device)
+    kernels.gpu_modules().attention.turns[(batch,)](
+        positions, frequencies, out, D=head_dim, BLOCK_D=_power(head_dim), num_warps=1, **_late(pdl)
+    )
+    return out
+
+
+def attend(
+    block: BlockParts,
+    qkv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    finished: Tensor,
+    turned: Tensor | None,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """Store the new keys and values where the table says, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
+    batch, group, head_dim = qkv.shape[0], block.heads // block.kv_heads, block.head_dim
+    size = _power(head_dim)
+    splits = min(MAX_SPLITS, max(1, _power(BUSY // (batch * block.kv_heads))))
+    out = torch.empty(batch, block.heads * head_dim, dtype=qkv.dtype, device=qkv.device)
+    pieces = torch.empty(batch, block.heads, splits, head_dim + 2, dtype=torch.float32, device=qkv.device)
+    norm = block.q_norm
+    kernels.gpu_modules().attention.attend[(splits, block.kv_heads, batch)](
+        qkv,
+        out,
+        pieces,
+        finished,
+        table,
+        positions,
+        qkv if block.q_norm is None else block.q_norm.weight,
+        qkv if block.k_norm is None else block.k_norm.weight,
+        qkv if turned is None else turned,
+        block.scale,
+        block.window or 0,
+        KV_HEADS=block.kv_heads,
+        GROUP=group,
+        D=head_dim,
+        BLOCK_D=max(16, size),
+        BLOCK_G=max(16, _power(group)),
+        MERGE_G=_power(group),
+        BLOCK_S=BLOCK_S if size <= 128 else BLOCK_S // 2,
+        SPLITS=splits,
+        NORM=norm is not None,
+        EPS=0.0 if norm is None else norm.eps,
+        OFFSET=0.0 if norm is None else norm.offset,
+        ROPE=turned is not None,
+        ALIGNED=alignment(head_dim, qkv.dtype),
+        STAGES=2,
+        num_warps=4 if size <= 64 else 8,
+        **_late(pdl),
+    )
+    return out
+
+
+def _late(pdl: bool) -> dict[str, bool]:
+    """Launch options of a kernel that may start before the one in front of it has ended."""
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
+@cache
+def _parts(size: int) -> tuple[tuple[int, int], ...]:
+    """Cut a vector into up to three parts (start, size) whose sizes are powers of two, the last padded if need be."""
+    parts: list[tuple[int, int]] = []
+    start = 0
+    while start < size:
+        left = size - start
+        part = _power(left)
+        if part > 1.15 * left and len(parts) < 2:
+            part //= 2
+        parts.append((start, part))
+        start += part
+    return tuple(parts)
+
+
+def _power(n: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, n - 1).bit_length()

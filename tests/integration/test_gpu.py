@@ -1,0 +1,666 @@
+"""Decoding on a GPU: captured or not, alone or in a batch, the tokens are those that plain torch gives.
+
+Sizes are the same wherever they may be, because each other one is a kernel to compile.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer import KVCache, SamplingParams, SlidingCache, generate, generate_batch, load_model, stream
+from infer.cache import BatchCache, Cache
+from infer.engine import graph
+from infer.models.common import Decoder
+from infer.ops import compiled, fused
+from infer.ops.norm import RMSNorm
+from infer.trace.record import Trace
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+WINDOW = 70  # more than the keys that a program looks at together
+VOCAB = 211
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,  # or every token is followed by itself
+}
+# A family's own, less what would make kernels differ for no other reason than their sizes.
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 24},
+    "gemma3": {"head_dim": 24, "num_hidden_layers": 2, "sliding_window": WINDOW},
+}
+GREEDY = SamplingParams(max_new_tokens=24)
+SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.2, top_k=50, top_p=0.95, min_p=0.01, seed=17)
+PENALISED = SamplingParams(
+    max_new_tokens=24, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7, logit_bias={5: 1.0}
+)
+FREE = SamplingParams(max_new_tokens=24, temperature=0.9, frequency_penalty=0.5, seed=3)
+EVERY_WAY = pytest.mark.parametrize(
+    "params", [GREEDY, SAMPLED, PENALISED, FREE], ids=["greedy", "top", "penalty", "all"]
+)
+
+MakeModel = Callable[..., Decoder]
+
+
+class Letters:
+    """A letter for each token, however many there are."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(97 + i % 26) for i in token_ids)
+
+
+@pytest.fixture(autouse=True)
+def no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, too, the reference is what the modules compute."""
+    monkeypatch.setattr(compiled, "available", lambda *_: False)
+    monkeypatch.setattr(compiled, "can_attend", lambda *_: False)
+
+
+@pytest.fixture
+def make_model(tiny_model: MakeModel) -> MakeModel:
+    def make(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
+        return tiny_model(model_type=family, dtype=dtype, **SIZES | OWN.get(family, {}) | changes).to("cuda")
+
+    return make
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each step that engine/graph.py launches."""
+    rows: list[int] = []
+    launch = graph.Captured.launch
+
+    def counted(step: graph.Captured, model: Decoder) -> None:
+        rows.append(step.rows)
+        launch(step, model)
+
+    monkeypatch.setattr(graph.Captured, "launch", counted)
+    return rows
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Plain torch, module by module."""
+    with mock.patch.object(fused, "available", return_value=False):
+        yield
+
+
+WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "captured": nullcontext,
+    "launched": graph.disabled,
+    "plain": plain,
+}
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+
+def tokens_of(model: Decoder, prompt: Sequence[int], params: SamplingParams = GREEDY, **options: Any) -> list[int]:
+    return generate(model, Letters(), prompt, params, **options).token_ids
+
+
+def in_every_way(run: Callable[[], Any]) -> dict[str, Any]:
+    results = {}
+    for name, way in WAYS.items():
+        with way():
+            results[name] = run()
+    return results
+
+
+def plainly(model: Decoder, prompt: Sequence[int], params: SamplingParams = GREEDY, **options: Any) -> list[int]:
+    with plain():
+        return tokens_of(model, prompt, params, **options)
+
+
+def make_cache(model: Decoder, kind: type[KVCache] | type[SlidingCache], positions: int, **options: Any) -> Any:
+    return kind.from_model_config(model.config, positions, dtype=model.dtype, device=model.device, **options)
+
+
+# Kinds of caches that kernels write to, with a model that has a use for them.
+CACHES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "llama": ("llama", KVCache, {}),
+    "windows": ("gemma3", KVCache, {}),
+    "ring": ("gemma3", SlidingCache, {"prefill_chunk": 8}),
+    "tight ring": ("gemma3", SlidingCache, {"prefill_chunk": 1}),
+}
+EVERY_CACHE = pytest.mark.parametrize("kind", CACHES)
+
+
+class TestLogits:
+    """Of one decode step, against float32 on the CPU from the same weights."""
+
+    @pytest.mark.parametrize(
+        ("family", "sliding"), [*((family, False) for family in FAMILIES), ("gemma3", True)], ids=str
+    )
+    @pytest.mark.parametrize(
+        ("dtype", "batch", "most"),
+        [
+            *((torch.float32, batch, 1e-4) for batch in (1, 3, 20)),
+            *((torch.bfloat16, batch, 0.1) for batch in (1, 3, 20)),
+            *((torch.float16, batch, 0.01) for batch in (1, 3)),
+        ],
+        ids=str,
+    )
+    @torch.inference_mode()
+    def test_are_as_good_as_plain_torch(
+        self,
+        make_model: MakeModel,
+        family: str,
+        sliding: bool,
+        dtype: torch.dtype,
+        batch: int,
+        most: float,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """most: the error by the logits' size. Besides, it is not far from plain torch's in the same dtype."""
+        model = make_model(family, dtype)
+        exact = copy.deepcopy(model).to("cpu", torch.float32)
+        prompts = [prompt_of(1 + (149 + 37 * i) % (3 * WINDOW), seed=i) for i in range(batch)]
+        expected = torch.cat([exact(torch.tensor([prompt]))[:, -1] for prompt in prompts])
+
+        def error(logits: Tensor) -> float:
+            assert logits.shape == expected.shape
+            return float((logits.float().cpu() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+        launch = mock.Mock(wraps=fused.launch)
+        monkeypatch.setattr(fused, "launch", launch)
+        got = error(self.decoded(model, prompts, sliding))
+        assert launch.call_count == 1
+        with plain():
+            reference = error(self.decoded(model, prompts, sliding))
+        assert launch.call_count == 1
+        assert got < most
+        assert got < 2.5 * reference + 1e-5
+
+    @staticmethod
+    def decoded(model: Decoder, prompts: Sequence[Sequence[int]], sliding: bool) -> Tensor:
+        """Logits [B, V] behind each prompt, of which the last token is decoded."""
+        rows: list[Cache] = []
+        for prompt in prompts:
+            cache = (
+                make_cache(model, SlidingCache, 256, prefill_chunk=5) if sliding else make_cache(model, KVCache, 256)
+            )
+            with plain():
+                if prompt[:-1]:
+                    model(torch.tensor([prompt[:-1]], device="cuda"), kv_cache=cache)
+            rows.append(cache)
+        last = torch.tensor([prompt[-1:] for prompt in prompts], device="cuda")
+        return model(last, kv_cache=rows[0] if len(rows) == 1 else BatchCache(rows))[:, -1]
+
+    @EVERY_FAMILY
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_heads_may_be_small(self, tiny_model: MakeModel, family: str, dtype: torch.dtype) -> None:
+        """Fewer dimensions than a matrix product on a GPU takes."""
+        model = tiny_model(model_type=family, dtype=dtype, head_dim=8).to("cuda")
+        prompt = [i % 64 for i in prompt_of(9)]
+        with graph.disabled():
+            expected = tokens_of(model, prompt)
+        assert tokens_of(model, prompt) == expected
+        if dtype is torch.float32:
+            assert plainly(model, prompt) == expected
+
+
+class TestTokens:
+    @EVERY_FAMILY
+    @EVERY_WAY
+    def test_do_not_depend_on_how_a_step_is_launched(
+        self, make_model: MakeModel, family: str, params: SamplingParams, launches: list[int]
+    ) -> None:
+        model = make_model(family)
+        results = in_every_way(lambda: tokens_of(model, prompt_of(67), params))
+        assert results["captured"] == results["launched"] == results["plain"]
+        assert len(set(results["plain"])) > 3
+        # Twice all but the first token; nothing is launched beyond the last one.
+        assert launches == [1] * (2 * (params.max_new_tokens - 1))
+
+    @EVERY_FAMILY
+    @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+    def test_in_16_bits(self, make_model: MakeModel, family: str, params: SamplingParams) -> None:
+        """Captured or not, it is the same kernels; and a second run replays what the first has captured."""
+        model = make_model(family, torch.bfloat16)
+        with graph.disabled():
+            expected = tokens_of(model, prompt_of(67), params)
+        assert tokens_of(model, prompt_of(67), params) == expected
+        assert tokens_of(model, prompt_of(67), params) == expected
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 4])
+    def test_few(self, make_model: MakeModel, count: int, launches: list[int]) -> None:
+        """Fewer than are launched ahead."""
+        model = make_model()
+        prompt = prompt_of(5)
+        cache = make_cache(model, KVCache, 40)
+        assert (
+            tokens_of(model, prompt, SamplingParams(max_new_tokens=count), cache=cache)
+            == plainly(model, prompt)[:count]
+        )
+        assert launches == [1] * (count - 1)
+        assert cache.seq_len == 5 + count - 1
+
+    def test_of_a_prompt_that_is_one_token(self, make_model: MakeModel) -> None:
+        model = make_model("gemma3")
+        assert tokens_of(model, [7]) == plainly(model, [7])
+
+    def test_weights_may_change(self, make_model: MakeModel) -> None:
+        """In place, where a captured step reads them; or to another place."""
+        model, other = make_model(), make_model(seed=1)
+        prompt = prompt_of(9)
+        before, expected = tokens_of(model, prompt), tokens_of(other, prompt)
+        assert before != expected
+        saved = copy.deepcopy(model.state_dict())
+        model.load_state_dict(other.state_dict())
+        assert tokens_of(model, prompt) == expected
+        model.load_state_dict(saved, assign=True)
+        assert tokens_of(model, prompt) == before
+
+
+BATCH_LENGTHS = [1, 2, 130, 64, 7, 300, 65, 3, 20]
+BATCH_PARAMS = [
+    SamplingParams(max_new_tokens=40),
+    SamplingParams(max_new_tokens=1),
+    SamplingParams(max_new_tokens=2),
+    replace(SAMPLED, max_new_tokens=33),
+    replace(PENALISED, max_new_tokens=21),
+    replace(FREE, max_new_tokens=9),
+    replace(SAMPLED, seed=18),
+    replace(FREE, seed=4, repetition_penalty=1.5),
+    replace(GREEDY, logit_bias={9: 4.0}, frequency_penalty=2.0),
+]
+
+
+class TestBatches:
+    @EVERY_FAMILY
+    @pytest.mark.parametrize("count", [2, 5, 9])
+    def test_rows_are_what_each_prompt_gives_alone(
+        self, make_model: MakeModel, family: str, count: int, launches: list[int]
+    ) -> None:
+        model = make_model(family)
+        prompts, params = [prompt_of(n) for n in BATCH_LENGTHS[:count]], BATCH_PARAMS[:count]
+        results = in_every_way(lambda: [r.token_ids for r in generate_batch(model, Letters(), prompts, params)])
+        assert results["captured"] == results["launched"] == results["plain"]
+        assert launches
+        for got, prompt, each in zip(results["captured"], prompts, params, strict=True):
+            assert len(got) == each.max_new_tokens
+            assert got == tokens_of(model, prompt, each)
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    def test_rows_end_early(self, make_model: MakeModel, family: str) -> None:
+        """By an end-of-sequence token, by a stop string, and not at all; the others go on."""
+        model = make_model(family)
+        varied = replace(FREE, temperature=2.0)
+        prompts = [prompt_of(n) for n in (5, 66, 12, 140, 3)]
+        free = [plainly(model, prompt, varied) for prompt in prompts]
+        # A token that some row comes to, but not at once, and not every row.
+        eos = next(token for token in free[0][6:] if token not in free[0][:6] and token not in free[1])
+        model.config = replace(model.config, eos_token_ids=(eos,))
+        stop = Letters().decode(free[1][8:11])
+        params = [varied, replace(varied, stop=stop), replace(varied, ignore_eos=True), *[varied] * 2]
+        results = in_every_way(lambda: generate_batch(model, Letters(), prompts, params))
+        outcomes = {way: [(r.token_ids, r.text, r.finish_reason) for r in of_way] for way, of_way in results.items()}
+        assert outcomes["captured"] == outcomes["launched"] == outcomes["plain"]
+        assert [reason for *_, reason in outcomes["captured"]][:3] == ["eos", "stop", "length"]
+        for got, prompt, each in zip(results["captured"], prompts, params, strict=True):
+            assert got.token_ids == tokens_of(model, prompt, each)
+
+    def test_the_same_prompt_twice_with_other_seeds(self, make_model: MakeModel) -> None:
+        model = make_model()
+        params = [replace(SAMPLED, seed=seed) for seed in (1, 2, 1)]
+        first, second, third = (r.token_ids for r in generate_batch(model, Letters(), [prompt_of(8)] * 3, params))
+        assert first == third != second
+
+    def test_in_16_bits(self, make_model: MakeModel) -> None:
+        model = make_model("gemma3", torch.bfloat16)
+        prompts = [prompt_of(n) for n in BATCH_LENGTHS]
+        run = lambda: [r.token_ids for r in generate_batch(model, Letters(), prompts, BATCH_PARAMS)]  # noqa: E731
+        with graph.disabled():
+            expected = run()
+        assert run() == expected
+
+
+class TestLengths:
+    BLOCKS = tuple(k * fused.BLOCK_S + d for k in (1, 2, 4) for d in (-1, 0, 1))
+    WINDOWS = (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW - 1, 2 * WINDOW, 3 * WINDOW)
+
+    @EVERY_CACHE
+    @pytest.mark.parametrize("prefill_chunk", [None, 1, 33])
+    def test_across_blocks_and_windows(self, make_model: MakeModel, kind: str, prefill_chunk: int | None) -> None:
+        """A step before, at and behind each edge; prompts longer than a window; rings that wrap, then wrap again."""
+        family, cache_type, options = CACHES[kind]
+        model = make_model(family)
+        params = replace(GREEDY, max_new_tokens=4)
+        for length in sorted({*self.BLOCKS, *self.WINDOWS} if prefill_chunk is None else self.WINDOWS[1:5:3]):
+            prompt = prompt_of(length - 2)
+            cache = make_cache(model, cache_type, length + 8, **options)
+            got = tokens_of(model, prompt, params, cache=cache, prefill_chunk=prefill_chunk)
+            assert got == plainly(model, prompt, params, use_kv_cache=False), length
+
+    @EVERY_CACHE
+    def test_through_several_rounds_of_a_ring(self, make_model: MakeModel, kind: str) -> None:
+        family, cache_type, options = CACHES[kind]
+        model = make_model(family)
+        params = replace(SAMPLED, max_new_tokens=4 * WINDOW)
+        cache = make_cache(model, cache_type, 5 * WINDOW, **options)
+        assert tokens_of(model, prompt_of(9), params, cache=cache) == plainly(model, prompt_of(9), params)
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    @torch.inference_mode()
+    def test_where_splits_grow(self, make_model: MakeModel, family: str) -> None:
+        """From one block of keys in each split to two, and on."""
+        model = make_model(family)
+        edge = fused.MAX_SPLITS * fused.BLOCK_S
+        cache = make_cache(model, KVCache, 2 * edge + 64)
+        for length in (edge - 1, edge, edge + 1, edge + 2, edge + 700, 2 * edge):
+            fed = torch.tensor([prompt_of(length - cache.seq_len)], device="cuda")
+            with plain():
+                model(fed, kv_cache=cache)
+            token = torch.tensor([[7]], device="cuda")
+            got = model(token, kv_cache=cache)
+            cache.truncate(length)
+            with plain():
+                expected = model(token, kv_cache=cache)
+            cache.truncate(length)
+            torch.testing.assert_close(got, expected, atol=2e-3, rtol=1e-3)
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    def test_long_runs_neither_drift_nor_grow(self, make_model: MakeModel, family: str) -> None:
+        model = make_model(family, torch.bfloat16)
+        params = replace(SAMPLED, max_new_tokens=2000)
+        prompt = prompt_of(50)
+        with graph.disabled():
+            expected = tokens_of(model, prompt, params)
+        gc.collect()  # or what other tests have left might go meanwhile
+        tokens, peaks = [], {}
+        for token in stream(model, Letters(), prompt, params):
+            tokens.append(token.token_id)
+            if len(tokens) in (50, 100, 1990):
+                peaks[len(tokens)] = torch.cuda.max_memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+        assert peaks[1990] <= peaks[100]  # since the token before
+        assert tokens == expected
+
+
+class TestCaches:
+    """What a run leaves in a cache is what the next one needs."""
+
+    @EVERY_CACHE
+    @pytest.mark.parametrize("taken", [1, 2, 3, 10, WINDOW + 5])
+    def test_a_stream_that_is_abandoned(self, make_model: MakeModel, kind: str, taken: int) -> None:
+        family, cache_type, options = CACHES[kind]
+        model = make_model(family)
+        prompt, params = prompt_of(11), replace(SAMPLED, max_new_tokens=120)
+        cache = make_cache(model, cache_type, 256, **options)
+        tokens = stream(model, Letters(), prompt, params, cache=cache)
+        got = [token.token_id for token in itertools.islice(tokens, taken)]
+        tokens.close()  # type: ignore[attr-defined]
+        assert got == plainly(model, prompt, params)[:taken]
+        assert cache.seq_len == len(prompt) + taken - 1
+        then = prompt + got + prompt_of(6)
+        assert tokens_of(model, then, SAMPLED, cache=cache) == plainly(model, then, SAMPLED)
+
+    @EVERY_CACHE
+    def test_turns_of_a_chat(self, make_model: MakeModel, kind: str) -> None:
+        family, cache_type, options = CACHES[kind]
+        model = make_model(family)
+        cache = make_cache(model, cache_type, 256, **options)
+        prompt = prompt_of(20)
+        for turn in range(4):
+            params = replace(SAMPLED, seed=turn)
+            got = tokens_of(model, prompt, params, cache=cache)
+            assert got == plainly(model, prompt, params)
+            assert cache.seq_len == len(prompt) + len(got) - 1
+            # The last of them alone, or more besides: then prefill comes first.
+            prompt = prompt + got + prompt_of(turn % 2 * 9)
+
+    @EVERY_CACHE
+    def test_truncated(self, make_model: MakeModel, kind: str) -> None:
+        family, cache_type, options = CACHES[kind]
+        model = make_model(family)
+        back = 1 if kind == "tight ring" else 6
+        prompt = prompt_of(WINDOW + 30)
+        cache = make_cache(model, cache_type, 256, **options)
+        first = tokens_of(model, prompt, cache=cache)
+        kept = cache.seq_len - back
+        cache.truncate(kept)
+        begun = [*prompt, *first][: kept + 1]
+        assert begun[-1] == first[-back - 1]
+        again = tokens_of(model, begun, cache=cache)
+        assert again[:back] == first[-back:]
+        assert again == plainly(model, begun)
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    def test_streams_side_by_side(self, make_model: MakeModel, family: str) -> None:
+        """Token by token, of one model: each has a captured step of its own."""
+        model = make_model(family)
+        cases = [(prompt_of(70), SAMPLED), (prompt_of(3), SAMPLED), (prompt_of(12), PENALISED), (prompt_of(9), GREEDY)]
+        alone = [plainly(model, *case) for case in cases]
+        together = zip(*(stream(model, Letters(), *case) for case in cases), strict=True)
+        got = [[token.token_id for token in row] for row in zip(*together, strict=True)]
+        assert got == alone
+
+    def test_generating_while_a_stream_waits(self, make_model: MakeModel) -> None:
+        model = make_model()
+        waiting = stream(model, Letters(), prompt_of(5), SAMPLED)
+        first = [token.token_id for token in itertools.islice(waiting, 4)]
+        assert tokens_of(model, prompt_of(30)) == plainly(model, prompt_of(30))
+        prompts = [prompt_of(4), prompt_of(40)]
+        rows = generate_batch(model, Letters(), prompts, SAMPLED)
+        assert [row.token_ids for row in rows] == [plainly(model, prompt, SAMPLED) for prompt in prompts]
+        assert first + [token.token_id for token in waiting] == plainly(model, prompt_of(5), SAMPLED)
+
+    def test_filled_to_the_last_position(self, make_model: MakeModel) -> None:
+        model = make_model("gpt2", max_position_embeddings=40)
+        prompt = prompt_of(16)
+        cache = make_cache(model, KVCache, 40)
+        assert tokens_of(model, prompt, cache=cache) == plainly(model, prompt)
+        assert cache.seq_len == 39
+        with pytest.raises(ValueError, match="exceed"):
+            tokens_of(model, prompt, replace(GREEDY, max_new_tokens=25))
+
+
+class TestFullContext:
+    CONTEXT = 40
+    PARAMS = replace(SAMPLED, max_new_tokens=30)
+
+    @pytest.mark.parametrize("family", ["llama", "gpt2"])
+    @pytest.mark.parametrize("positions", [None, 32, 40, 64], ids=str)
+    def test_is_recomputed(self, make_model: MakeModel, family: str, positions: int | None) -> None:
+        """positions: of a cache that is given; it may have more than the model, and less."""
+        model = make_model(family, max_position_embeddings=self.CONTEXT)
+        prompt = prompt_of(20)
+
+        def run() -> list[int]:
+            cache = None if positions is None else make_cache(model, KVCache, positions)
+            return tokens_of(model, prompt, self.PARAMS, cache=cache, on_full="recompute")
+
+        results = in_every_way(run)
+        assert results["captured"] == results["launched"] == results["plain"]
+        assert len(results["plain"]) == 30
+
+    def test_in_a_batch(self, make_model: MakeModel) -> None:
+        model = make_model("gpt2", max_position_embeddings=self.CONTEXT)
+        prompts = [prompt_of(n) for n in (39, 4, 50, 20)]
+
+        def run() -> list[list[int]]:
+            rows = generate_batch(model, Letters(), prompts, self.PARAMS, on_full="recompute")
+            return [row.token_ids for row in rows]
+
+        results = in_every_way(run)
+        assert results["captured"] == results["launched"] == results["plain"]
+
+
+class TestNoNumbers:
+    """Where logits are no numbers: an error that says which text it was, and a device that still works."""
+
+    @EVERY_WAY
+    @pytest.mark.parametrize("way", ["captured", "launched"])
+    def test_of_a_token_fed_later(self, make_model: MakeModel, params: SamplingParams, way: str) -> None:
+        model, healthy = make_model(), make_model()
+        prompts = [prompt_of(5), prompt_of(30), prompt_of(12)]
+        expected = [plainly(healthy, prompt, params) for prompt in prompts]
+        at = next(i for i, t in enumerate(expected[1]) if i > 2 and t not in [*prompts[1], *expected[1][:i]])
+        poison = expected[1][at]
+        model.embed_tokens.weight.data[poison] = torch.nan
+        with WAYS[way]():
+            with pytest.raises(ValueError, match=rf"position {30 + at + 1}\b") as error:
+                tokens_of(model, prompts[1], params)
+            assert "NaN" in str(error.value)
+            others = [p for p, tokens in zip(prompts, expected, strict=True) if poison not in [*p, *tokens]]
+            with pytest.raises(ValueError, match=rf"prompt {len(others)}: .*position {30 + at + 1}\b"):
+                generate_batch(model, Letters(), [*others, prompts[1]], params)
+            for prompt in others:  # the model's other tokens are healthy
+                assert tokens_of(model, prompt, params) == plainly(healthy, prompt, params)
+            assert [tokens_of(healthy, prompt, params) for prompt in prompts] == expected
+        torch.cuda.synchronize()
+
+    def test_from_the_start(self, make_model: MakeModel) -> None:
+        model = make_model()
+        model.layers[1].mlp.down_proj.weight.data.fill_(torch.nan)
+        with pytest.raises(ValueError, match=r"prompt 0: .*position 6\b"):
+            generate_batch(model, Letters(), [prompt_of(6), prompt_of(3)], GREEDY)
+        torch.cuda.synchronize()
+        assert tokens_of(make_model(), prompt_of(6)) == plainly(make_model(), prompt_of(6))
+
+
+class CountingCache(KVCache):
+    """A user's own."""
+
+    attended = 0
+
+    def attend(self, *args: Any, **options: Any) -> Tensor:
+        self.attended += 1
+        return super().attend(*args, **options)
+
+
+class TestFallingBack:
+    """What the kernels cannot know of runs, through the modules, and gives the same tokens."""
+
+    PROMPT = prompt_of(9)
+
+    @pytest.fixture
+    def model(self, make_model: MakeModel, launches: list[int]) -> Iterator[Decoder]:
+        """It runs in captured steps before and after, and not while the test does."""
+        model = make_model()
+        expected = tokens_of(model, self.PROMPT)
+        assert len(launches) == GREEDY.max_new_tokens - 1
+        launches.clear()
+        yield model
+        assert not launches
+        assert tokens_of(model, self.PROMPT) == expected
+        assert len(launches) == GREEDY.max_new_tokens - 1
+
+    def check(self, model: Decoder, **options: Any) -> None:
+        assert tokens_of(model, self.PROMPT, **options) == plainly(model, self.PROMPT)
+
+    @pytest.mark.parametrize("name", ["", "embed_tokens", "layers.1", "layers.0.mlp.down_proj", "norm", "lm_head"])
+    def test_hooks(self, model: Decoder, name: str) -> None:
+        seen: list[Tensor] = []
+        hook = model.get_submodule(name).register_forward_hook(lambda module, args, out: seen.append(out))
+        got = tokens_of(model, self.PROMPT)
+        calls = len(seen)
+        hook.remove()
+        assert calls == GREEDY.max_new_tokens
+        assert got == plainly(model, self.PROMPT)
+
+    def test_a_hook_that_changes_something(self, model: Decoder) -> None:
+        before = plainly(model, self.PROMPT)
+        hook = model.layers[1].register_forward_hook(lambda module, args, out: out * -3)
+        got, expected = tokens_of(model, self.PROMPT), plainly(model, self.PROMPT)
+        hook.remove()
+        assert got == expected != before
+
+    def test_a_patched_module(self, model: Decoder) -> None:
+        mlp = model.layers[0].mlp
+        mlp.forward = mock.Mock(wraps=mlp.forward)
+        self.check(model)
+        assert mlp.forward.call_count == 2 * GREEDY.max_new_tokens
+        del mlp.forward
+
+    def test_a_patched_class(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+        forward = RMSNorm.forward
+        before = plainly(model, self.PROMPT)
+        with monkeypatch.context() as patch:
+            patch.setattr(RMSNorm, "forward", lambda norm, x: forward(norm, x) * 0.5)
+            self.check(model)
+            assert tokens_of(model, self.PROMPT) != before
+
+    def test_a_patched_embedding(self, model: Decoder) -> None:
+        model.embed = mock.Mock(wraps=model.embed)  # type: ignore[method-assign]
+        self.check(model)
+        assert model.embed.call_count == 2 * GREEDY.max_new_tokens
+        del model.embed
+
+    def test_a_cache_of_another_class(self, model: Decoder) -> None:
+        cache = make_cache(model, CountingCache, 64)
+        self.check(model, cache=cache)
+        assert cache.attended == GREEDY.max_new_tokens * model.config.num_hidden_layers
+
+    def test_a_cache_that_rounds(self, model: Decoder) -> None:
+        got = tokens_of(model, self.PROMPT, cache_dtype="int8")
+        assert got == plainly(model, self.PROMPT, cache_dtype="int8")
+
+    def test_a_trace(self, model: Decoder) -> None:
+        trace = Trace()
+        self.check(model, trace=trace)
+        assert [step.cache_positions for step in trace.steps] == list(range(9, 9 + GREEDY.max_new_tokens))
+        assert all(len(step.attention) == model.config.num_hidden_layers for step in trace.steps)
+
+    def test_gradients(self, model: Decoder) -> None:
+        """Where torch is to record them, nothing may run that it does not see."""
+        model.requires_grad_(True)
+        logits = model(torch.tensor([self.PROMPT[:1]], device="cuda"))
+        logits.sum().backward()
+        assert model.layers[0].mlp.down_proj.weight.grad is not None
+        model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+def test_quantised_weights_are_refused(quantize: str) -> None:
+    with pytest.raises(ValueError, match="on the CPU alone"):
+        load_model("anything", device="cuda", quantize=quantize)
+
+
+def test_without_kernels(make_model: MakeModel) -> None:
+    """INFER_KERNELS=0: plain torch, without a word about it."""
+    sizes = SIZES | {"model_type": "gemma3"} | OWN["gemma3"]
+    program = f"""
+import torch
+from conftest import make_tiny_model
+from infer import SamplingParams, generate
+
+class Letters:
+    def decode(self, token_ids):
+        return ""
+
+model = make_tiny_model(**{sizes!r}).to("cuda")
+with torch.inference_mode():
+    assert model.fused_plan() is None
+print(*generate(model, Letters(), {prompt_of(80)!r}, SamplingParams(max_new_tokens=12)).token_ids)
+"""
+    root = Path(__file__).parents[2]
+    paths = [str(root / "src"), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"INFER_KERNELS": "0", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = plainly(make_model("gemma3"), prompt_of(80), SamplingParams(max_new_tokens=12))
+    assert done.stdout.split() == list(map(str, expected))

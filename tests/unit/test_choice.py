@@ -1,0 +1,286 @@
+"""Choosing on the device, against the sampler on the CPU. Without a GPU, the kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer import SamplingParams
+from infer.engine.sampler import filtered, penalise, sample, uniform
+from infer.ops.choice import MAX_VOCAB, Choice, Greedy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+POISON = -77
+INF, NAN = float("inf"), float("nan")
+SETTINGS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
+PROMPT = [1, 2, 3, 3]
+SEEDS = (0, 1, -5, 2**63, 2**64 - 1, 2**70 + 5)
+
+FILTERS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    {},
+    {"temperature": 0.3},
+    {"top_k": 3},
+    {"top_k": 40, "temperature": 1.7},
+    {"top_k": 10**6},
+    {"top_p": 0.9},
+    {"top_p": 0.5, "temperature": 0.3},
+    {"top_p": 1e-30},
+    {"top_k": 5, "top_p": 0.8},
+    {"top_k": 300, "top_p": 0.95, "min_p": 0.01},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_p": 0.95, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+    {"top_k": 50, "presence_penalty": -1.0, "logit_bias": {0: 4.0, 7: -INF, 990: 5.5}},
+]
+
+
+def sampling(**options: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 1.0} | options))
+
+
+def set_row(choice: Choice, row: int, params: SamplingParams, seed: int, tokens: list[int], prompt_len: int) -> None:
+    settings = {name: getattr(params, name) for name in SETTINGS}
+    choice.set_row(row, **settings, seed=seed, tokens=tokens, prompt_len=prompt_len)
+
+
+def run(chooser: Greedy, logits: Tensor, positions: list[int]) -> list[int]:
+    tokens = torch.full((len(logits),), POISON, device=DEVICE)
+    chooser.launch(logits.to(DEVICE), torch.tensor(positions, dtype=torch.int32, device=DEVICE), tokens)
+    return tokens.tolist()
+
+
+def make_logits(kind: str, rows: int, vocab: int, seed: int = 0) -> Tensor:
+    """spread: no two within 2^-12; tied: few values, many times; close: 2^-16 apart, so in few coarse bins."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "tied":
+        return torch.randint(-3, 4, (rows, vocab), generator=generator).float()
+    ordered = torch.arange(vocab) * 2.0**-16
+    if kind == "spread":
+        ordered = torch.randn(rows, vocab, generator=generator).sort().values * 3 + torch.arange(vocab) * 2.0**-12
+    order = torch.rand(rows, vocab, generator=generator).argsort()
+    return ordered.expand(rows, vocab).gather(1, order)
+
+
+def is_borderline(token: int, logits: Tensor, tokens: list[int], prompt_len: int, params: Any, seed: int) -> bool:
+    """Whether the draw lies so close to this token's share of the distribution that rounding may decide."""
+    probabilities = filtered(penalise(logits.float(), tokens, prompt_len, params), params).double()
+    end = float(probabilities[: token + 1].sum())
+    begin = end - float(probabilities[token])
+    return begin < end and begin - 1e-6 <= uniform(seed, len(tokens)) <= end + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("vocab", "kind", "dtype", "steps"),
+    [
+        (1000, "spread", torch.float32, 5),
+        (1000, "spread", torch.bfloat16, 2),
+        (1000, "spread", torch.float16, 2),
+        (1000, "tied", torch.float32, 3),
+        (1000, "close", torch.float32, 3),
+        (4096, "spread", torch.float32, 1),
+        (5003, "tied", torch.bfloat16, 1),
+        (9001, "spread", torch.float32, 1),
+    ],
+)
+def test_against_the_sampler(vocab: int, kind: str, dtype: torch.dtype, steps: int) -> None:
+    """Every setting in a row of its own, over several steps, so that the history grows."""
+    rows = len(FILTERS)
+    choice = Choice(rows + 2, vocab, DEVICE)
+    params = [sampling(**options) for options in FILTERS]
+    seeds = [SEEDS[row % len(SEEDS)] for row in range(rows)]
+    texts = [PROMPT + list(range(row)) for row in range(rows)]  # of different lengths
+    for row in range(rows):
+        set_row(choice, row, params[row], seeds[row], texts[row], len(PROMPT))
+    differing = 0
+    for step in range(steps):
+        logits = make_logits(kind, rows, vocab, seed=step).to(dtype)
+        chosen = run(choice, logits, [len(text) for text in texts])
+        for row, token in enumerate(chosen):
+            request = logits[row], texts[row], len(PROMPT), params[row], seeds[row]
+            if token != sample(*request):
+                differing += 1
+                assert params[row].temperature > 0
+                assert is_borderline(token, *request), (row, step)
+            texts[row].append(token)
+    assert differing <= 1
+
+
+class TestFilters:
+    @pytest.mark.parametrize("options", [{"top_k": 37}, {"top_p": 0.5}, {"top_k": 120, "top_p": 0.7}], ids=str)
+    def test_neighbours_are_told_apart(self, options: dict) -> None:
+        """Steps of 2^-17 nats, the least that the filters can tell: one token too many moves half of all draws."""
+        vocab = 200
+        logits = (torch.randperm(vocab, generator=torch.Generator().manual_seed(0)) * 2.0**-17)[None]
+        choice = Choice(len(SEEDS), vocab, DEVICE)
+        for row, seed in enumerate(SEEDS):
+            set_row(choice, row, sampling(**options), seed, PROMPT, 2)
+        expected = [sample(logits[0], PROMPT, 2, sampling(**options), seed) for seed in SEEDS]
+        assert run(choice, logits.repeat(len(SEEDS), 1), [4] * len(SEEDS)) == expected
+
+    def test_unlikely_tokens_count_in_top_p(self) -> None:
+        """The second likeliest stays only because of the many that are far too unlikely to."""
+        logits = torch.full((1, 1000), -9.23)
+        logits[0, 0], logits[0, 500] = math.log(0.06), 0.0
+        seed = next(seed for seed in range(1000) if uniform(seed, 4) < 0.03)
+        choice = Choice(1, 1000, DEVICE)
+        set_row(choice, 0, sampling(top_p=0.9), seed, PROMPT, 2)
+        assert run(choice, logits, [4]) == [0] == [sample(logits[0], PROMPT, 2, sampling(top_p=0.9), seed)]
+
+
+class TestRows:
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+    def test_chosen_tokens_enter_the_history(self, penalty: str, temperature: float) -> None:
+        """The same logits every time: without a history, greedy would choose the same token every time."""
+        logits = make_logits("spread", 1, 1100) * 2
+        params = sampling(temperature=temperature, **{penalty: 1.5})
+        choice = Choice(1, 1100, DEVICE)
+        best = int(logits.argmax())
+        text = [best, best, 7]  # of the prompt, repetition alone takes notice
+        set_row(choice, 0, params, 5, text, 2)
+        for _ in range(6):
+            expected = sample(logits[0], text, 2, params, 5)
+            assert run(choice, logits, [len(text)]) == [expected]
+            text.append(expected)
+        assert len(set(text[3:])) > 1
+
+    def test_alone_and_among_others(self) -> None:
+        logits = make_logits("spread", 3, 2500)
+        params = [sampling(top_p=0.9), sampling(top_k=9, presence_penalty=1.0), sampling(logit_bias={5: 3.0})]
+
+        def tokens(rows: list[int]) -> list[int]:
+            choice = Choice(len(rows), 2500, DEVICE)
+            for at, row in enumerate(rows):
+                set_row(choice, at, params[row], row, PROMPT, 2)
+            return run(choice, logits[rows], [4] * len(rows))
+
+        together = tokens([0, 1, 2])
+        assert [tokens([row])[0] for row in range(3)] == together
+        assert tokens([2, 0, 1]) == [together[2], together[0], together[1]]
+
+    def test_inactive_rows_are_left_alone(self) -> None:
+        choice = Choice(3, 1500, DEVICE)
+        logits = make_logits("spread", 3, 1500)
+        params = sampling(top_k=20, top_p=0.9, frequency_penalty=1.0)
+        for row in range(3):
+            set_row(choice, row, params, row, PROMPT, 2)
+        expected = sample(logits[1], PROMPT, 2, params, 1)
+        poisoned = logits.clone()
+        poisoned[1] = NAN
+        first = run(choice, poisoned, [4, -1, 4])
+        assert first[1] == POISON
+        assert run(choice, logits, [-1, 4, -1]) == [POISON, expected, POISON]
+        third = [*PROMPT, first[0]]
+        assert run(choice, logits, [5, -1, -1])[0] == sample(logits[0], third, 2, params, 0)
+
+    @pytest.mark.parametrize("options", [{"presence_penalty": 9.0}, {"logit_bias": {5: 1.0}}, {}], ids=str)
+    def test_settings_can_change(self, options: dict) -> None:
+        """Nothing of a row's former history, bias and filters stays."""
+        choice = Choice(1, 1000, DEVICE)
+        logits = make_logits("spread", 1, 1000)
+        best = int(logits.argmax())
+        former = sampling(top_k=2, top_p=0.1, min_p=0.9, frequency_penalty=5.0, logit_bias={4: 90.0})
+        set_row(choice, 0, former, 3, [1, best, best], 1)
+        assert run(choice, logits, [3]) == [4]
+        greedy = sampling(temperature=0.0, **options)
+        set_row(choice, 0, greedy, 7, [1, 2], 1)
+        assert run(choice, logits, [2]) == [best]
+        sampled = sampling(temperature=3.0, **options)
+        text = [1, 2, best]
+        for seed in SEEDS:
+            set_row(choice, 0, sampled, seed, text, 1)
+            assert run(choice, logits, [3]) == [sample(logits[0], text, 1, sampled, seed)]
+
+    def test_greedy_until_set(self) -> None:
+        logits = make_logits("spread", 2, 1000)
+        assert run(Choice(2, 1000, DEVICE), logits, [0, 9]) == logits.argmax(1).tolist()
+
+    @pytest.mark.parametrize("options", [{"temperature": 1e-40}, {"temperature": 1e-6}, {"top_k": 1}], ids=str)
+    def test_greedy_in_all_but_name(self, options: dict) -> None:
+        """The second best is nearer than the filters can tell."""
+        logits = torch.full((len(SEEDS), 1100), -1.0)
+        logits[:, 1050] = 1.0
+        logits[:, [3, 1060]] = float(torch.tensor(1.0).nextafter(torch.tensor(0.0))) if "top_k" in options else 0.9
+        choice = Choice(len(SEEDS), 1100, DEVICE)
+        for row, seed in enumerate(SEEDS):
+            set_row(choice, row, sampling(**options), seed, PROMPT, 2)
+        assert run(choice, logits, [4] * len(SEEDS)) == [1050] * len(SEEDS)
+
+    def test_frequencies(self) -> None:
+        """Chi-square with at most 2 degrees of freedom: above 20 once in 20,000 tries, and these are fixed."""
+        logits = torch.tensor([1.0, -1.0, -INF, 0.5, 0.0, -9.0])
+        params = sampling(top_k=3)
+        tries = 120
+        choice = Choice(tries, 6, DEVICE)
+        for row in range(tries):
+            set_row(choice, row, params, 11, PROMPT, 2)
+        tokens = torch.tensor(run(choice, logits.expand(tries, 6).contiguous(), list(range(tries))))
+        expected = filtered(logits, params) * tries
+        counts = tokens.bincount(minlength=6)
+        assert counts[expected == 0].sum() == 0
+        assert ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum() < 20
+
+
+class TestErrors:
+    @pytest.mark.parametrize("where", [0, 1023, 1024, 2099])
+    def test_nan(self, where: int) -> None:
+        """It ends as -1 in its row, and changes nothing in others or later."""
+        choice = Choice(4, 2100, DEVICE)
+        all_params = [
+            sampling(temperature=0),
+            sampling(top_k=5, top_p=0.9),
+            sampling(frequency_penalty=1.0),
+            sampling(),
+        ]
+        for row, params in enumerate(all_params):
+            set_row(choice, row, params, 3, PROMPT, 2)
+        logits = make_logits("spread", 4, 2100)
+        expected = [sample(own, PROMPT, 2, params, 3) for own, params in zip(logits, all_params, strict=True)]
+        bad = logits.clone()
+        bad[:3, where] = NAN
+        assert run(choice, bad, [4] * 4) == [-1, -1, -1, expected[3]]
+        assert run(choice, logits, [4] * 4) == expected
+
+    @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")  # numpy, for the GPU
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_all_banned(self, temperature: float) -> None:
+        choice = Choice(1, 50, DEVICE)
+        set_row(choice, 0, sampling(temperature=temperature, logit_bias=dict.fromkeys(range(50), -INF)), 0, PROMPT, 2)
+        assert run(choice, torch.zeros(1, 50), [4]) == [-1]
+
+    def test_refused(self) -> None:
+        with pytest.raises(ValueError, match="vocabulary"):
+            Greedy(1, MAX_VOCAB + 1, DEVICE)
+        for logits in (torch.zeros(3, 10), torch.zeros(2, 11), torch.zeros(10, 2).T):
+            with pytest.raises(ValueError, match="logits of shape"):
+                run(Choice(2, 10, DEVICE), logits, [0] * len(logits))
+
+
+class TestGreedy:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("vocab", [1, 1000, 4096, 5003])
+    def test_takes_the_first_of_the_likeliest(self, vocab: int, dtype: torch.dtype) -> None:
+        logits = torch.cat([make_logits("spread", 2, vocab), make_logits("tied", 2, vocab)]).to(dtype)
+        assert run(Greedy(9, vocab, DEVICE), logits, [3] * 4) == [int(row.float().numpy().argmax()) for row in logits]
+
+    def test_errors_and_inactive_rows(self) -> None:
+        logits = make_logits("spread", 4, 2100)
+        logits[0, 2099] = NAN
+        logits[1] = NAN
+        logits[2] = -INF
+        assert run(Greedy(4, 2100, DEVICE), logits, [1, -1, 1, 0]) == [-1, POISON, -1, int(logits[3].argmax())]

@@ -1,0 +1,549 @@
+"""The Triton kernels of a decode step beside the modules they stand for.
+
+Where there is no GPU they run in Triton's interpreter, which shows that they compute the right thing, not that they
+compile or are fast.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
+
+from infer.cache.base import BaseCache, Cache  # noqa: E402
+from infer.cache.batch import BatchCache  # noqa: E402
+from infer.cache.simple import KVCache  # noqa: E402
+from infer.cache.sliding import SlidingCache  # noqa: E402
+from infer.config import RopeConfig  # noqa: E402
+from infer.models.common import Decoder  # noqa: E402
+from infer.ops import fused  # noqa: E402
+from infer.ops.activation import ACTIVATIONS  # noqa: E402
+from infer.ops.linear import Linear  # noqa: E402
+from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm  # noqa: E402
+from infer.ops.parts import BlockParts  # noqa: E402
+from infer.ops.rope import Rope, apply_rope  # noqa: E402
+from infer.ops.table import Table  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU, or TRITON_INTERPRET=1"
+)
+FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
+BLOCK_S = 16
+TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 3e-3), torch.bfloat16: (3e-2, 2e-2)}
+# Triton's interpreter multiplies matrices of bfloat16 as if they were integers.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+EVERY_BATCH = pytest.mark.parametrize(
+    ("batch", "dtype"),
+    [*((batch, torch.float32) for batch in (1, 2, 17, 33)), *((b, dtype) for dtype in DTYPES[1:] for b in (1, 2))],
+    ids=str,
+)
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is what the modules compute, on a CPU too."""
+    monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
+    monkeypatch.setattr("infer.ops.compiled.can_attend", lambda *_: False)
+    monkeypatch.setattr("infer.ops.fused.available", lambda *_: False)
+    monkeypatch.setattr("infer.ops.fused.BUSY", 8)  # programs, which the interpreter takes long for
+    monkeypatch.setattr("infer.ops.fused.BLOCK_S", BLOCK_S)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernels are to write is NaN before, so that whatever they leave out, or read too early, shows."""
+
+    def empty(*shape: int, **options: Any) -> Tensor:
+        return torch.full(shape, torch.nan, **options)
+
+    changed = {"empty": empty, "empty_like": lambda x: torch.full_like(x, torch.nan)}
+    monkeypatch.setattr(fused, "torch", SimpleNamespace(**vars(torch) | changed))
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def randomised(module: Any, generator: torch.Generator, dtype: torch.dtype) -> Any:
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.3
+        parameter.data = noise if parameter.dim() > 1 else parameter.data + noise
+    return module.requires_grad_(False).to(DEVICE, dtype)
+
+
+def random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def counters(count: int = 32) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=DEVICE)
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    assert got.dtype is expected.dtype
+    atol, rtol = TOLERANCES[got.dtype]
+    torch.testing.assert_close(got, expected, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (1, ((0, 1),)),
+        (64, ((0, 64),)),
+        (60, ((0, 64),)),  # hardly padded
+        (96, ((0, 64), (64, 32))),
+        (37, ((0, 32), (32, 4), (36, 1))),
+        (77, ((0, 64), (64, 8), (72, 8))),  # the third is padded
+        (1152, ((0, 1024), (1024, 128))),
+    ],
+)
+def test_parts(size: int, expected: Any) -> None:
+    assert fused._parts(size) == expected
+
+
+def test_parts_cover_every_size_once() -> None:
+    for size in range(1, 700):
+        parts = fused._parts(size)
+        starts, sizes = zip(*parts, strict=True)
+        assert len(parts) <= 3
+        assert starts == (0, *np.cumsum(sizes)[:-1])
+        assert starts[-1] < size <= starts[-1] + sizes[-1]
+        assert all(part & (part - 1) == 0 for part in sizes)
+
+
+NORMS: dict[str, Callable[[int], Norm]] = {
+    "rms": lambda size: RMSNorm(size, 1e-5),
+    "zero_centred": lambda size: ZeroCentredRMSNorm(size, 1e-6),
+    "layer": lambda size: LayerNorm(size, 1e-5),
+    "layer_without_bias": lambda size: LayerNorm(size, 1e-5, bias=False),
+}
+# K, N, norm, activation, gated, bias, after: each value of each, and sizes that nothing divides.
+PRODUCTS = [
+    (77, 3, "rms", "silu", True, False, False),
+    (37, 5, "rms", "gelu_tanh", True, True, False),
+    (100, 9, "layer", "gelu_tanh", False, True, False),
+    (77, 18, "layer_without_bias", "gelu", False, False, False),
+    (96, 7, "zero_centred", "", False, False, True),
+    (77, 4, "zero_centred", "gelu_tanh", True, False, True),
+    (32, 1, "rms", "", False, True, True),
+    (61, 3, "layer_without_bias", "gelu", True, True, True),
+]
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+@EVERY_BATCH
+@torch.inference_mode()
+def test_a_product_of_what_is_normed(case: Any, batch: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """One row, and few: with the norm in the product, or in `norm_rows` before it."""
+    k, n, kind, activation, gated, bias, after = case
+    linear = randomised(Linear(k, n * (2 if gated else 1), bias=bias), generator, dtype)
+    norm = randomised(NORMS[kind](k), generator, dtype)
+    x, added = random(generator, dtype, batch, k), random(generator, dtype, batch, k)
+    behind = randomised(NORMS[kind](k), generator, dtype) if after else None
+    if behind is not None:
+        behind.bias = None  # as `plan` asks for
+    before = x.clone()
+    got, residual = fused.normed_product(
+        linear,
+        fused.Residual(x, added, behind) if after else fused.Residual(x),
+        norm,
+        counters(),
+        activation=activation,
+        gated=gated,
+    )
+    complete = x if behind is None else x + behind(added)
+    y = linear(norm(complete)).float()
+    if activation:
+        first, *second = y.chunk(2, -1) if gated else (y,)
+        y = ACTIVATIONS[activation](first) * (second[0] if gated else 1)
+    close(got, y.to(dtype))
+    assert residual.added is None
+    close(residual.x, complete)
+    assert torch.equal(x, before)  # others still read it
+
+
+@EVERY_BATCH
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_a_product_that_is_added(batch: int, bias: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
+    linear = randomised(Linear(77, 13, bias=bias), generator, dtype)
+    x, carried = random(generator, dtype, batch, 77), random(generator, dtype, batch, 13)
+    done = fused.added_product(linear, x, fused.Residual(carried), None, counters())
+    expected = x.float() @ linear.weight.float().T + (linear.bias.float() if bias else 0)
+    close(done.x, (expected + carried).to(dtype))
+    assert done.added is None
+    norm = RMSNorm(13, 1e-5)
+    waiting = fused.added_product(linear, x, fused.Residual(carried), norm, counters())
+    assert waiting.x is carried
+    assert waiting.after is norm
+    close(waiting.added, expected.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("batch", "k", "n"),
+    [
+        (2, 1030, 70),  # shared by programs, and nothing divides it
+        (3, 2048, 128),  # shared evenly
+        (130, 1025, 66),  # in several blocks of rows besides
+        (5, 96, 64),
+    ],
+)
+@torch.inference_mode()
+def test_a_product_in_blocks(batch: int, k: int, n: int, generator: torch.Generator) -> None:
+    linear = randomised(Linear(k, n, bias=True), generator, torch.float32)
+    x, carried = random(generator, torch.float32, batch, k), random(generator, torch.float32, batch, n)
+    finished = counters(256)
+    for _ in range(2):
+        got = fused.added_product(linear, x, fused.Residual(carried), None, finished).x
+        torch.testing.assert_close(got, linear(x) + carried, atol=1e-3, rtol=1e-4)
+        assert not finished.any()
+
+
+class Layer:
+    """An attention layer by itself: what it is made of, where it keeps keys and values, and what it should give."""
+
+    def __init__(
+        self,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+        rows: int,
+        slots: int,
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 12,
+        window: int | None = None,
+        norm: bool = False,
+        rope: bool = True,
+    ) -> None:
+        self.q_norm, self.k_norm = (
+            randomised(RMSNorm(head_dim, 1e-6), generator, dtype) if norm else None for _ in range(2)
+        )
+        self.rope = Rope(RopeConfig(1e4), head_dim) if rope else None
+        unused: Any = Linear(1, 1).to(DEVICE)
+        self.block = BlockParts(
+            *(unused,) * 6,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=0.4,
+            activation="",
+            window=window,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+        )
+        self.k, self.v = (random(generator, dtype, rows, kv_heads, slots, head_dim) for _ in range(2))
+        self.qkv = random(generator, dtype, rows, (heads + 2 * kv_heads) * head_dim)
+        self.finished = counters(rows * kv_heads)
+
+    def forget(self, positions: list[int]) -> None:
+        """NaN in all slots that a row's new token must not look at."""
+        slots = self.k.shape[2]
+        for row, position in enumerate(positions):
+            seen = [at % slots for at in self.seen(position)]
+            for slot in set(range(slots)) - set(seen):
+                self.k[row, :, slot] = self.v[row, :, slot] = torch.nan
+
+    def seen(self, position: int) -> range:
+        """Positions that are kept from earlier steps, and visible."""
+        return range(max(0, position - (self.block.window or 10**9) + 1), position)
+
+    def attend(self, positions: list[int]) -> Tensor:
+        at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
+        table = torch.from_numpy(Table([self.k], [self.v]).at(0)[0]).to(DEVICE)
+        table[at < 0] = 0  # rows without a token need no cache
+        turned = None if self.rope is None else fused.turns(self.rope.inv_freq.to(DEVICE), at)
+        return fused.attend(self.block, self.qkv, table, at, self.finished, turned)
+
+    def expected(self, row: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one row: the outcome [Hq D], and the new key and value [Hkv, D]."""
+        block = self.block
+        sizes = [block.heads, block.kv_heads, block.kv_heads]
+        q, k, v = self.qkv[row].view(-1, block.head_dim).split(sizes)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            turn = self.rope(torch.tensor([[position]], device=DEVICE))
+            q, k = (apply_rope(each[None, :, None], *turn)[0, :, 0] for each in (q, k))
+        slots = [at % self.k.shape[2] for at in self.seen(position)]
+        keys, values = (
+            torch.cat((stored[row, :, slots], new[:, None]), 1).float() for stored, new in ((self.k, k), (self.v, v))
+        )  # [Hkv, keys, D]
+        grouped = q.view(block.kv_heads, -1, block.head_dim).float()
+        weights = (grouped @ keys.transpose(1, 2) * block.scale).softmax(-1)
+        return (weights @ values).flatten().to(q.dtype), k, v
+
+    def check(self, positions: list[int]) -> None:
+        self.forget(positions)
+        expected = [self.expected(row, position) if position >= 0 else None for row, position in enumerate(positions)]
+        after_k, after_v = self.k.clone(), self.v.clone()
+        got = self.attend(positions)
+        assert not self.finished.any()
+        for row, (position, wanted) in enumerate(zip(positions, expected, strict=True)):
+            if wanted is None:
+                assert got[row].isnan().all()  # as it was: nothing was written
+                continue
+            slot = position % self.k.shape[2]
+            out, after_k[row, :, slot], after_v[row, :, slot] = wanted
+            close(got[row], out)
+        for stored, after in ((self.k, after_k), (self.v, after_v)):
+            atol, rtol = TOLERANCES[stored.dtype]
+            torch.testing.assert_close(stored, after, atol=atol, rtol=rtol, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in fmod:RuntimeWarning")  # of no slots
+@EVERY_DTYPE
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rope": False, "kv_heads": 4},
+        {"norm": True, "heads": 3, "kv_heads": 1, "head_dim": 20},
+        {"norm": True, "rope": False, "heads": 1, "kv_heads": 1, "head_dim": 8},
+    ],
+    ids=str,
+)
+@torch.inference_mode()
+def test_attention_at_every_length(options: dict[str, Any], dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Lengths around a block, in one batch; rows that have no token are left alone."""
+    lengths = [0, -1, 1, BLOCK_S - 1, BLOCK_S, BLOCK_S + 1, -1, 2 * BLOCK_S + 3]
+    Layer(generator, dtype, len(lengths), 3 * BLOCK_S, **options).check(lengths)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # in heads of padding
+@pytest.mark.parametrize("splits", [2, 16])
+@pytest.mark.parametrize("position", [BLOCK_S + 1, *(k * BLOCK_S + d for k in (2, 9) for d in (-1, 0, 1))])
+@torch.inference_mode()
+def test_splits_are_merged(
+    splits: int, position: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More blocks than splits, fewer, and as many; 16 pieces are more than are merged at a time."""
+    monkeypatch.setattr("infer.ops.fused.BUSY", splits)
+    Layer(generator, torch.float32, 1, 10 * BLOCK_S, heads=3, kv_heads=1).check([position])
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in fmod:RuntimeWarning")
+@torch.inference_mode()
+def test_the_counters_of_splits_serve_again(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.ops.fused.BUSY", 16)
+    layer = Layer(generator, torch.float32, 2, 3 * BLOCK_S, heads=2, kv_heads=1)
+    for position in (40, 41):
+        layer.check([position, -1])
+
+
+WINDOW = 2 * BLOCK_S + 1
+
+
+@pytest.mark.parametrize("slots", [WINDOW, WINDOW + 3, 200], ids=["tight", "ring", "whole"])
+@pytest.mark.parametrize("splits", [1, 4])
+@torch.inference_mode()
+def test_windows_and_rings(
+    slots: int, splits: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a window is full, at its edge, and long after a ring has wrapped."""
+    positions = [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 5 * WINDOW + 2]
+    monkeypatch.setattr("infer.ops.fused.BUSY", splits * len(positions))
+    layer = Layer(generator, torch.float32, len(positions), slots, window=WINDOW, norm=True, heads=2, kv_heads=1)
+    layer.check(positions)
+
+
+@torch.inference_mode()
+def test_a_window_of_one(generator: torch.Generator) -> None:
+    """A token that sees itself alone."""
+    Layer(generator, torch.float32, 3, 4, window=1).check([0, 1, 9])
+
+
+def tables_of(cache: Cache) -> np.ndarray[Any, Any]:
+    if isinstance(cache, BatchCache):
+        return np.concatenate([tables_of(row) for row in cache.rows], 1)
+    assert isinstance(cache, KVCache | SlidingCache)
+    return Table(list(cache.k), list(cache.v)).at(cache.seq_len)
+
+
+def plan_of(model: Decoder) -> fused.Plan | None:
+    parts = model.parts()
+    assert parts is not None
+    return fused.plan(*parts, [model.ropes.get(kind) for kind in model.config.layer_types])
+
+
+def make_cache(model: Decoder, kind: type[BaseCache], positions: int) -> BaseCache:
+    options = {"prefill_chunk": 3} if kind is SlidingCache else {}
+    return kind.from_model_config(model.config, positions, dtype=model.dtype, device=DEVICE, **options)
+
+
+def stored_of(cache: Cache) -> list[tuple[Tensor, Tensor]]:
+    rows = cache.rows if isinstance(cache, BatchCache) else [cache]
+    return [pair for row in rows for pair in zip(row.k, row.v, strict=True)]
+
+
+@torch.inference_mode()
+def decode_both(model: Decoder, cache: Cache, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [B, V] through the kernels, then through the modules, which write the same positions once more."""
+    plan = plan_of(model)
+    assert plan is not None
+    x = model.embed(tokens, cache.positions(1).flatten()).to(model.dtype)
+    got = fused.step(plan, x, tables_of(cache))
+    stored = [(k.clone(), v.clone()) for k, v in stored_of(cache)]
+    expected = model(tokens[:, None], kv_cache=cache)[:, -1]
+    for (k, v), (plain_k, plain_v) in zip(stored, stored_of(cache), strict=True):
+        torch.testing.assert_close(k, plain_k, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(v, plain_v, atol=2e-5, rtol=1e-4)
+    return got, expected
+
+
+@pytest.mark.parametrize(("family", "kind"), [*((family, KVCache) for family in FAMILIES), ("gemma3", SlidingCache)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_step(
+    tiny_model: Callable[..., Decoder], family: str, kind: type[BaseCache], batch: int, generator: torch.Generator
+) -> None:
+    """Rows of different lengths, around a window of 4 and a ring that has wrapped."""
+    layers = 2 if family == "gemma3" else 1
+    sizes = {"hidden_size": 24, "intermediate_size": 13, "vocab_size": 19}
+    model = tiny_model(model_type=family, num_hidden_layers=layers, **sizes).to(DEVICE)
+    caches = [make_cache(model, kind, 16) for _ in range(batch)]
+    with torch.inference_mode():
+        for length, cache in zip((8, 1, 3), caches, strict=False):
+            for token in torch.randint(19, (length,), generator=generator):
+                model(token.to(DEVICE).view(1, 1), kv_cache=cache)
+    cache = caches[0] if batch == 1 else BatchCache(caches)
+    tokens = torch.randint(19, (batch,), generator=generator).to(DEVICE)
+    got, expected = decode_both(model, cache, tokens)
+    torch.testing.assert_close(got, expected, atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_plan(tiny_model: Callable[..., Decoder], family: str) -> None:
+    model = tiny_model(model_type=family).to(DEVICE)
+    plan = plan_of(model)
+    assert plan is not None
+    x = torch.zeros(2, 32, device=DEVICE)
+    assert plan.takes(x)
+    assert not plan.takes(x.half())
+    assert not plan.takes(x[:, :16])
+    assert not plan.takes(torch.zeros(32, 2, device=DEVICE).T)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "norm", "layers.1.mlp.down_proj", "layers.0.self_attn.qkv_proj"])
+def test_mixed_dtypes_have_no_plan(tiny_model: Callable[..., Decoder], name: str) -> None:
+    model = tiny_model()
+    model.get_submodule(name).half()
+    assert plan_of(model) is None
+
+
+def set_eps(norm: str) -> Callable[[Any], None]:
+    return lambda block: setattr(getattr(block, norm), "eps", 0.1)
+
+
+def centre_the_norm_behind(block: Any) -> None:
+    block.post_attention_layernorm = LayerNorm(32, 1e-6, bias=False)
+
+
+def bias_the_norms_around(block: Any) -> None:
+    block.post_attention_layernorm = block.pre_feedforward_layernorm = LayerNorm(32, 1e-6)
+
+
+def forget_a_norm(block: Any) -> None:
+    norms = block.norms()._replace(after_mlp=None)
+    block.norms = lambda: norms
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_eps("post_attention_layernorm"),
+        set_eps("input_layernorm"),
+        set_eps("pre_feedforward_layernorm"),
+        set_eps("post_feedforward_layernorm"),
+        centre_the_norm_behind,
+        bias_the_norms_around,
+        forget_a_norm,
+    ],
+)
+def test_norms_that_differ_have_no_plan(tiny_model: Callable[..., Decoder], change: Callable[[Any], None]) -> None:
+    """One kernel computes the norm behind a sublayer and the one before the next."""
+    model = tiny_model(model_type="gemma3")
+    assert plan_of(model) is not None
+    change(model.layers[1])
+    assert plan_of(model) is None
+
+
+def test_head_norms_that_differ_have_no_plan(tiny_model: Callable[..., Decoder]) -> None:
+    model = tiny_model(model_type="qwen3")
+    model.layers[1].self_attn.k_norm.eps = 0.1
+    assert plan_of(model) is None
+
+
+class TestWhenModulesChange:
+    @pytest.fixture
+    def model(self, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Decoder]) -> Decoder:
+        monkeypatch.setattr(fused, "available", lambda *_: True)
+        monkeypatch.setattr(fused, "readable", lambda weight: True)  # on a CPU too
+        model = tiny_model().to(DEVICE)
+        assert model.fused_plan() is not None
+        return model
+
+    def test_a_plan_is_kept(self, model: Decoder) -> None:
+        assert model.fused_plan() is model.fused_plan()
+
+    @pytest.mark.parametrize("name", ["layers.0", "layers.1.mlp", "layers.1.self_attn.o_proj", "norm", "lm_head"])
+    @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+    def test_a_hook(self, model: Decoder, name: str, kind: str) -> None:
+        hook = getattr(model.get_submodule(name), kind)(lambda *_: None)
+        assert model.fused_plan() is None
+        hook.remove()
+        assert model.fused_plan() is not None
+
+    @pytest.mark.parametrize("name", ["layers.0", "layers.1.mlp", "layers.1.input_layernorm", "lm_head"])
+    def test_a_patched_forward(self, model: Decoder, name: str) -> None:
+        module: Any = model.get_submodule(name)
+        module.forward = lambda *args: torch.zeros(1)
+        assert model.fused_plan() is None
+        del module.forward
+        assert model.fused_plan() is not None
+
+    def test_a_subclass(self, model: Decoder) -> None:
+        class Louder(RMSNorm):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) * 2
+
+        model.layers[0].input_layernorm = Louder(32, 1e-5)
+        assert model.fused_plan() is None
+
+    def test_a_replaced_module(self, model: Decoder) -> None:
+        other = Linear(48, 32)
+        model.layers[1].mlp.down_proj = other
+        plan = model.fused_plan()
+        assert plan is not None
+        assert plan.blocks[1].down is other
+
+    def test_a_replaced_layer(self, model: Decoder) -> None:
+        """A list of modules tells nobody."""
+        first, second = model.layers
+        model.layers[0] = second
+        assert model.fused_plan() is None  # it writes to the second layer's place in a cache
+        model.layers[0] = first
+        assert model.fused_plan() is not None
+
+    def test_a_weight_elsewhere(self, model: Decoder) -> None:
+        before = model.fused_plan()
+        weight = model.layers[0].mlp.down_proj.weight
+        weight.data = weight.data.clone()
+        after = model.fused_plan()
+        assert after is not None
+        assert after is not before
+
+    def test_a_weight_that_cannot_be_read(self, model: Decoder) -> None:
+        weight = model.layers[0].mlp.down_proj.weight
+        weight.data = weight.data.T.contiguous().T
+        assert model.fused_plan() is None
