@@ -374,7 +374,8 @@ def tables_of(cache: Cache) -> np.ndarray[Any, Any]:
 def plan_of(model: Decoder) -> fused.Plan | None:
     parts = model.parts()
     assert parts is not None
-    return fused.plan(*parts, [model.ropes.get(kind) for kind in model.config.layer_types])
+    frequencies = {kind: rope.inv_freq for kind, rope in model.ropes.items()}
+    return fused.plan(*parts, [frequencies.get(kind) for kind in model.config.layer_types])
 
 
 def make_cache(model: Decoder, kind: type[BaseCache], positions: int) -> BaseCache:
@@ -547,3 +548,22 @@ class TestWhenModulesChange:
         weight = model.layers[0].mlp.down_proj.weight
         weight.data = weight.data.T.contiguous().T
         assert model.fused_plan() is None
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("rows", "inner"), [(1, 1), (5, 77), (3, fused.GATED + 1), (0, 4)])
+def test_gates(rows: int, inner: int, activation: str, generator: torch.Generator) -> None:
+    x = (torch.randn(rows, 2 * inner, generator=generator) * 3).to(DEVICE)
+    expected = ACTIVATIONS[activation](x[:, :inner]) * x[:, inner:]
+    torch.testing.assert_close(fused.gate(x, activation), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 12), (5, 64)])
+def test_rotation_of_a_prompt(heads: int, head_dim: int, generator: torch.Generator) -> None:
+    """As `apply_rope` does it in plain torch, for heads that lie as attention finds them: between others."""
+    x = torch.randn(2, 7, heads + 4, head_dim, generator=generator).to(DEVICE).transpose(1, 2)[:, 1 : heads + 1]
+    rope = Rope(RopeConfig(), head_dim)
+    cos, sin = rope(torch.tensor([[0, 1, 2, 3, 4, 5, 6], [90, 91, 92, 93, 94, 95, 96]], device=DEVICE))
+    turned = fused.rotate(x, cos, sin)
+    assert turned.shape == x.shape
+    torch.testing.assert_close(turned, apply_rope(x, cos, sin), atol=1e-5, rtol=1e-5)

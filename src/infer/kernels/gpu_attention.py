@@ -40,36 +40,73 @@ def turns(
 
 
 @triton.jit
+def turn_heads(
+    x,  # [B, H, n, D], in whatever order, the D of a head next to each other
+    cosines,  # float32 [B, n, D]
+    sines,
+    out,  # [B, n, H, D]
+    n,
+    row_stride,
+    head_stride,
+    token_stride,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """RoPE for the many tokens of a prompt, one in each program."""
+    token, h, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    inside = (h < H)[:, None] & (d < D)[None, :]
+    heads = x + token // n * row_stride + token % n * token_stride + h[:, None] * head_stride
+    own = tl.load(heads + d[None, :], inside, 0.0).to(tl.float32)
+    other = tl.load(heads + partner(d, D)[None, :], inside, 0.0).to(tl.float32)
+    cosine = tl.load(cosines + token * D + d, d < D, 0.0)
+    sine = tl.load(sines + token * D + d, d < D, 0.0)
+    turned = own * cosine[None, :] + other * sine[None, :]
+    tl.store(out + (token * H + h[:, None]) * D + d[None, :], turned.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def partner(d, D: tl.constexpr):
+    """What is turned together with dimension d."""
+    return tl.where(d < D // 2, d + D // 2, d - D // 2)
+
+
+@triton.jit
+def norm_weights(norm, d, D: tl.constexpr, OFFSET: tl.constexpr):
+    """Of d, and of its partner."""
+    own = tl.load(norm + d, d < D, 0.0).to(tl.float32) + OFFSET
+    return own, tl.load(norm + partner(d, D), d < D, 0.0).to(tl.float32) + OFFSET
+
+
+@triton.jit
+def load_heads(heads, start, there, d, D: tl.constexpr):
+    """The heads [n, D] that begin at heads + start [n], and the same with partners swapped."""
+    inside = there[:, None] & (d < D)[None, :]
+    own = tl.load(heads + start[:, None] + d[None, :], inside, 0.0)
+    return own, tl.load(heads + start[:, None] + partner(d, D)[None, :], inside, 0.0)
+
+
+@triton.jit
 def rotated(
-    heads,
-    start,
-    there,
+    x,
+    y,
+    weight,
+    other_weight,
     cosine,
     sine,
-    norm,
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
-    OFFSET: tl.constexpr,
     ROPE: tl.constexpr,
 ):
-    """The heads [n, D] that begin at heads + start [n], as attention takes them."""
-    d = tl.arange(0, BLOCK_D)
-    inside = there[:, None] & (d < D)[None, :]
-    dtype = heads.dtype.element_ty
-    x = tl.load(heads + start[:, None] + d[None, :], inside, 0.0)
-    if ROPE:
-        other = tl.where(d < D // 2, d + D // 2, d - D // 2)  # turned together with d
-        y = tl.load(heads + start[:, None] + other[None, :], inside, 0.0)
+    """Heads as attention takes them. y: with partners swapped."""
+    dtype = x.dtype
     if NORM:
         wide = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + EPS)[:, None]
-        weight = tl.load(norm + d, d < D, 0.0).to(tl.float32) + OFFSET
         x = (wide * scale * weight[None, :]).to(dtype)
-        if ROPE:
-            weight = tl.load(norm + other, d < D, 0.0).to(tl.float32) + OFFSET
-            y = (y.to(tl.float32) * scale * weight[None, :]).to(dtype)
+        y = (y.to(tl.float32) * scale * other_weight[None, :]).to(dtype)
     if ROPE:
         x = (x.to(tl.float32) * cosine[None, :] + y.to(tl.float32) * sine[None, :]).to(dtype)
     return x
@@ -79,7 +116,7 @@ def rotated(
 def attend(
     qkv,  # [B, (Hq + 2 Hkv) D]
     out,  # [B, Hq D]
-    pieces,  # float32 [B, Hq, SPLITS, D + 2]: values by weight, the largest score, the sum of the weights
+    pieces,  # float32 [B, Hq, SPLITS, D + 4]: values by weight, the largest score, the sum of the weights, two unused
     finished,  # int32 [B, Hkv]: programs that are done, 0 before and after
     table,  # int64 [B, COLUMNS]
     positions,  # int32 [B]: of the new tokens; -1: no token in this row
@@ -131,25 +168,29 @@ def attend(
     places = ((start + s) % slots).to(tl.int64)[:, None] * D + d[None, :]
     first_k = tl.load(keys + places, there[:, None] & real[None, :], 0.0)
     first_v = tl.load(values + places, there[:, None] & real[None, :], 0.0)
+    cosine, sine = d, d
+    q_weight, q_other, k_weight, k_other = d, d, d, d
+    if NORM:
+        q_weight, q_other = norm_weights(q_norm, d, D, OFFSET)
+        k_weight, k_other = norm_weights(k_norm, d, D, OFFSET)
     wait_for_previous(PDL)
     if position < 0:
         return
+    # All that is waited for, at once: each load takes longer than what is done with it.
+    heads = qkv + row * (KV_HEADS * (GROUP + 2) * D)
+    one = tl.arange(0, 1)
+    q, q_swapped = load_heads(heads, (head * GROUP + g) * D, within, d, D)
+    k, k_swapped = load_heads(heads, (KV_HEADS * GROUP + head + one) * D, one == 0, d, D)
+    v = tl.load(heads + (KV_HEADS * (GROUP + 1) + head) * D + d, real, 0.0)
     if ROPE:
         cosine = tl.load(turned + row * 2 * D + d, real, 0.0)
         sine = tl.load(turned + (row * 2 + 1) * D + d, real, 0.0)
-    else:
-        cosine = d
-        sine = d
-    heads = qkv + row * (KV_HEADS * (GROUP + 2) * D)
-    q = rotated(heads, (head * GROUP + g) * D, within, cosine, sine, q_norm, D, BLOCK_D, NORM, EPS, OFFSET, ROPE)
+    q = rotated(q, q_swapped, q_weight, q_other, cosine, sine, D, NORM, EPS, ROPE)
     highest = tl.full((BLOCK_G,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
     sums = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     if split == used - 1:  # the new token's own
-        one = tl.arange(0, 1)
-        at = (KV_HEADS * GROUP + head + one) * D
-        k = rotated(heads, at, one == 0, cosine, sine, k_norm, D, BLOCK_D, NORM, EPS, OFFSET, ROPE)
-        v = tl.load(heads + (KV_HEADS * (GROUP + 1) + head) * D + d, real, 0.0)
+        k = rotated(k, k_swapped, k_weight, k_other, cosine, sine, D, NORM, EPS, ROPE)
         slot = (position % slots).to(tl.int64) * D
         tl.store(keys + slot + d[None, :], k, real[None, :])
         tl.store(values + slot + d, v, real)
@@ -161,16 +202,16 @@ def attend(
     for first in tl.range(start + BLOCK_S, end, BLOCK_S, num_stages=STAGES):
         there = first + s < end
         places = ((first + s) % slots).to(tl.int64)[:, None] * D + d[None, :]
-        k = tl.load(keys + places, there[:, None] & real[None, :], 0.0)
-        v = tl.load(values + places, there[:, None] & real[None, :], 0.0)
-        highest, total, sums = looked(q, k, v, there, highest, total, sums, scale)
+        next_k = tl.load(keys + places, there[:, None] & real[None, :], 0.0)
+        next_v = tl.load(values + places, there[:, None] & real[None, :], 0.0)
+        highest, total, sums = looked(q, next_k, next_v, there, highest, total, sums, scale)
 
     query = row * (KV_HEADS * GROUP) + head * GROUP
     if used == 1:
         outputs = (query + g)[:, None] * D + d[None, :]
         tl.store(out + outputs, (sums / total[:, None]).to(dtype), within[:, None] & real[None, :])
         return
-    piece = pieces + ((query + g) * SPLITS + split) * (D + 2)
+    piece = pieces + ((query + g) * SPLITS + split) * (D + 4)
     tl.store(piece[:, None] + d[None, :], sums, within[:, None] & real[None, :])
     tl.store(piece + D, highest, within)
     tl.store(piece + D + 1, total, within)
@@ -214,7 +255,7 @@ def merge(
     sums = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for first in range(0, used, MERGED):
         there = within[:, None] & (first + s < used)[None, :]
-        piece = pieces + ((query + g)[:, None] * SPLITS + (first + s)[None, :]) * (D + 2)
+        piece = pieces + ((query + g)[:, None] * SPLITS + (first + s)[None, :]) * (D + 4)
         tops = tl.load(piece + D, there, -float("inf"), cache_modifier=".cg")
         totals = tl.load(piece + D + 1, there, 0.0, cache_modifier=".cg")
         inside = there[:, :, None] & real[None, None, :]

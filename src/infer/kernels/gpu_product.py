@@ -148,26 +148,35 @@ def one_row(
             norm_biases = load_parts(norm_bias, PARTS, K)
     if AFTER:
         after_weights = load_parts(after_weight, PARTS, K)
+    if BIAS:
+        first_bias = tl.load(bias + row, exists, 0.0).to(tl.float32)
+        if GATED:
+            second_bias = tl.load(bias + N + row, exists, 0.0).to(tl.float32)
     wait_for_previous(PDL)
+    # All that is waited for, at once: each load takes longer than what is done with it.
     vector = load_parts(x, PARTS, K)
     if AFTER:
+        before = load_parts(carried, PARTS, K)
+    if RESIDUAL:
+        addend = tl.load(residual + row, exists, 0.0).to(tl.float32)
+    if AFTER:
         vector = normed(vector, after_weights, after_weights, dtype, PARTS, K, EPS, OFFSET, CENTRED, False)
-        vector = added(vector, load_parts(carried, PARTS, K), dtype, PARTS)
+        vector = added(vector, before, dtype, PARTS)
         if tl.program_id(0) == 0:
             store_parts(carried_out, vector, PARTS, K)
     if NORM:
         vector = normed(vector, norm_weights, norm_biases, dtype, PARTS, K, EPS, OFFSET, CENTRED, NORM_BIAS)
     y = multiplied(first, vector, PARTS)
     if BIAS:
-        y += tl.load(bias + row, exists, 0.0).to(tl.float32)
+        y += first_bias
     y = activated(y, ACTIVATION)
     if GATED:
         up = multiplied(second, vector, PARTS)
         if BIAS:
-            up += tl.load(bias + N + row, exists, 0.0).to(tl.float32)
+            up += second_bias
         y *= up
     if RESIDUAL:
-        y += tl.load(residual + row, exists, 0.0).to(tl.float32)
+        y += addend
     tl.store(out + row, y.to(out.dtype.element_ty), exists)
 
 
@@ -217,7 +226,11 @@ def few_rows(
     first = weight + column[:, None].to(tl.int64) * K + at[None, :]
     second = first + N.to(tl.int64) * K
     vectors = x + row[:, None] * K + at[None, :]
+    places = row[None, :] * N + column[:, None]
+    inside = fed[None, :] & exists[:, None]
     wait_for_previous(PDL)
+    if RESIDUAL:
+        addend = tl.load(residual + places, inside, 0.0).to(tl.float32)
     y = tl.zeros((BLOCK_N, BLOCK_B), tl.float32)
     up = y
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
@@ -228,8 +241,6 @@ def few_rows(
         y = tl.dot(load_block(first + k, exists, real, EVEN), turned, y, input_precision="ieee")
         if GATED:
             up = tl.dot(load_block(second + k, exists, real, EVEN), turned, up, input_precision="ieee")
-    places = row[None, :] * N + column[:, None]
-    inside = fed[None, :] & exists[:, None]
     if SPLIT > 1:
         tl.store(sums + split * B * N + places, y, inside)
         tl.debug_barrier()  # all threads' sums are written before one of them says so
@@ -249,7 +260,7 @@ def few_rows(
             up += tl.load(bias + N + column, exists, 0.0).to(tl.float32)[:, None]
         y *= up
     if RESIDUAL:
-        y += tl.load(residual + places, inside, 0.0).to(tl.float32)
+        y += addend
     tl.store(out + places, y.to(out.dtype.element_ty), inside)
 
 
@@ -284,8 +295,24 @@ def norm_rows(
     wait_for_previous(PDL)
     vector = load_parts(x + start, PARTS, K)
     if AFTER:
+        before = load_parts(carried + start, PARTS, K)
         vector = normed(vector, after_weights, after_weights, dtype, PARTS, K, EPS, OFFSET, CENTRED, False)
-        vector = added(vector, load_parts(carried + start, PARTS, K), dtype, PARTS)
+        vector = added(vector, before, dtype, PARTS)
         store_parts(carried_out + start, vector, PARTS, K)
     vector = normed(vector, weights, biases, dtype, PARTS, K, EPS, OFFSET, CENTRED, NORM_BIAS)
     store_parts(out + start, vector, PARTS, K)
+
+
+@triton.jit
+def gate_rows(
+    x,  # [T, 2 N]: gates, and what they are multiplied with
+    out,  # [T, N]
+    N,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """activation(gate) * up, for the many tokens of a prompt."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x + row * 2 * N + at, at < N, 0.0).to(tl.float32)
+    up = tl.load(x + (row * 2 + 1) * N + at, at < N, 0.0).to(tl.float32)
+    tl.store(out + row * N + at, (activated(gate, ACTIVATION) * up).to(out.dtype.element_ty), at < N)

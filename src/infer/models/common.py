@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from infer.cache.base import Cache, NoCache
 from infer.config import ModelConfig
 from infer.ops import compiled, fused
-from infer.ops.activation import ACTIVATIONS
+from infer.ops.activation import ACTIVATIONS, gated
 from infer.ops.linear import Embedding, FusedLinear, Linear
 from infer.ops.module import Module
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
@@ -83,8 +83,7 @@ class MLP(Module):
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(ACTIVATIONS[self.activation](gate) * up, residual)  # type: ignore[no-any-return]
+        return self.down_proj(gated(self.gate_up_proj(x), self.activation), residual)  # type: ignore[no-any-return]
 
     @property
     def first(self) -> Linear:
@@ -344,7 +343,8 @@ class Decoder(Module):
 
     def _plan_fused(self) -> fused.Plan | None:
         parts = self.parts()
-        ropes = [self.ropes.get(kind) for kind in self.config.layer_types]
+        frequencies = {kind: rope.inv_freq for kind, rope in self.ropes.items()}
+        ropes = [frequencies.get(kind) for kind in self.config.layer_types]
         return None if parts is None else fused.plan(*parts, ropes)
 
     def head(self, x: Tensor, step: Pass) -> Tensor:

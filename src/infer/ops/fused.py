@@ -21,11 +21,11 @@ from infer.kernels.table import FILLED
 from infer.ops.linear import Linear
 from infer.ops.norm import Norm
 from infer.ops.parts import BlockParts, HeadParts
-from infer.ops.rope import Rope
 from infer.ops.table import alignment
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_N, MAX_BLOCK_B = 64, 128  # of the product of few rows
+GATED = 2048  # columns of a program that multiplies with gates
 BLOCK_S = 64  # keys that a program looks at together
 MAX_SPLITS = 64  # programs that share a row's keys
 BUSY = 512  # programs that keep all of a GPU's processors busy
@@ -58,14 +58,14 @@ class Plan(NamedTuple):
         return x.dtype is weight.dtype and x.is_contiguous() and x.shape[1] == weight.shape[0]
 
 
-def plan(blocks: Sequence[BlockParts], head: HeadParts, ropes: Sequence[Rope | None]) -> Plan | None:
-    """None where the kernels do not know the like."""
+def plan(blocks: Sequence[BlockParts], head: HeadParts, ropes: Sequence[Tensor | None]) -> Plan | None:
+    """None where the kernels do not know the like. ropes: the frequencies [D] of each block, if it rotates."""
     weights = [head.norm.weight, head.linear.weight, *(linear.weight for block in blocks for linear in block.linears)]
     device, dtype = head.norm.weight.device, head.norm.weight.dtype
     if any(weight.dtype is not dtype for weight in weights) or not all(map(_norms_agree, blocks)):
         return None
-    of_kind = {rope: rope.inv_freq.to(device) for rope in ropes if rope is not None}
-    frequencies = [None if rope is None else of_kind[rope] for rope in ropes]
+    there = {id(rope): rope.to(device) for rope in ropes if rope is not None}
+    frequencies = [None if rope is None else there[id(rope)] for rope in ropes]
     pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return Plan(blocks, head, frequencies, pdl)
 
@@ -284,6 +284,52 @@ def _split(blocks: int, k: int, gated: bool) -> int:
     return split
 
 
+def can_gate(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in DTYPES and x.dim() == 2 and x.is_contiguous() and available(x.device, {})
+
+
+def gate(x: Tensor, activation: str) -> Tensor:
+    """activation(first half of x) * second half: [T, 2 I] -> [T, I]."""
+    rows, inner = x.shape[0], x.shape[1] // 2
+    out = torch.empty(rows, inner, dtype=x.dtype, device=x.device)
+    if rows:
+        kernels.gpu_modules().product.gate_rows[(rows, -(-inner // GATED))](
+            x, out, inner, BLOCK=GATED, ACTIVATION=activation
+        )
+    return out
+
+
+def can_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    shape = x.shape[0], 1, x.shape[2], x.shape[3]
+    return (
+        x.is_cuda
+        and x.dtype in DTYPES
+        and x.stride(3) == 1
+        and all(each.shape == shape and each.is_contiguous() and each.dtype is torch.float32 for each in (cos, sin))
+        and available(x.device, {})
+    )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`apply_rope`: x [B, H, n, D] by cos and sin [B, 1, n, D]."""
+    batch, heads, n, head_dim = x.shape
+    out = torch.empty(batch, n, heads, head_dim, dtype=x.dtype, device=x.device)
+    if out.numel():
+        kernels.gpu_modules().attention.turn_heads[(batch * n,)](
+            x,
+            cos,
+            sin,
+            out,
+            n,
+            *x.stride()[:3],
+            H=heads,
+            D=head_dim,
+            BLOCK_H=_power(heads),
+            BLOCK_D=_power(head_dim),
+        )
+    return out.transpose(1, 2)
+
+
 def turns(frequencies: Tensor, positions: Tensor, *, pdl: bool = False) -> Tensor:
     """Cosines and signed sines [B, 2, D] of RoPE at these positions [B]."""
     batch, head_dim = positions.shape[0], frequencies.shape[0]
@@ -309,7 +355,7 @@ def attend(
     size = _power(head_dim)
     splits = min(MAX_SPLITS, max(1, _power(BUSY // (batch * block.kv_heads))))
     out = torch.empty(batch, block.heads * head_dim, dtype=qkv.dtype, device=qkv.device)
-    pieces = torch.empty(batch, block.heads, splits, head_dim + 2, dtype=torch.float32, device=qkv.device)
+    pieces = torch.empty(batch, block.heads, splits, head_dim + 4, dtype=torch.float32, device=qkv.device)
     norm = block.q_norm
     kernels.gpu_modules().attention.attend[(splits, block.kv_heads, batch)](
         qkv,

@@ -22,6 +22,8 @@ class RMSNorm(Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and not self.offset:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # in float32 within a single kernel
         weight = self.weight.float()
         if self.offset:
             weight = weight + self.offset

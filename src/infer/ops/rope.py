@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.config import RopeConfig
+from infer.ops import fused
 
 
 class Rope:
@@ -32,6 +33,8 @@ class Rope:
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn x [B, H, n, D]: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    if fused.can_rotate(x, cos, sin):
+        return fused.rotate(x, cos, sin)
     swapped = x.roll(x.shape[-1] // 2, dims=-1)  # (x2, x1)
     turned = torch.addcmul(x * cos, swapped, sin)  # in float32
     return turned if turned.dtype is x.dtype else turned.to(x.dtype)
