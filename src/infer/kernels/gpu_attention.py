@@ -39,7 +39,7 @@ def turns(
     tl.store(out + (row * 2 + 1) * D + d, tl.where(d < D // 2, -sine, sine), d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def turn_heads(
     x,  # [B, H, n, D], in whatever order, the D of a head next to each other
     cosines,  # float32 [B, n, D]
@@ -112,11 +112,11 @@ def rotated(
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def attend(
     qkv,  # [B, (Hq + 2 Hkv) D]
     out,  # [B, Hq D]
-    pieces,  # float32 [B, Hq, SPLITS, D + 4]: values by weight, the largest score, the sum of the weights, two unused
+    pieces,  # float32 [B, Hq, splits, D + 4]: values by weight, the largest score, the sum of the weights, two unused
     finished,  # int32 [B, Hkv]: programs that are done, 0 before and after
     table,  # int64 [B, COLUMNS]
     positions,  # int32 [B]: of the new tokens; -1: no token in this row
@@ -132,7 +132,6 @@ def attend(
     BLOCK_G: tl.constexpr,  # GROUP, up to what a matrix product takes
     MERGE_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    SPLITS: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -143,13 +142,14 @@ def attend(
 ):
     let_next_start(PDL)
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(0)
     # Where the token and the cache are was settled before the step began, and what earlier steps stored can be read
     # before this one's q, k and v are there.
     position = tl.load(positions + row, cache_modifier=".cg")
     seen = tl.maximum(position, 0)  # cached keys
     if window > 0:
         seen = tl.minimum(seen, window - 1)
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(seen, SPLITS), BLOCK_S), 1) * BLOCK_S
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(seen, splits), BLOCK_S), 1) * BLOCK_S
     used = tl.maximum(tl.cdiv(seen, chunk), 1)
     if split >= used:
         return
@@ -211,7 +211,7 @@ def attend(
         outputs = (query + g)[:, None] * D + d[None, :]
         tl.store(out + outputs, (sums / total[:, None]).to(dtype), within[:, None] & real[None, :])
         return
-    piece = pieces + ((query + g) * SPLITS + split) * (D + 4)
+    piece = pieces + ((query + g) * splits + split) * (D + 4)
     tl.store(piece[:, None] + d[None, :], sums, within[:, None] & real[None, :])
     tl.store(piece + D, highest, within)
     tl.store(piece + D + 1, total, within)
@@ -220,7 +220,7 @@ def attend(
     if tl.atomic_add(counter, 1, sem="acq_rel") < used - 1:
         return
     tl.store(counter, 0)
-    merge(pieces, out, query, used, GROUP, MERGE_G, D, BLOCK_D, SPLITS)
+    merge(pieces, out, query, used, splits, GROUP, MERGE_G, D, BLOCK_D)
 
 
 @triton.jit
@@ -241,11 +241,11 @@ def merge(
     out,
     query,
     used,
+    splits,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """Put the pieces of a KV head's queries together. Other programs wrote them: past the processor's own cache."""
     g, d, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, MERGED)
@@ -255,7 +255,7 @@ def merge(
     sums = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for first in range(0, used, MERGED):
         there = within[:, None] & (first + s < used)[None, :]
-        piece = pieces + ((query + g)[:, None] * SPLITS + (first + s)[None, :]) * (D + 4)
+        piece = pieces + ((query + g)[:, None] * splits + (first + s)[None, :]) * (D + 4)
         tops = tl.load(piece + D, there, -float("inf"), cache_modifier=".cg")
         totals = tl.load(piece + D + 1, there, 0.0, cache_modifier=".cg")
         inside = there[:, :, None] & real[None, None, :]

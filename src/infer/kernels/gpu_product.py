@@ -189,7 +189,7 @@ def load_block(places, exists, real, EVEN: tl.constexpr):
     return block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def few_rows(
     x,  # [B, K]
     weight,  # [N, K]; where GATED [2 N, K], the gate's rows first

@@ -376,7 +376,6 @@ def attend(
         BLOCK_G=max(16, _power(group)),
         MERGE_G=_power(group),
         BLOCK_S=BLOCK_S if size <= 128 else BLOCK_S // 2,
-        SPLITS=splits,
         NORM=norm is not None,
         EPS=0.0 if norm is None else norm.eps,
         OFFSET=0.0 if norm is None else norm.offset,
