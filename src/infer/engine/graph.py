@@ -114,19 +114,21 @@ class Captured:
         self.settings = Choice(rows, config.vocab_size, device, plan.pdl) if samples else None
         self.choice = self.settings or Greedy(rows, config.vocab_size, device, plan.pdl)
         self._finished = fused.counters(plan, rows)
-        self._step(model)  # compiles the kernels; no row takes part yet
         self._graph: torch.cuda.CUDAGraph | None = None
-        if self.captured:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._step(model)
+        with fused.on(device):
+            self._step(model)  # compiles the kernels; no row takes part yet
+            if self.captured:
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                    self._step(model)
 
     def launch(self, model: Decoder) -> None:
         """model: the one that it was made for, which it must not keep alive."""
-        if self._graph is None:
-            self._step(model)
-        else:
-            self._graph.replay()
+        with fused.on(model.device):
+            if self._graph is None:
+                self._step(model)
+            else:
+                self._graph.replay()
 
     def _step(self, model: Decoder) -> None:
         # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
@@ -254,9 +256,10 @@ class Decoding:
         self._step.launch(self._model)
         tokens = self._tokens[self._count % len(self._tokens)]
         self._count += 1
-        tokens.copy_(self._step.tokens, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
+        with fused.on(self._model.device):
+            tokens.copy_(self._step.tokens, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
         self._launched.append(Launched(sorted(self._going), tokens, done))
 
     def _wait(self, done: torch.cuda.Event) -> None:

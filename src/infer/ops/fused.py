@@ -9,6 +9,7 @@ are: that lies on the device, so a step can be captured once and replayed (`engi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -106,6 +107,11 @@ def launch(plan: Plan, x: Tensor, tables: Tensor, positions: Tensor, finished: T
 
     finished: from `counters`.
     """
+    with on(x.device):
+        return _launch(plan, x, tables, positions, finished)
+
+
+def _launch(plan: Plan, x: Tensor, tables: Tensor, positions: Tensor, finished: Tensor) -> Tensor:
     residual = Residual(x)
     kinds = {id(each): each for each in plan.frequencies if each is not None}
     turned = {kind: turns(each, positions, pdl=plan.pdl) for kind, each in kinds.items()}
@@ -118,6 +124,11 @@ def launch(plan: Plan, x: Tensor, tables: Tensor, positions: Tensor, finished: T
         )
         residual = added_product(block.down, inner, residual, block.after_mlp, finished, pdl=plan.pdl)
     return normed_product(plan.head.linear, residual, plan.head.norm, finished, pdl=plan.pdl)[0]
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, Triton launches on this device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Residual(NamedTuple):
@@ -292,10 +303,10 @@ def gate(x: Tensor, activation: str) -> Tensor:
     """activation(first half of x) * second half: [T, 2 I] -> [T, I]."""
     rows, inner = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, inner, dtype=x.dtype, device=x.device)
+    grid = rows, -(-inner // GATED)
     if rows:
-        kernels.gpu_modules().product.gate_rows[(rows, -(-inner // GATED))](
-            x, out, inner, BLOCK=GATED, ACTIVATION=activation
-        )
+        with on(x.device):
+            kernels.gpu_modules().product.gate_rows[grid](x, out, inner, BLOCK=GATED, ACTIVATION=activation)
     return out
 
 
@@ -314,19 +325,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`apply_rope`: x [B, H, n, D] by cos and sin [B, 1, n, D]."""
     batch, heads, n, head_dim = x.shape
     out = torch.empty(batch, n, heads, head_dim, dtype=x.dtype, device=x.device)
+    blocks = {"BLOCK_H": _power(heads), "BLOCK_D": _power(head_dim)}
     if out.numel():
-        kernels.gpu_modules().attention.turn_heads[(batch * n,)](
-            x,
-            cos,
-            sin,
-            out,
-            n,
-            *x.stride()[:3],
-            H=heads,
-            D=head_dim,
-            BLOCK_H=_power(heads),
-            BLOCK_D=_power(head_dim),
-        )
+        with on(x.device):
+            kernels.gpu_modules().attention.turn_heads[(batch * n,)](
+                x, cos, sin, out, n, *x.stride()[:3], H=heads, D=head_dim, **blocks
+            )
     return out.transpose(1, 2)
 
 
