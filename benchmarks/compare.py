@@ -137,7 +137,7 @@ def attention_alone(model: Decoder, cache: KVCache) -> Callable[[], Any]:
 
     blocks, _ = model.plan().record
     rows = q.view(1, -1).numpy()
-    tables, seen, out = cache.table(config), np.array([[0, keys]]), np.empty_like(rows)
+    tables, seen, out = cache.table(config, q), np.array([[0, keys]]), np.empty_like(rows)
     run(blocks, rows, tables, seen, out)
     return lambda: run(blocks, rows, tables, seen, out)
 

@@ -432,13 +432,13 @@ class TestTables:
     def test_who_offers_one(self, tiny_model: Callable, kind: type[BaseCache], stored: str) -> None:
         model = tiny_model(model_type="gemma3")
         cache = self.cache(model, kind, dtype=stored)
-        assert cache.table(model.config) is not None
+        assert cache.table(model.config, torch.zeros(1)) is not None
         for other in (self.cache(model, GrowingCache), NoCache(), TracedCache(cache, [0]), DebugCache(cache)):
-            assert other.table(model.config) is None
+            assert other.table(model.config, torch.zeros(1)) is None
         for unlike in ({"num_hidden_layers": 2}, {"num_key_value_heads": 4}, {"head_dim": 8}):
-            assert cache.table(tiny_model(model_type="gemma3", **unlike).config) is None
-        assert self.cache(model, kind, dtype="float64").table(model.config) is None
-        assert BatchCache([cache, self.cache(model, GrowingCache)]).table(model.config) is None
+            assert cache.table(tiny_model(model_type="gemma3", **unlike).config, torch.zeros(1)) is None
+        assert self.cache(model, kind, dtype="float64").table(model.config, torch.zeros(1)) is None
+        assert BatchCache([cache, self.cache(model, GrowingCache)]).table(model.config, torch.zeros(1)) is None
 
     @pytest.mark.parametrize("kind", [KVCache, SlidingCache])
     @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Cache(Protocol):
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
     ) -> Tensor: ...  # [B, Hq, n, D]
-    def table(self, config: ModelConfig) -> Any: ...  # for kernels that write and attend by themselves; None: attend
+    def table(self, config: ModelConfig, x: Tensor) -> Any: ...  # for kernels that write and attend; None: attend
     def advance(self, n: int) -> None: ...  # once per forward, by the Decoder
     def truncate(self, seq_len: int) -> None: ...  # rewind; refuses, never corrupts
     def reset(self) -> None: ...
@@ -146,10 +146,11 @@ class BaseCache(ABC):
             keys, values = decode(keys[:, :, -seen:], k.dtype), decode(values[:, :, -seen:], v.dtype)
         return span_attention(q, keys, values, scale=scale, window=window, masks=self._masks)
 
-    def table(self, config: ModelConfig) -> Any:
+    def table(self, config: ModelConfig, x: Tensor) -> Any:
         """Where the next token of each row goes, layer by layer (`ops.table.Table`), in a model of this config.
 
-        None: nowhere that a kernel could write to, so that every layer must `attend`.
+        x: the model's activations, or what has their dtype and device. None: nowhere that a kernel could write to, so
+        that every layer must `attend`.
         """
         return None
 
@@ -184,12 +185,13 @@ class BaseCache(ABC):
         if (self.dtype != (dtype or self.dtype) and not self.quantized) or self.device != device:
             raise ValueError(f"the cache is {self.dtype} on {self.device}, but the model is {dtype} on {device}")
 
-    def _suits_kernels(self, config: ModelConfig) -> bool:
+    def _suits_kernels(self, config: ModelConfig, x: Tensor) -> bool:
         """Whether kernels can write to this cache for such a model: what does not fit is left to `attend` to refuse."""
         own = self.shape
-        dtypes = {"cpu": (torch.float32, torch.int8), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
+        rounds = self.quantized and x.is_cpu
         return (
-            self.dtype in dtypes.get(self.device.type, ())
+            (self.dtype is x.dtype or rounds)
+            and self.device == x.device
             and own.num_layers == config.num_hidden_layers
             and own.num_kv_heads == config.num_key_value_heads
             and own.head_dim == config.computed_head_dim

@@ -56,10 +56,10 @@ class BatchCache:
         ]
         return torch.cat(out)
 
-    def table(self, config: ModelConfig) -> Any:
+    def table(self, config: ModelConfig, x: Tensor) -> Any:
         if not untouched(self, METHODS):
             return None
-        tables = [row.table(config) for row in self.rows]
+        tables = [row.table(config, x) for row in self.rows]
         return None if any(table is None for table in tables) else np.concatenate(tables, 1)
 
     def advance(self, n: int) -> None:

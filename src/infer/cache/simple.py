@@ -67,8 +67,8 @@ class KVCache(BaseCache):
         views.new_v[layer_idx].copy_(v)
         return views.k[layer_idx], views.v[layer_idx]
 
-    def table(self, config: ModelConfig) -> Any:
-        if not self._suits_kernels(config) or not untouched(self, METHODS):
+    def table(self, config: ModelConfig, x: Tensor) -> Any:
+        if not self._suits_kernels(config, x) or not untouched(self, METHODS):
             return None
         if self.k.stride() != self.v.stride() or self.k.stride()[3:] != (self.width, 1):
             return None
@@ -91,7 +91,7 @@ class KVCache(BaseCache):
         )
 
 
-METHODS = {name: getattr(KVCache, name) for name in ("_store", "update", "attend")}
+METHODS = {name: getattr(KVCache, name) for name in ("_store", "positions", "update", "attend")}
 
 
 class Views(NamedTuple):

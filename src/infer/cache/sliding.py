@@ -145,9 +145,9 @@ class SlidingCache(BaseCache):
         first = self._first_seen(layer_idx)
         return ring_attention(q, self.k[layer_idx], self.v[layer_idx], first, self.seq_len + 1, scale=scale)
 
-    def table(self, config: ModelConfig) -> Any:
+    def table(self, config: ModelConfig, x: Tensor) -> Any:
         windows = tuple(config.window(i) for i in range(config.num_hidden_layers))
-        if windows != self.windows or not self._suits_kernels(config) or not untouched(self, METHODS):
+        if windows != self.windows or not self._suits_kernels(config, x) or not untouched(self, METHODS):
             return None
         if self._table is None or not self._table.is_of(self.k, self.v):
             self._table = Table(self.k, self.v)
@@ -225,7 +225,7 @@ class SlidingCache(BaseCache):
                 ring.narrow(2, 0, n - until_end).copy_(new[:, :, until_end:])
 
 
-METHODS = {name: getattr(SlidingCache, name) for name in ("_store", "_first_seen", "update", "attend")}
+METHODS = {name: getattr(SlidingCache, name) for name in ("_store", "_first_seen", "positions", "update", "attend")}
 
 
 def ring_slots(window: int | None, prefill_chunk: int, max_seq_len: int) -> int:

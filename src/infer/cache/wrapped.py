@@ -39,7 +39,7 @@ class WrappedCache:
     ) -> Tensor:
         return self.cache.attend(layer_idx, q, k, v, scale=scale, window=window)
 
-    def table(self, config: ModelConfig) -> Any:
+    def table(self, config: ModelConfig, x: Tensor) -> Any:
         return None  # a watcher sees what goes through `attend`
 
     def advance(self, n: int) -> None:

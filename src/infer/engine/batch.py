@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -18,7 +18,7 @@ from infer.cache.debug import debugged
 from infer.engine import graph
 from infer.engine.generate import Model, check_cache_dtype, check_mode, make_cache, model_device, step
 from infer.engine.params import SamplingParams
-from infer.engine.request import Request, check_chunk
+from infer.engine.request import NoToken, Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
 from infer.engine.text import Decodes
 from infer.machine import available_memory
@@ -62,19 +62,19 @@ def generate_batch(
             started = time.perf_counter()
             cache, chunk = (debugged(NoCache(1, device)), None) if i in full else (caches[i], prefill_chunk)
             fed = torch.tensor([requests[i].tokens[-context:]], device=device)
-            with _named(i):
+            with _named(i, NoToken):
                 rows[i].append(requests[i].accept(step(model, cache, fed, chunk)[0], started))
         together = [i for i in going if i not in alone and requests[i].finish_reason is None]
         chosen = [requests[i] for i in together], [caches[i] for i in together]
-        started = time.perf_counter()
         if together and (decoding := graph.decoding(model, *chosen)) is not None:
-            for i, token in _captured_steps(decoding, requests, together, started):
+            for i, token in _captured_steps(decoding, requests, together):
                 rows[i].append(token)
         elif together:
+            started = time.perf_counter()
             fed = torch.tensor([requests[i].tokens[-1:] for i in together], device=device)  # [B, 1]
             logits = step(model, BatchCache([caches[i] for i in together]), fed)
             for i, row_logits in zip(together, logits, strict=True):
-                with _named(i):
+                with _named(i, NoToken):
                     rows[i].append(requests[i].accept(row_logits, started))
     return [
         collect(request.prompt, row, cache.memory_bytes)
@@ -83,14 +83,15 @@ def generate_batch(
 
 
 def _captured_steps(
-    decoding: graph.Decoding, requests: Sequence[Request], together: Sequence[int], started: float
+    decoding: graph.Decoding, requests: Sequence[Request], together: Sequence[int]
 ) -> Iterator[tuple[int, GeneratedToken]]:
     """As long as captured steps of this width are worth it. together: the requests that are its rows."""
-    with closing(iter(decoding)) as steps:
-        for tokens in steps:
+    with decoding:
+        started = time.perf_counter()
+        for tokens in decoding:
             for row, token in tokens.items():
                 i = together[row]
-                with _named(i):
+                with _named(i, NoToken):
                     generated = requests[i].push(token, started)
                 yield i, generated
                 if requests[i].finish_reason is not None:
@@ -101,11 +102,11 @@ def _captured_steps(
 
 
 @contextmanager
-def _named(i: int) -> Iterator[None]:
-    """Say which prompt an error belongs to."""
+def _named(i: int, *kinds: type[Exception]) -> Iterator[None]:
+    """Say which prompt an error of these kinds belongs to."""
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except kinds as error:
         raise type(error)(f"prompt {i}: {error}") from None
 
 
@@ -124,7 +125,7 @@ def _requests(
         raise ValueError(f"{len(params)} SamplingParams for {len(prompts)} prompts: give one for all, or one for each")
     requests = []
     for i, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
-        with _named(i):
+        with _named(i, ValueError, TypeError):
             requests.append(Request(model.config, tokenizer, prompt, settings, on_full=on_full))
     return requests
 

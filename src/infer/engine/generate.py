@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing
 from typing import NamedTuple, Protocol
 
 import torch
@@ -153,7 +152,7 @@ def steps(run: Run) -> Iterator[GeneratedToken]:
         if not asked and cache.seq_len == len(request.tokens) - 1 < room:
             asked = True
             if (decoding := graph.decoding(model, [request], [cache])) is not None:
-                yield from captured_steps(request, decoding, started)
+                yield from captured_steps(request, decoding)
                 continue
         if len(request.tokens) > room:
             # Every token moves to another position, so what the cache holds no longer holds: start over.
@@ -167,15 +166,15 @@ def steps(run: Run) -> Iterator[GeneratedToken]:
         yield token
 
 
-def captured_steps(request: Request, decoding: graph.Decoding, started: float) -> Iterator[GeneratedToken]:
+def captured_steps(request: Request, decoding: graph.Decoding) -> Iterator[GeneratedToken]:
     """As far as captured steps go: to the end, or until the cache is full."""
-    with closing(iter(decoding)) as steps:
-        for tokens in steps:
-            token = request.push(tokens[0], started)
-            started = time.perf_counter()
-            yield token
+    with decoding:
+        started = time.perf_counter()  # what is compiled and captured once is not a token's time
+        for tokens in decoding:
+            yield request.push(tokens[0], started)
             if request.finish_reason is not None:
                 return
+            started = time.perf_counter()
 
 
 def watched(cache: Cache, recorder: Recorder | None = None) -> Cache:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,13 +25,13 @@ from infer.engine.request import Request
 from infer.models.common import Decoder
 from infer.models.registry import MODELS
 from infer.ops import fused
+from infer.ops.linear import Embedding
 from infer.ops.table import empty_tables
 
 if TYPE_CHECKING:
     from infer.ops.choice import Choice
 
 AHEAD = 1  # steps launched beyond the one whose tokens are awaited; any ring can be truncated by both
-_FORWARD = Decoder.forward
 _capturing = os.environ.get("INFER_GRAPHS") != "0"
 _captured: WeakKeyDictionary[Decoder, list[Captured]] = WeakKeyDictionary()
 _lock = Lock()
@@ -56,23 +56,24 @@ def decoding(model: object, requests: Sequence[Request], caches: Sequence[Cache]
     if not isinstance(model, Decoder) or model.device.type != "cuda" or not _is_plain(model):
         return None
     plan = model.fused_plan()
-    if plan is None or any(cache.table(model.config) is None for cache in caches):
+    if plan is None or any(cache.table(model.config, model.norm.weight) is None for cache in caches):
         return None
     from infer.ops.choice import MAX_VOCAB  # which needs Triton
 
-    if model.config.vocab_size > MAX_VOCAB:
-        return None
-    samples = any(not _is_greedy(request.params) for request in requests)
-    return Decoding(model, _take(model, plan, len(requests), samples), requests, caches)
+    return Decoding(model, plan, requests, caches) if model.config.vocab_size <= MAX_VOCAB else None
 
 
 def _is_plain(model: Decoder) -> bool:
+    kind = type(model)
     return (
-        type(model) in MODELS.values()
-        and Decoder.forward is _FORWARD
+        KNOWN.get(kind) == (kind.forward, kind.embed, Decoder.forward, Embedding.forward)
         and not {"forward", "embed"} & vars(model).keys()
         and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     )
+
+
+# What a captured step stands for, beside what the kernels do.
+KNOWN = {kind: (kind.forward, kind.embed, Decoder.forward, Embedding.forward) for kind in MODELS.values()}
 
 
 def _is_greedy(params: SamplingParams) -> bool:
@@ -84,14 +85,17 @@ def _is_greedy(params: SamplingParams) -> bool:
 def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool) -> Captured:
     """A captured step that nobody runs at the moment."""
     rows = 1 << (rows - 1).bit_length()
+    weights = [(weight.data_ptr(), weight.dtype) for weight in model.parameters()]
     with _lock:
         steps = _captured.setdefault(model, [])
-        steps[:] = [step for step in steps if step.plan is plan]  # those of changed weights are of no use any more
+        # Those of other weights are of no use any more.
+        steps[:] = [step for step in steps if step.weights == weights and step.constants == plan.constants]
         for step in steps:
             if (step.rows, step.samples, step.captured, step.busy) == (rows, samples, _capturing, False):
                 break
         else:
             step = Captured(model, plan, rows, samples)
+            step.weights = weights
             steps.append(step)
         step.busy = True
     return step
@@ -105,8 +109,11 @@ class Captured:
         from infer.ops.choice import Choice, Greedy
 
         config, device = model.config, model.device
-        self.plan, self.rows, self.samples, self.captured = plan, rows, samples, _capturing
-        self.busy = False
+        self.rows, self.samples, self.captured, self.busy = rows, samples, _capturing, False
+        self.weights: list[tuple[int, torch.dtype]] = []  # of the model: where they were
+        self.constants = plan.constants
+        self._plan = plan
+        self._free: torch.cuda.Event | None = None  # when the last run had no more to do with it
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # to be fed; then, those chosen
         self.positions = torch.full((rows,), -1, dtype=torch.int32, device=device)  # of those to be fed; -1: none
         self.moves = torch.zeros(rows, dtype=torch.int32, device=device)  # by which each row's position goes on
@@ -124,21 +131,22 @@ class Captured:
 
     def launch(self, model: Decoder) -> None:
         """model: the one that it was made for, which it must not keep alive."""
-        with fused.on(model.device):
-            if self._graph is None:
-                self._step(model)
-            else:
-                self._graph.replay()
+        if self._graph is None:
+            self._step(model)
+        else:
+            self._graph.replay()
 
     def _step(self, model: Decoder) -> None:
         # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
         x = model.embed(self.tokens.clamp(min=0), self.positions.clamp(min=0)).to(model.dtype)
-        logits = fused.launch(self.plan, x, self.tables, self.positions, self._finished)
+        logits = fused.launch(self._plan, x, self.tables, self.positions, self._finished)
         self.positions.add_(self.moves)
         self.choice.launch(logits, self.positions, self.tokens)
 
     def load(self, requests: Sequence[Request], tables: np.ndarray[Any, Any]) -> None:
         """What the rows are. tables: [layers, rows, COLUMNS], as caches give them."""
+        if self._free is not None:
+            self._free.wait()
         count = len(requests)
         fed = [request.tokens[-1] for request in requests]
         positions = [len(request.tokens) - 1 for request in requests]
@@ -174,6 +182,12 @@ class Captured:
         self.positions[row].fill_(-1)
         self.moves[row].fill_(0)
 
+    def give_back(self) -> None:
+        self._free = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with suppress(RuntimeError):  # a GPU that has failed says so to whoever runs it next
+            self._free.record()
+        self.busy = False
+
 
 class Launched(NamedTuple):
     """A step on its way."""
@@ -184,14 +198,14 @@ class Launched(NamedTuple):
 
 
 class Decoding:
-    """Requests on their way through a captured step: iterate for the tokens of each step, by row.
+    """Requests on their way through a captured step. Within it, iterate for the tokens of each step, by row.
 
     A row goes on until `end`, or until it has all its tokens, or its cache no room.
     """
 
-    def __init__(self, model: Decoder, step: Captured, requests: Sequence[Request], caches: Sequence[Cache]) -> None:
-        self._model, self._step, self._caches = model, step, list(caches)
-        self._requests = list(requests)
+    def __init__(self, model: Decoder, plan: fused.Plan, requests: Sequence[Request], caches: Sequence[Cache]) -> None:
+        self._model, self._plan = model, plan
+        self._requests, self._caches = list(requests), list(caches)
         self._going = set(range(len(requests)))  # rows that take part in the next step
         self._wanted = set(self._going)  # rows whose tokens are still asked for
         context = model.config.max_position_embeddings
@@ -199,29 +213,52 @@ class Decoding:
             min(request.max_seq_len - len(request.tokens), min(cache.capacity, context) - cache.seq_len)
             for request, cache in zip(requests, caches, strict=True)
         ]
-        self._held = [cache.seq_len for cache in caches]  # positions that the caches should end up with
+        self._held = [cache.seq_len for cache in caches]  # positions
         self._launched: deque[Launched] = deque()
-        self._tokens = torch.empty(AHEAD + 1, step.rows, dtype=torch.int64, pin_memory=True)
         self._count = 0
 
-    def __iter__(self) -> Generator[dict[int, int]]:
+    def __enter__(self) -> Self:
+        for cache in self._caches:
+            cache.positions(1)  # refuses what an interrupted pass has left
+        samples = any(not _is_greedy(request.params) for request in self._requests)
+        self._step = _take(self._model, self._plan, len(self._requests), samples)
         try:
-            self._load()
-            while True:
-                while len(self._launched) <= AHEAD and self._drop_full():
-                    self._launch()
-                if not self._launched:
-                    return
-                rows, tokens, done = self._launched.popleft()
-                self._wait(done)
-                chosen = tokens.tolist()
-                wanted = [row for row in rows if row in self._wanted]
-                for row in wanted:
-                    self._held[row] += 1
-                if wanted:
-                    yield {row: chosen[row] for row in wanted}
+            self._tokens = torch.empty(AHEAD + 1, self._step.rows, dtype=torch.int64, pin_memory=True)
+            with fused.on(self._model.device):
+                self._step.load(self._requests, np.concatenate([self._table(cache) for cache in self._caches], 1))
+        except BaseException:
+            self._step.give_back()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the step back, when what was launched is through; what that wrote beyond the tokens is forgotten."""
+        try:
+            if self._launched:
+                with suppress(RuntimeError):  # the first error that a GPU ends with is the one to be told
+                    self._launched[-1].done.synchronize()
+            for row in range(len(self._caches)):
+                self._forget(row, sum(row in launched.rows for launched in self._launched))
         finally:
-            self._give_back()
+            self._step.give_back()
+
+    def __iter__(self) -> Iterator[dict[int, int]]:
+        while True:
+            while len(self._launched) <= AHEAD and self._drop_full():
+                self._launch()
+            if not self._launched:
+                return
+            self._wait(self._launched[0].done)
+            rows, tokens, _ = self._launched.popleft()
+            chosen = tokens.tolist()
+            wanted = {row: chosen[row] for row in rows if row in self._wanted}
+            for row in rows:
+                if row in wanted:
+                    self._written(row)
+                else:
+                    self._forget(row, 1)
+            if wanted:
+                yield wanted
 
     @property
     def sparse(self) -> bool:
@@ -233,9 +270,23 @@ class Decoding:
         self._wanted.discard(row)
         self._drop(row)
 
-    def _load(self) -> None:
-        tables = np.concatenate([cache.table(self._model.config) for cache in self._caches], 1)
-        self._step.load(self._requests, tables)
+    def _table(self, cache: Cache) -> Any:
+        return cache.table(self._model.config, self._model.norm.weight)
+
+    def _written(self, row: int) -> None:
+        """A step has stored one more position."""
+        self._table(self._caches[row])  # tells a ring which one is overwritten
+        self._caches[row].advance(1)
+        self._held[row] += 1
+
+    def _forget(self, row: int, steps: int) -> None:
+        """What steps have stored beyond the tokens that were asked for; unless the cache is in other hands by now."""
+        held = self._held[row]
+        if steps and self._caches[row].seq_len == held:
+            for _ in range(steps):
+                self._written(row)
+            self._caches[row].truncate(held)
+            self._held[row] = held
 
     def _drop_full(self) -> bool:
         """Leave out rows that have no token left to feed; whether any row is left."""
@@ -246,17 +297,16 @@ class Decoding:
     def _drop(self, row: int) -> None:
         if row in self._going:
             self._going.discard(row)
-            self._step.drop(row)
+            with fused.on(self._model.device):
+                self._step.drop(row)
 
     def _launch(self) -> None:
         for row in self._going:
-            self._caches[row].table(self._model.config)  # tells a ring that its next slot is written
-            self._caches[row].advance(1)
             self._left[row] -= 1
-        self._step.launch(self._model)
         tokens = self._tokens[self._count % len(self._tokens)]
         self._count += 1
         with fused.on(self._model.device):
+            self._step.launch(self._model)
             tokens.copy_(self._step.tokens, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
@@ -266,16 +316,5 @@ class Decoding:
         try:
             done.synchronize()
         except RuntimeError as error:
-            at = ", ".join(f"prompt {row} at position {self._held[row]}" for row in sorted(self._wanted))
+            at = ", ".join(f"prompt {row} at position {self._caches[row].seq_len}" for row in sorted(self._wanted))
             raise RuntimeError(f"the GPU failed while it decoded {at}: {error}") from error
-
-    def _give_back(self) -> None:
-        """The step, when what was launched is through; and from the caches, what nobody asked for."""
-        try:
-            if self._launched:
-                with suppress(RuntimeError):  # the first error that a GPU ends with is the one to be told
-                    self._launched[-1].done.synchronize()
-            for cache, held in zip(self._caches, self._held, strict=True):
-                cache.truncate(held)
-        finally:
-            self._step.busy = False

@@ -22,6 +22,10 @@ class ContextExceeded(ValueError):
     """More positions were asked for than the model has."""
 
 
+class NoToken(ValueError):
+    """None can be chosen from such logits."""
+
+
 class Request:
     """The tokens so far, and what turns logits into the next one. A request that is impossible is not made."""
 
@@ -40,7 +44,6 @@ class Request:
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         self.tokens = token_ids(prompt)
         check_request(config, self.tokens, self.params, capacity, on_full)
-        self.config = config
         self.finish_reason: str | None = None
         self.prompt_len = len(self.tokens)
         self._text = TextStream(tokenizer, self.params.stop)
@@ -64,7 +67,7 @@ class Request:
         """The token to follow, as chosen; -1: none could be."""
         elapsed = time.perf_counter() - started
         if token < 0:
-            raise ValueError(
+            raise NoToken(
                 f"no token can be chosen for position {len(self.tokens)}: the logits hold a NaN, or all are -inf"
             )
         self.tokens.append(token)

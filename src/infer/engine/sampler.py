@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from infer.engine.params import SamplingParams
+from infer.ops.uniform import uniform
 
 
 def sample(logits: Tensor, tokens: Sequence[int], prompt_len: int, params: SamplingParams, seed: int) -> int:
@@ -69,19 +70,3 @@ def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.min_p > 0:
         probabilities = probabilities.masked_fill(probabilities < params.min_p * probabilities.max(), 0)
     return probabilities / probabilities.sum()
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) keyed by (seed, position): splitmix64's finaliser over both."""
-    bits = _mix((_mix(seed & _U64) + position * 0x9E3779B97F4A7C15) & _U64)
-    return (bits >> 11) / 2**53
-
-
-_U64 = 2**64 - 1
-
-
-def _mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _U64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _U64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _U64
-    return x ^ (x >> 31)

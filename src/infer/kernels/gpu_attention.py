@@ -57,7 +57,7 @@ def turn_heads(
     """RoPE for the many tokens of a prompt, one in each program."""
     token, h, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     inside = (h < H)[:, None] & (d < D)[None, :]
-    heads = x + token // n * row_stride + token % n * token_stride + h[:, None] * head_stride
+    heads = x + token // n * row_stride + token % n * token_stride + h[:, None].to(tl.int64) * head_stride
     own = tl.load(heads + d[None, :], inside, 0.0).to(tl.float32)
     other = tl.load(heads + partner(d, D)[None, :], inside, 0.0).to(tl.float32)
     cosine = tl.load(cosines + token * D + d, d < D, 0.0)

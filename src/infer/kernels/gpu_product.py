@@ -219,7 +219,7 @@ def few_rows(
     """
     let_next_start(PDL)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    row = (tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
     exists, fed = column < N, row < B
     at = tl.arange(0, BLOCK_K)
     split = tl.program_id(2)

@@ -290,12 +290,12 @@ class Decoder(Module):
         """Logits [B, V] for the next token of each row, in one call; None where the modules or the cache must run."""
         if x.is_cuda:
             fused_plan = self.fused_plan()
-            if fused_plan is None or not fused_plan.takes(x) or (tables := step.cache.table(self.config)) is None:
+            if fused_plan is None or not fused_plan.takes(x) or (tables := step.cache.table(self.config, x)) is None:
                 return None
             return fused.step(fused_plan, x, tables)
         self._look_at_layers()
         plan = self.step_planner(self.modules_within, self.plan)
-        if plan is None or not plan.takes(x) or (tables := step.cache.table(self.config)) is None:
+        if plan is None or not plan.takes(x) or (tables := step.cache.table(self.config, x)) is None:
             return None
         rows = {kind: compiled.addresses(rope) for kind, rope in step.rope.items()}
         ropes = np.array([rows.get(kind, (0, 0)) for kind in self.config.layer_types])

@@ -1,7 +1,7 @@
 """The next token of each row, chosen on a GPU: launches that can be captured, and what they keep on the device.
 
 The reference is `engine/sampler.py`. Beside it, tokens within 2^-17 nats of each other count as equally likely where
-top_k and top_p cut, and top_k=1 takes the first of the likeliest tokens.
+top_k and top_p cut, top_k=1 takes the first of the likeliest tokens, and a logit of +inf is no error.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import triton
 from torch import Tensor
 
-from infer.kernels import gpu_sample as kernels
+from infer.kernels import gpu_sample
+from infer.ops.uniform import U64, mix
 
 MAX_VOCAB = 2**18  # beyond that the mass of all tokens might not fit 63 bits
 WARPS = 4
 _LEAST_TEMPERATURE = 1e-30  # its inverse fits float32; with less, too, only the likeliest have any mass
-_U64 = 2**64 - 1
 
 
 class Greedy:
@@ -30,7 +30,7 @@ class Greedy:
         if not 0 < vocab <= MAX_VOCAB:
             raise ValueError(f"a vocabulary of {vocab} tokens: at most {MAX_VOCAB} are possible")
         self.rows, self.vocab = rows, vocab
-        self._slices = triton.cdiv(vocab, kernels.SLICE.value)
+        self._slices = triton.cdiv(vocab, gpu_sample.SLICE.value)
         self._best = torch.empty(rows, self._slices, dtype=torch.float32, device=device)
         self._best_at = torch.empty(rows, self._slices, dtype=torch.int32, device=device)
         self._padded = triton.next_power_of_2(self._slices)
@@ -44,7 +44,7 @@ class Greedy:
         """
         grid = self._grid(logits)
         nothing = (None,) * 7
-        kernels.best_of_slices[grid](
+        gpu_sample.best_of_slices[grid](
             logits,
             positions,
             self._best,
@@ -55,7 +55,7 @@ class Greedy:
             CLEARED=1,
             **self._options,
         )
-        kernels.best_of_row[grid[1:]](
+        gpu_sample.best_of_row[grid[1:]](
             positions, self._best, self._best_at, tokens, SLICES=self._slices, PADDED=self._padded, **self._options
         )
 
@@ -81,14 +81,14 @@ class Choice(Greedy):
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
 
-        self._whole = zeros(kernels.WHOLE.value, dtype=torch.int64)
-        self._fractions = zeros(kernels.FRACTIONS.value, dtype=torch.float32)
+        self._whole = zeros(gpu_sample.WHOLE.value, dtype=torch.int64)
+        self._fractions = zeros(gpu_sample.FRACTIONS.value, dtype=torch.float32)
         self._history = zeros(vocab, dtype=torch.int32)
         self._bias = zeros(vocab, dtype=torch.float32)
         self._scores = zeros(vocab, dtype=torch.int32)
-        self._counts = zeros(kernels.COUNTS.value, kernels.BINS.value, dtype=torch.int32)
-        self._masses = zeros(kernels.MASSES.value, kernels.BINS.value, dtype=torch.int64)
-        self._notes = zeros(kernels.NOTES.value, dtype=torch.int64)
+        self._counts = zeros(gpu_sample.COUNTS.value, gpu_sample.BINS.value, dtype=torch.int32)
+        self._masses = zeros(gpu_sample.MASSES.value, gpu_sample.BINS.value, dtype=torch.int64)
+        self._notes = zeros(gpu_sample.NOTES.value, dtype=torch.int64)
         self._weights = zeros(self._slices, dtype=torch.int64)
         self._has_history = [False] * rows
         self._has_bias = [False] * rows
@@ -115,26 +115,27 @@ class Choice(Greedy):
         """
         sampled = temperature > 0 and top_k != 1
         penalised = repetition_penalty != 1 or presence_penalty != 0 or frequency_penalty != 0
-        flags = sampled * kernels.SAMPLED.value + penalised * kernels.PENALISED.value
+        flags = sampled * gpu_sample.SAMPLED.value + penalised * gpu_sample.PENALISED.value
         whole = {
-            kernels.FLAGS: flags + bool(logit_bias) * kernels.BIASED.value,
-            kernels.TOP_K: top_k if top_k and top_k < self.vocab else 0,
-            kernels.TOP_P: max(int(top_p * 2**64), 1) if top_p < 1 else 0,
-            kernels.MIN_P_DEPTH: _depth(-math.log(min_p)) if min_p > 0 else kernels.MAX_DEPTH.value,
+            gpu_sample.FLAGS: flags + bool(logit_bias) * gpu_sample.BIASED.value,
+            gpu_sample.TOP_K: top_k if top_k and top_k < self.vocab else 0,
+            gpu_sample.TOP_P: max(int(top_p * 2**64), 1) if top_p < 1 else 0,
+            gpu_sample.MIN_P_DEPTH: _depth(-math.log(min_p)) if min_p > 0 else gpu_sample.MAX_DEPTH.value,
             # V tokens this far down have less than 1 - top_p of the likeliest's mass; 0.01 is more than any rounding.
-            kernels.TAIL_DEPTH: _depth(math.log(self.vocab / (1 - top_p)) + 0.01) if top_p < 1 else 0,
-            kernels.SEED_KEY: _mix(seed & _U64),
+            gpu_sample.TAIL_DEPTH: _depth(math.log(self.vocab / (1 - top_p)) + 0.01) if top_p < 1 else 0,
+            gpu_sample.SEED_KEY: mix(seed & U64),
         }
         fractions = {
-            kernels.PER_TEMPERATURE: 1 / max(temperature, _LEAST_TEMPERATURE),
-            kernels.REPETITION: repetition_penalty,
-            kernels.PRESENCE: presence_penalty,
-            kernels.FREQUENCY: frequency_penalty,
+            gpu_sample.PER_TEMPERATURE: 1 / max(temperature, _LEAST_TEMPERATURE),
+            gpu_sample.REPETITION: repetition_penalty,
+            gpu_sample.PRESENCE: presence_penalty,
+            gpu_sample.FREQUENCY: frequency_penalty,
         }
         _fill(self._whole[row], {i.value: _signed(value) for i, value in whole.items()})
         _fill(self._fractions[row], {i.value: value for i, value in fractions.items()})
         if self._has_history[row]:
             self._history[row].zero_()
+        self._has_history[row] = penalised  # before it has: an interrupt must not leave it behind unseen
         if penalised:
             so_far = torch.tensor(tokens, dtype=torch.int64).to(self._history.device)
             self._history[row].index_fill_(0, so_far[:prompt_len], 1)
@@ -142,11 +143,11 @@ class Choice(Greedy):
             self._history[row].index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
         if self._has_bias[row]:
             self._bias[row].zero_()
+        self._has_bias[row] = bool(logit_bias)
         if logit_bias:
             ids = torch.tensor(list(logit_bias)).to(self._bias.device)
             values = torch.tensor(list(logit_bias.values()), dtype=torch.float32).to(self._bias.device)
             self._bias[row].index_copy_(0, ids, values)
-        self._has_history[row], self._has_bias[row] = penalised, bool(logit_bias)
 
     def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor) -> None:
         grid = self._grid(logits)
@@ -155,7 +156,7 @@ class Choice(Greedy):
         whole, fractions, notes = self._whole, self._fractions, self._notes
         counts, masses = self._counts, self._masses
         cleared = triton.next_power_of_2(triton.cdiv(masses[0].numel(), self._slices))
-        kernels.best_of_slices[grid](
+        gpu_sample.best_of_slices[grid](
             logits,
             positions,
             best,
@@ -172,13 +173,13 @@ class Choice(Greedy):
             CLEARED=cleared,
             **options,
         )
-        kernels.count[grid](
+        gpu_sample.count[grid](
             positions, best, scores, whole, fractions, counts, masses, V=self.vocab, PADDED=self._padded, **options
         )
-        kernels.narrow_top_k[grid](positions, scores, whole, counts, masses, notes, V=self.vocab, **options)
-        kernels.narrow_top_p[grid](positions, scores, whole, counts, masses, notes, V=self.vocab, **options)
-        kernels.weigh[grid](positions, scores, whole, masses, notes, self._weights, V=self.vocab, **options)
-        kernels.draw[grid[1:]](
+        gpu_sample.narrow_top_k[grid](positions, scores, whole, counts, masses, notes, V=self.vocab, **options)
+        gpu_sample.narrow_top_p[grid](positions, scores, whole, counts, masses, notes, V=self.vocab, **options)
+        gpu_sample.weigh[grid](positions, scores, whole, masses, notes, self._weights, V=self.vocab, **options)
+        gpu_sample.draw[grid[1:]](
             positions,
             best,
             best_at,
@@ -201,17 +202,9 @@ def _fill(out: Tensor, values: Mapping[int, float]) -> None:
 
 
 def _depth(nats: float) -> int:
-    return int(min(nats * kernels.DEPTH_UNIT.value, kernels.MAX_DEPTH.value))
+    return int(min(nats * gpu_sample.DEPTH_UNIT.value, gpu_sample.MAX_DEPTH.value))
 
 
 def _signed(bits: int) -> int:
     """As int64 holds them."""
     return bits - 2**64 if bits >= 2**63 else bits
-
-
-def _mix(x: int) -> int:
-    """splitmix64's finaliser: the seed's share of `uniform` in engine/sampler.py."""
-    x = (x + 0x9E3779B97F4A7C15) & _U64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _U64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _U64
-    return x ^ (x >> 31)

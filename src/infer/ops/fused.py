@@ -53,6 +53,7 @@ class Plan(NamedTuple):
     head: HeadParts
     frequencies: Sequence[Tensor | None]  # [D] of each block, if it rotates
     pdl: bool  # whether a kernel may start while the one before it ends
+    constants: Any  # all that kernels are told but for weights: what is captured holds as long as these are the same
 
     def takes(self, x: Tensor) -> bool:
         weight = self.head.norm.weight
@@ -63,25 +64,35 @@ def plan(blocks: Sequence[BlockParts], head: HeadParts, ropes: Sequence[Tensor |
     """None where the kernels do not know the like. ropes: the frequencies [D] of each block, if it rotates."""
     weights = [head.norm.weight, head.linear.weight, *(linear.weight for block in blocks for linear in block.linears)]
     device, dtype = head.norm.weight.device, head.norm.weight.dtype
-    if any(weight.dtype is not dtype for weight in weights) or not all(map(_norms_agree, blocks)):
+    if any(weight.dtype is not dtype for weight in weights) or not _norms_agree(blocks, head):
         return None
     there = {id(rope): rope.to(device) for rope in ropes if rope is not None}
     frequencies = [None if rope is None else there[id(rope)] for rope in ropes]
     pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return Plan(blocks, head, frequencies, pdl)
+    values = {id(rope): tuple(rope.tolist()) for rope in ropes if rope is not None}
+    constants = [*map(_constants, blocks), _kind(head.norm), *(values.get(id(rope)) for rope in ropes)]
+    return Plan(blocks, head, frequencies, pdl, constants)
 
 
-def _norms_agree(block: BlockParts) -> bool:
-    """Whether norms that one kernel computes differ in nothing but their weights."""
-    pairs = (
-        (block.after_attention, block.before_mlp),
-        (block.after_mlp, block.before_attention),
-        (block.q_norm, block.k_norm),
-    )
-    return (block.after_attention is None) == (block.after_mlp is None) and all(
-        first is None or (second is not None and first.bias is None and _kind(first) == _kind(second))
-        for first, second in pairs
-    )
+def _norms_agree(blocks: Sequence[BlockParts], head: HeadParts) -> bool:
+    """Whether norms that one kernel computes differ in nothing but their weights, and heads are normed as it knows."""
+    nexts = [*(block.before_attention for block in blocks[1:]), head.norm]
+    pairs = [(block.after_attention, block.before_mlp) for block in blocks]
+    pairs += [(block.after_mlp, norm) for block, norm in zip(blocks, nexts, strict=True)]
+    for block in blocks:
+        if (block.after_attention is None) != (block.after_mlp is None) or (block.q_norm is None) != (
+            block.k_norm is None
+        ):
+            return False
+        if block.q_norm is not None and block.k_norm is not None:
+            pairs.append((block.q_norm, block.k_norm))
+            if any(norm.centred or norm.bias is not None for norm in (block.q_norm, block.k_norm)):
+                return False
+    return all(after is None or (after.bias is None and _kind(after) == _kind(norm)) for after, norm in pairs)
+
+
+def _constants(block: BlockParts) -> list[Any]:
+    return [_kind(part) if isinstance(part, Norm) else part for part in block if not isinstance(part, Linear)]
 
 
 def _kind(norm: Norm) -> tuple[float, float, bool]:
@@ -258,6 +269,8 @@ def _few_rows(
     size, stages = (256, 3) if split > 1 and rows <= 32 else (128, 4 if rows <= 32 else 3)
     if x.element_size() == 4:
         size, stages = 32, 2
+    while size * stages * (BLOCK_N * (2 if gated else 1) + rows) * x.element_size() > shared_memory(x.device):
+        size //= 2
     grid = blocks, -(-batch // rows), split
     sums = torch.empty(split if split > 1 else 0, batch, n, dtype=torch.float32, device=x.device)
     kernels.gpu_modules().product.few_rows[grid](
@@ -287,6 +300,14 @@ def _few_rows(
     return out
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
+    if device.type == "cpu":
+        return 2**31
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
 def _split(blocks: int, k: int, gated: bool) -> int:
     """Programs that share the columns of a matrix, where it has few blocks of rows."""
     split = 1
@@ -311,12 +332,14 @@ def gate(x: Tensor, activation: str) -> Tensor:
 
 
 def can_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    shape = x.shape[0], 1, x.shape[2], x.shape[3]
     return (
         x.is_cuda
         and x.dtype in DTYPES
         and x.stride(3) == 1
-        and all(each.shape == shape and each.is_contiguous() and each.dtype is torch.float32 for each in (cos, sin))
+        and all(
+            each.shape == (x.shape[0], 1, *x.shape[2:]) and each.is_contiguous() and each.dtype is torch.float32
+            for each in (cos, sin)
+        )
         and available(x.device, {})
     )
 

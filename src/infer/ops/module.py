@@ -37,6 +37,8 @@ class Module(nn.Module):
         Module.changes += 1
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, (bool, int, float, str)) and self.__dict__.get(name) is value:
+            return  # as `eval` does, for every module, at each call
         if isinstance(value, nn.Module):
             self.__dict__.get("_parameters", {}).pop(name, None)  # a weight may give way to a quantised one
         super().__setattr__(name, value)

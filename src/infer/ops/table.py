@@ -25,8 +25,8 @@ class Table:
             rows[:, K], rows[:, V] = keys.data_ptr() + step, values.data_ptr() + step
             rows[:, STRIDE], rows[:, SLOTS], rows[:, BITS] = keys.stride(1) * size, keys.shape[2], size * 8
         # A GPU loads several numbers at once, from addresses that are a multiple of their size.
-        unaligned = self._rows[:, :, [K, V, STRIDE]] % alignment(k[0].shape[3], k[0].dtype)
-        self.aligned = k[0].is_cpu or not unaligned.any()
+        size = alignment(k[0].shape[3], k[0].dtype)
+        self.aligned = k[0].is_cpu or not (self._rows[:, :, [K, V, STRIDE]] % size).any()
 
     def is_of(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> bool:
         """Whether keys and values are still there: a copied cache has others, and so may one whose tensors were set."""
