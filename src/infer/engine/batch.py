@@ -66,7 +66,7 @@ def generate_batch(
                 rows[i].append(requests[i].accept(step(model, cache, fed, chunk)[0], started))
         together = [i for i in going if i not in alone and requests[i].finish_reason is None]
         chosen = [requests[i] for i in together], [caches[i] for i in together]
-        if together and (decoding := graph.decoding(model, *chosen)) is not None:
+        if together and (decoding := graph.decoding(model, *chosen, together)) is not None:
             for i, token in _captured_steps(decoding, requests, together):
                 rows[i].append(token)
         elif together:

@@ -48,10 +48,12 @@ def disabled() -> Iterator[None]:
         _capturing = before
 
 
-def decoding(model: object, requests: Sequence[Request], caches: Sequence[Cache]) -> Decoding | None:
+def decoding(
+    model: object, requests: Sequence[Request], caches: Sequence[Cache], prompts: Sequence[int] = (0,)
+) -> Decoding | None:
     """Requests with one token each to be fed, as rows of a captured step; None where the model must run as it is.
 
-    That is: not on a GPU that has the kernels, a module that somebody changed or hooked, a cache that must be asked.
+    prompts: their numbers, for errors. None: not on a GPU that has the kernels, a module that somebody changed or hooked, a cache that must be asked.
     """
     if not isinstance(model, Decoder) or model.device.type != "cuda" or not _is_plain(model):
         return None
@@ -60,15 +62,15 @@ def decoding(model: object, requests: Sequence[Request], caches: Sequence[Cache]
         return None
     from infer.ops.choice import MAX_VOCAB  # which needs Triton
 
-    return Decoding(model, plan, requests, caches) if model.config.vocab_size <= MAX_VOCAB else None
+    return Decoding(model, plan, requests, caches, prompts) if model.config.vocab_size <= MAX_VOCAB else None
 
 
 def _is_plain(model: Decoder) -> bool:
     kind = type(model)
     return (
         KNOWN.get(kind) == (kind.forward, kind.embed, Decoder.forward, Embedding.forward)
-        and not {"forward", "embed"} & vars(model).keys()
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        and "embed" not in vars(model)
+        and not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
     )
 
 
@@ -316,5 +318,7 @@ class Decoding:
         try:
             done.synchronize()
         except RuntimeError as error:
-            at = ", ".join(f"prompt {row} at position {self._caches[row].seq_len}" for row in sorted(self._wanted))
+            at = ", ".join(
+                f"prompt {self._prompts[row]} at position {self._caches[row].seq_len}" for row in sorted(self._wanted)
+            )
             raise RuntimeError(f"the GPU failed while it decoded {at}: {error}") from error
