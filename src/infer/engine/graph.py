@@ -53,7 +53,8 @@ def decoding(
 ) -> Decoding | None:
     """Requests with one token each to be fed, as rows of a captured step; None where the model must run as it is.
 
-    prompts: their numbers, for errors. None: not on a GPU that has the kernels, a module that somebody changed or hooked, a cache that must be asked.
+    prompts: their numbers, for errors. As it is: not on a GPU that has the kernels, with a module that somebody changed
+    or hooked, with a cache that must be asked.
     """
     if not isinstance(model, Decoder) or model.device.type != "cuda" or not _is_plain(model):
         return None
@@ -205,8 +206,15 @@ class Decoding:
     A row goes on until `end`, or until it has all its tokens, or its cache no room.
     """
 
-    def __init__(self, model: Decoder, plan: fused.Plan, requests: Sequence[Request], caches: Sequence[Cache]) -> None:
-        self._model, self._plan = model, plan
+    def __init__(
+        self,
+        model: Decoder,
+        plan: fused.Plan,
+        requests: Sequence[Request],
+        caches: Sequence[Cache],
+        prompts: Sequence[int],
+    ) -> None:
+        self._model, self._plan, self._prompts = model, plan, prompts
         self._requests, self._caches = list(requests), list(caches)
         self._going = set(range(len(requests)))  # rows that take part in the next step
         self._wanted = set(self._going)  # rows whose tokens are still asked for
