@@ -140,7 +140,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
         return (keys[:, :, 1:], values[:, :, 1:]) if k.shape[2] == 1 < keys.shape[2] else (keys, values)
 
     monkeypatch.setattr(KVCache, "_store", drop)
-    monkeypatch.setattr(KVCache, "table", lambda cache, config: None)  # kernels would not ask `_store`
+    monkeypatch.setattr(KVCache, "table", lambda *_: None)  # kernels would not ask `_store`
 
 
 def chat_ids(folder: Path, *messages: tuple[str, str], **variables: Any) -> list[int]:
