@@ -18,6 +18,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
 
+from infer import kernels  # noqa: E402
 from infer.cache.base import BaseCache, Cache  # noqa: E402
 from infer.cache.batch import BatchCache  # noqa: E402
 from infer.cache.simple import KVCache  # noqa: E402
@@ -567,3 +568,30 @@ def test_rotation_of_a_prompt(heads: int, head_dim: int, generator: torch.Genera
     turned = fused.rotate(x, cos, sin)
     assert turned.shape == x.shape
     torch.testing.assert_close(turned, apply_rope(x, cos, sin), atol=1e-5, rtol=1e-5)
+
+
+class TestWhereThereAreNone:
+    """A GPU that cannot have the kernels says so in one line, and runs plain torch."""
+
+    @pytest.fixture(autouse=True)
+    def asked_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "gpu", kernels.gpu.__wrapped__)  # not what was found out before
+
+    def test_an_older_card(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert not kernels.gpu((7, 5))
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert "plain torch runs instead: they need compute capability 8.0, and this GPU has 7.5" in said
+
+    def test_triton_that_cannot_work(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        def check() -> None:
+            raise RuntimeError("no C compiler\nand more")
+
+        monkeypatch.setattr(kernels.gpu_modules().launch, "check", check)
+        assert not kernels.gpu((9, 0))
+        assert capsys.readouterr().err.endswith("plain torch runs instead: RuntimeError: no C compiler\n")
+
+    def test_switched_off(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setenv("INFER_KERNELS", "0")
+        assert not kernels.gpu((9, 0))
+        assert capsys.readouterr().err == ""

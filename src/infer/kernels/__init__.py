@@ -72,9 +72,10 @@ def gpu(capability: tuple[int, int]) -> bool:
 
 @cache
 def gpu_modules() -> Any:
-    from infer.kernels import gpu_attention, gpu_launch, gpu_product, gpu_sample
+    """Those of a step. What samples is imported by ops/choice.py itself, which is there where Triton is."""
+    from infer.kernels import gpu_attention, gpu_launch, gpu_product
 
-    return SimpleNamespace(attention=gpu_attention, launch=gpu_launch, product=gpu_product, sample=gpu_sample)
+    return SimpleNamespace(attention=gpu_attention, launch=gpu_launch, product=gpu_product)
 
 
 def _fingerprint() -> str:

@@ -22,7 +22,7 @@ class RMSNorm(Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and not self.offset:
+        if x.is_cuda and x.dtype is self.weight.dtype and not self.offset:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # in float32 within a single kernel
         weight = self.weight.float()
         if self.offset:
