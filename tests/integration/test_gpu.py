@@ -339,7 +339,7 @@ class TestBatches:
 
 
 class TestLengths:
-    BLOCKS = tuple(k * fused.BLOCK_S + d for k in (1, 2, 4) for d in (-1, 0, 1))
+    BLOCKS = tuple(k * 64 + d for k in (1, 2, 4) for d in (-1, 0, 1))
     WINDOWS = (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW - 1, 2 * WINDOW, 3 * WINDOW)
 
     @EVERY_CACHE
@@ -368,7 +368,7 @@ class TestLengths:
     def test_where_splits_grow(self, make_model: MakeModel, family: str) -> None:
         """From one block of keys in each split to two, and on."""
         model = make_model(family)
-        edge = fused.MAX_SPLITS * fused.BLOCK_S
+        edge = fused.MAX_SPLITS * fused.attention_shape(model.config.computed_head_dim, 1)[0]
         cache = make_cache(model, KVCache, 2 * edge + 64)
         for length in (edge - 1, edge, edge + 1, edge + 2, edge + 700, 2 * edge):
             fed = torch.tensor([prompt_of(length - cache.seq_len)], device="cuda")

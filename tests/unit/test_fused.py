@@ -56,8 +56,9 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
     monkeypatch.setattr("infer.ops.compiled.can_attend", lambda *_: False)
     monkeypatch.setattr("infer.ops.fused.available", lambda *_: False)
-    monkeypatch.setattr("infer.ops.fused.BUSY", 8)  # programs, which the interpreter takes long for
-    monkeypatch.setattr("infer.ops.fused.BLOCK_S", BLOCK_S)
+    for name in ("BUSY", "BUSY_TOGETHER"):
+        monkeypatch.setattr(fused, name, 8)  # programs, which the interpreter takes long for
+    monkeypatch.setattr(fused, "attention_shape", lambda *_: (BLOCK_S, 2, 4))
 
 
 @pytest.fixture(autouse=True)
@@ -180,12 +181,12 @@ def test_a_product_of_what_is_normed(case: Any, batch: int, dtype: torch.dtype, 
 def test_a_product_that_is_added(batch: int, bias: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
     linear = randomised(Linear(77, 13, bias=bias), generator, dtype)
     x, carried = random(generator, dtype, batch, 77), random(generator, dtype, batch, 13)
-    done = fused.added_product(linear, x, fused.Residual(carried), None, counters())
+    norm = RMSNorm(13, 1e-5).to(DEVICE, dtype)
+    done = fused.added_product(linear, x, fused.Residual(carried), None, norm, counters())
     expected = x.float() @ linear.weight.float().T + (linear.bias.float() if bias else 0)
     close(done.x, (expected + carried).to(dtype))
     assert done.added is None
-    norm = RMSNorm(13, 1e-5)
-    waiting = fused.added_product(linear, x, fused.Residual(carried), norm, counters())
+    waiting = fused.added_product(linear, x, fused.Residual(carried), norm, norm, counters())
     assert waiting.x is carried
     assert waiting.after is norm
     close(waiting.added, expected.to(dtype))
@@ -204,11 +205,34 @@ def test_a_product_that_is_added(batch: int, bias: bool, dtype: torch.dtype, gen
 def test_a_product_in_blocks(batch: int, k: int, n: int, generator: torch.Generator) -> None:
     linear = randomised(Linear(k, n, bias=True), generator, torch.float32)
     x, carried = random(generator, torch.float32, batch, k), random(generator, torch.float32, batch, n)
-    finished = counters(256)
+    finished, norm = counters(256), RMSNorm(n, 1e-5).to(DEVICE)
     for _ in range(2):
-        got = fused.added_product(linear, x, fused.Residual(carried), None, finished).x
+        got = fused.added_product(linear, x, fused.Residual(carried), None, norm, finished).x
         torch.testing.assert_close(got, linear(x) + carried, atol=1e-3, rtol=1e-4)
         assert not finished.any()
+
+
+@pytest.mark.parametrize(("gated", "dtype"), [(True, torch.float32), *((False, dtype) for dtype in DTYPES)], ids=str)
+@pytest.mark.parametrize(("batch", "k", "n"), [(2, 40, 13), (7, 1030, 150), (130, 64, 128)])
+def test_a_norm_between_two_products(
+    batch: int, k: int, n: int, gated: bool, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """The first multiplies its weight and adds up the squares, the second scales."""
+    first = randomised(Linear(k, n), generator, dtype)
+    norm = randomised(ZeroCentredRMSNorm(n, 1e-5), generator, dtype)
+    second = randomised(Linear(n, 24, bias=True), generator, dtype)
+    x, carried = random(generator, dtype, batch, k), random(generator, dtype, batch, n)
+    residual = fused.added_product(first, x, fused.Residual(carried), None, norm, counters(256))
+    assert residual.prepared is not None
+    activation = "silu" if gated else ""
+    got, after = fused.normed_product(second, residual, norm, counters(256), activation=activation, gated=gated)
+    assert after.x is residual.x
+    assert second.bias is not None
+    expected = norm(residual.x.float()) @ second.weight.float().T + second.bias.float()
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+    close(got, expected.to(dtype))
 
 
 class Layer:
@@ -337,7 +361,7 @@ def test_splits_are_merged(
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in fmod:RuntimeWarning")
 @torch.inference_mode()
 def test_the_counters_of_splits_serve_again(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.ops.fused.BUSY", 16)
+    monkeypatch.setattr("infer.ops.fused.BUSY_TOGETHER", 16)
     layer = Layer(generator, torch.float32, 2, 3 * BLOCK_S, heads=2, kv_heads=1)
     for position in (40, 41):
         layer.check([position, -1])
@@ -354,7 +378,7 @@ def test_windows_and_rings(
 ) -> None:
     """Before a window is full, at its edge, and long after a ring has wrapped."""
     positions = [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 5 * WINDOW + 2]
-    monkeypatch.setattr("infer.ops.fused.BUSY", splits * len(positions))
+    monkeypatch.setattr("infer.ops.fused.BUSY_TOGETHER", splits * len(positions))
     layer = Layer(generator, torch.float32, len(positions), slots, window=WINDOW, norm=True, heads=2, kv_heads=1)
     layer.check(positions)
 
@@ -595,3 +619,21 @@ class TestWhereThereAreNone:
         monkeypatch.setenv("INFER_KERNELS", "0")
         assert not kernels.gpu((9, 0))
         assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_what_a_step_is_fed(tiny_model: Callable[..., Decoder], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without a token look up something that exists, and stay without."""
+    monkeypatch.setattr(fused, "torch", torch)
+    plan = plan_of(tiny_model(model_type=family).to(DEVICE))
+    assert plan is not None
+    tokens = torch.tensor([5, -1, 7], device=DEVICE)
+    positions, moves = torch.tensor([[3, -1, 0], [1, 0, 1]], dtype=torch.int32, device=DEVICE)
+    fed = fused.begin(plan, tokens, positions, moves)
+    assert fed.tokens.tolist() == [5, 0, 7]
+    assert fed.places.tolist() == [3, 0, 0]
+    assert fed.positions.tolist() == [3, -1, 0]
+    assert positions.tolist() == [4, -1, 1]
+    assert len(set(plan.kinds) - {None}) == {"llama": 1, "gemma3": 2, "gpt2": 0}[family]
+    for kind in set(plan.kinds) - {None}:
+        assert torch.equal(fed.turned[kind], fused.turns(plan.frequencies[kind], fed.positions))

@@ -80,11 +80,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[graph.Captured]:
     # Rows without a token are computed from whatever memory holds: from NaN, they show in any other.
     poisoned = {
         "empty": lambda *shape, **options: torch.full(shape, torch.nan, **options),
-        "empty_like": lambda x: torch.full_like(x, torch.nan),
+        "empty_like": lambda x: torch.full_like(x, torch.nan if x.is_floating_point() else 1),
     }
     monkeypatch.setattr(fused, "torch", SimpleNamespace(**vars(torch) | poisoned))
     # Few programs, which the interpreter takes long for; and the modules themselves are the reference.
     monkeypatch.setattr(fused, "BUSY", 8)
+    monkeypatch.setattr(fused, "BUSY_TOGETHER", 8)
     monkeypatch.setattr(fused, "_rows_and_warps", lambda *_: (64, 1))
     monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
     monkeypatch.setattr("infer.ops.compiled.can_attend", lambda *_: False)
@@ -109,7 +110,7 @@ def light(made: list[graph.Captured], monkeypatch: pytest.MonkeyPatch) -> list[g
 @contextmanager
 def plainly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph, "decoding", lambda *_: None)
+        patch.setattr(graph, "decoding", lambda *_, **__: None)
         yield
 
 

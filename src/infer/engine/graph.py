@@ -49,14 +49,21 @@ def disabled() -> Iterator[None]:
 
 
 def decoding(
-    model: object, requests: Sequence[Request], caches: Sequence[Cache], prompts: Sequence[int] = (0,)
+    model: object,
+    requests: Sequence[Request],
+    caches: Sequence[Cache],
+    prompts: Sequence[int] = (0,),
+    *,
+    exact: bool = False,
 ) -> Decoding | None:
     """Requests with one token each to be fed, as rows of a captured step; None where the model must run as it is.
 
-    prompts: their numbers, for errors. As it is: not on a GPU that has the kernels, with a module that somebody changed
-    or hooked, with a cache that must be asked.
+    prompts: their numbers, for errors. exact: whether the run is to be. As it is: not on a GPU that has the kernels,
+    with a module that somebody changed or hooked, with a cache that must be asked.
     """
     if not isinstance(model, Decoder) or model.device.type != "cuda" or not _is_plain(model):
+        return None
+    if exact:  # these kernels add up otherwise than a pass over several tokens does
         return None
     plan = model.fused_plan()
     if plan is None or any(cache.table(model.config, model.norm.weight) is None for cache in caches):
@@ -141,9 +148,9 @@ class Captured:
 
     def _step(self, model: Decoder) -> None:
         # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
-        x = model.embed(self.tokens.clamp(min=0), self.positions.clamp(min=0)).to(model.dtype)
-        logits = fused.launch(self._plan, x, self.tables, self.positions, self._finished)
-        self.positions.add_(self.moves)
+        fed = fused.begin(self._plan, self.tokens, self.positions, self.moves)
+        x = model.embed(fed.tokens, fed.places).to(model.dtype)
+        logits = fused.launch(self._plan, x, self.tables, fed.positions, fed.turned, self._finished)
         self.choice.launch(logits, self.positions, self.tokens)
 
     def load(self, requests: Sequence[Request], tables: np.ndarray[Any, Any]) -> None:

@@ -16,27 +16,50 @@ from infer.kernels.gpu_launch import let_next_start, wait_for_previous
 COLUMNS = tl.constexpr(columns.COLUMNS)
 KEYS, VALUES = tl.constexpr(columns.K), tl.constexpr(columns.V)
 STRIDE, SLOTS = tl.constexpr(columns.STRIDE), tl.constexpr(columns.SLOTS)
-MERGED = tl.constexpr(8)  # pieces that are put together at a time
+MERGED = tl.constexpr(16)  # pieces that are put together at a time
 
 
 @triton.jit
-def turns(
-    positions,  # int32 [B]
-    inverse_frequencies,  # float32 [D]
-    out,  # float32 [B, 2, D]: cosines, and sines with the sign that the halves of a head are swapped with
+def begin(
+    tokens,  # int64 [B]: below 0 where there is none
+    positions,  # int32 [B]: likewise; moved on here
+    moves,  # int32 [B]: by which
+    fed_tokens,  # int64 [B]: what can be looked up in any case
+    fed_positions,  # int32 [B]: as they were
+    fed_places,  # int64 [B]: what can be looked up in any case
+    frequencies,  # float32 [KINDS, D]
+    out,  # float32 [KINDS, B, 2, D]
+    KINDS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """How far RoPE turns the heads of each row's new token: the same in all layers."""
-    let_next_start(PDL)
-    row, d = tl.program_id(0), tl.arange(0, BLOCK_D)
-    frequency = tl.load(inverse_frequencies + d, d < D, 0.0)
-    wait_for_previous(PDL)
-    angle = tl.load(positions + row).to(tl.float32) * frequency
+    """What a step needs to know of the tokens that it is fed."""
+    row = tl.program_id(0)
+    position = tl.load(positions + row)
+    tl.store(fed_tokens + row, tl.maximum(tl.load(tokens + row), 0))
+    tl.store(fed_positions + row, position)
+    tl.store(fed_places + row, tl.maximum(position, 0).to(tl.int64))
+    tl.store(positions + row, position + tl.load(moves + row))
+    for kind in tl.static_range(KINDS):
+        line = out + (kind * tl.num_programs(0) + row) * 2 * D
+        turn(position, frequencies + kind * D, line, D, BLOCK_D)
+
+
+@triton.jit
+def turns(positions, frequencies, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """How far RoPE turns the heads of each row's new token: the same in all layers that rotate alike."""
+    row = tl.program_id(0)
+    turn(tl.load(positions + row), frequencies, out + row * 2 * D, D, BLOCK_D)
+
+
+@triton.jit
+def turn(position, frequencies, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """out [2, D]: cosines, and sines with the sign that the halves of a head are swapped with."""
+    d = tl.arange(0, BLOCK_D)
+    angle = position.to(tl.float32) * tl.load(frequencies + d, d < D, 0.0)
     sine = tl.sin(angle)
-    tl.store(out + row * 2 * D + d, tl.cos(angle), d < D)
-    tl.store(out + (row * 2 + 1) * D + d, tl.where(d < D // 2, -sine, sine), d < D)
+    tl.store(out + d, tl.cos(angle), d < D)
+    tl.store(out + D + d, tl.where(d < D // 2, -sine, sine), d < D)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -146,15 +169,15 @@ def attend(
     # Where the token and the cache are was settled before the step began, and what earlier steps stored can be read
     # before this one's q, k and v are there.
     position = tl.load(positions + row, cache_modifier=".cg")
-    seen = tl.maximum(position, 0)  # cached keys
+    seen = tl.maximum(position + 1, 1)  # keys, the token's own among them
     if window > 0:
-        seen = tl.minimum(seen, window - 1)
+        seen = tl.minimum(seen, window)
     chunk = tl.maximum(tl.cdiv(tl.cdiv(seen, splits), BLOCK_S), 1) * BLOCK_S
-    used = tl.maximum(tl.cdiv(seen, chunk), 1)
+    used = tl.cdiv(seen, chunk)
     if split >= used:
         return
-    start = position - seen + split * chunk
-    end = tl.minimum(start + chunk, position)
+    start = position + 1 - seen + split * chunk
+    end = tl.minimum(start + chunk, position + 1)
 
     dtype = qkv.dtype.element_ty
     line = table + row * COLUMNS
@@ -164,10 +187,11 @@ def attend(
     values = tl.multiple_of((tl.load(line + VALUES) + offset).to(tl.pointer_type(dtype)), ALIGNED)
     g, d, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     within, real = g < GROUP, d < D
-    there = start + s < end
-    places = ((start + s) % slots).to(tl.int64)[:, None] * D + d[None, :]
-    first_k = tl.load(keys + places, there[:, None] & real[None, :], 0.0)
-    first_v = tl.load(values + places, there[:, None] & real[None, :], 0.0)
+    at = start + s
+    cached = (at < tl.minimum(end, position))[:, None] & real[None, :]
+    places = (at % slots).to(tl.int64)[:, None] * D + d[None, :]
+    first_k = tl.load(keys + places, cached, 0.0)
+    first_v = tl.load(values + places, cached, 0.0)
     cosine, sine = d, d
     q_weight, q_other, k_weight, k_other = d, d, d, d
     if NORM:
@@ -186,19 +210,19 @@ def attend(
         cosine = tl.load(turned + row * 2 * D + d, real, 0.0)
         sine = tl.load(turned + (row * 2 + 1) * D + d, real, 0.0)
     q = rotated(q, q_swapped, q_weight, q_other, cosine, sine, D, NORM, EPS, ROPE)
-    highest = tl.full((BLOCK_G,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_G,), tl.float32)
-    sums = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    if split == used - 1:  # the new token's own
-        k = rotated(k, k_swapped, k_weight, k_other, cosine, sine, D, NORM, EPS, ROPE)
+    k = rotated(k, k_swapped, k_weight, k_other, cosine, sine, D, NORM, EPS, ROPE)
+    own = (at == position)[:, None]
+    first_k = tl.where(own, k, first_k)
+    first_v = tl.where(own, v[None, :], first_v)
+    if split == used - 1:
         slot = (position % slots).to(tl.int64) * D
         tl.store(keys + slot + d[None, :], k, real[None, :])
         tl.store(values + slot + d, v, real)
-        highest = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
-        total += 1.0
-        sums += v.to(tl.float32)[None, :]
-    if seen > 0:
-        highest, total, sums = looked(q, first_k, first_v, there, highest, total, sums, scale)
+        tl.debug_barrier()  # a later block may hold them
+    highest = tl.full((BLOCK_G,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    sums = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    highest, total, sums = looked(q, first_k, first_v, at < end, highest, total, sums, scale)
     for first in tl.range(start + BLOCK_S, end, BLOCK_S, num_stages=STAGES):
         there = first + s < end
         places = ((first + s) % slots).to(tl.int64)[:, None] * D + d[None, :]

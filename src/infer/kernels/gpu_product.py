@@ -61,6 +61,23 @@ def multiplied(tiles, parts, PARTS: tl.constexpr):
 
 
 @triton.jit
+def squared(x, PARTS: tl.constexpr):
+    """The sum of all squares."""
+    squares = tl.sum(x[0] * x[0])
+    for i in tl.static_range(1, len(PARTS)):
+        squares += tl.sum(x[i] * x[i])
+    return squares
+
+
+@triton.jit
+def weighted(x, weight, PARTS: tl.constexpr, OFFSET: tl.constexpr):
+    out = ()
+    for i in tl.static_range(len(PARTS)):
+        out = out + (x[i] * (weight[i] + OFFSET),)
+    return out
+
+
+@triton.jit
 def normed(
     x,
     weight,
@@ -84,10 +101,7 @@ def normed(
             centred = centred + (tl.where(at < K, x[i] - mean / K, 0.0),)
     else:
         centred = x
-    squares = tl.sum(centred[0] * centred[0])
-    for i in tl.static_range(1, len(PARTS)):
-        squares += tl.sum(centred[i] * centred[i])
-    scale = tl.rsqrt(squares / K + EPS)
+    scale = tl.rsqrt(squared(centred, PARTS) / K + EPS)
     out = ()
     for i in tl.static_range(len(PARTS)):
         y = centred[i] * scale * (weight[i] + OFFSET)
@@ -134,6 +148,8 @@ def one_row(
     PDL: tl.constexpr,
 ):
     """out = activation(W norm(x) + b) [* (W' norm(x) + b')] [+ residual], ROWS of it in each program."""
+    # The scale of an RMSNorm is the same for all of x: behind the product, it is summed up while that is.
+    SCALED_BEHIND: tl.constexpr = NORM and not CENTRED and not NORM_BIAS
     let_next_start(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < N
@@ -164,14 +180,18 @@ def one_row(
         vector = added(vector, before, dtype, PARTS)
         if tl.program_id(0) == 0:
             store_parts(carried_out, vector, PARTS, K)
-    if NORM:
+    scale = 1.0
+    if SCALED_BEHIND:
+        scale = tl.rsqrt(squared(vector, PARTS) / K + EPS)
+        vector = weighted(vector, norm_weights, PARTS, OFFSET)
+    elif NORM:
         vector = normed(vector, norm_weights, norm_biases, dtype, PARTS, K, EPS, OFFSET, CENTRED, NORM_BIAS)
-    y = multiplied(first, vector, PARTS)
+    y = multiplied(first, vector, PARTS) * scale
     if BIAS:
         y += first_bias
     y = activated(y, ACTIVATION)
     if GATED:
-        up = multiplied(second, vector, PARTS)
+        up = multiplied(second, vector, PARTS) * scale
         if BIAS:
             up += second_bias
         y *= up
@@ -212,10 +232,20 @@ def few_rows(
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    squares=None,  # float32 [B, SQUARES]: those of the vectors that x are, before their norm's weight, in parts
+    SQUARES: tl.constexpr = 0,
+    PADDED: tl.constexpr = 0,  # SQUARES, up to a power of two
+    EPS: tl.constexpr = 0.0,
+    next_weight=None,  # [N]: of the norm of out
+    next_out=None,  # [B, N]: out by that weight
+    next_squares=None,  # float32 [B, blocks of N]
+    OFFSET: tl.constexpr = 0.0,
+    EARLY: tl.constexpr = False,  # whether the first weights are loaded before the wait
 ):
     """`one_row` for several, without its norms.
 
-    The product is W x^T: the matrix units take 64 rows of their first factor at least, and only W has as many.
+    The product is W x^T: the matrix units take 64 rows of their first factor at least, and only W has as many. Of an
+    RMSNorm in front, the product before has multiplied the weight and added up the squares: the scale comes last.
     """
     let_next_start(PDL)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -228,13 +258,29 @@ def few_rows(
     vectors = x + row[:, None] * K + at[None, :]
     places = row[None, :] * N + column[:, None]
     inside = fed[None, :] & exists[:, None]
+    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
+    begin = split * STEPS
+    if EARLY:
+        early = load_block(first + begin * BLOCK_K, exists, begin * BLOCK_K + at < K, EVEN)
+        if GATED:
+            early_up = load_block(second + begin * BLOCK_K, exists, begin * BLOCK_K + at < K, EVEN)
     wait_for_previous(PDL)
     if RESIDUAL:
         addend = tl.load(residual + places, inside, 0.0).to(tl.float32)
     y = tl.zeros((BLOCK_N, BLOCK_B), tl.float32)
     up = y
-    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
-    for step in tl.range(split * STEPS, (split + 1) * STEPS, num_stages=STAGES):
+    if squares is not None:
+        part = tl.arange(0, PADDED)
+        parts = fed[:, None] & (part < SQUARES)[None, :]
+        scale = tl.sum(tl.load(squares + row[:, None] * SQUARES + part[None, :], parts, 0.0), 1)
+    if EARLY:
+        k = begin * BLOCK_K
+        turned = tl.load(vectors + k, fed[:, None] & (k + at < K)[None, :], 0.0).T
+        y = tl.dot(early, turned, y, input_precision="ieee")
+        if GATED:
+            up = tl.dot(early_up, turned, up, input_precision="ieee")
+        begin += 1
+    for step in tl.range(begin, (split + 1) * STEPS, num_stages=STAGES):
         k = step * BLOCK_K
         real = k + at < K
         turned = tl.load(vectors + k, fed[:, None] & real[None, :], 0.0).T
@@ -252,6 +298,10 @@ def few_rows(
         y = tl.load(sums + places, inside, 0.0, cache_modifier=".cg")
         for i in tl.static_range(1, SPLIT):
             y += tl.load(sums + i * B * N + places, inside, 0.0, cache_modifier=".cg")
+    if squares is not None:
+        scale = tl.rsqrt(scale / K + EPS)[None, :]
+        y *= scale
+        up *= scale
     if BIAS:
         y += tl.load(bias + column, exists, 0.0).to(tl.float32)[:, None]
     y = activated(y, ACTIVATION)
@@ -261,7 +311,14 @@ def few_rows(
         y *= up
     if RESIDUAL:
         y += addend
-    tl.store(out + places, y.to(out.dtype.element_ty), inside)
+    rounded = y.to(out.dtype.element_ty)
+    tl.store(out + places, rounded, inside)
+    if next_weight is not None:
+        y = rounded.to(tl.float32)
+        weights = tl.load(next_weight + column, exists, 0.0).to(tl.float32) + OFFSET
+        tl.store(next_out + places, (y * weights[:, None]).to(out.dtype.element_ty), inside)
+        of_row = tl.sum(tl.where(inside, y * y, 0.0), 0)
+        tl.store(next_squares + row * tl.num_programs(0) + tl.program_id(0), of_row, fed)
 
 
 @triton.jit

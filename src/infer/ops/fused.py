@@ -27,9 +27,9 @@ from infer.ops.table import alignment
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_N, MAX_BLOCK_B = 64, 128  # of the product of few rows
 GATED = 2048  # columns of a program that multiplies with gates
-BLOCK_S = 64  # keys that a program looks at together
 MAX_SPLITS = 64  # programs that share a row's keys
-BUSY = 512  # programs that keep all of a GPU's processors busy
+BUSY, BUSY_TOGETHER = 512, 256  # programs of attention that keep a GPU busy: of one row, and of several
+PROCESSORS = 132  # of an H200: more programs of a product take turns
 
 
 def available(device: torch.device, forwards: Mapping[type[nn.Module], Any]) -> bool:
@@ -51,7 +51,8 @@ class Plan(NamedTuple):
 
     blocks: Sequence[BlockParts]
     head: HeadParts
-    frequencies: Sequence[Tensor | None]  # [D] of each block, if it rotates
+    frequencies: Tensor  # [kinds, D], of RoPE
+    kinds: Sequence[int | None]  # of each block, if it rotates
     pdl: bool  # whether a kernel may start while the one before it ends
     constants: Any  # all that kernels are told but for weights: what is captured holds as long as these are the same
 
@@ -66,12 +67,12 @@ def plan(blocks: Sequence[BlockParts], head: HeadParts, ropes: Sequence[Tensor |
     device, dtype = head.norm.weight.device, head.norm.weight.dtype
     if any(weight.dtype is not dtype for weight in weights) or not _norms_agree(blocks, head):
         return None
-    there = {id(rope): rope.to(device) for rope in ropes if rope is not None}
-    frequencies = [None if rope is None else there[id(rope)] for rope in ropes]
+    values = [None if rope is None else tuple(rope.tolist()) for rope in ropes]
+    different = list(dict.fromkeys(value for value in values if value is not None))
+    frequencies = torch.tensor(different or [()], dtype=torch.float32).to(device)
+    kinds = [None if value is None else different.index(value) for value in values]
     pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    values = {id(rope): tuple(rope.tolist()) for rope in ropes if rope is not None}
-    constants = [*map(_constants, blocks), _kind(head.norm), *(values.get(id(rope)) for rope in ropes)]
-    return Plan(blocks, head, frequencies, pdl, constants)
+    return Plan(blocks, head, frequencies, kinds, pdl, [*map(_constants, blocks), _kind(head.norm), *values])
 
 
 def _norms_agree(blocks: Sequence[BlockParts], head: HeadParts) -> bool:
@@ -102,7 +103,9 @@ def _kind(norm: Norm) -> tuple[float, float, bool]:
 def step(plan: Plan, x: Tensor, tables: np.ndarray[Any, Any]) -> Tensor:
     """Logits [B, V] of the next token of each row, x [B, C], whose keys and values go where `tables` says."""
     positions = torch.from_numpy(tables[0, :, FILLED].astype(np.int32)).to(x.device)
-    return launch(plan, x, torch.from_numpy(tables).to(x.device), positions, counters(plan, x.shape[0]))
+    with on(x.device):
+        turned = [turns(each, positions) for each in plan.frequencies if each.numel()]
+    return launch(plan, x, torch.from_numpy(tables).to(x.device), positions, turned, counters(plan, x.shape[0]))
 
 
 def counters(plan: Plan, rows: int) -> Tensor:
@@ -113,27 +116,68 @@ def counters(plan: Plan, rows: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=plan.head.norm.weight.device)
 
 
-def launch(plan: Plan, x: Tensor, tables: Tensor, positions: Tensor, finished: Tensor) -> Tensor:
+class Fed(NamedTuple):
+    """What a step is fed."""
+
+    tokens: Tensor  # int64 [B]; 0 where there is none
+    places: Tensor  # int64 [B]: their positions; likewise
+    positions: Tensor  # int32 [B]; -1 where there is none
+    turned: Tensor  # [kinds, B, 2, D], from `turns`
+
+
+def begin(plan: Plan, tokens: Tensor, positions: Tensor, moves: Tensor) -> Fed:
+    """Tokens int64 [B] and their positions int32 [B], below 0 where a row has none; positions then go on by moves."""
+    rows, (kinds, head_dim) = tokens.shape[0], plan.frequencies.shape
+    fed = Fed(
+        torch.empty_like(tokens),
+        torch.empty_like(tokens),
+        torch.empty_like(positions),
+        torch.empty(kinds, rows, 2, head_dim, dtype=torch.float32, device=tokens.device),
+    )
+    with on(tokens.device):
+        kernels.gpu_modules().attention.begin[(rows,)](
+            tokens,
+            positions,
+            moves,
+            fed.tokens,
+            fed.positions,
+            fed.places,
+            plan.frequencies,
+            fed.turned,
+            KINDS=kinds if head_dim else 0,
+            D=head_dim,
+            BLOCK_D=_power(head_dim),
+        )
+    return fed
+
+
+def launch(
+    plan: Plan, x: Tensor, tables: Tensor, positions: Tensor, turned: Sequence[Tensor] | Tensor, finished: Tensor
+) -> Tensor:
     """The same with everything on the device: tables int64 [layers, B, COLUMNS]; positions int32 [B], -1: no token.
 
-    finished: from `counters`.
+    turned: of each kind of RoPE, from `turns`. finished: from `counters`.
     """
     with on(x.device):
-        return _launch(plan, x, tables, positions, finished)
+        return _launch(plan, x, tables, positions, turned, finished)
 
 
-def _launch(plan: Plan, x: Tensor, tables: Tensor, positions: Tensor, finished: Tensor) -> Tensor:
+def _launch(
+    plan: Plan, x: Tensor, tables: Tensor, positions: Tensor, turned: Sequence[Tensor] | Tensor, finished: Tensor
+) -> Tensor:
     residual = Residual(x)
-    kinds = {id(each): each for each in plan.frequencies if each is not None}
-    turned = {kind: turns(each, positions, pdl=plan.pdl) for kind, each in kinds.items()}
-    for block, frequencies, table in zip(plan.blocks, plan.frequencies, tables, strict=True):
+    norms = [*(block.before_attention for block in plan.blocks[1:]), plan.head.norm]
+    for block, norm, kind, table in zip(plan.blocks, norms, plan.kinds, tables, strict=True):
         qkv, residual = normed_product(block.qkv, residual, block.before_attention, finished, pdl=plan.pdl)
-        attended = attend(block, qkv, table, positions, finished, turned.get(id(frequencies)), pdl=plan.pdl)
-        residual = added_product(block.o, attended, residual, block.after_attention, finished, pdl=plan.pdl)
+        rotation = None if kind is None else turned[kind]
+        attended = attend(block, qkv, table, positions, finished, rotation, pdl=plan.pdl)
+        residual = added_product(
+            block.o, attended, residual, block.after_attention, block.before_mlp, finished, pdl=plan.pdl
+        )
         inner, residual = normed_product(
             block.up, residual, block.before_mlp, finished, activation=block.activation, gated=block.gated, pdl=plan.pdl
         )
-        residual = added_product(block.down, inner, residual, block.after_mlp, finished, pdl=plan.pdl)
+        residual = added_product(block.down, inner, residual, block.after_mlp, norm, finished, pdl=plan.pdl)
     return normed_product(plan.head.linear, residual, plan.head.norm, finished, pdl=plan.pdl)[0]
 
 
@@ -142,12 +186,20 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+class Prepared(NamedTuple):
+    """Vectors [B, C] half way through an RMSNorm: by its weight, and of each the squares, in parts, that scale it."""
+
+    x: Tensor
+    squares: Tensor  # float32 [B, parts]
+
+
 class Residual(NamedTuple):
     """The residual of a step, [B, C]. With `after`, less what is yet to be normed and added."""
 
     x: Tensor
     added: Tensor | None = None
     after: Norm | None = None
+    prepared: Prepared | None = None  # for the norm that follows
 
 
 def normed_product(
@@ -161,7 +213,9 @@ def normed_product(
     pdl: bool = False,
 ) -> tuple[Tensor, Residual]:
     """activation(W norm(residual) + b), where gated times the second half of W's rows; and the residual, complete."""
-    x, added, after = residual
+    x, added, after, prepared = residual
+    if prepared is not None:
+        return _few_rows(linear, *prepared, finished, activation, gated, pdl, eps=norm.eps)[0], Residual(x)
     complete = x if added is None else torch.empty_like(x)  # others still read x
     vectors = x if added is None else added
     weights = norm.weight, norm.weight if norm.bias is None else norm.bias, x if after is None else after.weight
@@ -176,25 +230,35 @@ def normed_product(
         norms = (*weights, x, complete)
         out = _one_row(linear, vectors, None, norms, activation, gated, pdl, NORM=True, **options)
     else:
-        prepared = torch.empty_like(x)
+        ready = torch.empty_like(x)
         size = x.shape[1]
         kernels.gpu_modules().product.norm_rows[(x.shape[0],)](
-            vectors, prepared, *weights, x, complete, K=size, PARTS=_parts(size), **options, **_late(pdl)
+            vectors, ready, *weights, x, complete, K=size, PARTS=_parts(size), **options, **_late(pdl)
         )
-        out = _few_rows(linear, prepared, None, finished, activation, gated, pdl)
+        out = _few_rows(linear, ready, None, finished, activation, gated, pdl)[0]
     return out, Residual(complete)
 
 
 def added_product(
-    linear: Linear, x: Tensor, residual: Residual, after: Norm | None, finished: Tensor, *, pdl: bool = False
+    linear: Linear,
+    x: Tensor,
+    residual: Residual,
+    after: Norm | None,
+    norm: Norm,
+    finished: Tensor,
+    *,
+    pdl: bool = False,
 ) -> Residual:
-    """W x + b, added to the residual; or yet to be normed, and added then."""
+    """W x + b, added to the residual; or yet to be normed by `after`, and added then. norm: what follows."""
     addend = residual.x if after is None else None
     if x.shape[0] == 1:
         options = {"NORM": False, "AFTER": False, "EPS": 0.0, "OFFSET": 0.0, "CENTRED": False, "NORM_BIAS": False}
         out = _one_row(linear, x, addend, (x,) * 5, "", False, pdl, **options)
     else:
-        out = _few_rows(linear, x, addend, finished, "", False, pdl)
+        following = norm if after is None and not norm.centred and norm.bias is None else None
+        out, prepared = _few_rows(linear, x, None, finished, "", False, pdl, addend=addend, norm=following)
+        if after is None:
+            return Residual(out, prepared=prepared)
     return Residual(out) if after is None else Residual(residual.x, out, after)
 
 
@@ -245,21 +309,26 @@ def _rows_and_warps(n: int, k: int, gated: bool) -> tuple[int, int]:
     if gated:
         return 4, max(1, min(8, _power(k + 1) // 1024))
     if k > 4096:
-        return (4, 8) if k <= 8192 else (1, 8)
-    if n <= 4096 and n <= k * 1.25:
-        return 1, max(1, k // 2048)
+        return (4, 4 if k <= 6144 else 8) if k <= 8192 else (1, 8)
+    if n <= 4096:
+        return 2, max(1, k // 2048)
     return 8, 4 if k <= 2048 else 8
 
 
 def _few_rows(
     linear: Linear,
     x: Tensor,
-    residual: Tensor | None,
+    squares: Tensor | None,
     finished: Tensor,
     activation: str,
     gated: bool,
     pdl: bool,
-) -> Tensor:
+    *,
+    eps: float = 0.0,
+    addend: Tensor | None = None,
+    norm: Norm | None = None,
+) -> tuple[Tensor, Prepared | None]:
+    """squares: of what is `Prepared`. norm: to prepare the result for."""
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, Tensor)
     batch, (n, k) = x.shape[0], (weight.shape[0] // (2 if gated else 1), weight.shape[1])
@@ -273,11 +342,20 @@ def _few_rows(
         size //= 2
     grid = blocks, -(-batch // rows), split
     sums = torch.empty(split if split > 1 else 0, batch, n, dtype=torch.float32, device=x.device)
+    extras: dict[str, Any] = {}
+    if squares is not None:
+        parts = squares.shape[1]
+        extras = {"squares": squares, "SQUARES": parts, "PADDED": _power(parts), "EPS": eps}
+    prepared = None
+    if norm is not None:
+        prepared = Prepared(torch.empty_like(out), torch.empty(batch, blocks, dtype=torch.float32, device=x.device))
+        extras |= {"next_weight": norm.weight, "next_out": prepared.x, "next_squares": prepared.squares}
+        extras["OFFSET"] = norm.offset
     kernels.gpu_modules().product.few_rows[grid](
         x,
         weight,
         weight if bias is None else bias,
-        x if residual is None else residual,
+        x if addend is None else addend,
         out,
         sums if split > 1 else x,
         finished,
@@ -290,14 +368,16 @@ def _few_rows(
         SPLIT=split,
         EVEN=n % BLOCK_N == 0 and k % (size * split) == 0,
         BIAS=bias is not None,
-        RESIDUAL=residual is not None,
+        RESIDUAL=addend is not None,
         GATED=gated,
         ACTIVATION=activation,
         STAGES=stages,
+        EARLY=split > 1 and addend is None,
         num_warps=4,
+        **extras,
         **_late(pdl),
     )
-    return out
+    return out, prepared
 
 
 @cache
@@ -311,7 +391,7 @@ def shared_memory(device: torch.device) -> int:
 def _split(blocks: int, k: int, gated: bool) -> int:
     """Programs that share the columns of a matrix, where it has few blocks of rows."""
     split = 1
-    while not gated and 2 * split * blocks <= 192 and k >= 1024 * split:
+    while not gated and 2 * split * blocks <= PROCESSORS and k >= 1024 * split:
         split *= 2
     return split
 
@@ -357,13 +437,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def turns(frequencies: Tensor, positions: Tensor, *, pdl: bool = False) -> Tensor:
-    """Cosines and signed sines [B, 2, D] of RoPE at these positions [B]."""
+def turns(frequencies: Tensor, positions: Tensor) -> Tensor:
+    """Cosines and signed sines [B, 2, D] of RoPE at these positions [B], of frequencies [D]."""
     batch, head_dim = positions.shape[0], frequencies.shape[0]
     out = torch.empty(batch, 2, head_dim, dtype=torch.float32, device=positions.device)
-    kernels.gpu_modules().attention.turns[(batch,)](
-        positions, frequencies, out, D=head_dim, BLOCK_D=_power(head_dim), num_warps=1, **_late(pdl)
-    )
+    kernels.gpu_modules().attention.turns[(batch,)](positions, frequencies, out, D=head_dim, BLOCK_D=_power(head_dim))
     return out
 
 
@@ -380,7 +458,9 @@ def attend(
     """Store the new keys and values where the table says, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
     batch, group, head_dim = qkv.shape[0], block.heads // block.kv_heads, block.head_dim
     size = _power(head_dim)
-    splits = min(MAX_SPLITS, max(1, _power(BUSY // (batch * block.kv_heads))))
+    busy = BUSY if batch == 1 else BUSY_TOGETHER
+    splits = min(MAX_SPLITS, max(1, _power(busy // (batch * block.kv_heads))))
+    keys, stages, warps = attention_shape(size, batch)
     out = torch.empty(batch, block.heads * head_dim, dtype=qkv.dtype, device=qkv.device)
     pieces = torch.empty(batch, block.heads, splits, head_dim + 4, dtype=torch.float32, device=qkv.device)
     norm = block.q_norm
@@ -402,17 +482,24 @@ def attend(
         BLOCK_D=max(16, size),
         BLOCK_G=max(16, _power(group)),
         MERGE_G=_power(group),
-        BLOCK_S=BLOCK_S if size <= 128 else BLOCK_S // 2,
+        BLOCK_S=keys,
         NORM=norm is not None,
         EPS=0.0 if norm is None else norm.eps,
         OFFSET=0.0 if norm is None else norm.offset,
         ROPE=turned is not None,
         ALIGNED=alignment(head_dim, qkv.dtype),
-        STAGES=2,
-        num_warps=4 if size <= 64 else 8,
+        STAGES=stages,
+        num_warps=warps,
         **_late(pdl),
     )
     return out
+
+
+def attention_shape(head_dim: int, batch: int) -> tuple[int, int, int]:
+    """Keys that a program looks at together, blocks of them under way, and its warps: what was fastest on an H200."""
+    if head_dim > 64:
+        return 32, 2, 4 if head_dim <= 128 else 8
+    return (64, 3, 4) if batch < 8 else (128, 2, 4)
 
 
 def _late(pdl: bool) -> dict[str, bool]:
