@@ -267,15 +267,15 @@ class TestLoadingOptions:
 
     @pytest.mark.parametrize("command", LOADING)
     def test_reach_the_loader(self, run: Run, asked: dict[str, Any], command: str) -> None:
-        options = ("--dtype", "float64", "--device", "cuda:3", "--quantize", "int4", "--threads", "1")
+        options = ("--dtype", "float64", "--device", "cuda:3", "--quantize", "int4", "--threads", "1", "--exact")
         assert_refused(run(command, *LOADING[command], *options), "enough")
-        assert asked == {"dtype": "float64", "device": "cuda:3", "quantize": "int4", "threads": 1}
+        assert asked == {"dtype": "float64", "device": "cuda:3", "quantize": "int4", "threads": 1, "exact": True}
 
     @pytest.mark.parametrize("command", LOADING)
     def test_defaults(self, run: Run, asked: dict[str, Any], command: str) -> None:
         """Without --threads it is up to `load_model`."""
         assert_refused(run(command, *LOADING[command]), "enough")
-        assert asked == {"dtype": "auto", "device": "auto", "quantize": None}
+        assert asked == {"dtype": "auto", "device": "auto", "quantize": None, "exact": False}
 
     def test_threads(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         used: list[int] = []
@@ -340,7 +340,8 @@ class TestCacheDtype:
         options = ("--prompts", file, "--max-new-tokens", "6", "--cache-dtype", "int8")
         done = run("verify", *options, model=request.getfixturevalue(model))
         assert done.status == 0
-        runs, reference = len(done.out.splitlines()), "that recomputes everything, in int8"
+        runs = len(done.out.split("\n\n")[0].splitlines())
+        reference = "that recomputes everything, in int8"
         assert done.err.splitlines() == [
             f"{runs} runs to come, each compared with one {reference}",
             f"{runs} of {runs} runs with a cache generate exactly what the run {reference}, does",
@@ -350,14 +351,14 @@ class TestCacheDtype:
         file = tmp_path / "prompts.txt"
         file.write_text("hello\nwho")
         made: list[tuple[str, torch.dtype]] = []
-        make = verify._make
+        make = verify.empty_cache
 
         def note(*args: Any) -> Any:
             cache = make(*args)
             made.append((type(cache).__name__, cache.dtype))
             return cache
 
-        monkeypatch.setattr(verify, "_make", note)
+        monkeypatch.setattr(verify, "empty_cache", note)
         run("verify", "--prompts", file, "--max-new-tokens", "2", "--cache-dtype", "int8")
         assert {name for name, _ in made} == {*CACHES, "Recomputing"}
         assert {dtype for _, dtype in made} == {torch.int8}
@@ -786,7 +787,8 @@ class TestVerify:
     def test_equal(self, run: Run) -> None:
         done = run("verify", "--max-new-tokens", "3")
         assert done.status == 0
-        lines = done.out.splitlines()
+        runs, table = done.out.split("\n\n")
+        lines = runs.splitlines()
         greedy, seeded = lines[: 2 * 9 + 2], lines[2 * 9 + 2 :]
         assert len(seeded) == 2 * 3 + 2  # three caches, and the batch
         assert all(line.startswith("greedy ") for line in greedy)
@@ -796,6 +798,9 @@ class TestVerify:
         each = [f"{cache}{chunk}" for cache in CACHES for chunk in ("", ", chunks of 1", ", chunks of 3")]
         assert paths == [*each * 2, *["default cache, batch of 2"] * 2, *CACHES * 2, *["default cache, batch of 2"] * 2]
         assert '"水は"' in lines[9]
+        counts = {line[:34].strip(): line[34:47].split() for line in table.splitlines()[1:]}
+        each = {name: ["4", "0"] for name in CACHES} | {f"{name}, in chunks": ["4", "0"] for name in CACHES}
+        assert counts.items() >= (each | {"default cache, batch of 2": ["4", "0"], "KVCache, truncated": []}).items()
         assert done.err.splitlines() == [
             f"{len(lines)} runs to come, each compared with one without a cache",
             f"{len(lines)} of {len(lines)} runs with a cache generate exactly what the run without one does",
@@ -825,7 +830,9 @@ class TestVerify:
         file = tmp_path / "prompts.txt"
         file.write_text("hello")
         done = run("verify", "--prompts", file, "--max-new-tokens", "3", "--json")
-        assert json.loads(done.out) == {
+        output = json.loads(done.out)
+        paths = output.pop("paths")
+        assert output == {
             "model": str(folder),
             "equal": True,
             "comparisons": [
@@ -845,6 +852,8 @@ class TestVerify:
                 for chunk in chunks
             ],
         }
+        assert {(path["runs"], path["differ"]) for path in paths if path["path"] in CACHES} == {(2, 0)}
+        assert all(path["positions_apart"] <= path["positions"] and path["largest"] < 1e-4 for path in paths)
         assert done.status == 0
         assert done.out.count("\n") == 1
 
@@ -873,6 +882,12 @@ class TestVerify:
         different = [line for line in done.out.splitlines() if "DIFFERS" in line]
         assert f"DIFFERS at step {step}; margin between the two best logits {row['margin']:.2e}" in different[0]
         assert f"{12 - len(different)} of 12 runs" in done.err
+        (summary,) = [line for line in done.out.split("\n\n")[1].splitlines() if line.startswith("KVCache  ")]
+        assert summary.endswith(f'"hello", step {step}, margin {row["margin"]:.1e}')
+        (kind,) = [path for path in output["paths"] if path["path"] == "KVCache"]
+        assert (kind["prompt"], kind["step"], kind["runs"]) == ("hello", step, 2)
+        sound = [path["largest"] for path in output["paths"] if "GrowingCache" in path["path"]]
+        assert kind["largest"] > 1e-2 > max(sound)
         assert "Traceback" not in done.err
 
 

@@ -707,10 +707,10 @@ class TestExponential:
     """The kernels' own, four at a time."""
 
     def run(self, x: np.ndarray) -> np.ndarray:
-        from infer.kernels.cpu_block import _exponentials
+        from infer.kernels.cpu_attention import exponentials
 
         out = x.astype(np.float32)
-        _exponentials(out, np.float32(0))
+        exponentials(out, np.float32(0))
         return out
 
     def test_accuracy(self) -> None:

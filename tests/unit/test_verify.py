@@ -341,7 +341,7 @@ def test_rings_are_as_narrow_as_their_chunks_allow(tiny_model: Callable[..., Dec
     """So that they wrap within a short prompt."""
     model = tiny_model(**WINDOWS)
     for chunk, slots in ((None, WINDOW + 1), (1, WINDOW + 1), (3, WINDOW + 3)):
-        cache = module._make(SlidingCache, model, 30, chunk)
+        cache = module.empty_cache(SlidingCache, model, 30, chunk)
         assert [k.shape[2] for k in cache.k] == [slots, 30]  # type: ignore[attr-defined]
 
 

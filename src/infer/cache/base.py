@@ -18,6 +18,7 @@ from torch import Tensor
 from infer.cache.int8 import decode, encode, width
 from infer.config import ModelConfig
 from infer.machine import available_memory, resolve_device, resolve_dtype
+from infer.ops import exact
 from infer.ops.attention import Masks, span_attention
 
 CACHE_DTYPES = ("auto", "int8")  # auto: the model's own
@@ -141,10 +142,11 @@ class BaseCache(ABC):
     ) -> Tensor:
         """Store k and v, then attend from q [B, Hq, n, D] to every key the rule makes visible."""
         keys, values = self._store(layer_idx, k, v)
-        if self.quantized:
+        if self.quantized and not exact.reads_codes(q):
             seen = keys.shape[2] if window is None else min(keys.shape[2], window + q.shape[2] - 1)
             keys, values = decode(keys[:, :, -seen:], k.dtype), decode(values[:, :, -seen:], v.dtype)
-        return span_attention(q, keys, values, scale=scale, window=window, masks=self._masks)
+        end = self.seq_len + q.shape[2]
+        return span_attention(q, keys, values, scale=scale, window=window, masks=self._masks, end=end)
 
     def table(self, config: ModelConfig, x: Tensor) -> Any:
         """Where the next token of each row goes, layer by layer (`ops.table.Table`), in a model of this config.
@@ -293,7 +295,8 @@ class NoCache(BaseCache):
     def attend(
         self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
     ) -> Tensor:
-        return span_attention(q, k, v, scale=scale, window=window, masks=self._masks, dropout=self._dropout)
+        masks, dropout, end = self._masks, self._dropout, q.shape[2]
+        return span_attention(q, k, v, scale=scale, window=window, masks=masks, dropout=dropout, end=end)
 
     def advance(self, n: int) -> None:
         self._masks.clear()

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from infer.cli import catalogue, explain, measure, talk, trace
+from infer.cli import catalogue, explain, measure, talk, trace, verify
 from infer.cli.common import say
 
 app = typer.Typer(
@@ -21,7 +21,7 @@ for command in (
     catalogue.pull,
     catalogue.models,
     catalogue.info,
-    measure.verify,
+    verify.verify,
     measure.bench,
     measure.perplexity,
 ):

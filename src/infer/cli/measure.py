@@ -1,4 +1,4 @@
-"""`infer verify`, `infer bench` and `infer perplexity`: is it the same, what does it buy, and how good is it."""
+"""`infer bench` and `infer perplexity`: how fast it is, and how good."""
 
 import json
 import sys
@@ -21,63 +21,6 @@ from infer.cli.common import (
     loading_options,
     say,
 )
-
-
-@loading_options
-def verify(
-    model: ModelArgument = DEFAULT_MODEL,
-    *,
-    prompts: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32,
-    seed: Annotated[int, typer.Option(help="For the sampled runs.")] = 0,
-    cache_dtype: CacheDtypeOption = "auto",
-    as_json: JsonOption = False,
-    loading: Loading,
-) -> None:
-    """Check that the cache changes nothing: generate with every kind of cache, in chunks, in a batch, and without."""
-    from infer import ModelConfig, Tokenizer
-    from infer.engine.verify import check, number_of_comparisons, own_prompts, with_long_prompt
-    from infer.engine.verify import verify as compare_runs
-
-    check_cache_dtype(cache_dtype)
-    texts: list[str] = []
-    if prompts is not None:
-        texts = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-        if not texts:
-            raise ValueError(f"{prompts} holds no prompts")
-    tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
-    if prompts is None:
-        own = own_prompts(config, tokenizer, max_new_tokens)
-        if not own:
-            raise ValueError("the model can read none of the built-in prompts: give it some of its own with --prompts")
-        prompt_ids = with_long_prompt(config, list(own.values()), max_new_tokens)
-        texts = [*own, *["(a text longer than the window)"] * (len(prompt_ids) - len(own))]
-    else:
-        prompt_ids = [tokenizer.encode(text) for text in texts]
-    check(config, prompt_ids, max_new_tokens)  # before the weights are read
-    if config.has_windows and max(map(len, prompt_ids)) <= (config.sliding_window or 0):
-        say(f"note: no prompt is longer than the window of {config.sliding_window}: what windows forget goes untested")
-    network = loading.load(model)
-    reference = "without a cache" if cache_dtype == "auto" else f"that recomputes everything, in {cache_dtype}"
-    say(f"{number_of_comparisons(config, prompt_ids)} runs to come, each compared with one {reference}")
-    rows = []
-    for row in compare_runs(network, tokenizer, prompt_ids, max_new_tokens, seed, cache_dtype):
-        rows.append(row)
-        if not as_json:
-            outcome = f"equal, {row.tokens} tokens"
-            if not row.equal:
-                outcome = f"DIFFERS at step {row.first_difference}; margin between the two best logits {row.margin:.2e}"
-            text = json.dumps(texts[row.prompt], ensure_ascii=False)
-            text = text if len(text) <= 40 else f'{text[:38]}…"'
-            print(f"{row.mode:<7} {row.path:<28} {text:<42} {outcome}")
-    different = sum(not row.equal for row in rows)
-    if as_json:
-        comparisons = [asdict(row) | {"prompt": texts[row.prompt], "equal": row.equal} for row in rows]
-        print(json.dumps({"model": model, "equal": not different, "comparisons": comparisons}))
-    what = "the run without one does" if cache_dtype == "auto" else f"the run {reference}, does"
-    say(f"{len(rows) - different} of {len(rows)} runs with a cache generate exactly what {what}")
-    if different:
-        sys.exit(1)
 
 
 @loading_options
@@ -107,7 +50,11 @@ def bench(
     kinds = [(kv_cache, prefill_chunk, cache_dtype)]
     if compare:
         kinds = [(True, prefill_chunk, cache_dtype), (False, None, "auto")]
-    configs = [bencher.BenchConfig(prompt, new, trials, warmup, *kind) for prompt, new in lengths for kind in kinds]
+    configs = [
+        bencher.BenchConfig(prompt, new, trials, warmup, *kind, exact=loading.exact)
+        for prompt, new in lengths
+        for kind in kinds
+    ]
     if plot is not None:
         bencher.check_plot()
     for path in (plot, report):

@@ -30,14 +30,16 @@ class Conversation:
         cache: Cache,
         system: str | None = None,
         prefill_chunk: int | None = None,
+        exact: bool | None = None,
     ) -> None:
-        """encode: from messages to the token ids of the prompt; prefill_chunk: as for `stream`."""
+        """encode: from messages to the token ids of the prompt; prefill_chunk, exact: as for `stream`."""
         self.model = model
         self.tokenizer = tokenizer
         self.encode = encode
         self.cache = cache
         self.system = system
         self.prefill_chunk = prefill_chunk
+        self.exact = exact
         check_chunk(prefill_chunk)
         self.reset()
 
@@ -57,7 +59,15 @@ class Conversation:
             self.cache.truncate(keep)
         except ValueError:  # a ring has lost what comes before
             self.cache.reset()
-        tokens = stream(self.model, self.tokenizer, prompt, params, cache=self.cache, prefill_chunk=self.prefill_chunk)
+        tokens = stream(
+            self.model,
+            self.tokenizer,
+            prompt,
+            params,
+            cache=self.cache,
+            prefill_chunk=self.prefill_chunk,
+            exact=self.exact,
+        )
         self._ids = list(prompt)
         answer = ""
         try:

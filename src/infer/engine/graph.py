@@ -24,7 +24,7 @@ from infer.engine.params import SamplingParams
 from infer.engine.request import Request
 from infer.models.common import Decoder
 from infer.models.registry import MODELS
-from infer.ops import fused
+from infer.ops import exact_gpu, fused
 from infer.ops.linear import Embedding
 from infer.ops.table import empty_tables
 
@@ -63,14 +63,12 @@ def decoding(
     """
     if not isinstance(model, Decoder) or model.device.type != "cuda" or not _is_plain(model):
         return None
-    if exact:  # these kernels add up otherwise than a pass over several tokens does
-        return None
     plan = model.fused_plan()
     if plan is None or any(cache.table(model.config, model.norm.weight) is None for cache in caches):
         return None
     from infer.ops.choice import MAX_VOCAB  # which needs Triton
 
-    return Decoding(model, plan, requests, caches, prompts) if model.config.vocab_size <= MAX_VOCAB else None
+    return Decoding(model, plan, requests, caches, prompts, exact) if model.config.vocab_size <= MAX_VOCAB else None
 
 
 def _is_plain(model: Decoder) -> bool:
@@ -92,7 +90,7 @@ def _is_greedy(params: SamplingParams) -> bool:
     return params.temperature == 0 and not penalties and not params.logit_bias
 
 
-def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool) -> Captured:
+def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: bool) -> Captured:
     """A captured step that nobody runs at the moment."""
     rows = 1 << (rows - 1).bit_length()
     weights = [(weight.data_ptr(), weight.dtype) for weight in model.parameters()]
@@ -101,10 +99,11 @@ def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool) -> Capture
         # Those of other weights are of no use any more.
         steps[:] = [step for step in steps if step.weights == weights and step.constants == plan.constants]
         for step in steps:
-            if (step.rows, step.samples, step.captured, step.busy) == (rows, samples, _capturing, False):
+            found = step.rows, step.samples, step.exact, step.captured, step.busy
+            if found == (rows, samples, exact, _capturing, False):
                 break
         else:
-            step = Captured(model, plan, rows, samples)
+            step = Captured(model, plan, rows, samples, exact)
             step.weights = weights
             steps.append(step)
         step.busy = True
@@ -114,12 +113,13 @@ def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool) -> Capture
 class Captured:
     """One step of up to `rows` rows, on buffers of its own."""
 
-    def __init__(self, model: Decoder, plan: fused.Plan, rows: int, samples: bool) -> None:
+    def __init__(self, model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: bool = False) -> None:
         """samples: by settings of each row; else all are greedy."""
         from infer.ops.choice import Choice, Greedy
 
         config, device = model.config, model.device
         self.rows, self.samples, self.captured, self.busy = rows, samples, _capturing, False
+        self.exact = exact
         self.weights: list[tuple[int, torch.dtype]] = []  # of the model: where they were
         self.constants = plan.constants
         self._plan = plan
@@ -150,7 +150,10 @@ class Captured:
         # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
         fed = fused.begin(self._plan, self.tokens, self.positions, self.moves)
         x = model.embed(fed.tokens, fed.places).to(model.dtype)
-        logits = fused.launch(self._plan, x, self.tables, fed.positions, fed.turned, self._finished)
+        if self.exact:
+            logits = exact_gpu.launch(self._plan, x, self.tables, fed.positions, self._finished)
+        else:
+            logits = fused.launch(self._plan, x, self.tables, fed.positions, fed.turned, self._finished)
         self.choice.launch(logits, self.positions, self.tokens)
 
     def load(self, requests: Sequence[Request], tables: np.ndarray[Any, Any]) -> None:
@@ -220,8 +223,9 @@ class Decoding:
         requests: Sequence[Request],
         caches: Sequence[Cache],
         prompts: Sequence[int],
+        exact: bool = False,
     ) -> None:
-        self._model, self._plan, self._prompts = model, plan, prompts
+        self._model, self._plan, self._prompts, self._exact = model, plan, prompts, exact
         self._requests, self._caches = list(requests), list(caches)
         self._going = set(range(len(requests)))  # rows that take part in the next step
         self._wanted = set(self._going)  # rows whose tokens are still asked for
@@ -238,7 +242,7 @@ class Decoding:
         for cache in self._caches:
             cache.positions(1)  # refuses what an interrupted pass has left
         samples = any(not _is_greedy(request.params) for request in self._requests)
-        self._step = _take(self._model, self._plan, len(self._requests), samples)
+        self._step = _take(self._model, self._plan, len(self._requests), samples, self._exact)
         try:
             self._tokens = torch.empty(AHEAD + 1, self._step.rows, dtype=torch.int64, pin_memory=True)
             with fused.on(self._model.device):

@@ -70,10 +70,15 @@ def own_prompts(config: ModelConfig, tokenizer: Encodes, max_new_tokens: int) ->
     return {text: ids for text, ids in prompts.items() if ids}
 
 
-def with_long_prompt(config: ModelConfig, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """The prompts, and where a model has windows, all of them in a row, over and over, until they pass the window."""
-    length = (config.sliding_window or 0) + LONG_EXTRA
-    if not config.has_windows or length + max_new_tokens > config.max_position_embeddings:
+def with_long_prompt(
+    config: ModelConfig, prompts: Sequence[list[int]], max_new_tokens: int, *, always: bool = False
+) -> list[list[int]]:
+    """The prompts, and where a model has windows, all of them in a row, over and over, until they pass the window.
+
+    always: a longer one where there is no window too.
+    """
+    length = (config.sliding_window or 0 if config.has_windows else LONG_EXTRA) + LONG_EXTRA
+    if not (config.has_windows or always) or length + max_new_tokens > config.max_position_embeddings:
         return list(prompts)
     return [*prompts, list(islice(cycle(chain(*prompts)), length))]
 
@@ -104,14 +109,14 @@ def verify(
         "greedy": SamplingParams(max_new_tokens=max_new_tokens),
         "seeded": SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_new_tokens=max_new_tokens),
     }
-    references = [_reference(model, len(prompt) + max_new_tokens, cache_dtype) for prompt in prompts]
+    references = [reference_cache(model, len(prompt) + max_new_tokens, cache_dtype) for prompt in prompts]
     for mode, params in modes.items():
         expected = []
         for index, prompt in enumerate(prompts):
             expected.append(generate(model, tokenizer, prompt, params, cache=references[index]).token_ids)
             chunks = chunkings(model.config, len(prompt)) if mode == "greedy" else [None]
             for kind, chunk in product(CACHES, chunks):
-                cache = _make(kind, model, len(prompt) + max_new_tokens, chunk, cache_dtype)
+                cache = empty_cache(kind, model, len(prompt) + max_new_tokens, chunk, cache_dtype)
                 got = generate(model, tokenizer, prompt, params, cache=cache, prefill_chunk=chunk).token_ids
                 where = Comparison(index, mode, kind.__name__, chunk)
                 yield _compare(where, model, prompt, got, expected[index], references[index])
@@ -135,14 +140,14 @@ def chunkings(config: ModelConfig, length: int) -> list[int | None]:
     return [None, *(size for size in dict.fromkeys(sizes) if size < length)]
 
 
-def _reference(model: Model, max_seq_len: int, cache_dtype: str) -> BaseCache:
+def reference_cache(model: Model, max_seq_len: int, cache_dtype: str) -> BaseCache:
     """What keeps nothing."""
     if cache_dtype == "auto":
         return NoCache(1, model_device(model))
-    return _make(Recomputing, model, max_seq_len, None, cache_dtype)
+    return empty_cache(Recomputing, model, max_seq_len, None, cache_dtype)
 
 
-def _make(
+def empty_cache(
     kind: type[BaseCache], model: Model, max_seq_len: int, chunk: int | None, cache_dtype: str = "auto"
 ) -> BaseCache:
     weights = next(model.parameters())

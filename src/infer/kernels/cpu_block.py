@@ -1,5 +1,9 @@
 """Models on the CPU: a decode step in one call, and the parts of a block around attention for many tokens.
 
+What comes out for a token depends on that token and on the keys that it sees, down to the last bit: each row goes
+through the same operations in the same order, alone or among others, whichever thread has it. So nothing here may be
+compiled with `fastmath`, which lets a sum come out otherwise wherever its function is inlined.
+
 A decode step reads every weight once, so memory sets its pace, as long as nothing else takes time. In plain torch a
 third of a step is Python and operators between the products; compiled by numba it is close to nothing. Importing this
 module compiles it (half a minute, once per machine: the result is cached on disk).
@@ -14,25 +18,24 @@ import numba
 import numpy as np
 from numba import from_dtype, njit, prange, types
 
-from infer.kernels.cpu_memory import FASTMATH, bytes_at, vector
-from infer.kernels.cpu_product import GROUP, WEIGHT, dot_floats, product, unpack
+from infer.kernels.cpu_attention import attend_rows, write
+from infer.kernels.cpu_memory import vector
+from infer.kernels.cpu_product import WEIGHT, product, unpack
 from infer.kernels.cpu_simd import (
     add,
     divide,
     exponential,
     fused,
+    fused_one,
     lane,
     load_floats,
-    load_half,
     multiply,
     no_floats,
-    raise_half,
     splat,
-    store_as_half,
     store_floats,
     summed,
 )
-from infer.kernels.table import BITS, FILLED, SLOTS, STRIDE, K, V
+from infer.kernels.table import FILLED, SLOTS
 
 # Addresses are 0 where there is nothing; centred: a LayerNorm.
 NORM = np.dtype([("weight", "i8"), ("bias", "i8"), ("eps", "f8"), ("offset", "f8"), ("centred", "i8")])
@@ -57,7 +60,7 @@ BLOCK = np.dtype(
         ("activation", "i8"),
     ]
 )
-STEP, BEFORE, BEHIND, ATTEND = range(4)
+STEP, BEFORE, BEHIND, ATTEND, NORMED, ACTIVATED = range(6)
 MANY = 16  # rows that are worth handing out to several threads
 
 ROWS, TABLE, TABLES = types.float32[:, ::1], types.int64[:, ::1], types.int64[:, :, ::1]
@@ -80,24 +83,32 @@ def _norm(x: Any, norm: Any, out: Any) -> None:
     _normed(x, norm.weight, norm.bias, norm.eps, norm.offset, norm.centred, out)
 
 
-@njit(fastmath=FASTMATH)
+@njit
 def _normed(x: Any, weight_at: int, bias_at: int, eps: float, offset: float, centred: int, out: Any) -> None:
-    weight = vector(weight_at, x.shape[0])
-    mean, square = np.float32(0), np.float32(0)
+    size, whole, at, weight = x.shape[0], x.shape[0] // 4 * 4, x.ctypes.data, vector(weight_at, x.shape[0])
+    mean, sums = np.float32(0), no_floats()
     if centred:
-        for i in range(x.shape[0]):
+        for i in range(0, whole, 4):
+            sums = add(sums, load_floats(at + i * 4))
+        mean = summed(sums)
+        for i in range(whole, size):
             mean += x[i]
-        mean /= np.float32(x.shape[0])
-    for i in range(x.shape[0]):
-        square += (x[i] - mean) * (x[i] - mean)
-    scale = np.float32(1 / math.sqrt(square / x.shape[0] + eps))
-    for i in range(x.shape[0]):
+        mean /= np.float32(size)
+        sums = no_floats()
+    for i in range(0, whole, 4):
+        off = add(load_floats(at + i * 4), splat(-mean))
+        sums = fused(off, off, sums)
+    square = summed(sums)
+    for i in range(whole, size):
+        square = fused_one(x[i] - mean, x[i] - mean, square)
+    scale = np.float32(1 / math.sqrt(square / size + eps))
+    for i in range(size):
         out[i] = (x[i] - mean) * scale * (weight[i] + np.float32(offset))
     if bias_at != 0:
-        _add(out, vector(bias_at, x.shape[0]))
+        _add(out, vector(bias_at, size))
 
 
-@njit(fastmath=FASTMATH)
+@njit
 def _add(x: Any, y: Any) -> None:
     for i in range(x.shape[0]):
         x[i] += y[i]
@@ -154,6 +165,15 @@ def _activate(up: Any, inner: Any, kind: int) -> None:
             inner[i] *= up[size + i]
 
 
+@njit
+def _activate_rows(up: Any, inner: Any, kind: int) -> None:
+    if up.shape[0] < MANY:
+        for t in range(up.shape[0]):
+            _activate(up[t], inner[t], kind)
+    else:
+        _activate_many(up, inner, kind)
+
+
 @njit(parallel=True)
 def _activate_many(up: Any, inner: Any, kind: int) -> None:
     for t in prange(up.shape[0]):
@@ -179,7 +199,7 @@ def _rotate_many(blocks: Any, heads: Any, cos_at: int, sin_at: int) -> None:
         _rotate(blocks[0], heads[t], cos_at, sin_at, t)
 
 
-@njit(fastmath=FASTMATH)
+@njit
 def _rotate(block: Any, heads: Any, cos_at: int, sin_at: int, t: int) -> None:
     """Norm and RoPE in place on the q and k of row t; cos and sin are [T, D], sin with the sign of rotate-half."""
     size, half = block.head_dim, block.head_dim // 2
@@ -198,151 +218,6 @@ def _rotate(block: Any, heads: Any, cos_at: int, sin_at: int, t: int) -> None:
                 x[i + half] = second * cos[i + half] + first * sin[i + half]
 
 
-@njit(forceinline=True)
-def _row_bytes(head_dim: int, bits: int) -> int:
-    """Of a key or value: behind 8-bit ones stand their scales, as `infer.cache.int8` has them."""
-    return head_dim * 4 if bits == 32 else head_dim + 2 * ((head_dim + GROUP - 1) // GROUP)
-
-
-@njit(fastmath=FASTMATH)
-def _score(q: Any, k_at: int, bits: int, scale: Any, out: Any) -> Any:
-    """out [keys] = scale q k; returns the highest."""
-    size, row, keys = q.shape[0], _row_bytes(q.shape[0], bits), out.shape[0]
-    if bits == 32 and size % 4 == 0:
-        whole = keys // 4 * 4
-        for j in range(0, whole, 4):
-            out[j], out[j + 1], out[j + 2], out[j + 3] = _dot_four(q.ctypes.data, k_at + j * row, row, row)
-        for j in range(whole, keys):
-            out[j] = _dot_four(q.ctypes.data, k_at + j * row, row, 0)[0]
-    else:
-        for j in range(keys):
-            at = k_at + j * row
-            out[j] = dot_floats(vector(at, size), q) if bits == 32 else _dot_codes(at, q)
-    highest = np.float32(-np.inf)
-    for j in range(keys):
-        out[j] *= scale
-        highest = max(highest, out[j])
-    return highest
-
-
-@njit(forceinline=True)
-def _dot_four(q_at: int, k_at: int, size: int, stride: int) -> Any:
-    """Of q, `size` bytes, with four keys, so many bytes apart: a load of q serves them all."""
-    a, b, c, d = no_floats(), no_floats(), no_floats(), no_floats()
-    for i in range(0, size, 16):
-        q, at = load_floats(q_at + i), k_at + i
-        a = fused(load_floats(at), q, a)
-        b = fused(load_floats(at + stride), q, b)
-        c = fused(load_floats(at + 2 * stride), q, c)
-        d = fused(load_floats(at + 3 * stride), q, d)
-    return summed(a), summed(b), summed(c), summed(d)
-
-
-@njit(fastmath=FASTMATH)
-def _dot_codes(at: int, x: Any) -> Any:
-    """Of a vector in 8 bits with x."""
-    size = x.shape[0]
-    codes, result = bytes_at(at, size), np.float32(0)
-    for start in range(0, size, GROUP):
-        in_group = np.float32(0)
-        for i in range(start, min(start + GROUP, size)):
-            in_group += np.float32(codes[i]) * x[i]
-        result += in_group * load_half(at + size + start // GROUP * 2)
-    return result
-
-
-@njit(fastmath=FASTMATH)
-def _mix(weights: Any, v_at: int, bits: int, out: Any) -> None:
-    """out [D] += the weighted sum of values."""
-    size, row, start = out.shape[0], _row_bytes(out.shape[0], bits), 0
-    if bits == 32 and size % 4 == 0:
-        start = weights.shape[0] // 4 * 4
-        for j in range(0, start, 4):
-            _add_four(weights[j : j + 4], v_at + j * row, row, out.ctypes.data)
-    for j in range(start, weights.shape[0]):
-        at = v_at + j * row
-        if bits == 32:
-            v = vector(at, size)
-            for i in range(size):
-                out[i] += weights[j] * v[i]
-        else:
-            codes = bytes_at(at, size)
-            for first in range(0, size, GROUP):
-                weight = weights[j] * load_half(at + size + first // GROUP * 2)
-                for i in range(first, min(first + GROUP, size)):
-                    out[i] += weight * np.float32(codes[i])
-
-
-@njit(forceinline=True)
-def _add_four(weights: Any, v_at: int, size: int, out_at: int) -> None:
-    """out += four values, weighted: read and written once for them all, and in the order of one after the other."""
-    a, b, c, d = splat(weights[0]), splat(weights[1]), splat(weights[2]), splat(weights[3])
-    for i in range(0, size, 16):
-        at = v_at + i
-        x = fused(load_floats(at), a, load_floats(out_at + i))
-        x = fused(load_floats(at + size), b, x)
-        x = fused(load_floats(at + 2 * size), c, x)
-        store_floats(out_at + i, fused(load_floats(at + 3 * size), d, x))
-
-
-@njit
-def _exponentials(x: Any, highest: Any) -> Any:
-    """x = e^(x - highest), whose sum it returns."""
-    at, whole, sums = x.ctypes.data, x.shape[0] // 4 * 4, no_floats()
-    for i in range(0, whole, 4):
-        four = exponential(add(load_floats(at + i * 4), splat(-highest)))
-        store_floats(at + i * 4, four)
-        sums = add(sums, four)
-    total = summed(sums)
-    for i in range(whole, x.shape[0]):
-        x[i] = lane(exponential(splat(x[i] - highest)), 0)
-        total += x[i]
-    return total
-
-
-@njit
-def _attend_head(
-    q: Any, k_at: int, v_at: int, bits: int, slots: int, first: int, scale: Any, score: Any, out: Any
-) -> None:
-    """out [D] = softmax(scale q k) v over as many keys as `score` has room for, from slot `first` on and around."""
-    until_end = min(score.shape[0], slots - first)
-    start = first * _row_bytes(q.shape[0], bits)
-    before, behind = score[:until_end], score[until_end:]
-    highest = _score(q, k_at + start, bits, scale, before)
-    highest = max(highest, _score(q, k_at, bits, scale, behind))
-    total = _exponentials(score, highest)
-    for i in range(out.shape[0]):
-        out[i] = 0
-    _mix(before, v_at + start, bits, out)
-    _mix(behind, v_at, bits, out)
-    for i in range(out.shape[0]):
-        out[i] /= total
-
-
-@njit(parallel=True)
-def attend_rows(blocks: Any, x: Any, table: Any, seen: Any, out: Any) -> None:
-    """The heads of q are the first of each row of x. seen: of each row, its first slot and how many keys."""
-    heads, size, scale = blocks[0].heads, blocks[0].head_dim, np.float32(blocks[0].scale)
-    group, most = heads // blocks[0].kv_heads, 0
-    for row in range(out.shape[0]):
-        most = max(most, seen[row, 1])
-    scores = np.empty((out.shape[0] * heads, most), np.float32)
-    for item in prange(out.shape[0] * heads):
-        row, h = item // heads, item % heads
-        offset = h // group * table[row, STRIDE]
-        _attend_head(
-            x[row, h * size : (h + 1) * size],
-            table[row, K] + offset,
-            table[row, V] + offset,
-            table[row, BITS],
-            table[row, SLOTS],
-            seen[row, 0],
-            scale,
-            scores[item, : seen[row, 1]],
-            out[row, h * size : (h + 1) * size],
-        )
-
-
 @njit
 def _finish(block: Any, attended: Any, residual: Any, out: Any) -> None:
     """x = residual + norm(O attended); out [T, C] = x + norm(Down(activation(Gate norm(x)) * Up norm(x))).
@@ -358,11 +233,7 @@ def _finish(block: Any, attended: Any, residual: Any, out: Any) -> None:
     up = np.empty((x.shape[0], block.up.rows), np.float32)
     inner = np.empty((x.shape[0], block.down.columns), np.float32)
     product(block.up, normed, up)
-    if x.shape[0] < MANY:
-        for t in range(x.shape[0]):
-            _activate(up[t], inner[t], block.activation)
-    else:
-        _activate_many(up, inner, block.activation)
+    _activate_rows(up, inner, block.activation)
     product(block.down, inner, out)
     if block.after_mlp.weight != 0:
         _norm_rows(out, block.after_mlp, out)
@@ -379,52 +250,11 @@ def _decode(blocks: Any, x: Any, cos_at: int, sin_at: int, table: Any, out: Any)
     seen, mixed = np.empty((x.shape[0], 2), np.int64), np.empty((x.shape[0], q_size), np.float32)
     for row in range(x.shape[0]):
         position, slots = table[row, FILLED], table[row, SLOTS]
-        _write(block, table[row], projected[row, q_size:], position % slots)
+        write(block, table[row], projected[row, q_size:], position % slots)
         oldest = 0 if block.window == 0 else max(0, position - block.window + 1)
         seen[row, 0], seen[row, 1] = oldest % slots, position - oldest + 1
     attend_rows(blocks, projected, table, seen, mixed)
     _finish(block, mixed, x, out)
-
-
-@njit
-def _write(block: Any, row: Any, kv: Any, slot: int) -> None:
-    """Put a token's keys and values, one head after the other, into their slot."""
-    size, start = block.head_dim, slot * _row_bytes(block.head_dim, row[BITS])
-    for h in range(block.kv_heads):
-        at = h * row[STRIDE] + start
-        _write_one(kv, h * size, row[K] + at, size, row[BITS])
-        _write_one(kv, (block.kv_heads + h) * size, row[V] + at, size, row[BITS])
-
-
-@njit
-def _write_one(kv: Any, start: int, at: int, size: int, bits: int) -> None:
-    """One head's vector."""
-    if bits == 32:
-        out = vector(at, size)
-        for i in range(size):
-            out[i] = kv[start + i]
-    else:
-        for first in range(0, size, GROUP):
-            count = min(GROUP, size - first)
-            _encode(kv[start + first : start + first + count], at + first, at + size + first // GROUP * 2)
-
-
-@njit
-def _encode(x: Any, at: int, scale_at: int) -> None:
-    """A group in 8 bits, with the very bits that `infer.cache.int8.encode` gives it."""
-    peak = np.float32(0)
-    for i in range(x.shape[0]):
-        peak = abs(x[i]) if abs(x[i]) > peak or x[i] != x[i] else peak  # a NaN stays
-    step = np.float32(np.nan) if peak == np.inf else np.float32(peak / np.float32(127))
-    step = np.float32(65504) if step > 65504 else step
-    store_as_half(scale_at, step)
-    if load_half(scale_at) < step:
-        raise_half(scale_at)
-    scale, codes = load_half(scale_at), bytes_at(at, x.shape[0])
-    for i in range(x.shape[0]):
-        # Of a group that is 0, or not finite, the scale alone says so.
-        code = np.float32(np.rint(x[i] / scale)) if scale > 0 else np.float32(0)
-        codes[i] = np.int8(min(max(code, np.float32(-127)), np.float32(127)))
 
 
 @_kernel(HEADS, types.int64[::1], ROWS)
@@ -447,6 +277,10 @@ def _run(
         _finish(blocks[0], attended, x, out)
     elif part == ATTEND:
         attend_rows(blocks, x, tables[0], seen, out)
+    elif part == NORMED:
+        _norm_rows(x, heads[0].norm, out)
+    elif part == ACTIVATED:
+        _activate_rows(x, out, blocks[0].activation)
     else:
         given, done = x, np.empty(x.shape, np.float32)
         for layer in range(blocks.shape[0]):
@@ -486,5 +320,18 @@ def behind_attention(blocks: Any, attended: Any, x: Any, out: Any) -> None:
 
 
 def attend(blocks: Any, q: Any, tables: Any, seen: Any, out: Any) -> None:
-    """out [B, Hq D]: each head of each row of q [B, Hq D]. seen: of each row, its first slot and how many keys."""
+    """out [Q, Hq D]: each head of each query of q [Q, Hq D], as many queries for each row of the table.
+
+    seen: of each query, its first slot and how many keys.
+    """
     _run(ATTEND, blocks, NO_HEADS, q, q, NO_TABLE, tables, seen, out)
+
+
+def norm(heads: Any, x: Any, out: Any) -> None:
+    """out [T, C] = norm(x [T, C])"""
+    _run(NORMED, NO_BLOCKS, heads, x, x, NO_TABLE, NO_TABLES, NO_TABLE, out)
+
+
+def activate(blocks: Any, x: Any, out: Any) -> None:
+    """out [T, I] = activation(x), or activation(gate) * up, where x [T, 2 I] holds both."""
+    _run(ACTIVATED, blocks, NO_HEADS, x, x, NO_TABLE, NO_TABLES, NO_TABLE, out)

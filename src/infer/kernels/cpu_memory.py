@@ -12,9 +12,6 @@ from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# Let sums be reordered, so that they vectorise; infinities and NaNs keep their meaning.
-FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-
 
 def _pointer_to(typing_context: Any, address: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,4 +1,9 @@
-"""Products of a few or many rows with a weight, in float32 or quantised, on the CPU.
+"""Products of a few or many rows with a weight, in floats or quantised, on the CPU.
+
+An output depends on its row of x and its row of W alone, down to the last bit: not on the rows beside them, nor on
+threads. A row of floats is multiplied in eight lanes along the columns, which are added up in one order; whether that
+happens in a tile of several rows or for a single one changes nothing. (Eight: with four, one row of x would wait for
+its own sums rather than for memory.) So nothing here may be compiled with `fastmath`, which reorders sums as it likes.
 
 A quantised weight lies in tiles of four rows. A tile is a sequence of groups, each of 32 columns:
 
@@ -11,8 +16,7 @@ the sums of the four rows lie side by side in one vector, and a whole tile is re
 
 The rows of x are rounded too, in groups of 32, to 16 bits: a high byte and a low one, each multiplied with the codes as
 whole numbers, which is exact. (With 8 bits, as others do it, a last digit's difference in x flips codes, and grows to
-tenths of a logit.) What remains in floating point goes group by group in one order, so that a row comes out the same
-alone or among others.
+tenths of a logit.) What remains in floating point goes group by group in one order.
 """
 
 from __future__ import annotations
@@ -22,19 +26,23 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from infer.kernels.cpu_memory import FASTMATH, bytes_at, vector
+from infer.kernels.cpu_memory import bytes_at, vector
 from infer.kernels.cpu_simd import (
     absolute,
     add,
     add_ints,
     dot,
     fused,
+    fused_one,
     high_byte,
     high_nibbles,
     lane,
     larger,
     largest,
+    load_bfloat,
+    load_bfloats,
     load_bytes,
+    load_float,
     load_floats,
     load_half,
     load_halves,
@@ -47,37 +55,99 @@ from infer.kernels.cpu_simd import (
     splat,
     store_as_bytes,
     store_floats,
+    summed,
     times_256,
     to_floats,
     to_ints,
     total,
 )
 
-# kind: bits of a weight. at, bias: addresses, or 0.
+# kind: bits of a weight, or which 16 of them. at, bias: addresses, or 0.
 WEIGHT = np.dtype([(name, np.int64) for name in ("kind", "at", "bias", "rows", "columns")])
-INT4, INT8, FLOAT32 = 4, 8, 32
+INT4, INT8, BFLOAT16, FLOAT32, FLOAT16 = 4, 8, 16, 32, 116
+NEAR = 32768  # bytes of x: half of what the smallest cache of most cores holds
 GROUP, TILE = 32, 4
 INT4_BYTES, INT8_BYTES = 80, 136  # of a group of a tile
 X_BYTES = 2 * GROUP  # of a group of x
 STEPS = 127 * 256 + 127  # of x, from 0 to the largest: so many its codes can count
 
 
-@njit(fastmath=FASTMATH)
-def dot_floats(x: Any, y: Any) -> Any:
-    result = np.float32(0)
-    for i in range(x.shape[0]):
-        result += x[i] * y[i]
-    return result
+def _float_product(load: Any, load_one: Any, size: int) -> Any:
+    """The product for weights of so many bytes, which `load` widens to floats."""
+
+    @njit(forceinline=True)
+    def one_by_one(w: int, x: int, whole: int) -> Any:
+        """The eight sums of a row of W with a row of x, as four."""
+        a, b = no_floats(), no_floats()
+        for i in range(0, whole, 8):
+            a = fused(load(w + i * size), load_floats(x + i * 4), a)
+            b = fused(load(w + (i + 4) * size), load_floats(x + i * 4 + 16), b)
+        return add(a, b)
+
+    @njit(forceinline=True)
+    def two_by_four(w: int, w_row: int, x: int, x_row: int, whole: int) -> Any:
+        """The same of two rows of W with four of x: as much as the registers hold."""
+        a0, a1, a2, a3 = no_floats(), no_floats(), no_floats(), no_floats()
+        b0, b1, b2, b3 = no_floats(), no_floats(), no_floats(), no_floats()
+        c0, c1, c2, c3 = no_floats(), no_floats(), no_floats(), no_floats()
+        d0, d1, d2, d3 = no_floats(), no_floats(), no_floats(), no_floats()
+        for i in range(0, whole, 8):
+            at = w + i * size
+            w0, w1, w2, w3 = load(at), load(at + 4 * size), load(at + w_row), load(at + w_row + 4 * size)
+            at = x + i * 4
+            u, v = load_floats(at), load_floats(at + 16)
+            a0, a1, a2, a3 = fused(w0, u, a0), fused(w1, v, a1), fused(w2, u, a2), fused(w3, v, a3)
+            u, v = load_floats(at + x_row), load_floats(at + x_row + 16)
+            b0, b1, b2, b3 = fused(w0, u, b0), fused(w1, v, b1), fused(w2, u, b2), fused(w3, v, b3)
+            u, v = load_floats(at + 2 * x_row), load_floats(at + 2 * x_row + 16)
+            c0, c1, c2, c3 = fused(w0, u, c0), fused(w1, v, c1), fused(w2, u, c2), fused(w3, v, c3)
+            u, v = load_floats(at + 3 * x_row), load_floats(at + 3 * x_row + 16)
+            d0, d1, d2, d3 = fused(w0, u, d0), fused(w1, v, d1), fused(w2, u, d2), fused(w3, v, d3)
+        first = add(a0, a1), add(b0, b1), add(c0, c1), add(d0, d1)
+        return first, (add(a2, a3), add(b2, b3), add(c2, c3), add(d2, d3))
+
+    @njit(forceinline=True)
+    def finish(sums: Any, w: int, x: int, whole: int, columns: int, bias_at: int) -> Any:
+        """The columns beyond the last eight one by one, then the bias."""
+        result = summed(sums)
+        for i in range(whole, columns):
+            result = fused_one(load_one(w + i * size), load_float(x + i * 4), result)
+        return result if bias_at == 0 else result + load_float(bias_at)
+
+    @njit(parallel=True)
+    def float_product(weight: Any, x: Any, out: Any) -> None:
+        at, bias_at, rows, columns, x_at = weight.at, weight.bias, weight.rows, weight.columns, x.ctypes.data
+        w_row, x_row, whole, bias_size = columns * size, columns * 4, columns // 8 * 8, 4 if weight.bias != 0 else 0
+        near = max(4, NEAR // x_row // 4 * 4)  # rows of x that stay close while rows of W go by
+        part = 32 if x.shape[0] > near else 2  # rows of W that a thread takes: these too are used again, then
+        for first in prange((rows + part - 1) // part):
+            for start in range(0, x.shape[0], near):
+                stop = min(start + near, x.shape[0])
+                for row in range(first * part, min(first * part + part, rows), 2):
+                    pair = min(2, rows - row)
+                    w, bias, t = at + row * w_row, bias_at + row * bias_size, start
+                    while t + 4 <= stop:
+                        four = x_at + t * x_row
+                        tile = two_by_four(w, w_row if pair == 2 else 0, four, x_row, whole)
+                        for j in range(pair):
+                            for i in range(4):
+                                one, other = w + j * w_row, four + i * x_row
+                                out[t + i, row + j] = finish(
+                                    tile[j][i], one, other, whole, columns, bias + j * bias_size
+                                )
+                        t += 4
+                    for j in range(pair):
+                        for i in range(t, stop):
+                            one, other = w + j * w_row, x_at + i * x_row
+                            sums = one_by_one(one, other, whole)
+                            out[i, row + j] = finish(sums, one, other, whole, columns, bias + j * bias_size)
+
+    return float_product
 
 
-@njit(parallel=True, fastmath=FASTMATH)
-def _float_product(weight: Any, x: Any, out: Any) -> None:
-    at, bias_at, rows, columns = weight.at, weight.bias, weight.rows, weight.columns
-    for row in prange(rows):
-        values = vector(at + row * columns * 4, columns)
-        bias = np.float32(0) if bias_at == 0 else vector(bias_at, row + 1)[row]
-        for t in range(x.shape[0]):
-            out[t, row] = dot_floats(values, x[t]) + bias
+_float32_product = _float_product(load_floats, load_float, 4)
+_bfloat16_product = _float_product(load_bfloats, load_bfloat, 2)
+_float16_product = _float_product(load_halves, load_half, 2)
 
 
 @njit
@@ -263,7 +333,13 @@ def unpack(weight: Any, row: int, out: Any) -> None:
 def product(weight: Any, x: Any, out: Any) -> None:
     """out [T, rows] = x [T, columns] W^T + b"""
     if weight.kind == FLOAT32:
-        _float_product(weight, x, out)
+        _float32_product(weight, x, out)
+        return
+    if weight.kind == BFLOAT16:
+        _bfloat16_product(weight, x, out)
+        return
+    if weight.kind == FLOAT16:
+        _float16_product(weight, x, out)
         return
     groups = (weight.columns + GROUP - 1) // GROUP
     codes = np.empty((x.shape[0], groups * X_BYTES), np.int8)

@@ -108,6 +108,13 @@ def _half_as_float(builder: Any, address: Any) -> Any:
     return builder.fpext(_load(builder, address, HALF), FLOAT)
 
 
+def _widened(builder: Any, bits: Any) -> Any:
+    """bf16 is the upper half of a float."""
+    if isinstance(bits.type, ir.VectorType):
+        return builder.bitcast(builder.shl(builder.zext(bits, INT32X4), _all(INT32X4, 16)), FLOATX4)
+    return builder.bitcast(builder.shl(builder.zext(bits, INT32), INT32(16)), FLOAT)
+
+
 def _clamped(builder: Any, x: Any, low: Any, high: Any) -> Any:
     # A NaN is neither below nor above, and stays.
     x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
@@ -118,7 +125,11 @@ def _clamped(builder: Any, x: Any, low: Any, high: Any) -> Any:
 load_bytes = _operation(int8x16, lambda b, at: _load(b, at, INT8X16), 1)
 load_floats = _operation(floatx4, lambda b, at: _load(b, at, FLOATX4), 1)
 load_halves = _operation(floatx4, lambda b, at: b.fpext(_load(b, at, ir.VectorType(HALF, 4)), FLOATX4), 1)
+load_bfloats = _operation(floatx4, lambda b, at: _widened(b, _load(b, at, ir.VectorType(INT16, 4))), 1)
+load_codes = _operation(floatx4, lambda b, at: b.sitofp(_load(b, at, ir.VectorType(INT8, 4)), FLOATX4), 1)
+load_float = _operation(types.float32, lambda b, at: _load(b, at, FLOAT), 1)
 load_half = _operation(types.float32, _half_as_float, 1)
+load_bfloat = _operation(types.float32, lambda b, at: _widened(b, _load(b, at, INT16)), 1)
 load_splat = _operation(floatx4, lambda b, at: _splat(b, _load(b, at, FLOAT)), 1)
 store_floats = _operation(types.void, _store, 2)
 store_as_bytes = _operation(types.void, lambda b, at, v: _store(b, at, b.trunc(v, ir.VectorType(INT8, 4))), 2)
@@ -133,6 +144,7 @@ add = _operation(floatx4, lambda b, x, y: b.fadd(x, y), 2)
 multiply = _operation(floatx4, lambda b, x, y: b.fmul(x, y), 2)
 divide = _operation(floatx4, lambda b, x, y: b.fdiv(x, y), 2)
 fused = _operation(floatx4, lambda b, x, y, z: _call(b, "llvm.fma.v4f32", FLOATX4, x, y, z), 3)  # x y + z
+fused_one = _operation(types.float32, lambda b, x, y, z: _call(b, "llvm.fma.f32", FLOAT, x, y, z), 3)
 absolute = _operation(floatx4, lambda b, x: _call(b, "llvm.fabs.v4f32", FLOATX4, x), 1)
 larger = _operation(floatx4, lambda b, x, y: _call(b, "llvm.maximum.v4f32", FLOATX4, x, y), 2)  # NaN if one is
 largest = _operation(types.float32, lambda b, x: _call(b, "llvm.vector.reduce.fmaximum.v4f32", FLOAT, x), 1)

@@ -28,12 +28,15 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "auto",
     quantize: str | None = None,
+    exact: bool = False,
 ) -> tuple[Decoder, ModelConfig]:
     """Load a model for inference.
 
     name_or_path: a folder, a GGUF file, nanoGPT's ckpt.pt, a built-in short name, or a hub id. Weights go straight into
     their final form on their final device, so that memory peaks at the model's size plus one tensor.
     quantize: "int4" or "int8" keeps the matrices in so many bits (see `loader/widths.py`), on the CPU.
+    exact: what it computes is the same, bit for bit, whatever the cache, the chunks and the batch, unless a call asks
+    otherwise (`docs/exactness.md`).
     """
     device = resolve_device(device)
     if device.type not in ("cpu", "cuda"):
@@ -42,6 +45,7 @@ def load_model(
     checkpoint = open_checkpoint(name_or_path)
     with torch.device("meta"):
         model = build_model(checkpoint.config)
+    model.exact = exact
     shapes = checkpoint.shapes()
     slots = checkpoint_slots(model, shapes)
     check_tensors(checkpoint, shapes, slots)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from infer.cache.base import Cache, NoCache
 from infer.config import ModelConfig
-from infer.ops import compiled, fused
-from infer.ops.activation import ACTIVATIONS, gated
+from infer.ops import compiled, exact, exact_gpu, fused
+from infer.ops.activation import activated, gated
 from infer.ops.linear import Embedding, FusedLinear, Linear
 from infer.ops.module import Module
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
@@ -35,6 +35,14 @@ class Pass(NamedTuple):
     rope: dict[str, tuple[Tensor, Tensor]]  # cos and sin by layer type; empty where positions are learned
     cache: Cache
     compiled: bool = False  # whether ops/compiled.py may take the blocks that it can
+    fed: Fed | None = None  # where ops/exact_gpu.py may
+
+
+class Fed(NamedTuple):
+    """Where tokens stand, as the kernels of a GPU take it."""
+
+    positions: Tensor  # int32 [T]
+    turned: dict[str, Tensor]  # by layer type, as `Pass.rope`: [T, 2, D]
 
 
 class Attention(Module):
@@ -100,7 +108,7 @@ class UngatedMLP(Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)), residual)  # type: ignore[no-any-return]
+        return self.down_proj(activated(self.up_proj(x), self.activation), residual)  # type: ignore[no-any-return]
 
     @property
     def first(self) -> Linear:
@@ -134,6 +142,7 @@ class Block(Module):
         self.mlp = self.make_mlp(config)
         self.dropout = config.dropout  # of what each half adds, while a model is trained
         self.planner: Planner[compiled.Plan] = Planner(PLAIN, compiled.readable)
+        self.exact_planner: Planner[exact_gpu.BlockPlan] = Planner(PLAIN, fused.readable)
 
     @classmethod
     def make_norm(cls, config: ModelConfig) -> Norm:
@@ -148,6 +157,10 @@ class Block(Module):
             plan = self.planner(self.modules_within, self.plan)
             if plan is not None and plan.takes(x):
                 return self.through_kernels(x, step, plan)
+        if step.fed is not None:
+            exact_plan = self.exact_planner(self.modules_within, self.plan_exact)
+            if exact_plan is not None and exact_plan.takes(x):
+                return self.through_exact_kernels(x, step, step.fed, exact_plan)
         return self.plain(x, step)
 
     def plain(self, x: Tensor, step: Pass) -> Tensor:
@@ -210,6 +223,17 @@ class Block(Module):
         parts = self.parts()
         return None if parts is None else compiled.plan_block(parts)
 
+    def plan_exact(self) -> exact_gpu.BlockPlan | None:
+        parts = self.parts()
+        return None if parts is None else exact_gpu.plan_block(parts)
+
+    def through_exact_kernels(self, x: Tensor, step: Pass, fed: Fed, plan: exact_gpu.BlockPlan) -> Tensor:
+        attn = self.self_attn
+        heads = exact_gpu.before_attention(plan, x, fed.positions, fed.turned.get(attn.layer_type))
+        q, k, v = (each.view(step.batch, step.n, -1, attn.head_dim).transpose(1, 2) for each in heads)
+        out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
+        return exact_gpu.behind_attention(plan, out.transpose(1, 2).reshape(x.shape[0], -1), x)
+
     def through_kernels(self, x: Tensor, step: Pass, plan: compiled.Plan) -> Tensor:
         """The same through the kernels, in two parts around the cache."""
         attn = self.self_attn
@@ -246,6 +270,7 @@ class Decoder(Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.exact = False  # whether passes are, unless somebody asks for the other (see ops/exact.py)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(self.block(config, i) for i in range(config.num_hidden_layers))
         self.norm = self.block.make_norm(config)
@@ -254,6 +279,7 @@ class Decoder(Module):
         self.step_planner: Planner[compiled.Plan] = Planner(PLAIN, compiled.readable)
         self.head_planner: Planner[compiled.Plan] = Planner(PLAIN, compiled.readable)
         self.fused_planner: Planner[fused.Plan] = Planner(PLAIN, fused.readable)
+        self.exact_head_planner: Planner[exact_gpu.HeadPlan] = Planner(PLAIN, fused.readable)
         self.ropes = {kind: Rope(rope, config.computed_head_dim) for kind, rope in config.ropes().items()}
         self.tie_weights()
 
@@ -267,6 +293,21 @@ class Decoder(Module):
 
         all_logits: of all n positions with a cache too.
         """
+        wanted = exact.resolve(self.exact)
+        if wanted:
+            self.check_exact()
+        with exact.mode(wanted), torch.set_grad_enabled(torch.is_grad_enabled() and not wanted):
+            return self.run(input_ids, kv_cache, all_logits)
+
+    def check_exact(self) -> None:
+        """Refuse to be exact where gradients are asked for, or something is dropped out."""
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in self.parameters()):
+            raise ValueError("exact mode has no gradients: run the model under torch.no_grad() or inference_mode()")
+        if self.training and self.config.dropout:
+            raise ValueError("the model is in training mode, and drops out at random: call model.eval() to be exact")
+
+    def run(self, input_ids: Tensor, kv_cache: Cache | None, all_logits: bool) -> Tensor:
+        """A forward pass, exact or not."""
         batch, n = input_ids.shape
         dropout = self.config.dropout if self.training else 0.0
         cache = NoCache(batch, input_ids.device, dropout) if kv_cache is None else kv_cache
@@ -275,7 +316,7 @@ class Decoder(Module):
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
         x = self.embed(input_ids.flatten(), positions.flatten()).to(self.dtype)  # [T, C]
         rope = {kind: rope(positions) for kind, rope in self.ropes.items()}
-        step = Pass(batch, n, rope, cache, compiled.available(x, PLAIN))
+        step = Pass(batch, n, rope, cache, compiled.available(x, PLAIN), self._feed(x, positions))
         if n == 1 and (step.compiled or x.is_cuda) and (logits := self.decode(x, step)) is not None:
             cache.advance(1)
             return logits[:, None]
@@ -286,12 +327,20 @@ class Decoder(Module):
             x = x.view(batch, n, -1)[:, -1]  # [B, C]: generation samples from the last position alone
         return self.head(x, step).view(batch, -1, self.config.vocab_size)
 
+    def _feed(self, x: Tensor, positions: Tensor) -> Fed | None:
+        if not exact.wanted() or not fused.available(x.device, PLAIN):
+            return None
+        at = positions.flatten().to(torch.int32)
+        return Fed(at, {kind: exact_gpu.turns(rope.inv_freq, at) for kind, rope in self.ropes.items()})
+
     def decode(self, x: Tensor, step: Pass) -> Tensor | None:
         """Logits [B, V] for the next token of each row, in one call; None where the modules or the cache must run."""
         if x.is_cuda:
             fused_plan = self.fused_plan()
             if fused_plan is None or not fused_plan.takes(x) or (tables := step.cache.table(self.config, x)) is None:
                 return None
+            if exact.wanted():
+                return exact_gpu.step(fused_plan, x, tables)
             return fused.step(fused_plan, x, tables)
         self._look_at_layers()
         plan = self.step_planner(self.modules_within, self.plan)
@@ -353,7 +402,15 @@ class Decoder(Module):
             plan = self.head_planner(lambda: (self.norm, self.lm_head), self.plan_head)
             if plan is not None and plan.takes(x):
                 return compiled.head(plan, x)
+        if step.fed is not None:
+            exact_plan = self.exact_head_planner(lambda: (self.norm, self.lm_head), self.plan_exact_head)
+            if exact_plan is not None and exact_plan.takes(x):
+                return exact_gpu.head(exact_plan, x)
         return self.lm_head(self.norm(x))  # type: ignore[no-any-return]
+
+    def plan_exact_head(self) -> exact_gpu.HeadPlan | None:
+        head = HeadParts(self.norm, self.lm_head)
+        return exact_gpu.plan_head(head) if head.fit() else None
 
     def plan_head(self) -> compiled.Plan | None:
         head = HeadParts(self.norm, self.lm_head)

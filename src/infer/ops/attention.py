@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from infer.ops import compiled
+from infer.ops import compiled, exact, exact_gpu
 
 # None: every query sees every key. "causal": query i sees keys 0..i. A tensor: True where visible.
 Mask = Tensor | Literal["causal"] | None
@@ -51,12 +51,26 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, dropout: fl
 
 
 def span_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, masks: Masks, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    masks: Masks,
+    dropout: float = 0.0,
+    end: int | None = None,
 ) -> Tensor:
     """q [B, Hq, n, D] at the last n positions of k, v [B, Hkv, S, D], which lie in order -> [B, Hq, n, D].
 
     masks: those made so far for the pass under way; the layers that follow need the same. dropout: of the weights.
+    end: the position behind the last key; S, unless the first keys were left out.
     """
+    if exact.wanted():
+        if exact_gpu.can_attend(q, k, v):
+            end = k.shape[2] if end is None else end
+            return exact_gpu.attend(q, k, v, scale=scale, window=window, end=end)
+        return exact.attend(q, k, v, scale=scale, window=window)
     n, keys = q.shape[2], k.shape[2]
     if n == 1:  # sees all that its window holds
         if window is not None and keys > window:
@@ -126,6 +140,11 @@ def ring_span(ring: Tensor, first: int, end: int) -> Tensor:
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, first: int, end: int, *, scale: float) -> Tensor:
     """A single query [B, Hq, 1, D] over positions first..end-1 of the rings k, v [B, Hkv, slots, D]."""
+    if exact.wanted():
+        keys, values = ring_span(k, first, end), ring_span(v, first, end)
+        if exact_gpu.can_attend(q, keys, values):
+            return exact_gpu.attend(q, keys, values, scale=scale, window=end - first, end=end)
+        return exact.attend(q, keys, values, scale=scale, window=None)
     if compiled.can_attend(q, k, v):
         return compiled.attend(q, k, v, scale, first % k.shape[2], end - first)
     return attention(q, ring_span(k, first, end), ring_span(v, first, end), scale=scale, mask=None)

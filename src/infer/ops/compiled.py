@@ -10,7 +10,6 @@ run them (GNU OpenMP): start it with spawn.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from infer import kernels
+from infer.ops import exact
 from infer.ops.linear import Linear
 from infer.ops.norm import Norm
 from infer.ops.parts import ACTIVATION_CODES, BlockParts, HeadParts
@@ -57,7 +57,8 @@ class Plan(NamedTuple):
     hidden: int  # C
 
     def takes(self, x: Tensor) -> bool:
-        return (self.quantized or x.shape[0] <= MAX_ROWS) and x.shape[1] == self.hidden and _readable(x)
+        many = self.quantized or exact.wanted()
+        return (many or x.shape[0] <= MAX_ROWS) and x.shape[1] == self.hidden and _readable(x)
 
 
 def readable(weight: Tensor) -> bool:
@@ -113,7 +114,7 @@ def head_record(norm: Norm | None, linear: Linear) -> np.ndarray[Any, Any]:
 def _weight(linear: Linear) -> tuple[int, ...]:
     if isinstance(linear.weight, QuantizedWeight):
         return linear.weight.record(linear.bias)
-    return 32, linear.weight.data_ptr(), _address(linear.bias), *linear.weight.shape
+    return exact.KINDS[linear.weight.dtype], linear.weight.data_ptr(), _address(linear.bias), *linear.weight.shape
 
 
 def _norm(norm: Norm) -> tuple[int, int, float, float, bool]:
@@ -187,21 +188,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int = 0, count:
     batch, heads, _, head_dim = q.shape
     out, keys = _empty(batch, heads * head_dim), k.shape[2] if count is None else count
     kernels.cpu().attend(
-        _attention_record(heads, k.shape[1], head_dim, scale),
+        exact.attention_record(heads, k.shape[1], head_dim, scale),
         q.reshape(batch, -1).contiguous().numpy(),
         Table([k], [v]).at(0),
         np.array([(first, keys)] * batch),
         out.numpy(),
     )
     return out.view(q.shape)
-
-
-@cache
-def _attention_record(heads: int, kv_heads: int, head_dim: int, scale: float) -> np.ndarray[Any, Any]:
-    """A block of which nothing but attention is there."""
-    record = np.zeros(1, kernels.cpu().BLOCK)
-    record["heads"], record["kv_heads"], record["head_dim"], record["scale"] = heads, kv_heads, head_dim, scale
-    return record
 
 
 def _empty(rows: int, columns: int) -> Tensor:

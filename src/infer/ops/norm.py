@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from infer.ops import exact
 from infer.ops.module import Module
 
 
@@ -22,6 +23,9 @@ class RMSNorm(Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        return exact.norm(x, self, self.plain) if exact.wanted() else self.plain(x)
+
+    def plain(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype is self.weight.dtype and not self.offset:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # in float32 within a single kernel
         weight = self.weight.float()
@@ -50,6 +54,9 @@ class LayerNorm(Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        return exact.norm(x, self, self.plain) if exact.wanted() else self.plain(x)
+
+    def plain(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 

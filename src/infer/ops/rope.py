@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.config import RopeConfig
-from infer.ops import fused
+from infer.ops import exact, fused
 
 
 class Rope:
@@ -28,6 +28,10 @@ class Rope:
         if self.inv_freq.device != positions.device:
             self.inv_freq, self.sign = self.inv_freq.to(positions.device), self.sign.to(positions.device)
         angles = positions[:, None, :, None] * self.inv_freq  # [B, 1, n, D], in float32
+        if exact.wanted() and angles.is_cpu:
+            rows = angles.reshape(-1, angles.shape[-1])
+            cos, sin = (exact.by_rows(function, rows).view(angles.shape) for function in (torch.cos, torch.sin))
+            return cos, sin.mul_(self.sign)
         return angles.cos(), angles.sin().mul_(self.sign)
 
 
@@ -36,6 +40,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if fused.can_rotate(x, cos, sin):
         return fused.rotate(x, cos, sin)
     swapped = x.roll(x.shape[-1] // 2, dims=-1)  # (x2, x1)
+    if exact.wanted():  # as kernels do it: whether addcmul rounds the product first depends on where an element lies
+        return (x * cos + swapped * sin).to(x.dtype)
     turned = torch.addcmul(x * cos, swapped, sin)  # in float32
     return turned if turned.dtype is x.dtype else turned.to(x.dtype)
 

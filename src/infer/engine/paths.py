@@ -1,0 +1,453 @@
+"""The logits of all positions, on every path through the engine, beside those of one pass that keeps nothing.
+
+In exact mode they must be the same, bit for bit; where they are not, both runs are made again with a cache around each
+that keeps what every layer attended with, and the first thing in which they part is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from infer.cache import BaseCache, Cache, KVCache, SlidingCache
+from infer.cache.batch import BatchCache
+from infer.cache.sliding import PREFILL_CHUNK
+from infer.cache.traced import TracedCache
+from infer.cache.wrapped import WrappedCache
+from infer.engine.batch import generate_batch
+from infer.engine.cached import generate_ids_greedy_cached
+from infer.engine.generate import Model, make_cache, model_device, passes, step
+from infer.engine.params import SamplingParams
+from infer.engine.text import Decodes
+from infer.engine.verify import CACHES, check, empty_cache, first_difference, reference_cache
+
+CHUNKS = (1, 7, 64, 512)  # of the prefill, where a prompt is longer
+PREFIXES = 8  # lengths at which a run without a cache is stopped
+REWINDS = 4  # lengths to which a cache is truncated
+REFED = 64  # tokens that are fed again behind each of these, where there are so many
+KEPT_BYTES = 1 << 30  # of reference logits; what is more is computed again for each path
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first thing in which two runs part: all that it is computed from is equal."""
+
+    what: str  # "query" | "key" | "value" | "attended", of a layer; "head"; "whole step": apart only while unwatched
+    layer: int | None = None
+    position: int | None = None
+    element: int | None = None  # with the heads side by side
+    expected: float | None = None
+    got: float | None = None
+
+    def __str__(self) -> str:
+        if self.what == "head":
+            return "all layers agree: it is the last norm or the head"
+        if self.what == "whole step":
+            return "with every layer watched, the two agree: it is the kernel that does a step in one call"
+        where = f"layer {self.layer}, {self.what}, position {self.position}, element {self.element}"
+        return f"{where}: {self.got!r} instead of {self.expected!r}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first position of a prompt at which a path has other bits than the reference."""
+
+    prompt: int
+    position: int
+    what: str  # "logits" | "token"
+    element: int | None  # of the logits
+    expected: float
+    got: float
+    origin: Origin | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.element is None else f" {self.element}"
+        return f"position {self.position}, {self.what}{where}: {self.got!r} instead of {self.expected!r}"
+
+
+@dataclass(frozen=True)
+class PathResult:
+    path: str
+    prompts: int = 0
+    positions: int = 0  # that were compared
+    different: int = 0  # of these
+    largest: float = 0.0  # difference of two logits
+    difference: Difference | None = None
+
+    @property
+    def equal(self) -> bool:
+        return not self.different
+
+
+class Text(NamedTuple):
+    tokens: list[int]  # the prompt, and what follows it
+    prompt_len: int
+
+
+class Piece(NamedTuple):
+    prompt: int
+    start: int  # position of the first
+    logits: Tensor  # [n, V]
+
+
+Wrap = Callable[[Sequence[int], Cache], Cache]  # the prompts that are a cache's rows, and that cache
+Run = Callable[[Sequence[int], Wrap], Iterator[Piece]]
+
+
+class Path(NamedTuple):
+    name: str
+    run: Run  # the prompts with these indices
+    prompts: list[int]
+    together: bool = False  # they cannot be run one by one
+
+
+def compare(
+    model: Model,
+    tokenizer: Decodes,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 32,
+    *,
+    exact: bool | None = True,
+    cache_dtype: str = "auto",
+    threads: Sequence[int] = (),
+) -> Iterator[PathResult]:
+    """Every path with all prompts (token ids) and their greedy continuations, against one pass without a cache.
+
+    exact: how to run, as for `stream`. cache_dtype: as for `verify`. threads: other numbers of them to try, on a CPU.
+    """
+    check(model.config, prompts, max_new_tokens)
+    runs = Runs(model, prompts, max_new_tokens, exact, cache_dtype)
+    for path in runs.paths(threads):
+        yield runs.compare(path)
+    yield runs.chosen("generate", [text.tokens for text in runs.texts])
+    if len(prompts) > 1:
+        params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+        results = generate_batch(model, tokenizer, prompts, params, cache_dtype=cache_dtype, exact=exact)
+        yield runs.chosen("generate_batch", [result.prompt_token_ids + result.token_ids for result in results])
+
+
+def number_of_paths(prompts: Sequence[Sequence[int]], threads: Sequence[int] = ()) -> int:
+    """How many `compare` will go."""
+    return len(_chunkings(prompts)) * len(CACHES) + len(CACHES) + 4 + len(threads) + (4 if len(prompts) > 1 else 1)
+
+
+class Runs:
+    """All prompts, and the ways to run them."""
+
+    def __init__(
+        self, model: Model, prompts: Sequence[Sequence[int]], new: int, exact: bool | None, cache_dtype: str
+    ) -> None:
+        self.model, self.exact, self.cache_dtype = model, exact, cache_dtype
+        self.device = model_device(model)
+        never = -1  # no token ends a text
+        self.texts = [
+            Text(
+                generate_ids_greedy_cached(
+                    model, ids, max_new_tokens=new, eot_token_id=never, cache_dtype=cache_dtype, exact=exact
+                ),
+                len(ids),
+            )
+            for ids in prompts
+        ]
+        self._kept: dict[int, Tensor] = {}
+
+    def paths(self, threads: Sequence[int] = ()) -> Iterator[Path]:
+        everything = list(range(len(self.texts)))
+        yield Path("no cache, stopped early", self.uncached, everything)
+        for kind in CACHES:
+            for chunk in _chunkings([text.tokens[: text.prompt_len] for text in self.texts]):
+                name = kind.__name__ if chunk is None else f"{kind.__name__}, chunks of {chunk}"
+                longer = [i for i in everything if chunk is None or self.texts[i].prompt_len > chunk]
+                yield Path(name, self.cached(kind, chunk), longer)
+        for kind in CACHES:
+            yield Path(f"{kind.__name__}, truncated", self.truncated(kind), everything)
+        yield Path("default cache, last logits alone", self.stepped, everything)
+        yield Path("default cache, traced", self.traced(keeps=True), everything)
+        yield Path("no cache, traced", self.traced(keeps=False), everything)
+        if len(everything) > 1:
+            yield Path(f"default cache, batch of {len(everything)}", self.batch, everything, together=True)
+            yield Path(f"KVCache of {len(everything)} rows", self.rectangle, everything, together=True)
+        for count in threads:
+            name = f"KVCache, {count} thread{'s' if count > 1 else ''}"
+            yield Path(name, self.threaded(count, self.cached(KVCache, None)), everything)
+
+    def feed(self, cache: Cache, rows: Sequence[int], sizes: Sequence[int]) -> Iterator[Piece]:
+        """In passes of these sizes, from where each row's cache is. rows: the prompts; more than one start alike."""
+        for size in sizes:
+            start = cache.seq_len
+            fed = torch.tensor([self.texts[i].tokens[start : start + size] for i in rows], device=self.device)
+            yield from self._pass(cache, rows, fed, [start] * len(rows))
+
+    def _pass(self, cache: Cache, rows: Sequence[int], fed: Tensor, starts: Sequence[int]) -> Iterator[Piece]:
+        with torch.inference_mode(), passes(self.exact):
+            logits = self.model(fed, kv_cache=cache, all_logits=True)
+        for i, start, row in zip(rows, starts, logits, strict=True):
+            yield Piece(i, start, row)
+
+    def reference(self, prompt: int, wrap: Wrap) -> Tensor:
+        """[positions, V], in one pass."""
+        tokens = self.texts[prompt].tokens
+        cache = wrap([prompt], reference_cache(self.model, len(tokens), self.cache_dtype))
+        (piece,) = self.feed(cache, [prompt], [len(tokens)])
+        return piece.logits
+
+    def kept_reference(self, prompt: int) -> Tensor:
+        if prompt not in self._kept:
+            logits = self.reference(prompt, _unwatched)
+            if sum(len(text.tokens) for text in self.texts) * logits[0].nbytes > KEPT_BYTES:
+                self._kept.clear()
+            self._kept[prompt] = logits
+        return self._kept[prompt]
+
+    def default_cache(self, prompt: int) -> Cache:
+        return make_cache(self.model, len(self.texts[prompt].tokens), self.device, cache_dtype=self.cache_dtype)
+
+    def empty(self, kind: type[BaseCache], prompt: int, chunk: int | None = None) -> BaseCache:
+        return empty_cache(kind, self.model, len(self.texts[prompt].tokens), chunk, self.cache_dtype)
+
+    # The paths
+
+    def uncached(self, prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
+        for i in prompts:
+            length = len(self.texts[i].tokens)
+            for size in _spread(length, PREFIXES):
+                cache = wrap([i], reference_cache(self.model, length, self.cache_dtype))
+                yield from self.feed(cache, [i], [size])
+
+    def cached(self, kind: type[BaseCache], chunk: int | None) -> Run:
+        def run(prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
+            for i in prompts:
+                yield from self.feed(wrap([i], self.empty(kind, i, chunk)), [i], self._sizes(i, chunk))
+
+        return run
+
+    def truncated(self, kind: type[BaseCache]) -> Run:
+        """To the prompt, with the rest fed token by token; then to less and less of it, with a pass behind each."""
+
+        def run(prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
+            for i in prompts:
+                tokens, prompt_len = self.texts[i]
+                cache = wrap([i], self.empty(kind, i, PREFILL_CHUNK if kind is SlidingCache else None))
+                yield from self.feed(cache, [i], self._sizes(i, None))
+                if _rewound(cache, prompt_len):
+                    yield from self.feed(cache, [i], [1] * (len(tokens) - prompt_len))
+                for length in reversed(_spread(len(tokens) - 1, REWINDS)):
+                    if _rewound(cache, length):
+                        yield from self.feed(cache, [i], [min(REFED, len(tokens) - length)])
+
+        return run
+
+    def stepped(self, prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
+        """As `generate` does it: the head is asked about the last position alone."""
+        for i in prompts:
+            cache = wrap([i], self.default_cache(i))
+            for size in self._sizes(i, None):
+                start, end = cache.seq_len, cache.seq_len + size
+                fed = torch.tensor([self.texts[i].tokens[start:end]], device=self.device)
+                with torch.inference_mode():
+                    logits = step(self.model, cache, fed, exact=self.exact)
+                yield Piece(i, end - 1, logits)
+
+    def traced(self, *, keeps: bool) -> Run:
+        layers = range(self.model.config.num_hidden_layers)
+
+        def run(prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
+            for i in prompts:
+                length = len(self.texts[i].tokens)
+                cache = self.default_cache(i) if keeps else reference_cache(self.model, length, self.cache_dtype)
+                sizes = self._sizes(i, None) if keeps else [length]
+                yield from self.feed(wrap([i], TracedCache(cache, layers)), [i], sizes)
+
+        return run
+
+    def batch(self, prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
+        """Prefilled alone, decoded together, each at its own position."""
+        caches = [wrap([i], self.default_cache(i)) for i in prompts]
+        for i, cache in zip(prompts, caches, strict=True):
+            yield from self.feed(cache, [i], [self.texts[i].prompt_len])
+        while all(cache.seq_len < len(self.texts[i].tokens) for i, cache in zip(prompts, caches, strict=True)):
+            starts = [cache.seq_len for cache in caches]
+            fed = [[self.texts[i].tokens[start]] for i, start in zip(prompts, starts, strict=True)]
+            yield from self._pass(BatchCache(caches), prompts, torch.tensor(fed, device=self.device), starts)
+
+    def rectangle(self, prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
+        """All rows in one cache, as far as the shortest goes: the first half in one pass, then token by token."""
+        length = min(len(self.texts[i].tokens) for i in prompts)
+        weights = next(self.model.parameters())
+        dtype = weights.dtype if self.cache_dtype == "auto" else self.cache_dtype
+        cache = KVCache.from_model_config(
+            self.model.config, length, batch_size=len(prompts), dtype=dtype, device=weights.device
+        )
+        half = (length + 1) // 2
+        yield from self.feed(wrap(prompts, cache), prompts, [half, *[1] * (length - half)])
+
+    def threaded(self, count: int, inner: Run) -> Run:
+        def run(prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
+            for i in prompts:
+                before = torch.get_num_threads()
+                torch.set_num_threads(count)
+                try:
+                    pieces = list(inner([i], wrap))
+                finally:
+                    torch.set_num_threads(before)
+                yield from pieces
+
+        return run
+
+    def _sizes(self, prompt: int, chunk: int | None) -> list[int]:
+        """Of the passes: the prompt's chunks, then one token after another."""
+        tokens, n = self.texts[prompt]
+        size = chunk or n
+        return [min(size, n - at) for at in range(0, n, size)] + [1] * (len(tokens) - n)
+
+    # Comparing
+
+    def compare(self, path: Path) -> PathResult:
+        result = PathResult(path.name, len(path.prompts))
+        for together in [path.prompts] if path.together else [[i] for i in path.prompts]:
+            pieces = path.run(together, _unwatched)
+            if path.together:  # by prompt: one reference after another
+                pieces = iter(sorted(pieces, key=lambda piece: piece.prompt))
+            first: Difference | None = None
+            for piece in pieces:
+                result, found = self._add(result, piece)
+                if found is not None and (
+                    first is None or (found.prompt, found.position) < (first.prompt, first.position)
+                ):
+                    first = found
+            if result.difference is None and first is not None:
+                origin = self.origin(path.run, together, first) if self.exact else None
+                result = replace(result, difference=replace(first, origin=origin))
+        return result
+
+    def _add(self, result: PathResult, piece: Piece) -> tuple[PathResult, Difference | None]:
+        prompt, start, got = piece
+        expected = self.kept_reference(prompt)[start : start + len(got)]
+        differs = bits(expected) != bits(got)  # [n, V]
+        rows = differs.any(-1)
+        count = int(rows.sum())
+        result = replace(result, positions=result.positions + len(got), different=result.different + count)
+        if not count:
+            return result, None
+        apart = (expected.double() - got.double()).abs().masked_fill(~differs, 0.0)
+        result = replace(result, largest=max(result.largest, float(apart.nan_to_num(nan=math.inf).max())))
+        row, element = (int(at) for at in differs.nonzero()[0])
+        pair = float(expected[row, element]), float(got[row, element])
+        return result, Difference(prompt, start + row, "logits", element, *pair)
+
+    def chosen(self, name: str, texts: Sequence[Sequence[int]]) -> PathResult:
+        """The tokens that a greedy run chose: by the reference, none may be likelier."""
+        result = PathResult(name, len(texts))
+        for i, (tokens, (known, prompt_len)) in enumerate(zip(texts, self.texts, strict=True)):
+            parted = first_difference(tokens, known)  # what follows is another text
+            end = len(tokens) if parted is None else parted + 1
+            told = self.kept_reference(i)[prompt_len - 1 : end - 1]  # [new, V]
+            picked = told[range(len(told)), tokens[prompt_len:end]]
+            wrong = (picked != told.max(-1).values).nonzero().flatten().tolist()
+            result = replace(result, positions=result.positions + len(told), different=result.different + len(wrong))
+            if wrong and result.difference is None:
+                at = prompt_len + wrong[0]
+                pair = float(told[wrong[0]].argmax()), float(tokens[at])
+                result = replace(result, difference=Difference(i, at, "token", None, *pair))
+        return result
+
+    def origin(self, run: Run, prompts: Sequence[int], difference: Difference) -> Origin:
+        """Of a difference in the logits."""
+        calls: list[Call] = []
+        told: list[Call] = []
+        pieces = list(run(prompts, lambda rows, cache: RecordingCache(cache, rows, calls)))
+        expected = self.reference(difference.prompt, lambda rows, cache: RecordingCache(cache, rows, told))
+        if (found := first_parting(told, calls, difference.prompt, difference.position)) is not None:
+            return found
+        right = bits(expected[difference.position])
+        for prompt, start, logits in pieces:
+            at = difference.position - start
+            if prompt == difference.prompt and 0 <= at < len(logits) and not torch.equal(right, bits(logits[at])):
+                return Origin("head")
+        return Origin("whole step")
+
+
+class Call(NamedTuple):
+    """What a layer attended with, and what came out, for each row's positions from `start` on."""
+
+    rows: Sequence[int]  # the prompts
+    layer: int
+    start: int
+    tensors: dict[str, Tensor]  # by what they are, [B, H, n, D]
+
+
+class RecordingCache(WrappedCache):
+    """Keeps what every layer attends with."""
+
+    def __init__(self, cache: Cache, rows: Sequence[int], calls: list[Call]) -> None:
+        super().__init__(cache)
+        self.rows = rows
+        self.calls = calls
+
+    def attend(
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+    ) -> Tensor:
+        out = super().attend(layer_idx, q, k, v, scale=scale, window=window)
+        tensors = {"query": q.clone(), "key": k.clone(), "value": v.clone(), "attended": out.clone()}
+        self.calls.append(Call(self.rows, layer_idx, self.seq_len, tensors))
+        return out
+
+
+def first_parting(reference: Sequence[Call], calls: Sequence[Call], prompt: int, last: int) -> Origin | None:
+    """By layer, then by what comes first in it, then by position, of those up to the last.
+
+    reference: one pass over all positions.
+    """
+    told = {call.layer: call.tensors for call in reference}
+    found: list[tuple[tuple[int, bool, int], Origin]] = []
+    for call in calls:
+        for row in [at for at, index in enumerate(call.rows) if index == prompt]:
+            for what, got in call.tensors.items():
+                n = max(0, min(got.shape[2], last + 1 - call.start))
+                expected = _by_position(told[call.layer][what][0, :, call.start : call.start + n])  # [n, H * D]
+                mine = _by_position(got[row, :, :n])
+                differs = bits(expected) != bits(mine)
+                if differs.any():
+                    at, element = (int(index) for index in differs.nonzero()[0])
+                    position = call.start + at
+                    pair = float(expected[at, element]), float(mine[at, element])
+                    rank = call.layer, what == "attended", position
+                    found.append((rank, Origin(what, call.layer, position, element, *pair)))
+    return min(found, key=lambda entry: entry[0])[1] if found else None
+
+
+def bits(x: Tensor) -> Tensor:
+    """As whole numbers: equal where every bit is, NaN included."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def _by_position(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).flatten(1)  # [H, n, D] -> [n, H * D]
+
+
+def _unwatched(rows: Sequence[int], cache: Cache) -> Cache:
+    return cache
+
+
+def _rewound(cache: Cache, length: int) -> bool:
+    """Whether the cache goes back so far: a ring that has lost what it would need says no."""
+    try:
+        cache.truncate(length)
+    except ValueError:
+        return False
+    return True
+
+
+def _chunkings(prompts: Sequence[Sequence[int]]) -> list[int | None]:
+    longest = max(map(len, prompts))
+    return [None, *(size for size in CHUNKS if size < longest)]
+
+
+def _spread(last: int, count: int) -> list[int]:
+    """From 1 to the last, evenly."""
+    return sorted({1 + (last - 1) * i // max(1, count - 1) for i in range(count)})

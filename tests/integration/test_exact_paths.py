@@ -1,0 +1,256 @@
+"""Exact mode through the whole engine: the same bits on every path, and so the same text."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from infer import (
+    KVCache,
+    SamplingParams,
+    SlidingCache,
+    Tokenizer,
+    Trace,
+    decode_step,
+    full_attention_matrix,
+    generate,
+    generate_batch,
+    generate_ids_greedy_cached,
+    generate_ids_greedy_full,
+    load_model,
+    prefill,
+    stream,
+)
+from infer.cli.common import DEFAULT_MODEL
+from infer.engine.conversation import Conversation
+from infer.engine.paths import PathResult, Runs, bits, compare
+from infer.models.common import Decoder
+
+FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PROMPTS = [[5, 9, 2], [7 * i % 64 for i in range(70)], [33], [3 * i % 64 for i in range(23)]]
+SEEDED = SamplingParams(temperature=1.2, top_p=0.97, max_new_tokens=12, seed=11)
+
+
+class Letters:
+    """A letter for each token."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(33 + i) for i in token_ids)
+
+
+LETTERS = Letters()
+
+
+def exact_model(make: Callable[..., Decoder], **changes: Any) -> Decoder:
+    model = make(**changes)
+    model.exact = True
+    return model
+
+
+def differing(results: list[PathResult]) -> dict[str, str]:
+    """By path, where it parts from the reference: nothing, if all is well."""
+    return {
+        result.path: f"{result.difference}, from {result.difference and result.difference.origin}"
+        for result in results
+        if not result.equal
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_bits(tiny_model: Callable[..., Decoder], family: str, dtype: str) -> None:
+    model = tiny_model(model_type=family, dtype=DTYPES[dtype])
+    results = list(compare(model, LETTERS, PROMPTS, 6, threads=[1]))
+    assert differing(results) == {}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_same_bits_of_an_int8_cache(tiny_model: Callable[..., Decoder], family: str) -> None:
+    results = list(compare(tiny_model(model_type=family), LETTERS, PROMPTS, 6, cache_dtype="int8"))
+    assert differing(results) == {}
+
+
+@pytest.mark.parametrize("window", [5, 6, 7])
+def test_windows_and_chunks_that_cross_them(tiny_model: Callable[..., Decoder], window: int) -> None:
+    """Chunks of 7 end before, at and behind the edge; prompts of W - 1 to 2 W + 1 tokens."""
+    model = tiny_model(model_type="gemma3", sliding_window=window)
+    prompts = [
+        [(5 * i + n) % 64 for i in range(n)] for n in (window - 1, window, window + 1, 2 * window, 2 * window + 1)
+    ]
+    assert differing(list(compare(model, LETTERS, prompts, window + 2))) == {}
+
+
+class TestMutations:
+    """A reduction that depends on how many rows there are is found, and the layer named."""
+
+    def test_a_product(self, tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_model(num_hidden_layers=3)
+        product = model.layers[1].self_attn.qkv_proj
+
+        def batched(x: Tensor, residual: Tensor | None = None) -> Tensor:
+            """torch's own, whose sums depend on the number of rows."""
+            return F.linear(x, product.weight, product.bias)
+
+        monkeypatch.setattr(product, "forward", batched)
+        found = [result for result in compare(model, LETTERS, PROMPTS, 6) if not result.equal]
+        assert found
+        origins = {result.difference.origin for result in found if result.difference is not None}
+        assert {(origin.layer, origin.what in ("query", "key", "value")) for origin in origins if origin} == {(1, True)}
+
+    def test_attention(self, tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+        attend = KVCache.attend
+
+        def halved(cache: KVCache, layer_idx: int, q: Tensor, *args: Any, **options: Any) -> Tensor:
+            """In layer 1 a single query rounds once more than many."""
+            out = attend(cache, layer_idx, q, *args, **options)
+            return out.bfloat16().to(out.dtype) if layer_idx == 1 and q.shape[2] == 1 else out
+
+        monkeypatch.setattr(KVCache, "attend", halved)
+        found = {result.path: result.difference for result in compare(tiny_model(), LETTERS, PROMPTS, 6)}
+        difference = found["KVCache"]
+        assert difference is not None
+        assert difference.origin is not None
+        assert (difference.origin.layer, difference.origin.what) == (1, "attended")
+        assert found["GrowingCache"] is None
+
+
+class TestSampling:
+    """With a seed, the same text alone, in any batch, with any cache, in any chunks."""
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    def test_same_text(self, tiny_model: Callable[..., Decoder], family: str, dtype: str) -> None:
+        model = exact_model(tiny_model, model_type=family, dtype=DTYPES[dtype])
+        alone = [generate(model, LETTERS, prompt, SEEDED).token_ids for prompt in PROMPTS]
+        assert len({tuple(tokens) for tokens in alone}) == len(PROMPTS)
+        for order in ([0, 1, 2, 3], [3, 0, 1], [2, 2, 2, 0, 1, 3, 1, 0, 2]):
+            rows = generate_batch(model, LETTERS, [PROMPTS[i] for i in order], SEEDED, prefill_chunk=5)
+            assert [row.token_ids for row in rows] == [alone[i] for i in order]
+        for prompt, tokens in zip(PROMPTS, alone, strict=True):
+            for chunk in (1, 7):
+                cache = SlidingCache.from_model_config(
+                    model.config, len(prompt) + 12, prefill_chunk=chunk, dtype=model.dtype, device="cpu"
+                )
+                got = stream(model, LETTERS, prompt, SEEDED, cache=cache, prefill_chunk=chunk)
+                assert [token.token_id for token in got] == tokens
+            assert generate(model, LETTERS, prompt, SEEDED, use_kv_cache=False).token_ids == tokens
+            assert generate(model, LETTERS, prompt, SEEDED, trace=Trace()).token_ids == tokens
+
+    def test_beyond_the_context(self, tiny_model: Callable[..., Decoder]) -> None:
+        model = exact_model(tiny_model, model_type="gpt2", max_position_embeddings=16)
+        prompts = [prompt[:9] for prompt in PROMPTS]
+        options: dict[str, Any] = {"on_full": "recompute"}
+        alone = [generate(model, LETTERS, prompt, SEEDED, **options).token_ids for prompt in prompts]
+        uncached = [generate(model, LETTERS, prompt, SEEDED, use_kv_cache=False, **options) for prompt in prompts]
+        assert alone == [result.token_ids for result in uncached]
+        assert alone == [row.token_ids for row in generate_batch(model, LETTERS, prompts, SEEDED, **options)]
+
+
+class TestByHand:
+    def test_prefill_and_decode_step(self, tiny_model: Callable[..., Decoder]) -> None:
+        model = tiny_model()
+        ids = torch.tensor([PROMPTS[3]])
+        whole = prefill(model, ids, empty(model), exact=True)[0]
+        chunked = prefill(model, ids, empty(model), prefill_chunk=4, exact=True)[0]
+        assert torch.equal(bits(whole), bits(chunked))
+        cache = empty(model)
+        prefill(model, ids[:, :5], cache, exact=True)
+        for at in range(5, ids.shape[1]):
+            traced = at % 2 == 0
+            logits, _, _ = decode_step(model, ids[:, at : at + 1], cache, 1 if traced else None, traced, exact=True)
+            assert torch.equal(bits(logits[0, 0]), bits(whole[0, at]))
+
+    def test_ids(self, tiny_model: Callable[..., Decoder]) -> None:
+        options: dict[str, Any] = {"max_new_tokens": 20, "eot_token_id": -1, "exact": True}
+        model = tiny_model(dtype=torch.bfloat16)
+        for prompt in PROMPTS:
+            cached = generate_ids_greedy_cached(model, prompt, **options)
+            assert generate_ids_greedy_full(model, prompt, **options) == cached
+
+    def test_attention_rows(self, tiny_model: Callable[..., Decoder]) -> None:
+        """Of a token do not depend on those behind it."""
+        model = tiny_model()
+        whole = full_attention_matrix(model, PROMPTS[3], trace_layer=1, exact=True)
+        part = full_attention_matrix(model, PROMPTS[3][:11], trace_layer=1, exact=True)
+        assert torch.equal(bits(whole[..., :11, :11]), bits(part))
+
+    def test_a_chat(self, tiny_model: Callable[..., Decoder]) -> None:
+        """A cache that is truncated between turns answers as a fresh one does."""
+        model = tiny_model(model_type="gemma3")
+        prompts: list[list[int]] = []
+
+        def encode(messages: list[dict[str, str]]) -> list[int]:
+            # Rewrites earlier turns, so that part of the cache is given up.
+            ids = [ord(letter) % 64 for message in messages for letter in message["content"]]
+            prompts.append([*ids[:-3], len(messages), *ids[-3:]])
+            return prompts[-1]
+
+        cache = SlidingCache.from_model_config(model.config, 200, dtype=torch.float32, device="cpu")
+        chat = Conversation(model, LETTERS, encode, cache, exact=True)
+        for text in ("hello there", "and then?", "who?"):
+            answer = [token.token_id for token in chat.reply(text, SEEDED)]
+            assert answer == generate(model, LETTERS, prompts[-1], SEEDED, use_kv_cache=False, exact=True).token_ids
+
+
+def empty(model: Decoder) -> KVCache:
+    return KVCache.from_model_config(model.config, 64, dtype=model.dtype, device="cpu")
+
+
+DIGEST = """
+import hashlib, sys, torch
+from infer import load_model, Tokenizer
+model, _ = load_model(sys.argv[1], dtype=sys.argv[2], device="cpu", exact=True)
+ids = torch.tensor([Tokenizer(sys.argv[1]).encode(sys.argv[3])])
+with torch.inference_mode():
+    print(torch.get_num_threads(), hashlib.sha256(model(ids).view(torch.uint8).numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_another_process_with_another_number_of_threads(folder: Path, dtype: str) -> None:
+    text = "once upon a time there was a cache"
+    model, _ = load_model(folder, dtype=dtype, device="cpu", exact=True)
+    with torch.inference_mode():
+        logits = model(torch.tensor([Tokenizer(folder).encode(text)]))
+    here = hashlib.sha256(logits.view(torch.uint8).numpy().tobytes()).hexdigest()
+    for threads in ("1", "2"):
+        environment = os.environ | {"OMP_NUM_THREADS": threads}
+        command = [sys.executable, "-c", DIGEST, str(folder), dtype, text]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.split() == [threads, here]
+
+
+@pytest.mark.slow
+class TestRealModels:
+    TEXTS = ("The capital of France is", "Once upon a time, in a village by the sea, there lived a cache that forgot.")
+
+    @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+    def test_smollm2(self, quantize: str | None) -> None:
+        model, tokenizer, prompts = self.load(DEFAULT_MODEL, quantize)
+        assert differing(list(compare(model, tokenizer, prompts, 4))) == {}
+
+    def test_gemma_past_its_window(self) -> None:
+        """A few paths: the logits of so many positions take their time."""
+        model, _, (short, longer) = self.load("gemma-3-270m")
+        long = (longer * 30)[:520]
+        runs = Runs(model, [short, long], 3, True, "auto")
+        chosen = ("SlidingCache, chunks of 512", "KVCache", "default cache, traced", "default cache, batch of 2")
+        paths = [path for path in runs.paths() if path.name in chosen]
+        assert len(paths) == 4
+        assert differing([runs.compare(path) for path in paths]) == {}
+
+    def load(self, name: str, quantize: str | None = None) -> tuple[Decoder, Tokenizer, list[list[int]]]:
+        model, _ = load_model(name, dtype="float32", device="cpu", quantize=quantize, exact=True)
+        tokenizer = Tokenizer(name)
+        return model, tokenizer, [tokenizer.encode(text) for text in self.TEXTS]

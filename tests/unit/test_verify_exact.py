@@ -1,0 +1,383 @@
+"""`infer verify --exact` finds what it should: nothing where all bits agree, and the very place where one does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Run, assert_refused
+from mocks import CACHES, Letters
+from torch import Tensor, nn
+
+from infer import GrowingCache, KVCache, ModelConfig, SamplingParams, SlidingCache, generate, generate_batch, stream
+from infer.cache import BaseCache, Cache, NoCache
+from infer.engine import paths
+from infer.engine.paths import Origin, PathResult, bits, compare, number_of_paths
+from infer.models.common import Decoder
+from infer.ops import exact as exactness
+
+PROMPTS = [[5, 9, 2], list(range(20)), [33, 7, 7, 1, 30, 2, 8, 9, 40]]
+NEW = 5
+WINDOW = 6
+
+
+class ExactModel:
+    """Every number in it is whole, and values are 0, so that no sum depends on anything's order.
+
+    `plant` may change what a layer sees: (layer, what, numbers [B, n, ...], positions [B, n], cache) -> numbers.
+    """
+
+    def __init__(self, config: ModelConfig, plant: Callable[..., Tensor] | None = None) -> None:
+        self.config = config
+        self.plant = plant or (lambda layer, what, x, positions, cache: x)
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.modes: list[bool] = []
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return iter([self.weight])
+
+    def __call__(self, input_ids: Tensor, kv_cache: Cache | None = None, *, all_logits: bool = False) -> Tensor:
+        self.modes.append(exactness.wanted())
+        config = self.config
+        cache = NoCache(len(input_ids)) if kv_cache is None else kv_cache
+        positions = cache.positions(input_ids.shape[1])
+        x = (input_ids * 7 + positions * 3) % 11  # [B, n]
+        for layer in range(config.num_hidden_layers):
+            shape = (config.num_key_value_heads, config.computed_head_dim)
+            heads = (x[..., None] * (layer + 1) + torch.arange(shape[0] * shape[1])).float().view(*x.shape, *shape)
+            key = self.plant(layer, "key", heads, positions, cache).transpose(1, 2)  # [B, H, n, D]
+            q = key.repeat_interleave(config.num_attention_heads // shape[0], 1)
+            out = cache.attend(layer, q, key, torch.zeros_like(key), scale=1.0, window=config.window(layer))
+            x = (x + out.sum((1, 3))).long()
+        cache.advance(input_ids.shape[1])
+        logits = ((x[..., None] + torch.arange(config.vocab_size) * 5) % 61).float()
+        logits = self.plant(config.num_hidden_layers, "logits", logits, positions, cache)
+        return logits if kv_cache is None or all_logits else logits[:, -1:]
+
+
+@pytest.fixture
+def config(tiny_config: Callable[..., ModelConfig]) -> ModelConfig:
+    kinds = ("sliding_attention", "full_attention", "full_attention")
+    return tiny_config(num_hidden_layers=3, layer_types=kinds, sliding_window=WINDOW)
+
+
+def check(model: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> dict[str, PathResult]:
+    results = list(compare(model, Letters(), prompts, NEW, **options))
+    assert len(results) == number_of_paths(prompts, options.get("threads", ()))
+    found = {result.path: result for result in results}
+    assert len(found) == len(results)
+    return found
+
+
+def single_row_is_other(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    """Layer 1 adds a thousandth where more than one row is fed."""
+    return x + 1e-3 if (layer, what) == (1, "key") and positions.numel() > 1 else x
+
+
+class TestEqual:
+    def test_every_path(self, config: ModelConfig) -> None:
+        model = ExactModel(config)
+        found = check(model, threads=[1])
+        names = [cls.__name__ for cls in CACHES]
+        assert list(found) == [
+            "no cache, stopped early",
+            *(f"{name}{chunk}" for name in names for chunk in ("", ", chunks of 1", ", chunks of 7")),
+            *(f"{name}, truncated" for name in names),
+            "default cache, last logits alone",
+            "default cache, traced",
+            "no cache, traced",
+            "default cache, batch of 3",
+            "KVCache of 3 rows",
+            "KVCache, 1 thread",
+            "generate",
+            "generate_batch",
+        ]
+        assert all(result.equal and result.difference is None for result in found.values())
+        assert set(model.modes) == {True}
+
+    def test_what_is_compared(self, config: ModelConfig) -> None:
+        found = check(ExactModel(config))
+        everything = sum(len(prompt) + NEW for prompt in PROMPTS)
+        assert found["KVCache"].positions == found["KVCache, chunks of 1"].positions == everything
+        assert (found["KVCache, chunks of 7"].prompts, found["KVCache, chunks of 7"].positions) == (2, 20 + 9 + 2 * NEW)
+        assert found["default cache, last logits alone"].positions == 3 * (1 + NEW)
+        assert found["default cache, batch of 3"].positions == everything
+        assert found["KVCache of 3 rows"].positions == 3 * (3 + NEW)
+        assert found["generate"].positions == found["generate_batch"].positions == 3 * NEW
+        for name in ("KVCache, truncated", "no cache, stopped early"):
+            assert found[name].positions > everything
+
+    def test_chunks_of_512(self, tiny_config: Callable[..., ModelConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+        assert paths.CHUNKS == (1, 7, 64, 512)
+        monkeypatch.setattr(paths, "CHUNKS", (64, 512, 513))
+        model = ExactModel(tiny_config(max_position_embeddings=1024))
+        found = check(model, [[i % 64 for i in range(513)]])
+        assert found["SlidingCache, chunks of 512"].positions == 513 + NEW
+        assert found["SlidingCache, chunks of 64"].equal
+        assert "SlidingCache, chunks of 513" not in found
+        assert "generate_batch" not in found
+
+    def test_as_the_model_was_loaded(self, config: ModelConfig) -> None:
+        model = ExactModel(config)
+        check(model, exact=None)
+        assert set(model.modes) == {False}
+
+    def test_references_that_are_not_kept(self, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        kept = check(ExactModel(config))
+        monkeypatch.setattr(paths, "KEPT_BYTES", 0)
+        assert check(ExactModel(config)) == kept
+
+    def test_threads_are_put_back(self, config: ModelConfig) -> None:
+        before = torch.get_num_threads()
+        check(ExactModel(config), threads=[1])
+        assert torch.get_num_threads() == before
+
+    def test_int8(self, config: ModelConfig) -> None:
+        assert all(result.equal for result in check(ExactModel(config), cache_dtype="int8").values())
+
+    def test_refused_before_work(self, config: ModelConfig) -> None:
+        model = ExactModel(config)
+        with pytest.raises(ValueError, match="token id 64 in the prompt"):
+            check(model, [[1], [64]])
+        assert not model.modes
+
+
+class TestDifferences:
+    def test_layer_and_position(self, config: ModelConfig) -> None:
+        """Whatever decodes a single token parts from the pass over all; and it is layer 1's keys."""
+
+        def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+            changed = single_row_is_other(layer, what, x, positions, cache)
+            if what == "logits":  # what a layer's keys would do to them
+                return x + 0.5 * (positions.numel() > 1)
+            return changed
+
+        found = check(ExactModel(config, plant))
+        result = found["KVCache"]
+        assert (result.different, result.largest) == (3 * NEW, 0.5)
+        difference = result.difference
+        assert difference is not None
+        assert (difference.prompt, difference.position, difference.what, difference.element) == (0, 3, "logits", 0)
+        assert difference.got + 0.5 == difference.expected
+        origin = difference.origin
+        assert origin is not None
+        assert (origin.layer, origin.what, origin.position, origin.element) == (1, "query", 3, 0)
+        assert origin.expected == pytest.approx(origin.got + 1e-3)
+        assert str(origin).startswith("layer 1, query, position 3, element 0: ")
+        assert "position 3, logits 0: " in str(difference)
+        # All rows in one cache, and all at once, are more than one.
+        assert found["no cache, traced"].equal
+        assert found["KVCache of 3 rows"].equal
+
+    @pytest.mark.parametrize("kind", CACHES)
+    def test_a_kind_of_cache(self, config: ModelConfig, kind: type[BaseCache]) -> None:
+        def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+            while hasattr(cache, "cache"):
+                cache = cache.cache
+            if not isinstance(cache, kind) or (layer, what) not in ((2, "key"), (3, "logits")):
+                return x
+            late = (positions >= 4).view(*positions.shape, *[1] * (x.dim() - 2))
+            return torch.where(late, x + 1, x)
+
+        found = check(ExactModel(config, plant), PROMPTS[1:2])
+        wrong = {name for name, result in found.items() if not result.equal}
+        own = {name for name in found if name.startswith(kind.__name__)}
+        default = {name for name in found if name.startswith("default cache")} if kind is SlidingCache else set()
+        assert wrong - {"generate"} == own | default
+        for name in own:
+            difference = found[name].difference
+            assert difference is not None
+            assert difference.position == 4
+            assert difference.origin is not None
+            assert (difference.origin.layer, difference.origin.what) == (2, "query")
+            assert difference.origin.position == 4
+
+    def test_one_row_of_a_batch(self, config: ModelConfig) -> None:
+        def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+            if len(x) == 3 and positions.shape[1] == 1 and (layer, what) in ((0, "key"), (3, "logits")):
+                x = x.clone()
+                x[2] += 1
+            return x
+
+        found = check(ExactModel(config, plant))
+        wrong = {name for name, result in found.items() if not result.equal}
+        assert wrong - {"generate_batch"} == {"default cache, batch of 3", "KVCache of 3 rows"}
+        for name, position in (("default cache, batch of 3", 9), ("KVCache of 3 rows", 4)):
+            difference = found[name].difference
+            assert difference is not None
+            assert (difference.prompt, difference.position) == (2, position)
+            assert difference.origin is not None
+            assert (difference.origin.layer, difference.origin.position) == (0, position)
+
+    def test_the_head(self, config: ModelConfig) -> None:
+        def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+            if what == "logits" and positions.shape[1] == 1:
+                x = x.clone()
+                x[..., 17] = -1.0
+            return x
+
+        difference = next(compare(ExactModel(config, plant), Letters(), [[1, 2, 3]], 4)).difference
+        assert difference is not None
+        assert (difference.position, difference.element, difference.origin) == (0, 17, Origin("head"))
+        assert "head" in str(difference.origin)
+
+    def test_only_while_unwatched(self, config: ModelConfig) -> None:
+        """A recording cache has no table, so that a kernel for whole steps is not asked."""
+
+        def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+            return x + 1 if what == "logits" and type(cache) is GrowingCache else x
+
+        difference = check(ExactModel(config, plant))["GrowingCache"].difference
+        assert difference is not None
+        assert difference.origin == Origin("whole step")
+        assert "in one call" in str(difference.origin)
+
+    def test_another_token(self, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        def other(*args: Any, **options: Any) -> list[Any]:
+            results = generate_batch(*args, **options)
+            results[1].token_ids[2] = (results[1].token_ids[2] + 1) % 64
+            return results
+
+        monkeypatch.setattr(paths, "generate_batch", other)
+        found = check(ExactModel(config))
+        result = found["generate_batch"]
+        assert (result.different, result.positions) == (1, 3 * NEW - 2)  # what follows is another text
+        assert result.difference is not None
+        assert (result.difference.prompt, result.difference.position, result.difference.what) == (1, 22, "token")
+        assert found["generate"].equal
+
+    def test_without_exactness_nothing_is_run_again(self, config: ModelConfig) -> None:
+        result = check(ExactModel(config, single_row_is_other), exact=None)
+        assert all(found.difference is None or found.difference.origin is None for found in result.values())
+
+
+class TestBits:
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    def test_all_of_them(self, dtype: torch.dtype) -> None:
+        x = torch.tensor([1.0, torch.nan, 0.0, torch.inf], dtype=dtype)
+        assert torch.equal(bits(x), bits(x.clone()))
+        assert (bits(x) != bits(torch.tensor([1.0, torch.nan, -0.0, torch.inf], dtype=dtype))).tolist() == [0, 0, 1, 0]
+        next_up = torch.nextafter(x[:1].float(), torch.tensor(2.0)).to(dtype)
+        assert (bits(next_up) == bits(x[:1])).item() == (dtype in (torch.bfloat16, torch.float16))
+
+
+class TestEngine:
+    """Whether a pass is exact is up to the call, then to the model; and nothing is left behind."""
+
+    PARAMS = SamplingParams(max_new_tokens=3)
+
+    @pytest.fixture
+    def seen(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+        """What the blocks of a model were asked for."""
+        asked: list[bool] = []
+        embed = Decoder.embed
+
+        def noted(model: Decoder, *args: Any) -> Tensor:
+            asked.append(exactness.wanted())
+            return embed(model, *args)
+
+        monkeypatch.setattr(Decoder, "embed", noted)
+        return asked
+
+    @pytest.mark.parametrize("asked", [None, False, True])
+    @pytest.mark.parametrize("loaded", [False, True])
+    @pytest.mark.parametrize("kind", ["generate", "stream", "batch", "uncached", "chunks"])
+    def test_calls(
+        self, tiny_model: Callable[..., Decoder], seen: list[bool], kind: str, loaded: bool, asked: bool | None
+    ) -> None:
+        model = tiny_model()
+        model.exact = loaded
+        if kind == "batch":
+            generate_batch(model, Letters(), PROMPTS, self.PARAMS, exact=asked)
+        elif kind == "stream":
+            for _ in stream(model, Letters(), PROMPTS[0], self.PARAMS, exact=asked):
+                assert not exactness.wanted()  # between two tokens the caller does as it likes
+        else:
+            options = {"uncached": {"use_kv_cache": False}, "chunks": {"prefill_chunk": 2}}.get(kind, {})
+            generate(model, Letters(), PROMPTS[0], self.PARAMS, exact=asked, **options)
+        assert seen
+        assert set(seen) == {loaded if asked is None else asked}
+        assert not exactness.wanted()
+
+    def test_two_streams_at_once(self, tiny_model: Callable[..., Decoder], seen: list[bool]) -> None:
+        model = tiny_model()
+        both = [stream(model, Letters(), PROMPTS[0], self.PARAMS, exact=exact) for exact in (True, False)]
+        for _ in zip(*both, strict=True):
+            pass
+        assert seen == [True, False] * 3
+
+
+class TestCommand:
+    @pytest.fixture
+    def prompts(self, tmp_path: Path) -> Path:
+        file = tmp_path / "prompts.txt"
+        file.write_text("hello\nonce upon a time")
+        return file
+
+    def found(self, monkeypatch: pytest.MonkeyPatch, *results: PathResult) -> list[dict[str, Any]]:
+        """Let the command find this."""
+        asked: list[dict[str, Any]] = []
+
+        def compare(*args: Any, **options: Any) -> Iterator[PathResult]:
+            asked.append(options | {"prompts": len(args[2]), "new": args[3]})
+            return iter(results)
+
+        monkeypatch.setattr(paths, "compare", compare)
+        return asked
+
+    EQUAL = PathResult("KVCache", 2, 40)
+    ORIGIN = Origin("key", 1, 3, 12, 0.5, 0.75)
+    OTHER = PathResult("GrowingCache", 2, 40, 7, 0.25, paths.Difference(1, 5, "logits", 17, 1.5, 1.25, ORIGIN))
+
+    def test_equal(self, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = self.found(monkeypatch, self.EQUAL)
+        done = run("verify", "--exact", "--prompts", prompts, "--max-new-tokens", "4", "--also-threads", "1")
+        assert asked == [{"exact": True, "cache_dtype": "auto", "threads": [1], "prompts": 2, "new": 4}]
+        header, line = done.out.splitlines()
+        assert header.split() == ["path", "prompts", "positions"]
+        assert line.split() == ["KVCache", "2", "40", "equal"]
+        assert done.err.splitlines()[-1] == "1 of 1 paths give the same bits as one pass without a cache"
+        assert done.status == 0
+
+    def test_other_bits(self, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found(monkeypatch, self.EQUAL, self.OTHER)
+        done = run("verify", "--exact", "--prompts", prompts)
+        assert done.status == 1
+        assert done.out.splitlines()[2:] == [
+            f"{'GrowingCache':<34}       2        40  DIFFERS at 7 positions; first in "
+            '"once upon a time", position 5, logits 17: 1.25 instead of 1.5',
+            "    from layer 1, key, position 3, element 12: 0.75 instead of 0.5",
+        ]
+        assert "1 of 2 paths" in done.err
+
+    def test_json(self, run: Run, folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found(monkeypatch, self.EQUAL, self.OTHER)
+        output = json.loads(run("verify", "--exact", "--prompts", prompts, "--json").out)
+        assert (output["model"], output["exact"], output["equal"]) == (str(folder), True, False)
+        assert [path["equal"] for path in output["paths"]] == [True, False]
+        difference = output["paths"][1]["difference"]
+        assert (difference["prompt"], difference["origin"]["layer"]) == ("once upon a time", 1)
+
+    def test_a_longer_text_joins_the_built_in_ones(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = self.found(monkeypatch, self.EQUAL)
+        assert run("verify", "--exact", "--max-new-tokens", "4").status == 0
+        assert asked[0]["prompts"] == 9
+
+    @pytest.mark.parametrize("options", [["--also-threads", "1"], ["--exact", "--also-threads", "0"]])
+    def test_threads_are_checked(self, run: Run, options: list[str], untouched: None) -> None:
+        assert_refused(run("verify", *options), "--also-threads goes with --exact")
+
+    def test_a_model_is_loaded_for_it(self, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The whole of it on a small model; whether bits agree is for others to say."""
+        done = run("verify", "--exact", "--prompts", prompts, "--max-new-tokens", "2", "--json")
+        output = json.loads(done.out)
+        assert len(output["paths"]) == number_of_paths(["hello", "once upon a time"])
+        assert done.status == (0 if output["equal"] else 1)
+
+
+def test_every_cache_is_gone_through() -> None:
+    assert list(paths.CACHES) == CACHES == [KVCache, GrowingCache, SlidingCache]
