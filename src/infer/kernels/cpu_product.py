@@ -79,7 +79,18 @@ def _float_product(load: Any, load_one: Any, size: int) -> Any:
     def one_by_one(w: int, x: int, whole: int) -> Any:
         """The eight sums of a row of W with a row of x, as four."""
         a, b = no_floats(), no_floats()
-        for i in range(0, whole, 8):
+        many = whole // 32 * 32
+        for i in range(0, many, 32):
+            at, to = w + i * size, x + i * 4
+            a = fused(load(at), load_floats(to), a)
+            b = fused(load(at + 4 * size), load_floats(to + 16), b)
+            a = fused(load(at + 8 * size), load_floats(to + 32), a)
+            b = fused(load(at + 12 * size), load_floats(to + 48), b)
+            a = fused(load(at + 16 * size), load_floats(to + 64), a)
+            b = fused(load(at + 20 * size), load_floats(to + 80), b)
+            a = fused(load(at + 24 * size), load_floats(to + 96), a)
+            b = fused(load(at + 28 * size), load_floats(to + 112), b)
+        for i in range(many, whole, 8):
             a = fused(load(w + i * size), load_floats(x + i * 4), a)
             b = fused(load(w + (i + 4) * size), load_floats(x + i * 4 + 16), b)
         return add(a, b)
@@ -118,6 +129,13 @@ def _float_product(load: Any, load_one: Any, size: int) -> Any:
     def float_product(weight: Any, x: Any, out: Any) -> None:
         at, bias_at, rows, columns, x_at = weight.at, weight.bias, weight.rows, weight.columns, x.ctypes.data
         w_row, x_row, whole, bias_size = columns * size, columns * 4, columns // 8 * 8, 4 if weight.bias != 0 else 0
+        if x.shape[0] < 4:  # no tile to fill: the shortest way, since a row of W is soon read
+            for row in prange(rows):
+                w, bias = at + row * w_row, bias_at + row * bias_size
+                for t in range(x.shape[0]):
+                    other = x_at + t * x_row
+                    out[t, row] = finish(one_by_one(w, other, whole), w, other, whole, columns, bias)
+            return
         near = max(4, NEAR // x_row // 4 * 4)  # rows of x that stay close while rows of W go by
         part = 32 if x.shape[0] > near else 2  # rows of W that a thread takes: these too are used again, then
         for first in prange((rows + part - 1) // part):

@@ -24,7 +24,7 @@ from infer.ops.parts import ACTIVATION_CODES, BlockParts, HeadParts
 from infer.ops.quantized import QuantizedWeight
 from infer.ops.table import Table
 
-MAX_ROWS = 6  # of float32 weights: with more, torch's product, which works on blocks of rows, is faster
+MAX_ROWS = 32  # of a block or head in float32: with more, torch's product is faster
 
 
 def prepare() -> bool:
@@ -53,11 +53,11 @@ class Plan(NamedTuple):
     """Modules as the kernels take them."""
 
     record: Any
-    quantized: bool  # all their weights: then the kernels are the faster way for any number of rows
+    any_rows: bool  # whether the kernels are the faster way for any number of rows
     hidden: int  # C
 
     def takes(self, x: Tensor) -> bool:
-        many = self.quantized or exact.wanted()
+        many = self.any_rows or exact.wanted()
         return (many or x.shape[0] <= MAX_ROWS) and x.shape[1] == self.hidden and _readable(x)
 
 
@@ -67,9 +67,9 @@ def readable(weight: Tensor) -> bool:
 
 
 def plan_step(blocks: Sequence[BlockParts], head: HeadParts) -> Plan:
-    """Of a whole decode step."""
+    """Of a whole decode step, whose rows torch would have to attend to one by one."""
     record = np.concatenate([block_record(block) for block in blocks]), head_record(*head)
-    return _plan(record, [*(linear for block in blocks for linear in block.linears), head.linear])
+    return Plan(record, True, head.linear.weight.shape[1])
 
 
 def plan_block(parts: BlockParts) -> Plan:
