@@ -53,7 +53,7 @@ class BenchConfig:
     use_kv_cache: bool = True
     prefill_chunk: int | None = None
     cache_dtype: str = "auto"  # or "int8"
-    exact: bool = False
+    exact: bool = False  # whatever the model was loaded with
 
     def __post_init__(self) -> None:
         check_chunk(self.prefill_chunk)

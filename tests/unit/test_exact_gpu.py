@@ -21,6 +21,7 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is there on L
 
 from triton.runtime import interpreter  # noqa: E402
 
+from infer import kernels  # noqa: E402
 from infer.cache.base import BaseCache, Cache, NoCache  # noqa: E402
 from infer.cache.growing import GrowingCache  # noqa: E402
 from infer.cache.simple import KVCache  # noqa: E402
@@ -52,7 +53,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_gpu, "FEW", 4)
     monkeypatch.setattr(exact_gpu, "COLUMNS", {2: 32, 4: 32})
     if DEVICE.type == "cpu":  # what is compiled must not change
-        monkeypatch.setattr(exact_gpu._kernels(), "FOLDED", triton.language.constexpr(2))
+        monkeypatch.setattr(kernels.gpu_modules().exact, "FOLDED", triton.language.constexpr(2))
     monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
     monkeypatch.setattr("infer.ops.compiled.can_attend", lambda *_: False)
 
@@ -142,7 +143,7 @@ class TestProducts:
         same(self.product(case, [8, 2, 2]), many[[8, 2, 2]])
 
     def test_the_number_of_parts_depends_on_the_matrix_alone(self) -> None:
-        assert [fused._split(-(-n // 64), k, False) for k, n in ((1030, 66), (2048, 64))] == [2, 4]
+        assert [fused.splits_of(-(-n // 64), k, False) for k, n in ((1030, 66), (2048, 64))] == [2, 4]
 
     def test_no_rows(self, case: Any) -> None:
         assert self.product(case, []).shape[0] == 0
@@ -397,5 +398,5 @@ def test_a_mutant_is_found(generator: torch.Generator, monkeypatch: pytest.Monke
     linear, x = Linear(2048, 8).requires_grad_(False).to(DEVICE), random(generator, torch.float32, 9, 2048)
     linear.weight.copy_(random(generator, torch.float32, 8, 2048))
     many = exact_gpu.product(linear, x)
-    monkeypatch.setattr(fused, "_split", lambda *_: 1)
+    monkeypatch.setattr(fused, "splits_of", lambda *_: 1)
     assert not torch.equal(exact_gpu.product(linear, x[:1]), many[:1])

@@ -111,12 +111,12 @@ def close(got: Tensor, expected: Tensor) -> None:
     ],
 )
 def test_parts(size: int, expected: Any) -> None:
-    assert fused._parts(size) == expected
+    assert fused.in_parts(size) == expected
 
 
 def test_parts_cover_every_size_once() -> None:
     for size in range(1, 700):
-        parts = fused._parts(size)
+        parts = fused.in_parts(size)
         starts, sizes = zip(*parts, strict=True)
         assert len(parts) <= 3
         assert starts == (0, *np.cumsum(sizes)[:-1])
@@ -223,7 +223,7 @@ def test_a_norm_between_two_products(
     second = randomised(Linear(n, 24, bias=True), generator, dtype)
     x, carried = random(generator, dtype, batch, k), random(generator, dtype, batch, n)
     residual = fused.added_product(first, x, fused.Residual(carried), None, norm, counters(256))
-    assert residual.prepared is not None
+    assert (residual.prepared is None) == (dtype is torch.float16)
     activation = "silu" if gated else ""
     got, after = fused.normed_product(second, residual, norm, counters(256), activation=activation, gated=gated)
     assert after.x is residual.x
@@ -460,7 +460,10 @@ def test_every_family_has_a_plan(tiny_model: Callable[..., Decoder], family: str
     assert not plan.takes(torch.zeros(32, 2, device=DEVICE).T)
 
 
-@pytest.mark.parametrize("name", ["lm_head", "norm", "layers.1.mlp.down_proj", "layers.0.self_attn.qkv_proj"])
+@pytest.mark.parametrize(
+    "name",
+    ["lm_head", "norm", "layers.1.mlp.down_proj", "layers.0.self_attn.qkv_proj", "layers.1.input_layernorm"],
+)
 def test_mixed_dtypes_have_no_plan(tiny_model: Callable[..., Decoder], name: str) -> None:
     model = tiny_model()
     model.get_submodule(name).half()
@@ -637,3 +640,19 @@ def test_what_a_step_is_fed(tiny_model: Callable[..., Decoder], family: str, mon
     assert len(set(plan.kinds) - {None}) == {"llama": 1, "gemma3": 2, "gpt2": 0}[family]
     for kind in set(plan.kinds) - {None}:
         assert torch.equal(fed.turned[kind], fused.turns(plan.frequencies[kind], fed.positions))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_large_residual_in_16_bits(batch: int) -> None:
+    """By the norm's weight, before it is scaled, it would be beyond what float16 holds."""
+    first, second = Linear(16, 16), Linear(16, 16)
+    norm = RMSNorm(16, 1e-5)
+    for module in (first, second, norm):
+        module.to(DEVICE, torch.float16).requires_grad_(False)
+    first.weight.zero_()
+    second.weight.fill_(0.01)
+    norm.weight.fill_(8.0)
+    carried = torch.full((batch, 16), 9000.0, dtype=torch.float16, device=DEVICE)
+    residual = fused.added_product(first, carried / 9000, fused.Residual(carried), None, norm, counters())
+    got, _ = fused.normed_product(second, residual, norm, counters())
+    close(got, torch.full_like(got, 16 * 8 * 0.01))

@@ -48,10 +48,13 @@ def verify(
     """
     from infer import ModelConfig, Tokenizer
     from infer.engine.verify import check, own_prompts, with_long_prompt
+    from infer.machine import resolve_device
 
     check_cache_dtype(cache_dtype)
     if also_threads and not (loading.exact and min(also_threads) > 0):
         raise ValueError("--also-threads goes with --exact, and is 1 or more")
+    if also_threads and resolve_device(loading.device).type != "cpu":
+        raise ValueError("--also-threads is for a CPU")
     texts: list[str] = []
     if prompts is not None:
         texts = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -146,8 +149,6 @@ class Asked:
     def compare_bits(self, threads: Sequence[int]) -> dict[str, Any]:
         from infer.engine.paths import compare, number_of_paths
 
-        if threads and self.network.device.type != "cpu":
-            raise ValueError(f"--also-threads is for a CPU, and the model is on {self.network.device}")
         count = number_of_paths(self.prompts, threads)
         say(f"{count} paths to come, each compared bit by bit with one pass {self.reference}")
         self.show(f"{'path':<34} {'prompts':>7} {'positions':>9}")

@@ -64,7 +64,10 @@ def step(
 
 
 def passes(exact: bool | None) -> AbstractContextManager[None]:
-    """Within, calls of a model are exact, or are not; None: as it was loaded. Never to be left open across a yield."""
+    """Within, calls of a model are exact, or are not; None: as the caller, or the loader, was asked.
+
+    Never to be left open across a yield.
+    """
     return nullcontext() if exact is None else exactness.mode(exact)
 
 

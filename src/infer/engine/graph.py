@@ -113,7 +113,7 @@ def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: boo
 class Captured:
     """One step of up to `rows` rows, on buffers of its own."""
 
-    def __init__(self, model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: bool = False) -> None:
+    def __init__(self, model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: bool) -> None:
         """samples: by settings of each row; else all are greedy."""
         from infer.ops.choice import Choice, Greedy
 
@@ -151,6 +151,7 @@ class Captured:
         fed = fused.begin(self._plan, self.tokens, self.positions, self.moves)
         x = model.embed(fed.tokens, fed.places).to(model.dtype)
         if self.exact:
+            # Not by fed.turned: a prompt's rotation is of the kernel `turns`, and another might round otherwise.
             logits = exact_gpu.launch(self._plan, x, self.tables, fed.positions, self._finished)
         else:
             logits = fused.launch(self._plan, x, self.tables, fed.positions, fed.turned, self._finished)
@@ -223,7 +224,7 @@ class Decoding:
         requests: Sequence[Request],
         caches: Sequence[Cache],
         prompts: Sequence[int],
-        exact: bool = False,
+        exact: bool,
     ) -> None:
         self._model, self._plan, self._prompts, self._exact = model, plan, prompts, exact
         self._requests, self._caches = list(requests), list(caches)

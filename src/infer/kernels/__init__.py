@@ -73,9 +73,9 @@ def gpu(capability: tuple[int, int]) -> bool:
 @cache
 def gpu_modules() -> Any:
     """Those of a step. What samples is imported by ops/choice.py itself, which is there where Triton is."""
-    from infer.kernels import gpu_attention, gpu_launch, gpu_product
+    from infer.kernels import gpu_attention, gpu_exact, gpu_launch, gpu_product
 
-    return SimpleNamespace(attention=gpu_attention, launch=gpu_launch, product=gpu_product)
+    return SimpleNamespace(attention=gpu_attention, exact=gpu_exact, launch=gpu_launch, product=gpu_product)
 
 
 def _fingerprint() -> str:

@@ -5,8 +5,9 @@ who else is in it. Three things make that so:
 - Sums that more than one kernel computes are matrix products: their elements do not depend on each other, and each adds
   up its columns in order, sixteen at a time, whatever the size of the tile. (On GPUs with instructions for 64 rows all
   first factors have as many, so that it is the same instruction.) No sum is left to a tree of threads, whose shape the
-  compiler chooses, but for those over a vector that one kernel alone computes.
-- Keys are taken in blocks counted from position 0. What a query does not see weighs exactly 0.
+  compiler chooses, but for norms, over a vector that one program alone has. (`norm_rows` exists with and without
+  another norm in front, and compilers cut the same sum alike in both: tests on the device see to it.)
+- Keys are taken in blocks counted from position 0. What a query does not see weighs exactly 0, if it is finite.
 - Kernels are to be launched so that no multiplication is fused with an addition, unless it is written so.
 """
 

@@ -240,7 +240,7 @@ def few_rows(
     next_out=None,  # [B, N]: out by that weight
     next_squares=None,  # float32 [B, blocks of N]
     OFFSET: tl.constexpr = 0.0,
-    EARLY: tl.constexpr = False,  # whether the first weights are loaded before the wait
+    EARLY: tl.constexpr = False,  # whether the first weights are loaded before the wait; not with GATED
 ):
     """`one_row` for several, without its norms.
 
@@ -262,8 +262,6 @@ def few_rows(
     begin = split * STEPS
     if EARLY:
         early = load_block(first + begin * BLOCK_K, exists, begin * BLOCK_K + at < K, EVEN)
-        if GATED:
-            early_up = load_block(second + begin * BLOCK_K, exists, begin * BLOCK_K + at < K, EVEN)
     wait_for_previous(PDL)
     if RESIDUAL:
         addend = tl.load(residual + places, inside, 0.0).to(tl.float32)
@@ -277,8 +275,6 @@ def few_rows(
         k = begin * BLOCK_K
         turned = tl.load(vectors + k, fed[:, None] & (k + at < K)[None, :], 0.0).T
         y = tl.dot(early, turned, y, input_precision="ieee")
-        if GATED:
-            up = tl.dot(early_up, turned, up, input_precision="ieee")
         begin += 1
     for step in tl.range(begin, (split + 1) * STEPS, num_stages=STAGES):
         k = step * BLOCK_K
@@ -341,7 +337,7 @@ def norm_rows(
 ):
     """What `one_row` does before its product, a row in each program."""
     let_next_start(PDL)
-    start = tl.program_id(0) * K
+    start = tl.program_id(0).to(tl.int64) * K
     dtype = x.dtype.element_ty
     weights = load_parts(norm_weight, PARTS, K)
     biases = weights

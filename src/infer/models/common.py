@@ -35,10 +35,10 @@ class Pass(NamedTuple):
     rope: dict[str, tuple[Tensor, Tensor]]  # cos and sin by layer type; empty where positions are learned
     cache: Cache
     compiled: bool = False  # whether ops/compiled.py may take the blocks that it can
-    fed: Fed | None = None  # where ops/exact_gpu.py may
+    places: Places | None = None  # where ops/exact_gpu.py may
 
 
-class Fed(NamedTuple):
+class Places(NamedTuple):
     """Where tokens stand, as the kernels of a GPU take it."""
 
     positions: Tensor  # int32 [T]
@@ -157,10 +157,10 @@ class Block(Module):
             plan = self.planner(self.modules_within, self.plan)
             if plan is not None and plan.takes(x):
                 return self.through_kernels(x, step, plan)
-        if step.fed is not None:
+        if step.places is not None:
             exact_plan = self.exact_planner(self.modules_within, self.plan_exact)
             if exact_plan is not None and exact_plan.takes(x):
-                return self.through_exact_kernels(x, step, step.fed, exact_plan)
+                return self.through_exact_kernels(x, step, step.places, exact_plan)
         return self.plain(x, step)
 
     def plain(self, x: Tensor, step: Pass) -> Tensor:
@@ -227,9 +227,9 @@ class Block(Module):
         parts = self.parts()
         return None if parts is None else exact_gpu.plan_block(parts)
 
-    def through_exact_kernels(self, x: Tensor, step: Pass, fed: Fed, plan: exact_gpu.BlockPlan) -> Tensor:
+    def through_exact_kernels(self, x: Tensor, step: Pass, places: Places, plan: exact_gpu.BlockPlan) -> Tensor:
         attn = self.self_attn
-        heads = exact_gpu.before_attention(plan, x, fed.positions, fed.turned.get(attn.layer_type))
+        heads = exact_gpu.before_attention(plan, x, places.positions, places.turned.get(attn.layer_type))
         q, k, v = (each.view(step.batch, step.n, -1, attn.head_dim).transpose(1, 2) for each in heads)
         out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
         return exact_gpu.behind_attention(plan, out.transpose(1, 2).reshape(x.shape[0], -1), x)
@@ -316,7 +316,7 @@ class Decoder(Module):
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
         x = self.embed(input_ids.flatten(), positions.flatten()).to(self.dtype)  # [T, C]
         rope = {kind: rope(positions) for kind, rope in self.ropes.items()}
-        step = Pass(batch, n, rope, cache, compiled.available(x, PLAIN), self._feed(x, positions))
+        step = Pass(batch, n, rope, cache, compiled.available(x, PLAIN), self._places(x, positions))
         if n == 1 and (step.compiled or x.is_cuda) and (logits := self.decode(x, step)) is not None:
             cache.advance(1)
             return logits[:, None]
@@ -327,11 +327,11 @@ class Decoder(Module):
             x = x.view(batch, n, -1)[:, -1]  # [B, C]: generation samples from the last position alone
         return self.head(x, step).view(batch, -1, self.config.vocab_size)
 
-    def _feed(self, x: Tensor, positions: Tensor) -> Fed | None:
+    def _places(self, x: Tensor, positions: Tensor) -> Places | None:
         if not exact.wanted() or not fused.available(x.device, PLAIN):
             return None
         at = positions.flatten().to(torch.int32)
-        return Fed(at, {kind: exact_gpu.turns(rope.inv_freq, at) for kind, rope in self.ropes.items()})
+        return Places(at, {kind: exact_gpu.turns(rope.inv_freq, at) for kind, rope in self.ropes.items()})
 
     def decode(self, x: Tensor, step: Pass) -> Tensor | None:
         """Logits [B, V] for the next token of each row, in one call; None where the modules or the cache must run."""
@@ -402,7 +402,7 @@ class Decoder(Module):
             plan = self.head_planner(lambda: (self.norm, self.lm_head), self.plan_head)
             if plan is not None and plan.takes(x):
                 return compiled.head(plan, x)
-        if step.fed is not None:
+        if step.places is not None:
             exact_plan = self.exact_head_planner(lambda: (self.norm, self.lm_head), self.plan_exact_head)
             if exact_plan is not None and exact_plan.takes(x):
                 return exact_gpu.head(exact_plan, x)

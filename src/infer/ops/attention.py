@@ -84,10 +84,10 @@ def span_attention(
         return _attend_block(q, k, v, scale, window, masks, dropout)
     out = torch.empty_like(q)
     for start in range(0, n, size):
-        end = min(start + size, n)
-        last = keys - n + end
-        block = q[:, :, start:end], k[:, :, :last], v[:, :, :last]
-        out[:, :, start:end] = _attend_block(*block, scale, window, masks, dropout)
+        stop = min(start + size, n)
+        last = keys - n + stop
+        block = q[:, :, start:stop], k[:, :, :last], v[:, :, :last]
+        out[:, :, start:stop] = _attend_block(*block, scale, window, masks, dropout)
     return out
 
 
@@ -114,11 +114,11 @@ def softmax_attention(
     batch, heads, n, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     positions = torch.arange(keys, device=q.device)
-    exact = torch.promote_types(q.dtype, torch.float32)
-    k, v = k.to(exact)[:, :, None], v.to(exact)[:, :, None]  # [B, Hkv, 1, S, D]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = k.to(wide)[:, :, None], v.to(wide)[:, :, None]  # [B, Hkv, 1, S, D]
     outputs, kept = [], []
     for start in range(0, n, BLOCK):
-        block = q[:, :, start : start + BLOCK].to(exact).reshape(batch, kv_heads, heads // kv_heads, -1, head_dim)
+        block = q[:, :, start : start + BLOCK].to(wide).reshape(batch, kv_heads, heads // kv_heads, -1, head_dim)
         seen = visible(positions[keys - n + start :][: block.shape[3]], positions, window)  # [block, S]
         scores = (block @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
         weights = scores.softmax(-1)  # [B, Hkv, Hq/Hkv, block, S]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,13 +37,6 @@ HEADS = 8  # that a program prepares
 # Contracted multiplications and additions would round otherwise, wherever the compiler sees fit. (Matrix products
 # of float32 are made of fused ones all the same.)
 UNFUSED = {"enable_fp_fusion": False}
-
-
-@cache
-def _kernels() -> Any:
-    from infer.kernels import gpu_exact
-
-    return gpu_exact
 
 
 class BlockPlan(NamedTuple):
@@ -75,12 +67,7 @@ def plan_block(block: BlockParts) -> BlockPlan | None:
 
 def plan_head(head: HeadParts) -> HeadPlan | None:
     weight = head.norm.weight
-    return HeadPlan(head, _pdl(weight.device)) if head.linear.weight.dtype is weight.dtype else None
-
-
-def _pdl(device: torch.device) -> bool:
-    """Whether a kernel may start while the one before it ends: everywhere, or what is compiled would differ."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return HeadPlan(head, fused.has_pdl(weight.device)) if head.linear.weight.dtype is weight.dtype else None
 
 
 def step(plan: Plan, x: Tensor, tables: np.ndarray[Any, Any]) -> Tensor:
@@ -172,14 +159,14 @@ def _normed(
             x,
             complete,
             K=size,
-            PARTS=fused._parts(size),
+            PARTS=fused.in_parts(size),
             AFTER=after is not None,
             EPS=norm.eps,
             OFFSET=norm.offset,
             CENTRED=norm.centred,
             NORM_BIAS=norm.bias is not None,
             **UNFUSED,
-            **fused._late(pdl),
+            **fused.late(pdl),
         )
     return out, complete
 
@@ -209,7 +196,7 @@ def product(
     x = x.contiguous()
     rows, n, k = x.shape[0], weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    split = fused._split(-(-n // fused.BLOCK_N), k, gated)
+    split = fused.splits_of(-(-n // fused.BLOCK_N), k, gated)
     size = COLUMNS[x.element_size()]
     part = -(-k // (size * split)) * size
     tensors = x, weight, weight if bias is None else bias, x if residual is None else residual, out
@@ -221,7 +208,7 @@ def product(
         "GATED": gated,
         "ACTIVATION": activation,
         **UNFUSED,
-        **fused._late(pdl),
+        **fused.late(pdl),
     }
     if not rows:
         return out
@@ -243,7 +230,7 @@ def _few_rows(
     options: dict[str, Any],
 ) -> None:
     x = tensors[0]
-    block, blocks = max(16, fused._power(rows)), -(-n // fused.BLOCK_N)
+    block, blocks = max(16, fused.next_power(rows)), -(-n // fused.BLOCK_N)
     sums = torch.empty(split, rows, n, dtype=torch.float32, device=x.device) if split > 1 else x
     if finished is None:
         finished = torch.zeros(blocks if split > 1 else 1, dtype=torch.int32, device=x.device)
@@ -277,7 +264,7 @@ def _many_rows(
         block_n, block_b, block_k, stages, warps = 64, 64, 32, 2, 4
     block_k = math.gcd(block_k, part)
     loaded = block_n * (2 if options["GATED"] else 1) + block_b
-    _kernels().many_rows[(-(-n // block_n) * -(-rows // block_b),)](
+    kernels.gpu_modules().exact.many_rows[(-(-n // block_n) * -(-rows // block_b),)](
         *tensors,
         rows,
         n,
@@ -319,7 +306,7 @@ def _prepare(
     if table is None:
         k, v = (torch.empty(count, block.kv_heads, size, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
     if count:
-        _kernels().prepare_heads[(count, -(-(block.heads + 2 * block.kv_heads) // HEADS))](
+        kernels.gpu_modules().exact.prepare_heads[(count, -(-(block.heads + 2 * block.kv_heads) // HEADS))](
             qkv,
             torch.empty(1, dtype=torch.int64, device=qkv.device) if table is None else table,
             positions,
@@ -333,7 +320,7 @@ def _prepare(
             HEADS=block.heads,
             KV_HEADS=block.kv_heads,
             D=size,
-            BLOCK_D=fused._power(size),
+            BLOCK_D=fused.next_power(size),
             BLOCK_H=HEADS,
             NORM=norm is not None,
             EPS=0.0 if norm is None else norm.eps,
@@ -341,7 +328,7 @@ def _prepare(
             ROPE=turned is not None,
             num_warps=2,
             **UNFUSED,
-            **fused._late(pdl),
+            **fused.late(pdl),
         )
     return q, k, v
 
@@ -363,15 +350,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None,
     batch, heads, n, size = q.shape
     out = torch.empty(batch, n, heads, size, dtype=q.dtype, device=q.device)
     strides = [stride for each in (q, k, v) for stride in each.stride()[:3]]
-    pdl = _pdl(q.device)
+    pdl = fused.has_pdl(q.device)
     kv_heads = k.shape[1]
     shape = _shape(heads, kv_heads, size, q.dtype, q.device)
-    group, bytes_ = fused._power(heads // kv_heads), q.element_size()
+    group, bytes_ = fused.next_power(heads // kv_heads), q.element_size()
     with fused.on(q.device):
         if n == 1:
             pieces = _pieces(batch, kv_heads, shape, group, q.device)
             finished = torch.zeros(batch * kv_heads, dtype=torch.int32, device=q.device)
-            _kernels().attend_one[(_programs(batch * kv_heads), kv_heads, batch)](
+            kernels.gpu_modules().exact.attend_one[(_programs(batch * kv_heads), kv_heads, batch)](
                 q,
                 k,
                 v,
@@ -388,12 +375,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None,
                 *strides[3:],
                 TABLE=False,
                 **_options_of_one(shape, group, q),
-                **fused._late(pdl),
+                **fused.late(pdl),
             )
         elif out.numel():
             most = QUERIES[bytes_] // (2 if shape["BLOCK_D"] > 128 and bytes_ == 2 else 1)  # by their registers
             queries = max(1, min(most // group, shape["BLOCK"] * GROUPS))  # so that all fold as many blocks
-            _kernels().attend_many[(-(-n // queries) + 1, kv_heads, batch)](
+            kernels.gpu_modules().exact.attend_many[(-(-n // queries) + 1, kv_heads, batch)](
                 q,
                 k,
                 v,
@@ -411,7 +398,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None,
                 num_warps=4 if bytes_ == 4 else 8,
                 **shape,
                 **UNFUSED,
-                **fused._late(pdl),
+                **fused.late(pdl),
             )
     return out.transpose(1, 2)
 
@@ -429,9 +416,9 @@ def _attend_table(
     batch, heads, size = q.shape
     out = torch.empty(batch, heads * size, dtype=q.dtype, device=q.device)
     shape = _shape(heads, block.kv_heads, size, q.dtype, q.device)
-    group = fused._power(heads // block.kv_heads)
+    group = fused.next_power(heads // block.kv_heads)
     pieces = _pieces(batch, block.kv_heads, shape, group, q.device)
-    _kernels().attend_one[(_programs(batch * block.kv_heads), block.kv_heads, batch)](
+    kernels.gpu_modules().exact.attend_one[(_programs(batch * block.kv_heads), block.kv_heads, batch)](
         q,
         q,
         q,
@@ -448,7 +435,7 @@ def _attend_table(
         *(0,) * 6,
         TABLE=True,
         **_options_of_one(shape, group, q),
-        **fused._late(pdl),
+        **fused.late(pdl),
     )
     return out
 
@@ -460,7 +447,7 @@ def _scale(scale: float) -> float:
 
 def _shape(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
     """What decides in which order keys are added up: the same for one query and many."""
-    width = max(16, fused._power(size))
+    width = max(16, fused.next_power(size))
     block = BLOCK[dtype.itemsize]
     if width > 128 and fused.shared_memory(device) < 2**17:
         block //= 2

@@ -63,16 +63,21 @@ class Plan(NamedTuple):
 
 def plan(blocks: Sequence[BlockParts], head: HeadParts, ropes: Sequence[Tensor | None]) -> Plan | None:
     """None where the kernels do not know the like. ropes: the frequencies [D] of each block, if it rotates."""
-    weights = [head.norm.weight, head.linear.weight, *(linear.weight for block in blocks for linear in block.linears)]
+    parts = [*head, *(part for block in blocks for part in block if isinstance(part, Linear | Norm))]
     device, dtype = head.norm.weight.device, head.norm.weight.dtype
-    if any(weight.dtype is not dtype for weight in weights) or not _norms_agree(blocks, head):
+    if any(part.weight.dtype is not dtype for part in parts) or not _norms_agree(blocks, head):
         return None
     values = [None if rope is None else tuple(rope.tolist()) for rope in ropes]
     different = list(dict.fromkeys(value for value in values if value is not None))
     frequencies = torch.tensor(different or [()], dtype=torch.float32).to(device)
     kinds = [None if value is None else different.index(value) for value in values]
-    pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return Plan(blocks, head, frequencies, kinds, pdl, [*map(_constants, blocks), _kind(head.norm), *values])
+    constants = [*map(_constants, blocks), _kind(head.norm), *values]
+    return Plan(blocks, head, frequencies, kinds, has_pdl(device), constants)
+
+
+def has_pdl(device: torch.device) -> bool:
+    """Whether a kernel may start while the one before it ends."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _norms_agree(blocks: Sequence[BlockParts], head: HeadParts) -> bool:
@@ -146,7 +151,7 @@ def begin(plan: Plan, tokens: Tensor, positions: Tensor, moves: Tensor) -> Fed:
             fed.turned,
             KINDS=kinds if head_dim else 0,
             D=head_dim,
-            BLOCK_D=_power(head_dim),
+            BLOCK_D=next_power(head_dim),
         )
     return fed
 
@@ -233,7 +238,7 @@ def normed_product(
         ready = torch.empty_like(x)
         size = x.shape[1]
         kernels.gpu_modules().product.norm_rows[(x.shape[0],)](
-            vectors, ready, *weights, x, complete, K=size, PARTS=_parts(size), **options, **_late(pdl)
+            vectors, ready, *weights, x, complete, K=size, PARTS=in_parts(size), **options, **late(pdl)
         )
         out = _few_rows(linear, ready, None, finished, activation, gated, pdl)[0]
     return out, Residual(complete)
@@ -251,15 +256,16 @@ def added_product(
 ) -> Residual:
     """W x + b, added to the residual; or yet to be normed by `after`, and added then. norm: what follows."""
     addend = residual.x if after is None else None
+    prepared = None
     if x.shape[0] == 1:
         options = {"NORM": False, "AFTER": False, "EPS": 0.0, "OFFSET": 0.0, "CENTRED": False, "NORM_BIAS": False}
         out = _one_row(linear, x, addend, (x,) * 5, "", False, pdl, **options)
     else:
-        following = norm if after is None and not norm.centred and norm.bias is None else None
+        # Not in float16: by the weight alone, before it is scaled, a large residual is beyond what that holds.
+        plain = not norm.centred and norm.bias is None and x.dtype is not torch.float16
+        following = norm if after is None and plain else None
         out, prepared = _few_rows(linear, x, None, finished, "", False, pdl, addend=addend, norm=following)
-        if after is None:
-            return Residual(out, prepared=prepared)
-    return Residual(out) if after is None else Residual(residual.x, out, after)
+    return Residual(out, prepared=prepared) if after is None else Residual(residual.x, out, after)
 
 
 def _one_row(
@@ -287,7 +293,7 @@ def _one_row(
         *norms,
         n,
         K=k,
-        PARTS=_parts(k),
+        PARTS=in_parts(k),
         ROWS=rows,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
@@ -295,7 +301,7 @@ def _one_row(
         ACTIVATION=activation,
         num_warps=warps,
         **options,
-        **_late(pdl),
+        **late(pdl),
     )
     return out
 
@@ -307,7 +313,7 @@ def _rows_and_warps(n: int, k: int, gated: bool) -> tuple[int, int]:
     their weights, before the kernel in front has ended.
     """
     if gated:
-        return 4, max(1, min(8, _power(k + 1) // 1024))
+        return 4, max(1, min(8, next_power(k + 1) // 1024))
     if k > 4096:
         return (4, 4 if k <= 6144 else 8) if k <= 8192 else (1, 8)
     if n <= 4096:
@@ -333,8 +339,8 @@ def _few_rows(
     assert isinstance(weight, Tensor)
     batch, (n, k) = x.shape[0], (weight.shape[0] // (2 if gated else 1), weight.shape[1])
     out = torch.empty(batch, n, dtype=x.dtype, device=x.device)
-    rows, blocks = min(MAX_BLOCK_B, max(16, _power(batch))), -(-n // BLOCK_N)
-    split = _split(blocks, k, gated)
+    rows, blocks = min(MAX_BLOCK_B, max(16, next_power(batch))), -(-n // BLOCK_N)
+    split = splits_of(blocks, k, gated)
     size, stages = (256, 3) if split > 1 and rows <= 32 else (128, 4 if rows <= 32 else 3)
     if x.element_size() == 4:
         size, stages = 32, 2
@@ -345,7 +351,7 @@ def _few_rows(
     extras: dict[str, Any] = {}
     if squares is not None:
         parts = squares.shape[1]
-        extras = {"squares": squares, "SQUARES": parts, "PADDED": _power(parts), "EPS": eps}
+        extras = {"squares": squares, "SQUARES": parts, "PADDED": next_power(parts), "EPS": eps}
     prepared = None
     if norm is not None:
         prepared = Prepared(torch.empty_like(out), torch.empty(batch, blocks, dtype=torch.float32, device=x.device))
@@ -375,7 +381,7 @@ def _few_rows(
         EARLY=split > 1 and addend is None,
         num_warps=4,
         **extras,
-        **_late(pdl),
+        **late(pdl),
     )
     return out, prepared
 
@@ -388,7 +394,7 @@ def shared_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-def _split(blocks: int, k: int, gated: bool) -> int:
+def splits_of(blocks: int, k: int, gated: bool) -> int:
     """Programs that share the columns of a matrix, where it has few blocks of rows."""
     split = 1
     while not gated and 2 * split * blocks <= PROCESSORS and k >= 1024 * split:
@@ -428,7 +434,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`apply_rope`: x [B, H, n, D] by cos and sin [B, 1, n, D]."""
     batch, heads, n, head_dim = x.shape
     out = torch.empty(batch, n, heads, head_dim, dtype=x.dtype, device=x.device)
-    blocks = {"BLOCK_H": _power(heads), "BLOCK_D": _power(head_dim)}
+    blocks = {"BLOCK_H": next_power(heads), "BLOCK_D": next_power(head_dim)}
     if out.numel():
         with on(x.device):
             kernels.gpu_modules().attention.turn_heads[(batch * n,)](
@@ -441,7 +447,9 @@ def turns(frequencies: Tensor, positions: Tensor) -> Tensor:
     """Cosines and signed sines [B, 2, D] of RoPE at these positions [B], of frequencies [D]."""
     batch, head_dim = positions.shape[0], frequencies.shape[0]
     out = torch.empty(batch, 2, head_dim, dtype=torch.float32, device=positions.device)
-    kernels.gpu_modules().attention.turns[(batch,)](positions, frequencies, out, D=head_dim, BLOCK_D=_power(head_dim))
+    kernels.gpu_modules().attention.turns[(batch,)](
+        positions, frequencies, out, D=head_dim, BLOCK_D=next_power(head_dim)
+    )
     return out
 
 
@@ -457,9 +465,9 @@ def attend(
 ) -> Tensor:
     """Store the new keys and values where the table says, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
     batch, group, head_dim = qkv.shape[0], block.heads // block.kv_heads, block.head_dim
-    size = _power(head_dim)
+    size = next_power(head_dim)
     busy = BUSY if batch == 1 else BUSY_TOGETHER
-    splits = min(MAX_SPLITS, max(1, _power(busy // (batch * block.kv_heads))))
+    splits = min(MAX_SPLITS, max(1, next_power(busy // (batch * block.kv_heads))))
     keys, stages, warps = attention_shape(size, batch)
     out = torch.empty(batch, block.heads * head_dim, dtype=qkv.dtype, device=qkv.device)
     pieces = torch.empty(batch, block.heads, splits, head_dim + 4, dtype=torch.float32, device=qkv.device)
@@ -480,8 +488,8 @@ def attend(
         GROUP=group,
         D=head_dim,
         BLOCK_D=max(16, size),
-        BLOCK_G=max(16, _power(group)),
-        MERGE_G=_power(group),
+        BLOCK_G=max(16, next_power(group)),
+        MERGE_G=next_power(group),
         BLOCK_S=keys,
         NORM=norm is not None,
         EPS=0.0 if norm is None else norm.eps,
@@ -490,7 +498,7 @@ def attend(
         ALIGNED=alignment(head_dim, qkv.dtype),
         STAGES=stages,
         num_warps=warps,
-        **_late(pdl),
+        **late(pdl),
     )
     return out
 
@@ -502,19 +510,19 @@ def attention_shape(head_dim: int, batch: int) -> tuple[int, int, int]:
     return (64, 3, 4) if batch < 8 else (128, 2, 4)
 
 
-def _late(pdl: bool) -> dict[str, bool]:
+def late(pdl: bool) -> dict[str, bool]:
     """Launch options of a kernel that may start before the one in front of it has ended."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
 @cache
-def _parts(size: int) -> tuple[tuple[int, int], ...]:
+def in_parts(size: int) -> tuple[tuple[int, int], ...]:
     """Cut a vector into up to three parts (start, size) whose sizes are powers of two, the last padded if need be."""
     parts: list[tuple[int, int]] = []
     start = 0
     while start < size:
         left = size - start
-        part = _power(left)
+        part = next_power(left)
         if part > 1.15 * left and len(parts) < 2:
             part //= 2
         parts.append((start, part))
@@ -522,6 +530,6 @@ def _parts(size: int) -> tuple[tuple[int, int], ...]:
     return tuple(parts)
 
 
-def _power(n: int) -> int:
+def next_power(n: int) -> int:
     """The next power of two."""
     return 1 << max(0, n - 1).bit_length()
