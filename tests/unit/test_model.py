@@ -476,3 +476,9 @@ def assert_attributes_are_parameters(model: Decoder) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module_name, _, leaf = name.rpartition(".")
         assert getattr(model.get_submodule(module_name), leaf) is parameter, name
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 3)])
+def test_no_tokens(tiny_model: Callable[..., Decoder], shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        tiny_model()(torch.zeros(shape, dtype=torch.int64))

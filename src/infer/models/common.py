@@ -309,6 +309,8 @@ class Decoder(Module):
     def run(self, input_ids: Tensor, kv_cache: Cache | None, all_logits: bool) -> Tensor:
         """A forward pass, exact or not."""
         batch, n = input_ids.shape
+        if not input_ids.numel():
+            raise ValueError(f"there are no tokens in input_ids of shape {list(input_ids.shape)}")
         dropout = self.config.dropout if self.training else 0.0
         cache = NoCache(batch, input_ids.device, dropout) if kv_cache is None else kv_cache
         positions = cache.positions(n)

@@ -40,6 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from infer import kernels
 from infer.ops.table import Table
 
+PIECE = 16384  # elements that torch leaves to a single thread
 KINDS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 116}  # as kernels/cpu_product.py names weights
 
 _asked: ContextVar[bool | None] = ContextVar("exact", default=None)
@@ -100,7 +101,9 @@ def activate(x: Tensor, inner: int, code: int, plain: Callable[[Tensor], Tensor]
     code: of the activation, in `ops.parts.ACTIVATION_CODES`. plain: the activation in torch.
     """
     if (compiled := _kernels(x)) is None:
-        out = by_rows(plain, x[:, :inner])
+        # torch cuts what is longer among its threads, wherever that falls, and computes leftovers in another way.
+        pieces = [by_rows(plain, piece) for piece in torch.split(x[:, :inner], PIECE, 1)]
+        out = torch.cat(pieces, 1)
         return out if inner == x.shape[1] else out * x[:, inner:]
     block, out = np.zeros(1, compiled.BLOCK), _empty(x.shape[0], inner)
     block["activation"] = code
