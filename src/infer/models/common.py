@@ -318,10 +318,11 @@ class Decoder(Module):
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
         x = self.embed(input_ids.flatten(), positions.flatten()).to(self.dtype)  # [T, C]
         rope = {kind: rope(positions) for kind, rope in self.ropes.items()}
-        step = Pass(batch, n, rope, cache, compiled.available(x, PLAIN), self._places(x, positions))
+        step = Pass(batch, n, rope, cache, compiled.available(x, PLAIN))
         if n == 1 and (step.compiled or x.is_cuda) and (logits := self.decode(x, step)) is not None:
             cache.advance(1)
             return logits[:, None]
+        step = step._replace(places=self._places(x, positions))
         for layer in self.layers:
             x = layer(x, step)
         cache.advance(n)
