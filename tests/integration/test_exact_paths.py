@@ -33,7 +33,8 @@ from infer import (
 )
 from infer.cli.common import DEFAULT_MODEL
 from infer.engine.conversation import Conversation
-from infer.engine.paths import PathResult, Runs, bits, compare
+from infer.engine.parting import bits
+from infer.engine.paths import PathResult, Runs, compare
 from infer.models.common import Decoder
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from infer import GrowingCache, KVCache, ModelConfig, SamplingParams, SlidingCache, generate, generate_batch, stream
 from infer.cache import BaseCache, Cache, NoCache
 from infer.engine import paths
-from infer.engine.paths import Origin, PathResult, bits, compare, number_of_paths
+from infer.engine.parting import Origin, bits
+from infer.engine.paths import PathResult, compare, number_of_paths
 from infer.models.common import Decoder
 from infer.ops import exact as exactness
 

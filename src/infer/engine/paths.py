@@ -18,11 +18,11 @@ from infer.cache import BaseCache, Cache, KVCache, SlidingCache
 from infer.cache.batch import BatchCache
 from infer.cache.sliding import PREFILL_CHUNK
 from infer.cache.traced import TracedCache
-from infer.cache.wrapped import WrappedCache
 from infer.engine.batch import generate_batch
 from infer.engine.cached import generate_ids_greedy_cached
 from infer.engine.generate import Model, make_cache, model_device, passes, step
 from infer.engine.params import SamplingParams
+from infer.engine.parting import Call, Origin, RecordingCache, bits, first_parting
 from infer.engine.text import Decodes
 from infer.engine.verify import CACHES, check, empty_cache, first_difference, reference_cache
 
@@ -31,26 +31,6 @@ PREFIXES = 8  # lengths at which a run without a cache is stopped
 REWINDS = 4  # lengths to which a cache is truncated
 REFED = 64  # tokens that are fed again behind each of these, where there are so many
 KEPT_BYTES = 1 << 30  # of reference logits; what is more is computed again for each path
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The first thing in which two runs part: all that it is computed from is equal."""
-
-    what: str  # "query" | "key" | "value" | "attended", of a layer; "head"; "whole step": apart only while unwatched
-    layer: int | None = None
-    position: int | None = None
-    element: int | None = None  # with the heads side by side
-    expected: float | None = None
-    got: float | None = None
-
-    def __str__(self) -> str:
-        if self.what == "head":
-            return "all layers agree: it is the last norm or the head"
-        if self.what == "whole step":
-            return "with every layer watched, the two agree: it is the kernel that does a step in one call"
-        where = f"layer {self.layer}, {self.what}, position {self.position}, element {self.element}"
-        return f"{where}: {self.got!r} instead of {self.expected!r}"
 
 
 @dataclass(frozen=True)
@@ -370,64 +350,6 @@ class Runs:
             if prompt == difference.prompt and 0 <= at < len(logits) and not torch.equal(right, bits(logits[at])):
                 return Origin("head")
         return Origin("whole step")
-
-
-class Call(NamedTuple):
-    """What a layer attended with, and what came out, for each row's positions from `start` on."""
-
-    rows: Sequence[int]  # the prompts
-    layer: int
-    start: int
-    tensors: dict[str, Tensor]  # by what they are, [B, H, n, D]
-
-
-class RecordingCache(WrappedCache):
-    """Keeps what every layer attends with."""
-
-    def __init__(self, cache: Cache, rows: Sequence[int], calls: list[Call]) -> None:
-        super().__init__(cache)
-        self.rows = rows
-        self.calls = calls
-
-    def attend(
-        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
-    ) -> Tensor:
-        out = super().attend(layer_idx, q, k, v, scale=scale, window=window)
-        tensors = {"query": q.clone(), "key": k.clone(), "value": v.clone(), "attended": out.clone()}
-        self.calls.append(Call(self.rows, layer_idx, self.seq_len, tensors))
-        return out
-
-
-def first_parting(reference: Sequence[Call], calls: Sequence[Call], prompt: int, last: int) -> Origin | None:
-    """By layer, then by what comes first in it, then by position, of those up to the last.
-
-    reference: one pass over all positions.
-    """
-    told = {call.layer: call.tensors for call in reference}
-    found: list[tuple[tuple[int, bool, int], Origin]] = []
-    for call in calls:
-        for row in [at for at, index in enumerate(call.rows) if index == prompt]:
-            for what, got in call.tensors.items():
-                n = max(0, min(got.shape[2], last + 1 - call.start))
-                expected = _by_position(told[call.layer][what][0, :, call.start : call.start + n])  # [n, H * D]
-                mine = _by_position(got[row, :, :n])
-                differs = bits(expected) != bits(mine)
-                if differs.any():
-                    at, element = (int(index) for index in differs.nonzero()[0])
-                    position = call.start + at
-                    pair = float(expected[at, element]), float(mine[at, element])
-                    rank = call.layer, what == "attended", position
-                    found.append((rank, Origin(what, call.layer, position, element, *pair)))
-    return min(found, key=lambda entry: entry[0])[1] if found else None
-
-
-def bits(x: Tensor) -> Tensor:
-    """As whole numbers: equal where every bit is, NaN included."""
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def _by_position(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).flatten(1)  # [H, n, D] -> [n, H * D]
 
 
 def _unwatched(rows: Sequence[int], cache: Cache) -> Cache:
