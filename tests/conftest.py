@@ -91,6 +91,12 @@ def tiny_model() -> Callable[..., Decoder]:
 
 
 @pytest.fixture
+def compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's kernels are compiled when they are needed: tests have more models than anybody runs."""
+    monkeypatch.setattr("infer.ops.fused.can_compile_ahead", lambda: False)
+
+
+@pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Loading fails with one line that matches, before any weight has memory."""
 

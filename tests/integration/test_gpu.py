@@ -30,7 +30,10 @@ from infer.ops import compiled, fused
 from infer.ops.norm import RMSNorm
 from infer.trace.record import Trace
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("compiled_apart"),
+]
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -640,6 +643,48 @@ def test_quantised_weights_are_refused(quantize: str) -> None:
         load_model("anything", device="cuda", quantize=quantize)
 
 
+def run_alone(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, with Letters and tests/conftest.py at hand."""
+    root = Path(__file__).parents[2]
+    paths = [str(root / "src"), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    letters = """
+class Letters:
+    def decode(self, token_ids):
+        return ""
+"""
+    return subprocess.run(
+        [sys.executable, "-c", letters + program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_nothing_is_compiled_later(tmp_path: Path) -> None:
+    """On a machine that has compiled nothing yet: after one text, other prompts, batches and settings find it all."""
+    sizes = SIZES | {"model_type": "qwen3"} | OWN["qwen3"]
+    program = f"""
+import torch, triton
+from conftest import make_tiny_model
+from infer import SamplingParams, generate, generate_batch
+
+model = make_tiny_model(**{sizes!r}).to("cuda", torch.bfloat16)
+generate(model, Letters(), [1, 2, 3], SamplingParams(max_new_tokens=4))
+late = set()
+triton.knobs.compilation.listener = lambda *, src, **_: late.add(src.name)
+sampled = dict(temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.2, logit_bias={{5: 1.0}}, seed=3)
+for count in (1, 2, 5, 8, 16, 20, 40, 70, 130):
+    prompts = [[1 + i % 7] * (40 if count == 1 else 3) for i in range(count)]
+    generate_batch(model, Letters(), prompts, SamplingParams(max_new_tokens=4))
+    if count < 8:
+        generate_batch(model, Letters(), prompts, SamplingParams(max_new_tokens=4, **sampled))
+print(sorted(late))
+"""
+    done = run_alone(program, TRITON_CACHE_DIR=str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
 def test_without_kernels(make_model: MakeModel) -> None:
     """INFER_KERNELS=0: plain torch, without a word about it."""
     sizes = SIZES | {"model_type": "gemma3"} | OWN["gemma3"]
@@ -648,19 +693,12 @@ import torch
 from conftest import make_tiny_model
 from infer import SamplingParams, generate
 
-class Letters:
-    def decode(self, token_ids):
-        return ""
-
 model = make_tiny_model(**{sizes!r}).to("cuda")
 with torch.inference_mode():
     assert model.fused_plan() is None
 print(*generate(model, Letters(), {prompt_of(80)!r}, SamplingParams(max_new_tokens=12)).token_ids)
 """
-    root = Path(__file__).parents[2]
-    paths = [str(root / "src"), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"INFER_KERNELS": "0", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = run_alone(program, INFER_KERNELS="0")
     assert (done.returncode, done.stderr) == (0, "")
     expected = plainly(make_model("gemma3"), prompt_of(80), SamplingParams(max_new_tokens=12))
     assert done.stdout.split() == list(map(str, expected))

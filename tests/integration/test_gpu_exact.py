@@ -22,7 +22,10 @@ from infer.ops import exact, exact_gpu
 from infer.ops.linear import Linear
 from infer.trace.record import Trace
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("compiled_apart"),
+]
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

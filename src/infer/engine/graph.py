@@ -103,11 +103,26 @@ def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: boo
             if found == (rows, samples, exact, _capturing, False):
                 break
         else:
+            _compile(model, plan, rows, samples, exact)
             step = Captured(model, plan, rows, samples, exact)
+            step.capture(model)
             step.weights = weights
             steps.append(step)
         step.busy = True
     return step
+
+
+def _compile(model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: bool) -> None:
+    """What a step needs; and where that was not on disk, what steps of other rows and settings will."""
+    if not fused.can_compile_ahead():
+        return
+    with fused.compiling(model.device) as fresh:
+        Captured(model, plan, rows, samples, exact).compile(model)
+    if fresh:
+        with suppress(torch.OutOfMemoryError), fused.compiling(model.device):
+            for kind in fused.KINDS:
+                # How a token is chosen does not depend on how many are.
+                Captured(model, plan, kind, kind == 1, exact).compile(model)
 
 
 class Captured:
@@ -132,24 +147,33 @@ class Captured:
         self.choice = self.settings or Greedy(rows, config.vocab_size, device, plan.pdl)
         self._finished = fused.counters(plan, rows)
         self._graph: torch.cuda.CUDAGraph | None = None
-        with fused.on(device):
-            self._step(model)  # compiles the kernels; no row takes part yet
+
+    def capture(self, model: Decoder) -> None:
+        """model: the one that it was made for, here and below, which it must not keep alive."""
+        with fused.on(model.device):
+            self._step(model)  # loads the kernels; no row takes part yet
             if self.captured:
                 self._graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                     self._step(model)
 
     def launch(self, model: Decoder) -> None:
-        """model: the one that it was made for, which it must not keep alive."""
         if self._graph is None:
             self._step(model)
         else:
             self._graph.replay()
 
+    def compile(self, model: Decoder) -> None:
+        """Its kernels, within `fused.compiling`: nothing is computed, so there is nothing to look up."""
+        x = torch.empty(self.rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        self._choose(x, fused.begin(self._plan, self.tokens, self.positions, self.moves))
+
     def _step(self, model: Decoder) -> None:
         # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
         fed = fused.begin(self._plan, self.tokens, self.positions, self.moves)
-        x = model.embed(fed.tokens, fed.places).to(model.dtype)
+        self._choose(model.embed(fed.tokens, fed.places).to(model.dtype), fed)
+
+    def _choose(self, x: Tensor, fed: fused.Fed) -> None:
         if self.exact:
             # Not by fed.turned: a prompt's rotation is of the kernel `turns`, and another might round otherwise.
             logits = exact_gpu.launch(self._plan, x, self.tables, fed.positions, self._finished)

@@ -12,6 +12,7 @@ from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
+from infer.kernels import ahead
 from infer.machine import cache_folder
 
 _compiling = Lock()
@@ -70,12 +71,18 @@ def gpu(capability: tuple[int, int]) -> bool:
     return False
 
 
-@cache
 def gpu_modules() -> Any:
-    """Those of a step. What samples is imported by ops/choice.py itself, which is there where Triton is."""
-    from infer.kernels import gpu_attention, gpu_exact, gpu_launch, gpu_product
+    """Those for a GPU. To be asked at each launch: while kernels are compiled ahead, nothing is launched."""
+    return ahead.seen(_gpu_modules())
 
-    return SimpleNamespace(attention=gpu_attention, exact=gpu_exact, launch=gpu_launch, product=gpu_product)
+
+@cache
+def _gpu_modules() -> SimpleNamespace:
+    from infer.kernels import gpu_attention, gpu_exact, gpu_launch, gpu_product, gpu_sample
+
+    return SimpleNamespace(
+        attention=gpu_attention, exact=gpu_exact, launch=gpu_launch, product=gpu_product, sample=gpu_sample
+    )
 
 
 def _fingerprint() -> str:

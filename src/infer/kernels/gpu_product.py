@@ -43,12 +43,13 @@ def store_parts(out, parts, PARTS: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def load_rows(weight, row, exists, PARTS: tl.constexpr, K: tl.constexpr):
-    """Whole rows of a matrix, cut likewise."""
+    """Whole rows of a matrix, cut likewise. Read once, they would only drive from the L2 cache what is read again."""
     tiles = ()
     for i in tl.static_range(len(PARTS)):
         at = PARTS[i][0] + tl.arange(0, PARTS[i][1])
         places = row[:, None].to(tl.int64) * K + at[None, :]
-        tiles = tiles + (tl.load(weight + places, exists[:, None] & (at < K)[None, :], 0.0),)
+        inside = exists[:, None] & (at < K)[None, :]
+        tiles = tiles + (tl.load(weight + places, inside, 0.0, eviction_policy="evict_first"),)
     return tiles
 
 

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from infer import kernels
 from infer.kernels import gpu_sample
 from infer.ops.uniform import U64, mix
 
@@ -44,7 +45,7 @@ class Greedy:
         """
         grid = self._grid(logits)
         nothing = (None,) * 7
-        gpu_sample.best_of_slices[grid](
+        kernels.gpu_modules().sample.best_of_slices[grid](
             logits,
             positions,
             self._best,
@@ -55,7 +56,7 @@ class Greedy:
             CLEARED=1,
             **self._options,
         )
-        gpu_sample.best_of_row[grid[1:]](
+        kernels.gpu_modules().sample.best_of_row[grid[1:]](
             positions, self._best, self._best_at, tokens, SLICES=self._slices, PADDED=self._padded, **self._options
         )
 
@@ -156,7 +157,7 @@ class Choice(Greedy):
         whole, fractions, notes = self._whole, self._fractions, self._notes
         counts, masses = self._counts, self._masses
         cleared = triton.next_power_of_2(triton.cdiv(masses[0].numel(), self._slices))
-        gpu_sample.best_of_slices[grid](
+        kernels.gpu_modules().sample.best_of_slices[grid](
             logits,
             positions,
             best,
@@ -173,13 +174,19 @@ class Choice(Greedy):
             CLEARED=cleared,
             **options,
         )
-        gpu_sample.count[grid](
+        kernels.gpu_modules().sample.count[grid](
             positions, best, scores, whole, fractions, counts, masses, V=self.vocab, PADDED=self._padded, **options
         )
-        gpu_sample.narrow_top_k[grid](positions, scores, whole, counts, masses, notes, V=self.vocab, **options)
-        gpu_sample.narrow_top_p[grid](positions, scores, whole, counts, masses, notes, V=self.vocab, **options)
-        gpu_sample.weigh[grid](positions, scores, whole, masses, notes, self._weights, V=self.vocab, **options)
-        gpu_sample.draw[grid[1:]](
+        kernels.gpu_modules().sample.narrow_top_k[grid](
+            positions, scores, whole, counts, masses, notes, V=self.vocab, **options
+        )
+        kernels.gpu_modules().sample.narrow_top_p[grid](
+            positions, scores, whole, counts, masses, notes, V=self.vocab, **options
+        )
+        kernels.gpu_modules().sample.weigh[grid](
+            positions, scores, whole, masses, notes, self._weights, V=self.vocab, **options
+        )
+        kernels.gpu_modules().sample.draw[grid[1:]](
             positions,
             best,
             best_at,

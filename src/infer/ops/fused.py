@@ -8,8 +8,8 @@ are: that lies on the device, so a step can be captured once and replayed (`engi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from infer import kernels
+from infer.kernels import ahead
 from infer.kernels.table import FILLED
 from infer.ops.linear import Linear
 from infer.ops.norm import Norm
@@ -28,7 +29,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_N, MAX_BLOCK_B = 64, 128  # of the product of few rows
 GATED = 2048  # columns of a program that multiplies with gates
 MAX_SPLITS = 64  # programs that share a row's keys
-BUSY, BUSY_TOGETHER = 512, 256  # programs of attention that keep a GPU busy: of one row, and of several
+BUSY, BUSY_TOGETHER = 512, 256  # programs of attention that keep a GPU busy; of several rows with small heads
+KINDS = (1, 2, 8, 32, 64, 128)  # a step of any number of rows has the kernels of one of these
 PROCESSORS = 132  # of an H200: more programs of a product take turns
 
 
@@ -191,6 +193,17 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+@contextmanager
+def compiling(device: torch.device) -> Iterator[list[str]]:
+    """Within, kernels for this device are compiled, and none is launched; see kernels/ahead.py."""
+    with on(device), ahead.compiling() as fresh:
+        yield fresh
+
+
+def can_compile_ahead() -> bool:
+    return ahead.possible()
+
+
 class Prepared(NamedTuple):
     """Vectors [B, C] half way through an RMSNorm: by its weight, and of each the squares, in parts, that scale it."""
 
@@ -314,8 +327,10 @@ def _rows_and_warps(n: int, k: int, gated: bool) -> tuple[int, int]:
     """
     if gated:
         return 4, max(1, min(8, next_power(k + 1) // 1024))
+    if k > 8192:
+        return 1, 8
     if k > 4096:
-        return (4, 4 if k <= 6144 else 8) if k <= 8192 else (1, 8)
+        return (4, 4 if k <= 6144 else 8) if n >= 2048 else (2, 4)
     if n <= 4096:
         return 2, max(1, k // 2048)
     return 8, 4 if k <= 2048 else 8
@@ -466,7 +481,7 @@ def attend(
     """Store the new keys and values where the table says, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
     batch, group, head_dim = qkv.shape[0], block.heads // block.kv_heads, block.head_dim
     size = next_power(head_dim)
-    busy = BUSY if batch == 1 else BUSY_TOGETHER
+    busy = BUSY_TOGETHER if batch > 1 and head_dim <= 64 else BUSY
     splits = min(MAX_SPLITS, max(1, next_power(busy // (batch * block.kv_heads))))
     keys, stages, warps = attention_shape(size, batch)
     out = torch.empty(batch, block.heads * head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -506,8 +521,8 @@ def attend(
 def attention_shape(head_dim: int, batch: int) -> tuple[int, int, int]:
     """Keys that a program looks at together, blocks of them under way, and its warps: what was fastest on an H200."""
     if head_dim > 64:
-        return 32, 2, 4 if head_dim <= 128 else 8
-    return (64, 3, 4) if batch < 8 else (128, 2, 4)
+        return 32, 2, 2 if head_dim <= 128 else 4
+    return 64 if batch < 8 else 128, 2, 4
 
 
 def late(pdl: bool) -> dict[str, bool]:
