@@ -252,7 +252,7 @@ class TestRealShapes:
         caches = [make_cache(model, KVCache, 2048) for _ in rows]
         for row, cache in zip(rows, caches, strict=True):
             model(row[:, :-4], kv_cache=cache)
-        steps = [torch.cat([row[:, i : i + 1] for row in rows]) for i in range(-4, 0)]
+        steps = [torch.cat([row[:, [i]] for row in rows]) for i in range(-4, 0)]
         together = torch.cat([model(step, kv_cache=BatchCache(caches)) for step in steps], 1)
         for i, row in enumerate(rows):
             same(together[i : i + 1], model(row)[:, -4:])

@@ -64,7 +64,7 @@ def many_rows(
     exists, fed = column < N, row < B
     at = tl.arange(0, BLOCK_K)
     first = weight + column[:, None].to(tl.int64) * K + at[None, :]
-    second = first + N.to(tl.int64) * K
+    second = first + tl.cast(N, tl.int64) * K
     vectors = x + row[:, None] * K + at[None, :]
     wait_for_previous(PDL)
     y = tl.zeros((BLOCK_N, BLOCK_B), tl.float32)

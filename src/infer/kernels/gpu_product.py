@@ -156,7 +156,7 @@ def one_row(
     exists = row < N
     first = load_rows(weight, row, exists, PARTS, K)
     if GATED:
-        second = load_rows(weight + N.to(tl.int64) * K, row, exists, PARTS, K)
+        second = load_rows(weight + tl.cast(N, tl.int64) * K, row, exists, PARTS, K)
     dtype = x.dtype.element_ty
     if NORM:
         norm_weights = load_parts(norm_weight, PARTS, K)
@@ -255,7 +255,7 @@ def few_rows(
     at = tl.arange(0, BLOCK_K)
     split = tl.program_id(2)
     first = weight + column[:, None].to(tl.int64) * K + at[None, :]
-    second = first + N.to(tl.int64) * K
+    second = first + tl.cast(N, tl.int64) * K
     vectors = x + row[:, None] * K + at[None, :]
     places = row[None, :] * N + column[:, None]
     inside = fed[None, :] & exists[:, None]

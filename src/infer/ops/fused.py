@@ -437,6 +437,7 @@ def can_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
         x.is_cuda
         and x.dtype in DTYPES
         and x.stride(3) == 1
+        and not any(stride % x.shape[3] for stride in x.stride()[:3])
         and all(
             each.shape == (x.shape[0], 1, *x.shape[2:]) and each.is_contiguous() and each.dtype is torch.float32
             for each in (cos, sin)
@@ -453,7 +454,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if out.numel():
         with on(x.device):
             kernels.gpu_modules().attention.turn_heads[(batch * n,)](
-                x, cos, sin, out, n, *x.stride()[:3], H=heads, D=head_dim, **blocks
+                x, cos, sin, out, n, *(step // head_dim for step in x.stride()[:3]), H=heads, D=head_dim, **blocks
             )
     return out.transpose(1, 2)
 
