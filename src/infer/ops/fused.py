@@ -523,7 +523,7 @@ def attention_shape(head_dim: int, batch: int) -> tuple[int, int, int]:
     """Keys that a program looks at together, blocks of them under way, and its warps: what was fastest on an H200."""
     if head_dim > 64:
         return 32, 2, 2 if head_dim <= 128 else 4
-    return 64 if batch < 8 else 128, 2, 4
+    return (64, 3, 4) if batch < 8 else (128, 2, 4)
 
 
 def late(pdl: bool) -> dict[str, bool]:
