@@ -25,7 +25,7 @@ from infer.cache.simple import KVCache  # noqa: E402
 from infer.cache.sliding import SlidingCache  # noqa: E402
 from infer.config import RopeConfig  # noqa: E402
 from infer.models.common import Decoder  # noqa: E402
-from infer.ops import fused  # noqa: E402
+from infer.ops import fused, prompt  # noqa: E402
 from infer.ops.activation import ACTIVATIONS  # noqa: E402
 from infer.ops.linear import Linear  # noqa: E402
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm  # noqa: E402
@@ -579,11 +579,11 @@ class TestWhenModulesChange:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("rows", "inner"), [(1, 1), (5, 77), (3, fused.GATED + 1), (0, 4)])
+@pytest.mark.parametrize(("rows", "inner"), [(1, 1), (5, 77), (3, prompt.GATED + 1), (0, 4)])
 def test_gates(rows: int, inner: int, activation: str, generator: torch.Generator) -> None:
     x = torch.randn(rows, 2 * inner, generator=generator).to(DEVICE)
     expected = ACTIVATIONS[activation](x[:, :inner]) * x[:, inner:]
-    torch.testing.assert_close(fused.gate(x, activation), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(prompt.gate(x, activation), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 12), (5, 64)])
@@ -592,7 +592,7 @@ def test_rotation_of_a_prompt(heads: int, head_dim: int, generator: torch.Genera
     x = torch.randn(2, 7, heads + 4, head_dim, generator=generator).to(DEVICE).transpose(1, 2)[:, 1 : heads + 1]
     rope = Rope(RopeConfig(), head_dim)
     cos, sin = rope(torch.tensor([[0, 1, 2, 3, 4, 5, 6], [90, 91, 92, 93, 94, 95, 96]], device=DEVICE))
-    turned = fused.rotate(x, cos, sin)
+    turned = prompt.rotate(x, cos, sin)
     assert turned.shape == x.shape
     torch.testing.assert_close(turned, apply_rope(x, cos, sin), atol=1e-5, rtol=1e-5)
 

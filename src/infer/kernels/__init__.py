@@ -78,10 +78,15 @@ def gpu_modules() -> Any:
 
 @cache
 def _gpu_modules() -> SimpleNamespace:
-    from infer.kernels import gpu_attention, gpu_exact, gpu_launch, gpu_product, gpu_sample
+    from infer.kernels import gpu_attention, gpu_exact, gpu_launch, gpu_product, gpu_prompt, gpu_sample
 
     return SimpleNamespace(
-        attention=gpu_attention, exact=gpu_exact, launch=gpu_launch, product=gpu_product, sample=gpu_sample
+        attention=gpu_attention,
+        exact=gpu_exact,
+        launch=gpu_launch,
+        product=gpu_product,
+        prompt=gpu_prompt,
+        sample=gpu_sample,
     )
 
 

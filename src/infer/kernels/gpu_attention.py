@@ -62,33 +62,6 @@ def turn(position, frequencies, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
     tl.store(out + D + d, tl.where(d < D // 2, -sine, sine), d < D)
 
 
-@triton.jit(do_not_specialize=["n", "row_step", "head_step", "token_step"])
-def turn_heads(
-    x,  # [B, H, n, D], in whatever order, the D of a head next to each other
-    cosines,  # float32 [B, n, D]
-    sines,
-    out,  # [B, n, H, D]
-    n,
-    row_step,  # from a row to the next, in heads; and so on
-    head_step,
-    token_step,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """RoPE for the many tokens of a prompt, one in each program."""
-    token, h, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    inside = (h < H)[:, None] & (d < D)[None, :]
-    heads = x + (token // n * row_step + token % n * token_step + h[:, None].to(tl.int64) * head_step) * D
-    own = tl.load(heads + d[None, :], inside, 0.0).to(tl.float32)
-    other = tl.load(heads + partner(d, D)[None, :], inside, 0.0).to(tl.float32)
-    cosine = tl.load(cosines + token * D + d, d < D, 0.0)
-    sine = tl.load(sines + token * D + d, d < D, 0.0)
-    turned = own * cosine[None, :] + other * sine[None, :]
-    tl.store(out + (token * H + h[:, None]) * D + d[None, :], turned.to(out.dtype.element_ty), inside)
-
-
 @triton.jit
 def partner(d, D: tl.constexpr):
     """What is turned together with dimension d."""

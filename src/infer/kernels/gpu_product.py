@@ -355,18 +355,3 @@ def norm_rows(
         store_parts(carried_out + start, vector, PARTS, K)
     vector = normed(vector, weights, biases, dtype, PARTS, K, EPS, OFFSET, CENTRED, NORM_BIAS)
     store_parts(out + start, vector, PARTS, K)
-
-
-@triton.jit
-def gate_rows(
-    x,  # [T, 2 N]: gates, and what they are multiplied with
-    out,  # [T, N]
-    N,
-    BLOCK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
-    """activation(gate) * up, for the many tokens of a prompt."""
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(x + row * 2 * N + at, at < N, 0.0).to(tl.float32)
-    up = tl.load(x + (row * 2 + 1) * N + at, at < N, 0.0).to(tl.float32)
-    tl.store(out + row * N + at, (activated(gate, ACTIVATION) * up).to(out.dtype.element_ty), at < N)

@@ -8,7 +8,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from infer.ops import exact, fused
+from infer.ops import exact, prompt
 from infer.ops.parts import ACTIVATION_CODES
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,8 +28,8 @@ def activated(x: Tensor, activation: str) -> Tensor:
 
 def gated(x: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, where x [T, 2 I] holds the gates, then what they are multiplied with."""
-    if fused.can_gate(x):
-        return fused.gate(x, activation)
+    if prompt.can_gate(x):
+        return prompt.gate(x, activation)
     if exact.wanted() and x.is_cpu:
         return exact.activate(x, x.shape[1] // 2, ACTIVATION_CODES[activation], ACTIVATIONS[activation])
     gate, up = x.chunk(2, -1)

@@ -27,7 +27,6 @@ from infer.ops.table import alignment
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_N, MAX_BLOCK_B = 64, 128  # of the product of few rows
-GATED = 2048  # columns of a program that multiplies with gates
 MAX_SPLITS = 64  # programs that share a row's keys
 BUSY, BUSY_TOGETHER = 512, 256  # programs of attention that keep a GPU busy; of several rows with small heads
 KINDS = (1, 2, 8, 32, 64, 128)  # a step of any number of rows has the kernels of one of these
@@ -415,48 +414,6 @@ def splits_of(blocks: int, k: int, gated: bool) -> int:
     while not gated and 2 * split * blocks <= PROCESSORS and k >= 1024 * split:
         split *= 2
     return split
-
-
-def can_gate(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in DTYPES and x.dim() == 2 and x.is_contiguous() and available(x.device, {})
-
-
-def gate(x: Tensor, activation: str) -> Tensor:
-    """activation(first half of x) * second half: [T, 2 I] -> [T, I]."""
-    rows, inner = x.shape[0], x.shape[1] // 2
-    out = torch.empty(rows, inner, dtype=x.dtype, device=x.device)
-    grid = rows, -(-inner // GATED)
-    if rows:
-        with on(x.device):
-            kernels.gpu_modules().product.gate_rows[grid](x, out, inner, BLOCK=GATED, ACTIVATION=activation)
-    return out
-
-
-def can_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    return (
-        x.is_cuda
-        and x.dtype in DTYPES
-        and x.stride(3) == 1
-        and not any(stride % x.shape[3] for stride in x.stride()[:3])
-        and all(
-            each.shape == (x.shape[0], 1, *x.shape[2:]) and each.is_contiguous() and each.dtype is torch.float32
-            for each in (cos, sin)
-        )
-        and available(x.device, {})
-    )
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`apply_rope`: x [B, H, n, D] by cos and sin [B, 1, n, D]."""
-    batch, heads, n, head_dim = x.shape
-    out = torch.empty(batch, n, heads, head_dim, dtype=x.dtype, device=x.device)
-    blocks = {"BLOCK_H": next_power(heads), "BLOCK_D": next_power(head_dim)}
-    if out.numel():
-        with on(x.device):
-            kernels.gpu_modules().attention.turn_heads[(batch * n,)](
-                x, cos, sin, out, n, *(step // head_dim for step in x.stride()[:3]), H=heads, D=head_dim, **blocks
-            )
-    return out.transpose(1, 2)
 
 
 def turns(frequencies: Tensor, positions: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.config import RopeConfig
-from infer.ops import exact, fused
+from infer.ops import exact, prompt
 
 
 class Rope:
@@ -37,8 +37,8 @@ class Rope:
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn x [B, H, n, D]: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
-    if fused.can_rotate(x, cos, sin):
-        return fused.rotate(x, cos, sin)
+    if prompt.can_rotate(x, cos, sin):
+        return prompt.rotate(x, cos, sin)
     swapped = x.roll(x.shape[-1] // 2, dims=-1)  # (x2, x1)
     if exact.wanted():  # as kernels do it: whether addcmul rounds the product first depends on where an element lies
         return (x * cos + swapped * sin).to(x.dtype)
