@@ -8,8 +8,8 @@ PROMPT ?= Why is the sky blue?
 demo: $(VENV)/.demo  ## Answer a question with the default model, with and without the cache.
 	$(BIN)/infer generate --chat --compare --max-new-tokens 64 "$(PROMPT)"
 
-test: $(VENV)/.dev  ## Run all tests.
-	$(BIN)/pytest
+test: $(VENV)/.dev  ## Run all tests, in a process for each of up to four cores.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.dev  ## Lint, format and types.
 	$(BIN)/ruff check .
