@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,15 @@ def tiny_config() -> Callable[..., ModelConfig]:
 @pytest.fixture
 def tiny_model() -> Callable[..., Decoder]:
     return make_tiny_model
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Share the work of kernels, however many threads all tests are given."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

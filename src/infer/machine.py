@@ -74,10 +74,13 @@ def cpu_threads() -> int:
 
     torch does not ask for a container's quota; threads beyond it would wait for each other most of the time.
     """
-    limits = [torch.get_num_threads(), *map(math.ceil, _cgroup_cpus())]
-    if hasattr(os, "sched_getaffinity"):
-        limits.append(len(os.sched_getaffinity(0)))
-    return max(1, min(limits))
+    return min(torch.get_num_threads(), usable_cpus())
+
+
+def usable_cpus() -> int:
+    """Those that this process is bound to, within the quota of its container."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cpus, *map(math.ceil, _cgroup_cpus())]))
 
 
 def _cgroup_cpus() -> Iterator[float]:

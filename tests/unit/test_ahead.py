@@ -1,7 +1,11 @@
-"""Kernels compiled before they are needed. That this is all of them, a GPU shows: tests/integration/test_gpu.py."""
+"""Kernels compiled before they are needed. That they then are, a GPU shows: tests/integration/test_gpu.py."""
 
 from __future__ import annotations
 
+import inspect
+import threading
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,55 +18,101 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is there on L
 
 
 class Kernel:
-    def __init__(self) -> None:
+    """Compiled as Triton compiles: by the mode that is on, or at once."""
+
+    def __init__(self, compile: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self._compile = compile
 
     def __getitem__(self, grid: Any) -> Any:
         return lambda *args, **options: self.calls.append(("launched", grid, args, options))
 
     def warmup(self, *args: Any, grid: Any, **options: Any) -> None:
         self.calls.append(("compiled", grid, args, options))
+        submit = triton.runtime._async_compile.active_mode.get().submit
+        rest = len(inspect.signature(submit).parameters) - 2  # what is done afterwards: Triton's versions differ in it
+        submit(len(self.calls), self._compile, *[lambda *_: None] * rest)
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    kernel = Kernel()
-    modules = SimpleNamespace(product=SimpleNamespace(one_row=kernel))
-    monkeypatch.setattr(kernels, "_gpu_modules", lambda: modules)
-    return kernel
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
+    def make(**options: Any) -> Kernel:
+        kernel = Kernel(**options)
+        modules = SimpleNamespace(product=SimpleNamespace(one_row=kernel))
+        monkeypatch.setattr(kernels, "_gpu_modules", lambda: modules)
+        return kernel
+
+    return make
 
 
-def test_what_would_be_launched_is_compiled(kernel: Kernel) -> None:
-    def launch() -> None:
-        kernels.gpu_modules().product.one_row[(3,)]("x", K=5)
+def launch() -> None:
+    kernels.gpu_modules().product.one_row[(3,)]("x", K=5)
 
+
+def test_what_would_be_launched_is_compiled(make: Callable[..., Kernel]) -> None:
+    kernel = make()
     launch()
-    with ahead.compiling():
-        launch()
+    ahead.compile_all(launch)
     launch()
-    assert [(kind, *rest) for kind, *rest in kernel.calls] == [
-        (kind, (3,), ("x",), {"K": 5}) for kind in ("launched", "compiled", "launched")
-    ]
+    assert kernel.calls == [(kind, (3,), ("x",), {"K": 5}) for kind in ("launched", "compiled", "launched")]
 
 
-@pytest.mark.usefixtures("kernel")
-def test_what_no_disk_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def before(**_: Any) -> None: ...
+def test_what_no_disk_had_is_named(make: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
 
-    monkeypatch.setattr(triton.knobs.compilation, "listener", before)
-    with ahead.compiling() as fresh:
+    def before(*, src: Any, **_: Any) -> None:
+        heard.append(src.name)
+
+    def tell() -> None:
         for name, hit in (("one", True), ("two", False)):
             triton.knobs.compilation.listener(
                 src=SimpleNamespace(name=name), metadata={}, metadata_group={}, times=None, cache_hit=hit
             )
-    assert fresh == ["two"]
+
+    make(compile=tell)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", before)
+    assert ahead.compile_all(launch) == ["two"]
     assert triton.knobs.compilation.listener is before
+    assert heard == ["one", "two"]  # whoever listens is not left out
 
 
-def test_an_error_leaves_nothing_behind(kernel: Kernel) -> None:
-    with pytest.raises(KeyError), ahead.compiling():
-        raise KeyError
-    kernels.gpu_modules().product.one_row[(1,)]()
-    assert kernel.calls[0][0] == "launched"
-    with ahead.compiling():
-        pass
+def test_what_cannot_be_compiled_is_left_out(make: Callable[..., Kernel]) -> None:
+    def fail() -> None:
+        raise ValueError
+
+    kernel = make(compile=fail)
+    assert ahead.compile_all(launch) == []
+    launch()
+    assert kernel.calls[-1][0] == "launched"
+
+
+@pytest.mark.parametrize("when", ["walking", "compiling"])
+def test_an_interrupt_leaves_nothing_behind(
+    when: str, make: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = threading.Event()
+
+    def compile_slowly() -> None:
+        started.set()
+        time.sleep(0.05)
+
+    def interrupt(futures: Any) -> Any:
+        started.wait(5)
+        raise KeyboardInterrupt
+
+    def walk() -> None:
+        for _ in range(50):
+            launch()
+        if when == "walking":
+            raise KeyboardInterrupt
+
+    kernel = make(compile=compile_slowly)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.runtime._async_compile, "as_completed", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ahead.compile_all(walk)
+    launch()
+    assert kernel.calls[-1][0] == "launched"
+    ahead.compile_all(launch)
+    assert kernel.calls[-1][0] == "compiled"
+    assert triton.knobs.compilation.listener is None

@@ -32,7 +32,10 @@ from infer.ops.parts import BlockParts
 from infer.ops.rope import Rope, apply_rope
 from infer.ops.table import Table
 
-pytestmark = pytest.mark.skipif(kernels.cpu() is None, reason="numba is not installed, or INFER_KERNELS=0")
+pytestmark = [
+    pytest.mark.skipif(kernels.cpu() is None, reason="numba is not installed, or INFER_KERNELS=0"),
+    pytest.mark.usefixtures("two_threads"),
+]
 
 SIZES = [(2, 1, 1), (5, 7, 3), (33, 65, 17), (64, 128, 96), (576, 960, 1536)]  # hidden, rows, intermediate
 

@@ -31,7 +31,7 @@ from infer.engine.request import Request
 from infer.engine.result import GenerationResult
 from infer.models.common import Decoder
 from infer.models.llama import Llama
-from infer.ops import fused
+from infer.ops import exact_gpu, fused
 from infer.ops.linear import Embedding, Linear
 from infer.ops.rope import Rope
 
@@ -616,6 +616,50 @@ class TestLeftToTheModel:
         assert taken(model)
         monkeypatch.setattr("infer.ops.choice.MAX_VOCAB", model.config.vocab_size - 1)
         assert not taken(model)
+
+
+class Recorded:
+    """Stands for modules of kernels, a module, or a kernel: notes what would be launched, but for sizes and data."""
+
+    def __init__(self, kinds: set[Any], name: str = "") -> None:
+        self._kinds, self._name = kinds, name
+
+    def __getattr__(self, name: str) -> Recorded:
+        return Recorded(self._kinds, f"{self._name}.{name}")
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            absent = tuple(arg is None for arg in args)
+            named = {name: "data" if isinstance(value, Tensor) else value for name, value in constants.items()}
+            self._kinds.add((self._name, absent, tuple(sorted(named.items()))))
+
+        return launch
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_compiled_serves_any_number_of_rows(
+    family: str, exact: bool, small: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small(family)
+    plan = model.fused_plan()
+    assert plan is not None
+
+    def kinds(rows: int, samples: bool) -> set[Any]:
+        found: set[Any] = set()
+        with monkeypatch.context() as patch:
+            patch.setattr("infer.kernels.gpu_modules", lambda: Recorded(found))
+            graph.Captured(model, plan, rows, samples, exact).compile(model)
+        return found
+
+    compiled = exact_gpu.ROWS_COMPILED if exact else fused.ROWS_COMPILED
+    known = set().union(*(kinds(rows, samples=rows == 1) for rows in compiled))
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+        assert kinds(rows, samples=False) <= known
+        assert kinds(rows, samples=True) <= known
+    less = set().union(*(kinds(rows, samples=rows == 1) for rows in compiled[:-1]))
+    assert not known <= less  # none is there in vain
 
 
 @pytest.mark.parametrize("dtype", fused.DTYPES, ids=str)

@@ -38,6 +38,7 @@ TINY = 2.0**-25  # and its absolute one, at least
 STEPS = {4: 7, 8: 127}  # from 0 to the largest, by width
 
 both_widths = pytest.mark.parametrize("bits", [4, 8])
+pytestmark = pytest.mark.usefixtures("two_threads")
 needs_kernels = pytest.mark.skipif(kernels.cpu() is None, reason="numba is not installed, or INFER_KERNELS=0")
 
 

@@ -8,6 +8,7 @@ waited for. What it launched too many, when a text has ended, is taken back from
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -103,8 +104,8 @@ def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: boo
             if found == (rows, samples, exact, _capturing, False):
                 break
         else:
-            _compile(model, plan, rows, samples, exact)
             step = Captured(model, plan, rows, samples, exact)
+            _compile(step, model)
             step.capture(model)
             step.weights = weights
             steps.append(step)
@@ -112,17 +113,18 @@ def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: boo
     return step
 
 
-def _compile(model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: bool) -> None:
+def _compile(step: Captured, model: Decoder) -> None:
     """What a step needs; and where that was not on disk, what steps of other rows and settings will."""
-    if not fused.can_compile_ahead():
-        return
-    with fused.compiling(model.device) as fresh:
-        Captured(model, plan, rows, samples, exact).compile(model)
-    if fresh:
-        with suppress(torch.OutOfMemoryError), fused.compiling(model.device):
-            for kind in fused.KINDS:
-                # How a token is chosen does not depend on how many are.
-                Captured(model, plan, kind, kind == 1, exact).compile(model)
+
+    def others() -> None:
+        for rows in exact_gpu.ROWS_COMPILED if step.exact else fused.ROWS_COMPILED:
+            # How a token is chosen does not depend on how many are.
+            Captured(model, step.plan, rows, rows == 1, step.exact).compile(model)
+
+    if fused.can_compile_ahead() and fused.compile_ahead(model.device, lambda: step.compile(model)):
+        print("compiling kernels for this GPU: seconds, once for each kind of model", file=sys.stderr, flush=True)
+        with suppress(torch.OutOfMemoryError):
+            fused.compile_ahead(model.device, others)
 
 
 class Captured:
@@ -137,7 +139,7 @@ class Captured:
         self.exact = exact
         self.weights: list[tuple[int, torch.dtype]] = []  # of the model: where they were
         self.constants = plan.constants
-        self._plan = plan
+        self.plan = plan
         self._free: torch.cuda.Event | None = None  # when the last run had no more to do with it
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # to be fed; then, those chosen
         self.positions = torch.full((rows,), -1, dtype=torch.int32, device=device)  # of those to be fed; -1: none
@@ -164,21 +166,21 @@ class Captured:
             self._graph.replay()
 
     def compile(self, model: Decoder) -> None:
-        """Its kernels, within `fused.compiling`: nothing is computed, so there is nothing to look up."""
+        """Its kernels, for `fused.compile_ahead`: nothing is computed, so there is nothing to look up."""
         x = torch.empty(self.rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
-        self._choose(x, fused.begin(self._plan, self.tokens, self.positions, self.moves))
+        self._run(x, fused.begin(self.plan, self.tokens, self.positions, self.moves))
 
     def _step(self, model: Decoder) -> None:
         # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
-        fed = fused.begin(self._plan, self.tokens, self.positions, self.moves)
-        self._choose(model.embed(fed.tokens, fed.places).to(model.dtype), fed)
+        fed = fused.begin(self.plan, self.tokens, self.positions, self.moves)
+        self._run(model.embed(fed.tokens, fed.places).to(model.dtype), fed)
 
-    def _choose(self, x: Tensor, fed: fused.Fed) -> None:
+    def _run(self, x: Tensor, fed: fused.Fed) -> None:
         if self.exact:
             # Not by fed.turned: a prompt's rotation is of the kernel `turns`, and another might round otherwise.
-            logits = exact_gpu.launch(self._plan, x, self.tables, fed.positions, self._finished)
+            logits = exact_gpu.launch(self.plan, x, self.tables, fed.positions, self._finished)
         else:
-            logits = fused.launch(self._plan, x, self.tables, fed.positions, fed.turned, self._finished)
+            logits = fused.launch(self.plan, x, self.tables, fed.positions, fed.turned, self._finished)
         self.choice.launch(logits, self.positions, self.tokens)
 
     def load(self, requests: Sequence[Request], tables: np.ndarray[Any, Any]) -> None:

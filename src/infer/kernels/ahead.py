@@ -2,56 +2,61 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-_compiling: ContextVar[bool] = ContextVar("compiling", default=False)
+from infer.machine import usable_cpus
 
-
-@contextmanager
-def compiling() -> Iterator[list[str]]:
-    """Within, kernels are compiled in threads, and none is launched. Gives the names of those that no disk had.
-
-    One that cannot be compiled is left out: whoever launches it is told why.
-    """
-    import triton
-
-    fresh: list[str] = []
-
-    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
-        if not cache_hit:
-            fresh.append(src.name)
-
-    knobs = triton.knobs.compilation
-    before, knobs.listener = knobs.listener, listen
-    token = _compiling.set(True)
-    try:
-        with (
-            ThreadPoolExecutor(os.cpu_count()) as threads,
-            triton.AsyncCompileMode(threads, ignore_errors=True),
-        ):
-            yield fresh
-    finally:
-        _compiling.reset(token)
-        knobs.listener = before
+_only_compiled: ContextVar[bool] = ContextVar("only_compiled", default=False)
 
 
 def possible() -> bool:
-    """Whether this Triton can: neither one before 3.4, nor its interpreter."""
+    """Whether there is anything to compile: Triton's interpreter has nothing."""
     import triton
 
-    return hasattr(triton, "AsyncCompileMode") and not triton.knobs.runtime.interpret
+    return not triton.knobs.runtime.interpret
+
+
+def compile_all(walk: Callable[[], None]) -> list[str]:
+    """The kernels that `walk` would launch, in threads; it launches none. Returns the names of those that no disk had.
+
+    One that cannot be compiled is left out: whoever launches it is told why.
+    """
+    # In a context of its own, for Triton's mode stays on in one that an interrupt has left.
+    return copy_context().run(_compile_all, walk)
+
+
+def _compile_all(walk: Callable[[], None]) -> list[str]:
+    import triton
+
+    knobs, fresh = triton.knobs.compilation, []
+    before = knobs.listener
+
+    def listen(*, src: Any, cache_hit: bool, **others: Any) -> None:
+        if not cache_hit:
+            fresh.append(src.name)
+        if before is not None:
+            before(src=src, cache_hit=cache_hit, **others)
+
+    _only_compiled.set(True)
+    knobs.listener = listen
+    threads = ThreadPoolExecutor(usable_cpus())
+    try:
+        with triton.AsyncCompileMode(threads, ignore_errors=True):
+            walk()
+    finally:
+        knobs.listener = before
+        threads.shutdown(cancel_futures=True)  # of an interrupt, what has not begun
+    return fresh
 
 
 def seen(modules: SimpleNamespace) -> Any:
-    """Modules of kernels, as they are to be seen here and now: within `compiling`, what is launched is compiled."""
-    if not _compiling.get():
+    """Modules of kernels, as they are to be seen here and now: within `compile_all`, what is launched is compiled."""
+    if not _only_compiled.get():
         return modules
     return SimpleNamespace(**{name: _Module(each) for name, each in vars(modules).items()})
 

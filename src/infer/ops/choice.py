@@ -43,9 +43,9 @@ class Greedy:
         logits: [R, V], contiguous; positions: [R] int32, of the tokens to be chosen. Below 0, nothing of that row is
         read or written.
         """
-        grid = self._grid(logits)
+        grid, sample = self._grid(logits), kernels.gpu_modules().sample
         nothing = (None,) * 7
-        kernels.gpu_modules().sample.best_of_slices[grid](
+        sample.best_of_slices[grid](
             logits,
             positions,
             self._best,
@@ -56,7 +56,7 @@ class Greedy:
             CLEARED=1,
             **self._options,
         )
-        kernels.gpu_modules().sample.best_of_row[grid[1:]](
+        sample.best_of_row[grid[1:]](
             positions, self._best, self._best_at, tokens, SLICES=self._slices, PADDED=self._padded, **self._options
         )
 
@@ -151,13 +151,13 @@ class Choice(Greedy):
             self._bias[row].index_copy_(0, ids, values)
 
     def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        grid = self._grid(logits)
+        grid, sample = self._grid(logits), kernels.gpu_modules().sample
         options = self._options
         best, best_at, scores = self._best, self._best_at, self._scores
         whole, fractions, notes = self._whole, self._fractions, self._notes
         counts, masses = self._counts, self._masses
         cleared = triton.next_power_of_2(triton.cdiv(masses[0].numel(), self._slices))
-        kernels.gpu_modules().sample.best_of_slices[grid](
+        sample.best_of_slices[grid](
             logits,
             positions,
             best,
@@ -174,19 +174,13 @@ class Choice(Greedy):
             CLEARED=cleared,
             **options,
         )
-        kernels.gpu_modules().sample.count[grid](
+        sample.count[grid](
             positions, best, scores, whole, fractions, counts, masses, V=self.vocab, PADDED=self._padded, **options
         )
-        kernels.gpu_modules().sample.narrow_top_k[grid](
-            positions, scores, whole, counts, masses, notes, V=self.vocab, **options
-        )
-        kernels.gpu_modules().sample.narrow_top_p[grid](
-            positions, scores, whole, counts, masses, notes, V=self.vocab, **options
-        )
-        kernels.gpu_modules().sample.weigh[grid](
-            positions, scores, whole, masses, notes, self._weights, V=self.vocab, **options
-        )
-        kernels.gpu_modules().sample.draw[grid[1:]](
+        sample.narrow_top_k[grid](positions, scores, whole, counts, masses, notes, V=self.vocab, **options)
+        sample.narrow_top_p[grid](positions, scores, whole, counts, masses, notes, V=self.vocab, **options)
+        sample.weigh[grid](positions, scores, whole, masses, notes, self._weights, V=self.vocab, **options)
+        sample.draw[grid[1:]](
             positions,
             best,
             best_at,

@@ -28,6 +28,7 @@ from infer.ops.parts import BlockParts, HeadParts
 from infer.ops.table import alignment
 
 FEW = 128  # rows that a product takes with the kernel for few
+ROWS_COMPILED = (*fused.ROWS_COMPILED, 2 * FEW)
 COLUMNS = {2: 128, 4: 32}  # of a matrix, by bytes of a number: each part of one has a multiple of them
 GROUPS = 64  # of blocks of keys, about: what a query's keys are folded in
 BLOCK = {2: 64, 4: 32}  # keys of a block, by bytes of a number

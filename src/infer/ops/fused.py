@@ -8,8 +8,8 @@ are: that lies on the device, so a step can be captured once and replayed (`engi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_N, MAX_BLOCK_B = 64, 128  # of the product of few rows
 MAX_SPLITS = 64  # programs that share a row's keys
 BUSY, BUSY_TOGETHER = 512, 256  # programs of attention that keep a GPU busy; of several rows with small heads
-KINDS = (1, 2, 8, 32, 64, 128)  # a step of any number of rows has the kernels of one of these
+ROWS_COMPILED = (1, 2, 8, 32, 64, 128)  # a step of any number of rows has the kernels of one of these
 PROCESSORS = 132  # of an H200: more programs of a product take turns
 
 
@@ -192,15 +192,14 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-@contextmanager
-def compiling(device: torch.device) -> Iterator[list[str]]:
-    """Within, kernels for this device are compiled, and none is launched; see kernels/ahead.py."""
-    with on(device), ahead.compiling() as fresh:
-        yield fresh
-
-
 def can_compile_ahead() -> bool:
     return ahead.possible()
+
+
+def compile_ahead(device: torch.device, walk: Callable[[], None]) -> list[str]:
+    """The kernels that `walk` would launch on this device, and none is launched: see kernels/ahead.py."""
+    with on(device):
+        return ahead.compile_all(walk)
 
 
 class Prepared(NamedTuple):
