@@ -50,7 +50,7 @@ def _compile_all(walk: Callable[[], None]) -> list[str]:
             walk()
     finally:
         knobs.listener = before
-        threads.shutdown(cancel_futures=True)  # of an interrupt, what has not begun
+        threads.shutdown(cancel_futures=True)  # after an interrupt, what has not begun
     return fresh
 
 
