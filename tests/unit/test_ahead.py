@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,22 +18,34 @@ from infer.kernels import ahead
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
 
+place = ContextVar("place", default="nowhere")
+
 
 class Kernel:
     """Compiled as Triton compiles: by the mode that is on, or at once."""
 
     def __init__(self, compile: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.loaded: list[str] = []  # where
         self._compile = compile
+
+    @property
+    def run(self) -> None:
+        self.loaded.append(place.get())
 
     def __getitem__(self, grid: Any) -> Any:
         return lambda *args, **options: self.calls.append(("launched", grid, args, options))
 
-    def warmup(self, *args: Any, grid: Any, **options: Any) -> None:
+    def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
         self.calls.append(("compiled", grid, args, options))
         submit = triton.runtime._async_compile.active_mode.get().submit
         rest = len(inspect.signature(submit).parameters) - 2  # what is done afterwards: Triton's versions differ in it
-        submit(len(self.calls), self._compile, *[lambda *_: None] * rest)
+
+        def compile() -> Kernel:
+            self._compile()
+            return self
+
+        return submit(len(self.calls), compile, *[lambda *_: None] * rest)
 
 
 @pytest.fixture
@@ -55,6 +69,24 @@ def test_what_would_be_launched_is_compiled(make: Callable[..., Kernel]) -> None
     ahead.compile_all(launch)
     launch()
     assert kernel.calls == [(kind, (3,), ("x",), {"K": 5}) for kind in ("launched", "compiled", "launched")]
+
+
+def test_what_is_compiled_is_loaded(make: Callable[..., Kernel]) -> None:
+    """Once, however often it would be launched, and where the caller says."""
+
+    @contextmanager
+    def device() -> Iterator[None]:
+        token = place.set("the device")
+        yield
+        place.reset(token)
+
+    def walk() -> None:
+        launch()
+        launch()
+
+    kernel = make()
+    ahead.compile_all(walk, device)
+    assert kernel.loaded == ["the device"]
 
 
 def test_what_no_disk_had_is_named(make: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,9 +56,11 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
     monkeypatch.setattr("infer.ops.compiled.can_attend", lambda *_: False)
     monkeypatch.setattr("infer.ops.fused.available", lambda *_: False)
-    for name in ("BUSY", "BUSY_TOGETHER"):
-        monkeypatch.setattr(fused, name, 8)  # programs, which the interpreter takes long for
-    monkeypatch.setattr(fused, "attention_shape", lambda *_: (BLOCK_S, 2, 4))
+    share_keys(monkeypatch, 8)  # the interpreter takes long for more
+
+
+def share_keys(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+    monkeypatch.setattr(fused, "attention_shape", lambda *_: (BLOCK_S, 2, 4, programs))
 
 
 @pytest.fixture(autouse=True)
@@ -347,21 +349,21 @@ def test_attention_at_every_length(options: dict[str, Any], dtype: torch.dtype, 
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # in heads of padding
-@pytest.mark.parametrize("splits", [2, 16])
+@pytest.mark.parametrize("splits", [2, 3, 16])
 @pytest.mark.parametrize("position", [BLOCK_S + 1, *(k * BLOCK_S + d for k in (2, 9) for d in (-1, 0, 1))])
 @torch.inference_mode()
 def test_splits_are_merged(
     splits: int, position: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More blocks than splits, fewer, and as many; 16 pieces are more than are merged at a time."""
-    monkeypatch.setattr("infer.ops.fused.BUSY", splits)
+    share_keys(monkeypatch, splits)
     Layer(generator, torch.float32, 1, 10 * BLOCK_S, heads=3, kv_heads=1).check([position])
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in fmod:RuntimeWarning")
 @torch.inference_mode()
 def test_the_counters_of_splits_serve_again(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.ops.fused.BUSY_TOGETHER", 16)
+    share_keys(monkeypatch, 16)
     layer = Layer(generator, torch.float32, 2, 3 * BLOCK_S, heads=2, kv_heads=1)
     for position in (40, 41):
         layer.check([position, -1])
@@ -378,7 +380,7 @@ def test_windows_and_rings(
 ) -> None:
     """Before a window is full, at its edge, and long after a ring has wrapped."""
     positions = [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 5 * WINDOW + 2]
-    monkeypatch.setattr("infer.ops.fused.BUSY_TOGETHER", splits * len(positions))
+    share_keys(monkeypatch, splits * len(positions))
     layer = Layer(generator, torch.float32, len(positions), slots, window=WINDOW, norm=True, heads=2, kv_heads=1)
     layer.check(positions)
 
@@ -632,7 +634,9 @@ def test_what_a_step_is_fed(tiny_model: Callable[..., Decoder], family: str, mon
     assert plan is not None
     tokens = torch.tensor([5, -1, 7], device=DEVICE)
     positions, moves = torch.tensor([[3, -1, 0], [1, 0, 1]], dtype=torch.int32, device=DEVICE)
-    fed = fused.begin(plan, tokens, positions, moves)
+    steps = torch.tensor([6], dtype=torch.int32, device=DEVICE)
+    fed = fused.begin(plan, tokens, positions, moves, steps)
+    assert steps.tolist() == [7]
     assert fed.tokens.tolist() == [5, 0, 7]
     assert fed.places.tolist() == [3, 0, 0]
     assert fed.positions.tolist() == [3, -1, 0]

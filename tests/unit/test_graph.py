@@ -84,8 +84,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[graph.Captured]:
     }
     monkeypatch.setattr(fused, "torch", SimpleNamespace(**vars(torch) | poisoned))
     # Few programs, which the interpreter takes long for; and the modules themselves are the reference.
-    monkeypatch.setattr(fused, "BUSY", 8)
-    monkeypatch.setattr(fused, "BUSY_TOGETHER", 8)
+    monkeypatch.setattr(fused, "attention_shape", lambda *_: (64, 3, 4, 8))
     monkeypatch.setattr(fused, "_rows_and_warps", lambda *_: (64, 1))
     monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
     monkeypatch.setattr("infer.ops.compiled.can_attend", lambda *_: False)

@@ -144,6 +144,8 @@ class Captured:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # to be fed; then, those chosen
         self.positions = torch.full((rows,), -1, dtype=torch.int32, device=device)  # of those to be fed; -1: none
         self.moves = torch.zeros(rows, dtype=torch.int32, device=device)  # by which each row's position goes on
+        self.steps = torch.zeros(1, dtype=torch.int32, device=device)  # steps since the rows were loaded
+        self.sent = torch.empty(AHEAD + 1, rows, dtype=torch.int64, pin_memory=True)  # tokens chosen, in turns
         self.tables = empty_tables(config.num_hidden_layers, rows, device)
         self.settings = Choice(rows, config.vocab_size, device, plan.pdl) if samples else None
         self.choice = self.settings or Greedy(rows, config.vocab_size, device, plan.pdl)
@@ -168,11 +170,11 @@ class Captured:
     def compile(self, model: Decoder) -> None:
         """Its kernels, for `fused.compile_ahead`: nothing is computed, so there is nothing to look up."""
         x = torch.empty(self.rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
-        self._run(x, fused.begin(self.plan, self.tokens, self.positions, self.moves))
+        self._run(x, fused.begin(self.plan, self.tokens, self.positions, self.moves, self.steps))
 
     def _step(self, model: Decoder) -> None:
         # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
-        fed = fused.begin(self.plan, self.tokens, self.positions, self.moves)
+        fed = fused.begin(self.plan, self.tokens, self.positions, self.moves, self.steps)
         self._run(model.embed(fed.tokens, fed.places).to(model.dtype), fed)
 
     def _run(self, x: Tensor, fed: fused.Fed) -> None:
@@ -181,7 +183,7 @@ class Captured:
             logits = exact_gpu.launch(self.plan, x, self.tables, fed.positions, self._finished)
         else:
             logits = fused.launch(self.plan, x, self.tables, fed.positions, fed.turned, self._finished)
-        self.choice.launch(logits, self.positions, self.tokens)
+        self.choice.launch(logits, self.positions, self.tokens, self.sent, self.steps)
 
     def load(self, requests: Sequence[Request], tables: np.ndarray[Any, Any]) -> None:
         """What the rows are. tables: [layers, rows, COLUMNS], as caches give them."""
@@ -193,6 +195,7 @@ class Captured:
         self.tokens[:count].copy_(torch.tensor(fed))
         self.positions.fill_(-1)
         self.positions[:count].copy_(torch.tensor(positions))
+        self.steps.zero_()
         self.moves.zero_()
         self.moves[:count].fill_(1)
         self.tables[:, :count].copy_(torch.from_numpy(tables))
@@ -271,7 +274,6 @@ class Decoding:
         samples = any(not _is_greedy(request.params) for request in self._requests)
         self._step = _take(self._model, self._plan, len(self._requests), samples, self._exact)
         try:
-            self._tokens = torch.empty(AHEAD + 1, self._step.rows, dtype=torch.int64, pin_memory=True)
             with fused.on(self._model.device):
                 self._step.load(self._requests, np.concatenate([self._table(cache) for cache in self._caches], 1))
         except BaseException:
@@ -351,11 +353,10 @@ class Decoding:
     def _launch(self) -> None:
         for row in self._going:
             self._left[row] -= 1
-        tokens = self._tokens[self._count % len(self._tokens)]
         self._count += 1
+        tokens = self._step.sent[self._count % len(self._step.sent)]
         with fused.on(self._model.device):
             self._step.launch(self._model)
-            tokens.copy_(self._step.tokens, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         self._launched.append(Launched(sorted(self._going), tokens, done))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from infer.machine import usable_cpus
 
-_only_compiled: ContextVar[bool] = ContextVar("only_compiled", default=False)
+_compiled: ContextVar[list[Any] | None] = ContextVar("compiled", default=None)  # what would have been launched
 
 
 def possible() -> bool:
@@ -21,19 +21,22 @@ def possible() -> bool:
     return not triton.knobs.runtime.interpret
 
 
-def compile_all(walk: Callable[[], None]) -> list[str]:
+def compile_all(walk: Callable[[], None], within: Callable[[], AbstractContextManager[Any]] = nullcontext) -> list[str]:
     """The kernels that `walk` would launch, in threads; it launches none. Returns the names of those that no disk had.
 
-    One that cannot be compiled is left out: whoever launches it is told why.
+    within: what a thread must be in for a kernel to get onto the device. One that cannot be compiled is left out:
+    whoever launches it is told why.
     """
     # In a context of its own, for Triton's mode stays on in one that an interrupt has left.
-    return copy_context().run(_compile_all, walk)
+    return copy_context().run(_compile_all, walk, within)
 
 
-def _compile_all(walk: Callable[[], None]) -> list[str]:
+def _compile_all(walk: Callable[[], None], within: Callable[[], AbstractContextManager[Any]]) -> list[str]:
     import triton
 
-    knobs, fresh = triton.knobs.compilation, []
+    knobs = triton.knobs.compilation
+    fresh: list[str] = []
+    futures: list[Any] = []
     before = knobs.listener
 
     def listen(*, src: Any, cache_hit: bool, **others: Any) -> None:
@@ -42,36 +45,55 @@ def _compile_all(walk: Callable[[], None]) -> list[str]:
         if before is not None:
             before(src=src, cache_hit=cache_hit, **others)
 
-    _only_compiled.set(True)
+    def load(kernel: Any) -> None:
+        with suppress(Exception), within():
+            _ = kernel.run  # what launches it is a program too, which Triton has a C compiler make
+
+    _compiled.set(futures)
     knobs.listener = listen
     threads = ThreadPoolExecutor(usable_cpus())
     try:
         with triton.AsyncCompileMode(threads, ignore_errors=True):
             walk()
+        list(threads.map(load, _different(futures)))
     finally:
         knobs.listener = before
         threads.shutdown(cancel_futures=True)  # after an interrupt, what has not begun
     return fresh
 
 
+def _different(futures: list[Any]) -> list[Any]:
+    """The kernels that became of them, once each."""
+    kernels = {}
+    for each in futures:
+        with suppress(Exception):
+            kernel = each.result() if hasattr(each, "result") else each
+            kernels[id(kernel)] = kernel
+    return list(kernels.values())
+
+
 def seen(modules: SimpleNamespace) -> Any:
     """Modules of kernels, as they are to be seen here and now: within `compile_all`, what is launched is compiled."""
-    if not _only_compiled.get():
+    compiled = _compiled.get()
+    if compiled is None:
         return modules
-    return SimpleNamespace(**{name: _Module(each) for name, each in vars(modules).items()})
+    return SimpleNamespace(**{name: _Module(each, compiled) for name, each in vars(modules).items()})
 
 
 class _Module:
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, module: Any, compiled: list[Any]) -> None:
+        self._module, self._compiled = module, compiled
 
     def __getattr__(self, name: str) -> Any:
-        return _Kernel(getattr(self._module, name))
+        return _Kernel(getattr(self._module, name), self._compiled)
 
 
 class _Kernel:
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Any, compiled: list[Any]) -> None:
+        self._kernel, self._compiled = kernel, compiled
 
     def __getitem__(self, grid: Any) -> Any:
-        return partial(self._kernel.warmup, grid=grid)
+        def compile(*args: Any, **options: Any) -> None:
+            self._compiled.append(self._kernel.warmup(*args, grid=grid, **options))
+
+        return compile

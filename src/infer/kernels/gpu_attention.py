@@ -24,6 +24,7 @@ def begin(
     tokens,  # int64 [B]: below 0 where there is none
     positions,  # int32 [B]: likewise; moved on here
     moves,  # int32 [B]: by which
+    steps,  # int32: counted up here
     fed_tokens,  # int64 [B]: what can be looked up in any case
     fed_positions,  # int32 [B]: as they were
     fed_places,  # int64 [B]: what can be looked up in any case
@@ -35,6 +36,8 @@ def begin(
 ):
     """What a step needs to know of the tokens that it is fed."""
     row = tl.program_id(0)
+    if row == 0:
+        tl.store(steps, tl.load(steps) + 1)
     position = tl.load(positions + row)
     tl.store(fed_tokens + row, tl.maximum(tl.load(tokens + row), 0))
     tl.store(fed_positions + row, position)
@@ -137,8 +140,8 @@ def attend(
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits = tl.num_programs(0)
+    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(1)
     # Where the token and the cache are was settled before the step began, and what earlier steps stored can be read
     # before this one's q, k and v are there.
     position = tl.load(positions + row, cache_modifier=".cg")

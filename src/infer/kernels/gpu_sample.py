@@ -9,8 +9,9 @@ Greedy rows need `best_of_slices` and `best_of_row`. Sampling is, without sortin
     weigh            the depth at which the filters cut; the mass that each slice keeps
     draw             the token at the row's uniform number
 
-Each kernel boundary is the synchronisation that the next one needs. What is summed are whole numbers, so the order in
-which atomics arrive changes nothing, and a row gets the same token alone or among others.
+Each kernel boundary is the synchronisation that the next one needs. A row's settings were there before the step began:
+they are read before the wait, and then all that is waited for at once. What is summed are whole numbers, so the order
+in which atomics arrive changes nothing, and a row gets the same token alone or among others.
 
 A token's depth is (max - x) / temperature in units of 2^-26 nats. Its mass is 2^44 times exp(-depth), rounded down:
 from 31 nats on it is nothing. The filters look at depths in steps of 2^-17 nats (2048 coarse bins of 2048 fine ones):
@@ -34,8 +35,6 @@ MAX_NATS = tl.constexpr(31.0)
 MAX_DEPTH = tl.constexpr(31 << 26)  # of all tokens that have no mass
 _MASS_UNIT = tl.constexpr(2.0**44)  # 2^18 tokens of it fit 63 bits
 _DEPTH_TO_LOG2 = tl.constexpr(-1.4426950408889634 / 2**26)
-
-CHUNK = tl.constexpr(16)  # slices that all are compared with at a time
 
 # Columns of the settings of a row: whole numbers, then fractions.
 FLAGS = tl.constexpr(0)
@@ -93,22 +92,27 @@ def best_of_slices(
     slices = tl.num_programs(0)
     token = at * SLICE + tl.arange(0, SLICE)
     inside = token < V
+    position = tl.load(positions + row)
+    if not GREEDY:
+        flags = tl.load(whole + row * WHOLE + FLAGS)
+        of_row = fractions + row * FRACTIONS
+        repetition = tl.load(of_row + REPETITION)
+        presence, frequency = tl.load(of_row + PRESENCE), tl.load(of_row + FREQUENCY)
+        seen, added = tl.zeros([SLICE], tl.int32), tl.zeros([SLICE], tl.float32)
+        if (flags & PENALISED) != 0:
+            seen = tl.load(history + row * V + token, mask=inside, other=0)
+        if (flags & BIASED) != 0:
+            added = tl.load(bias + row * V + token, mask=inside, other=0.0)
     wait_for_previous(PDL)
-    if tl.load(positions + row) < 0:
+    if position < 0:
         return
     x = tl.load(logits + row * V + token, mask=inside, other=-float("inf")).to(tl.float32)
     if not GREEDY:
-        flags = tl.load(whole + row * WHOLE + FLAGS)
         if (flags & PENALISED) != 0:
-            of_row = fractions + row * FRACTIONS
-            repetition = tl.load(of_row + REPETITION)
-            seen = tl.load(history + row * V + token, mask=inside, other=0)
-            times = (seen >> 1).to(tl.float32)
             x = tl.where(seen > 0, tl.where(x > 0, tl.div_rn(x, repetition), x * repetition), x)
-            penalty = tl.load(of_row + PRESENCE) + tl.load(of_row + FREQUENCY) * times
-            x = tl.where(seen > 1, x - penalty, x)
+            x = tl.where(seen > 1, x - (presence + frequency * (seen >> 1).to(tl.float32)), x)
         if (flags & BIASED) != 0:
-            x += tl.load(bias + row * V + token, mask=inside, other=0.0)
+            x += added
         if (flags & SAMPLED) != 0:
             tl.store(scores + row * V + token, x.to(tl.int32, bitcast=True), mask=inside)
             bin = at * CLEARED + tl.arange(0, CLEARED)
@@ -124,15 +128,27 @@ def best_of_slices(
 
 
 @triton.jit
-def best_of_row(positions, best, best_at, tokens, SLICES: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+def best_of_row(
+    positions,
+    best,
+    best_at,
+    tokens,
+    sent,
+    steps,
+    TURNS: tl.constexpr,
+    SLICES: tl.constexpr,
+    PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The token of rows that are all greedy."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row)
     wait_for_previous(PDL)
-    if tl.load(positions + row) < 0:
+    if position < 0:
         return
     _, token = _best(best, best_at, row, SLICES, PADDED)
-    tl.store(tokens + row, token)
+    _tell(tokens, sent, steps, row, token, TURNS)
 
 
 @triton.jit
@@ -145,22 +161,22 @@ def count(
     slices = tl.num_programs(0)
     token = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
     inside = token < V
+    sampled = _is_sampled(positions, whole, row)
+    per_temperature = tl.load(fractions + row * FRACTIONS + PER_TEMPERATURE)
+    top_k = tl.load(whole + row * WHOLE + TOP_K)
+    top_p = tl.load(whole + row * WHOLE + TOP_P)
+    tail = tl.load(whole + row * WHOLE + TAIL_DEPTH)
     wait_for_previous(PDL)
-    if tl.load(positions + row) < 0:
-        return
-    if (tl.load(whole + row * WHOLE + FLAGS) & SAMPLED) == 0:
+    if not sampled:
         return
     of_slices = tl.arange(0, PADDED)
     each = tl.load(best + row * slices + of_slices, mask=of_slices < slices, other=-float("inf"))
+    x = tl.load(scores + row * V + token, mask=inside, other=0).to(tl.float32, bitcast=True)
     # A GPU's maximum passes over NaN: then scores might lie above it, and bins below 0.
     highest = tl.where(tl.max((each != each).to(tl.int32), 0) > 0, float("nan"), tl.max(each, 0))
-    per_temperature = tl.load(fractions + row * FRACTIONS + PER_TEMPERATURE)
-    x = tl.load(scores + row * V + token, mask=inside, other=0).to(tl.float32, bitcast=True)
     depth = _depth(tl.where(inside, x, -float("inf")), highest, per_temperature)
     tl.store(scores + row * V + token, depth, mask=inside)
 
-    top_k = tl.load(whole + row * WHOLE + TOP_K)
-    top_p = tl.load(whole + row * WHOLE + TOP_P)
     counts += row * COUNTS * BINS
     masses += row * MASSES * BINS
     coarse = depth >> COARSE
@@ -168,19 +184,15 @@ def count(
     # Only tokens that may be kept are worth an atomic each: most are not, and they fall into few bins.
     if top_k != 0:
         # At least k tokens are as likely as the k-th best of all slices.
-        as_high = tl.zeros([PADDED], tl.int32)
-        for start in range(0, PADDED, CHUNK):
-            other = start + tl.arange(0, CHUNK)
-            others = tl.load(best + row * slices + other, mask=other < slices, other=-float("inf"))
-            as_high += tl.sum((others[None, :] >= each[:, None]).to(tl.int32), 1)
-        enough = tl.max(tl.where(as_high >= top_k, each, -float("inf")), 0)
+        in_order = tl.sort(each, descending=True)
+        enough = tl.max(tl.where(of_slices >= top_k - 1, in_order, -float("inf")), 0)
         counted = (depth >> FINE) <= (_depth(enough, highest, per_temperature) >> FINE)
         counted = counted & (depth < MAX_DEPTH)
         tl.atomic_add(counts + coarse, 1, mask=counted, sem="relaxed")
         if top_p != 0:
             tl.atomic_add(masses + coarse, mass, mask=counted, sem="relaxed")
     elif top_p != 0:
-        counted = depth <= tl.load(whole + row * WHOLE + TAIL_DEPTH)
+        counted = depth <= tail
         tl.atomic_add(masses + coarse, mass, mask=counted, sem="relaxed")
         tl.atomic_add(masses + BINS - 1, tl.sum(tl.where(counted, 0, mass), 0), sem="relaxed")
 
@@ -192,23 +204,23 @@ def narrow_top_k(positions, scores, whole, counts, masses, notes, V: tl.constexp
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
     bins = tl.arange(0, BINS)
-    wait_for_previous(PDL)
-    if tl.load(positions + row) < 0:
-        return
+    sampled = _is_sampled(positions, whole, row)
     top_k = tl.load(whole + row * WHOLE + TOP_K)
-    if ((tl.load(whole + row * WHOLE + FLAGS) & SAMPLED) == 0) | (top_k == 0):
+    wait_for_previous(PDL)
+    if (not sampled) | (top_k == 0):
         return
     counts += row * COUNTS * BINS
     masses += row * MASSES * BINS
-    depth = tl.load(scores + row * V + token, mask=token < V, other=MAX_DEPTH)
     number = tl.load(counts + bins)
+    mass = tl.load(masses + bins)
+    depth = tl.load(scores + row * V + token, mask=token < V, other=MAX_DEPTH)
     before = tl.cumsum(number, 0) < top_k
     k_bin = tl.sum(before.to(tl.int32), 0)  # BINS where fewer than k tokens have mass: all are kept
     if tl.program_id(0) == 0:
         notes += row * NOTES
         tl.store(notes + K_BIN, k_bin)
         tl.store(notes + K_LEFT, top_k - tl.sum(tl.where(before, number, 0), 0))
-        tl.store(notes + K_MASS, tl.sum(tl.where(before, tl.load(masses + bins), 0), 0))
+        tl.store(notes + K_MASS, tl.sum(tl.where(before, mass, 0), 0))
     counted = (depth >> COARSE) == k_bin
     fine = BINS + ((depth >> FINE) & (BINS - 1))
     tl.atomic_add(counts + fine, 1, mask=counted, sem="relaxed")
@@ -222,27 +234,27 @@ def narrow_top_p(positions, scores, whole, counts, masses, notes, V: tl.constexp
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
     bins = tl.arange(0, BINS)
-    wait_for_previous(PDL)
-    if tl.load(positions + row) < 0:
-        return
+    sampled = _is_sampled(positions, whole, row)
     top_k = tl.load(whole + row * WHOLE + TOP_K)
     top_p = tl.load(whole + row * WHOLE + TOP_P)
-    if ((tl.load(whole + row * WHOLE + FLAGS) & SAMPLED) == 0) | ((top_k == 0) & (top_p == 0)):
+    wait_for_previous(PDL)
+    if (not sampled) | ((top_k == 0) & (top_p == 0)):
         return
     if (top_p == 0) & (tl.program_id(0) > 0):
         return
     counts += row * COUNTS * BINS
     masses += row * MASSES * BINS
     notes += row * NOTES
-    depth = tl.load(scores + row * V + token, mask=token < V, other=MAX_DEPTH)
+    number = tl.load(counts + BINS + bins)
+    fine_mass = tl.load(masses + BINS + bins)
     coarse_mass = tl.load(masses + bins)
+    k_bin, k_left, k_mass = tl.load(notes + K_BIN), tl.load(notes + K_LEFT), tl.load(notes + K_MASS)
+    depth = tl.load(scores + row * V + token, mask=token < V, other=MAX_DEPTH)
     if top_k != 0:
-        kept = tl.cumsum(tl.load(counts + BINS + bins), 0) < tl.load(notes + K_LEFT)
-        k_fine = tl.sum(kept.to(tl.int64), 0)
-        fine_mass = tl.load(masses + BINS + bins)
-        total = tl.load(notes + K_MASS) + tl.sum(tl.where(bins <= k_fine, fine_mass, 0), 0)
+        k_fine = tl.sum((tl.cumsum(number, 0) < k_left).to(tl.int64), 0)
+        total = k_mass + tl.sum(tl.where(bins <= k_fine, fine_mass, 0), 0)
         if tl.program_id(0) == 0:
-            tl.store(notes + K_DEPTH, (((tl.load(notes + K_BIN) * BINS + k_fine) + 1) << FINE) - 1)
+            tl.store(notes + K_DEPTH, (((k_bin * BINS + k_fine) + 1) << FINE) - 1)
     else:
         total = tl.sum(coarse_mass, 0)
     if top_p != 0:
@@ -266,21 +278,22 @@ def weigh(positions, scores, whole, masses, notes, weights, V: tl.constexpr, PDL
     slices = tl.num_programs(0)
     token = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
     bins = tl.arange(0, BINS)
+    sampled = _is_sampled(positions, whole, row)
+    top_k = tl.load(whole + row * WHOLE + TOP_K)
+    top_p = tl.load(whole + row * WHOLE + TOP_P)
+    last = tl.load(whole + row * WHOLE + MIN_P_DEPTH)
     wait_for_previous(PDL)
-    if tl.load(positions + row) < 0:
-        return
-    if (tl.load(whole + row * WHOLE + FLAGS) & SAMPLED) == 0:
+    if not sampled:
         return
     notes += row * NOTES
+    k_depth, p_bin, p_left = tl.load(notes + K_DEPTH), tl.load(notes + P_BIN), tl.load(notes + P_LEFT)
+    mass = tl.load(masses + (row * MASSES + 2) * BINS + bins)
     depth = tl.load(scores + row * V + token, mask=token < V, other=MAX_DEPTH)
-    last = tl.load(whole + row * WHOLE + MIN_P_DEPTH)
-    if tl.load(whole + row * WHOLE + TOP_K) != 0:
-        last = tl.minimum(last, tl.load(notes + K_DEPTH))
-    if tl.load(whole + row * WHOLE + TOP_P) != 0:
-        mass = tl.load(masses + (row * MASSES + 2) * BINS + bins)
-        kept = (tl.cumsum(mass, 0) - mass) < tl.load(notes + P_LEFT)
-        p_fine = tl.sum(kept.to(tl.int64), 0) - 1
-        last = tl.minimum(last, (((tl.load(notes + P_BIN) * BINS + p_fine) + 1) << FINE) - 1)
+    if top_k != 0:
+        last = tl.minimum(last, k_depth)
+    if top_p != 0:
+        p_fine = tl.sum(((tl.cumsum(mass, 0) - mass) < p_left).to(tl.int64), 0) - 1
+        last = tl.minimum(last, (((p_bin * BINS + p_fine) + 1) << FINE) - 1)
     if tl.program_id(0) == 0:
         tl.store(notes + DEPTH, last)
     tl.store(weights + row * slices + tl.program_id(0), tl.sum(tl.where(depth <= last, _mass(depth), 0), 0))
@@ -297,7 +310,10 @@ def draw(
     weights,
     history,
     tokens,
+    sent,
+    steps,
     V: tl.constexpr,
+    TURNS: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
@@ -305,28 +321,44 @@ def draw(
     """The token of each row, which also enters its history. -1 where a logit is NaN, or none is above -inf."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
-    wait_for_previous(PDL)
     position = tl.load(positions + row)
+    flags = tl.load(whole + row * WHOLE + FLAGS)
+    uniform = _uniform(tl.load(whole + row * WHOLE + SEED_KEY), position)
+    wait_for_previous(PDL)
     if position < 0:
         return
-    flags = tl.load(whole + row * WHOLE + FLAGS)
+    of_slices = tl.arange(0, PADDED)
+    weight = tl.load(weights + row * SLICES + of_slices, mask=of_slices < SLICES, other=0)
+    last = tl.load(notes + row * NOTES + DEPTH)
     valid, token = _best(best, best_at, row, SLICES, PADDED)
     if valid & ((flags & SAMPLED) != 0):
-        of_slices = tl.arange(0, PADDED)
-        weight = tl.load(weights + row * SLICES + of_slices, mask=of_slices < SLICES, other=0)
-        target = _umulhi(_uniform(tl.load(whole + row * WHOLE + SEED_KEY), position), tl.sum(weight, 0))
+        target = _umulhi(uniform, tl.sum(weight, 0))
         # Invert the cumulative mass: tokens without any end where they begin, so `<=` passes over them.
         passed = tl.cumsum(weight, 0) <= target
         at = tl.sum(passed.to(tl.int32), 0)
         target -= tl.sum(tl.where(passed, weight, 0), 0)
         in_slice = at * SLICE + tl.arange(0, SLICE)
         depth = tl.load(scores + row * V + in_slice, mask=in_slice < V, other=MAX_DEPTH)
-        mass = tl.where(depth <= tl.load(notes + row * NOTES + DEPTH), _mass(depth), 0)
+        mass = tl.where(depth <= last, _mass(depth), 0)
         token = at * SLICE + tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
-    tl.store(tokens + row, token)
+    _tell(tokens, sent, steps, row, token, TURNS)
     if valid & ((flags & PENALISED) != 0):
         seen = history + row * V + token
         tl.store(seen, tl.load(seen) + 2)
+
+
+@triton.jit
+def _is_sampled(positions, whole, row):
+    position, flags = tl.load(positions + row), tl.load(whole + row * WHOLE + FLAGS)
+    return (position >= 0) & ((flags & SAMPLED) != 0)
+
+
+@triton.jit
+def _tell(tokens, sent, steps, row, token, TURNS: tl.constexpr):
+    """The token, to the next step and, in its turn, to the host."""
+    tl.store(tokens + row, token)
+    if sent is not None:
+        tl.store(sent + tl.load(steps) % TURNS * tl.num_programs(0) + row, token)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,6 @@ from infer.ops.table import alignment
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_N, MAX_BLOCK_B = 64, 128  # of the product of few rows
 MAX_SPLITS = 64  # programs that share a row's keys
-BUSY, BUSY_TOGETHER = 512, 256  # programs of attention that keep a GPU busy; of several rows with small heads
 ROWS_COMPILED = (1, 2, 8, 32, 64, 128)  # a step of any number of rows has the kernels of one of these
 PROCESSORS = 132  # of an H200: more programs of a product take turns
 
@@ -131,8 +130,11 @@ class Fed(NamedTuple):
     turned: Tensor  # [kinds, B, 2, D], from `turns`
 
 
-def begin(plan: Plan, tokens: Tensor, positions: Tensor, moves: Tensor) -> Fed:
-    """Tokens int64 [B] and their positions int32 [B], below 0 where a row has none; positions then go on by moves."""
+def begin(plan: Plan, tokens: Tensor, positions: Tensor, moves: Tensor, steps: Tensor) -> Fed:
+    """Tokens int64 [B] and their positions int32 [B], below 0 where a row has none.
+
+    Positions then go on by moves, and steps, int32, by one.
+    """
     rows, (kinds, head_dim) = tokens.shape[0], plan.frequencies.shape
     fed = Fed(
         torch.empty_like(tokens),
@@ -145,6 +147,7 @@ def begin(plan: Plan, tokens: Tensor, positions: Tensor, moves: Tensor) -> Fed:
             tokens,
             positions,
             moves,
+            steps,
             fed.tokens,
             fed.positions,
             fed.places,
@@ -199,7 +202,7 @@ def can_compile_ahead() -> bool:
 def compile_ahead(device: torch.device, walk: Callable[[], None]) -> list[str]:
     """The kernels that `walk` would launch on this device, and none is launched: see kernels/ahead.py."""
     with on(device):
-        return ahead.compile_all(walk)
+        return ahead.compile_all(walk, partial(on, device))
 
 
 class Prepared(NamedTuple):
@@ -438,13 +441,12 @@ def attend(
     """Store the new keys and values where the table says, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
     batch, group, head_dim = qkv.shape[0], block.heads // block.kv_heads, block.head_dim
     size = next_power(head_dim)
-    busy = BUSY_TOGETHER if batch > 1 and head_dim <= 64 else BUSY
-    splits = min(MAX_SPLITS, max(1, next_power(busy // (batch * block.kv_heads))))
-    keys, stages, warps = attention_shape(size, batch)
+    keys, stages, warps, programs = attention_shape(size, batch)
+    splits = min(MAX_SPLITS, max(1, programs // (batch * block.kv_heads)))
     out = torch.empty(batch, block.heads * head_dim, dtype=qkv.dtype, device=qkv.device)
     pieces = torch.empty(batch, block.heads, splits, head_dim + 4, dtype=torch.float32, device=qkv.device)
     norm = block.q_norm
-    kernels.gpu_modules().attention.attend[(splits, block.kv_heads, batch)](
+    kernels.gpu_modules().attention.attend[(block.kv_heads, splits, batch)](
         qkv,
         out,
         pieces,
@@ -475,11 +477,16 @@ def attend(
     return out
 
 
-def attention_shape(head_dim: int, batch: int) -> tuple[int, int, int]:
-    """Keys that a program looks at together, blocks of them under way, and its warps: what was fastest on an H200."""
+def attention_shape(head_dim: int, batch: int) -> tuple[int, int, int, int]:
+    """Keys that a program looks at together, blocks of them under way, its warps, and how many programs there are.
+
+    What was fastest on an H200, which holds as many programs at once: more would take turns.
+    """
     if head_dim > 64:
-        return 32, 2, 2 if head_dim <= 128 else 4
-    return (64, 3, 4) if batch < 8 else (128, 2, 4)
+        return 32, 2, 2 if head_dim <= 128 else 4, 512
+    if batch < 8:
+        return 64, 3, 4, 384 if batch == 1 else 256
+    return 128, 2, 4, 256
 
 
 def late(pdl: bool) -> dict[str, bool]:
