@@ -93,9 +93,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     launch = graph.Captured.launch
 
-    def counted(step: graph.Captured, model: Decoder) -> None:
+    def counted(step: graph.Captured) -> None:
         rows.append(step.rows)
-        launch(step, model)
+        launch(step)
 
     monkeypatch.setattr(graph.Captured, "launch", counted)
     return rows

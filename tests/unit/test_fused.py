@@ -626,19 +626,27 @@ class TestWhereThereAreNone:
         assert capsys.readouterr().err == ""
 
 
+@EVERY_DTYPE
+@pytest.mark.parametrize("hidden_size", [16, 40])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_what_a_step_is_fed(tiny_model: Callable[..., Decoder], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows without a token look up something that exists, and stay without."""
+def test_what_a_step_is_fed(
+    tiny_model: Callable[..., Decoder],
+    family: str,
+    hidden_size: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the last bit what the model looks up. Rows without a token look up something that exists, and stay without."""
     monkeypatch.setattr(fused, "torch", torch)
-    plan = plan_of(tiny_model(model_type=family).to(DEVICE))
+    model = tiny_model(model_type=family, hidden_size=hidden_size, dtype=dtype).to(DEVICE)
+    plan, embedding = plan_of(model), model.embedding_parts()
     assert plan is not None
     tokens = torch.tensor([5, -1, 7], device=DEVICE)
     positions, moves = torch.tensor([[3, -1, 0], [1, 0, 1]], dtype=torch.int32, device=DEVICE)
     steps = torch.tensor([6], dtype=torch.int32, device=DEVICE)
-    fed = fused.begin(plan, tokens, positions, moves, steps)
+    fed = fused.begin(plan, embedding, tokens, positions, moves, steps)
     assert steps.tolist() == [7]
-    assert fed.tokens.tolist() == [5, 0, 7]
-    assert fed.places.tolist() == [3, 0, 0]
+    assert torch.equal(fed.x, model.embed(*torch.tensor([[5, 0, 7], [3, 0, 0]], device=DEVICE)))
     assert fed.positions.tolist() == [3, -1, 0]
     assert positions.tolist() == [4, -1, 1]
     assert len(set(plan.kinds) - {None}) == {"llama": 1, "gemma3": 2, "gpt2": 0}[family]

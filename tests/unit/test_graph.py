@@ -379,9 +379,9 @@ class TestStepsServeAgain:
         model, positions = small(), []
         launch = graph.Captured.launch
 
-        def noted(self: graph.Captured, model: Decoder) -> None:
+        def noted(self: graph.Captured) -> None:
             positions.append(self.positions.tolist())
-            launch(self, model)
+            launch(self)
 
         generate_batch(model, Letters(), [PROMPT] * 4, [settings(2), settings(2), settings(9), settings(9)])
         assert light[0].positions[3] >= 0
@@ -567,6 +567,7 @@ class TestLeftToTheModel:
             pytest.param(lambda model: prehooked(model.layers[0].mlp), id="layer's pre-hook"),
             pytest.param(patched, id="forward"),
             pytest.param(lambda model: patched(model, "embed"), id="embed"),
+            pytest.param(lambda model: patched(model, "embedding_parts"), id="embedding_parts"),
             pytest.param(lambda model: patched(model, "head"), id="head"),
             pytest.param(lambda model: patched(model.embed_tokens), id="embedding's forward"),
             pytest.param(lambda model: patched(model.layers[0].self_attn), id="attention's forward"),
@@ -580,12 +581,45 @@ class TestLeftToTheModel:
 
     @pytest.mark.usefixtures("made")
     @pytest.mark.parametrize(
-        ("kind", "name"), [(Decoder, "forward"), (Llama, "forward"), (Llama, "embed"), (Embedding, "forward")]
+        ("kind", "name"),
+        [
+            (Decoder, "forward"),
+            (Llama, "forward"),
+            (Llama, "embed"),
+            (Decoder, "embedding_parts"),
+            (Embedding, "forward"),
+        ],
     )
     def test_of_a_changed_class(self, small: Make, kind: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         model, method = small(), getattr(kind, name)
         assert taken(model)
         monkeypatch.setattr(kind, name, lambda *args, **options: method(*args, **options))
+        assert not taken(model)
+
+    @pytest.mark.usefixtures("made")
+    @pytest.mark.parametrize(
+        "change",
+        [
+            pytest.param(lambda weight: weight.double(), id="other digits"),
+            pytest.param(lambda weight: weight.T.contiguous().T, id="strides"),
+            pytest.param(lambda weight: torch.cat([weight, weight]), id="more vectors"),
+            pytest.param(lambda weight: weight[:-1], id="fewer vectors"),
+        ],
+    )
+    @pytest.mark.parametrize("name", ["embed_tokens", "embed_positions"])
+    def test_with_vectors_that_the_kernel_cannot_read(
+        self, small: Make, name: str, change: Callable[[Tensor], Tensor]
+    ) -> None:
+        model = small("gpt2", tie_word_embeddings=False)
+        assert taken(model)
+        embedding = getattr(model, name)
+        embedding.weight = torch.nn.Parameter(change(embedding.weight), requires_grad=False)
+        assert not taken(model)
+
+    @pytest.mark.usefixtures("made")
+    def test_with_vectors_that_are_computed(self, small: Make) -> None:
+        model = small(tie_word_embeddings=False)
+        torch.nn.utils.parametrizations.weight_norm(model.embed_tokens)
         assert not taken(model)
 
     @pytest.mark.usefixtures("made")
@@ -649,7 +683,7 @@ def test_what_is_compiled_serves_any_number_of_rows(
         found: set[Any] = set()
         with monkeypatch.context() as patch:
             patch.setattr("infer.kernels.gpu_modules", lambda: Recorded(found))
-            graph.Captured(model, plan, rows, samples, exact).compile(model)
+            graph.Captured(model, plan, rows, samples, exact).run()
         return found
 
     compiled = exact_gpu.ROWS_COMPILED if exact else fused.ROWS_COMPILED

@@ -64,25 +64,32 @@ def decoding(
     """
     if not isinstance(model, Decoder) or model.device.type != "cuda" or not _is_plain(model):
         return None
-    plan = model.fused_plan()
-    if plan is None or any(cache.table(model.config, model.norm.weight) is None for cache in caches):
+    plan, embedding, config = model.fused_plan(), model.embedding_parts(), model.config
+    if plan is None or any(cache.table(config, model.norm.weight) is None for cache in caches):
+        return None
+    fits = embedding.fit(config.vocab_size, config.max_position_embeddings, config.hidden_size)
+    if not fits or not fused.can_look_up(embedding, model.dtype):
         return None
     from infer.ops.choice import MAX_VOCAB  # which needs Triton
 
-    return Decoding(model, plan, requests, caches, prompts, exact) if model.config.vocab_size <= MAX_VOCAB else None
+    return Decoding(model, plan, requests, caches, prompts, exact) if config.vocab_size <= MAX_VOCAB else None
 
 
 def _is_plain(model: Decoder) -> bool:
     kind = type(model)
     return (
-        KNOWN.get(kind) == (kind.forward, kind.embed, Decoder.forward, Embedding.forward)
-        and "embed" not in vars(model)
+        KNOWN.get(kind) == _known(kind)
+        and not vars(model).keys() & {"embed", "embedding_parts"}
         and not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
     )
 
 
-# What a captured step stands for, beside what the kernels do.
-KNOWN = {kind: (kind.forward, kind.embed, Decoder.forward, Embedding.forward) for kind in MODELS.values()}
+def _known(kind: type[Decoder]) -> tuple[object, ...]:
+    """What a captured step stands for, beside what `Decoder.fused_plan` looks at."""
+    return kind.forward, kind.embed, kind.embedding_parts, Decoder.forward, Embedding.forward
+
+
+KNOWN = {kind: _known(kind) for kind in MODELS.values()}
 
 
 def _is_greedy(params: SamplingParams) -> bool:
@@ -106,7 +113,7 @@ def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: boo
         else:
             step = Captured(model, plan, rows, samples, exact)
             _compile(step, model)
-            step.capture(model)
+            step.capture()
             step.weights = weights
             steps.append(step)
         step.busy = True
@@ -119,16 +126,16 @@ def _compile(step: Captured, model: Decoder) -> None:
     def others() -> None:
         for rows in exact_gpu.ROWS_COMPILED if step.exact else fused.ROWS_COMPILED:
             # How a token is chosen does not depend on how many are.
-            Captured(model, step.plan, rows, rows == 1, step.exact).compile(model)
+            Captured(model, step.plan, rows, rows == 1, step.exact).run()
 
-    if fused.can_compile_ahead() and fused.compile_ahead(model.device, lambda: step.compile(model)):
+    if fused.can_compile_ahead() and fused.compile_ahead(model.device, step.run):
         print("compiling kernels for this GPU: seconds, once for each kind of model", file=sys.stderr, flush=True)
         with suppress(torch.OutOfMemoryError):
             fused.compile_ahead(model.device, others)
 
 
 class Captured:
-    """One step of up to `rows` rows, on buffers of its own."""
+    """One step of up to `rows` rows, on buffers of its own. It does not keep the model alive."""
 
     def __init__(self, model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: bool) -> None:
         """samples: by settings of each row; else all are greedy."""
@@ -139,7 +146,7 @@ class Captured:
         self.exact = exact
         self.weights: list[tuple[int, torch.dtype]] = []  # of the model: where they were
         self.constants = plan.constants
-        self.plan = plan
+        self.plan, self.embedding = plan, model.embedding_parts()
         self._free: torch.cuda.Event | None = None  # when the last run had no more to do with it
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # to be fed; then, those chosen
         self.positions = torch.full((rows,), -1, dtype=torch.int32, device=device)  # of those to be fed; -1: none
@@ -152,37 +159,29 @@ class Captured:
         self._finished = fused.counters(plan, rows)
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def capture(self, model: Decoder) -> None:
-        """model: the one that it was made for, here and below, which it must not keep alive."""
-        with fused.on(model.device):
-            self._step(model)  # loads the kernels; no row takes part yet
+    def capture(self) -> None:
+        with fused.on(self.tokens.device):
+            self.run()  # loads the kernels; no row takes part yet
             if self.captured:
                 self._graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                    self._step(model)
+                    self.run()
 
-    def launch(self, model: Decoder) -> None:
+    def launch(self) -> None:
         if self._graph is None:
-            self._step(model)
+            self.run()
         else:
             self._graph.replay()
 
-    def compile(self, model: Decoder) -> None:
-        """Its kernels, for `fused.compile_ahead`: nothing is computed, so there is nothing to look up."""
-        x = torch.empty(self.rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
-        self._run(x, fused.begin(self.plan, self.tokens, self.positions, self.moves, self.steps))
-
-    def _step(self, model: Decoder) -> None:
+    def run(self) -> None:
+        """Kernel by kernel: to capture them, or for `fused.compile_ahead`."""
         # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
-        fed = fused.begin(self.plan, self.tokens, self.positions, self.moves, self.steps)
-        self._run(model.embed(fed.tokens, fed.places).to(model.dtype), fed)
-
-    def _run(self, x: Tensor, fed: fused.Fed) -> None:
+        fed = fused.begin(self.plan, self.embedding, self.tokens, self.positions, self.moves, self.steps)
         if self.exact:
             # Not by fed.turned: a prompt's rotation is of the kernel `turns`, and another might round otherwise.
-            logits = exact_gpu.launch(self.plan, x, self.tables, fed.positions, self._finished)
+            logits = exact_gpu.launch(self.plan, fed.x, self.tables, fed.positions, self._finished)
         else:
-            logits = fused.launch(self.plan, x, self.tables, fed.positions, fed.turned, self._finished)
+            logits = fused.launch(self.plan, fed.x, self.tables, fed.positions, fed.turned, self._finished)
         self.choice.launch(logits, self.positions, self.tokens, self.sent, self.steps)
 
     def load(self, requests: Sequence[Request], tables: np.ndarray[Any, Any]) -> None:
@@ -356,7 +355,7 @@ class Decoding:
         self._count += 1
         tokens = self._step.sent[self._count % len(self._step.sent)]
         with fused.on(self._model.device):
-            self._step.launch(self._model)
+            self._step.launch()
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         self._launched.append(Launched(sorted(self._going), tokens, done))

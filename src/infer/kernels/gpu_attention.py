@@ -12,6 +12,7 @@ import triton.language as tl
 
 from infer.kernels import table as columns
 from infer.kernels.gpu_launch import let_next_start, wait_for_previous
+from infer.kernels.gpu_product import added, load_parts, store_parts
 
 COLUMNS = tl.constexpr(columns.COLUMNS)
 KEYS, VALUES = tl.constexpr(columns.K), tl.constexpr(columns.V)
@@ -25,27 +26,46 @@ def begin(
     positions,  # int32 [B]: likewise; moved on here
     moves,  # int32 [B]: by which
     steps,  # int32: counted up here
-    fed_tokens,  # int64 [B]: what can be looked up in any case
-    fed_positions,  # int32 [B]: as they were
-    fed_places,  # int64 [B]: what can be looked up in any case
+    vectors,  # [V, C]: of each token
+    learned,  # [P, C]: of each position; None where none are
     frequencies,  # float32 [KINDS, D]
-    out,  # float32 [KINDS, B, 2, D]
+    fed_positions,  # int32 [B]: as they were
+    x,  # [B, C]
+    turned,  # float32 [KINDS, B, 2, D]
+    FACTOR: tl.constexpr,  # of the tokens' vectors
+    C: tl.constexpr,
+    PARTS: tl.constexpr,
     KINDS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """What a step needs to know of the tokens that it is fed."""
+    """What a step is fed: the vectors of its tokens, their positions, and how far these turn."""
     row = tl.program_id(0)
     if row == 0:
         tl.store(steps, tl.load(steps) + 1)
     position = tl.load(positions + row)
-    tl.store(fed_tokens + row, tl.maximum(tl.load(tokens + row), 0))
+    token = tl.maximum(tl.load(tokens + row), 0)  # where there is none, one that can be looked up
     tl.store(fed_positions + row, position)
-    tl.store(fed_places + row, tl.maximum(position, 0).to(tl.int64))
     tl.store(positions + row, position + tl.load(moves + row))
+    dtype = x.dtype.element_ty
+    own = load_parts(vectors + token * C, PARTS, C)
+    if FACTOR != 1:
+        own = scaled(own, FACTOR, dtype, PARTS)
+    if learned is not None:
+        own = added(own, load_parts(learned + tl.maximum(position, 0).to(tl.int64) * C, PARTS, C), dtype, PARTS)
+    store_parts(x + row.to(tl.int64) * C, own, PARTS, C)
     for kind in tl.static_range(KINDS):
-        line = out + (kind * tl.num_programs(0) + row) * 2 * D
+        line = turned + (kind * tl.num_programs(0) + row) * 2 * D
         turn(position, frequencies + kind * D, line, D, BLOCK_D)
+
+
+@triton.jit
+def scaled(x, factor, dtype, PARTS: tl.constexpr):
+    """x in parts, times a factor."""
+    out = ()
+    for i in tl.static_range(len(PARTS)):
+        out = out + ((x[i] * factor).to(dtype).to(tl.float32),)
+    return out
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from infer.ops.activation import activated, gated
 from infer.ops.linear import Embedding, FusedLinear, Linear
 from infer.ops.module import Module
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
-from infer.ops.parts import ACTIVATION_CODES, BlockParts, HeadParts, Planner
+from infer.ops.parts import ACTIVATION_CODES, BlockParts, EmbeddingParts, HeadParts, Planner
 from infer.ops.quantized import QuantizedWeight
 from infer.ops.rope import Rope, apply_rope
 
@@ -421,7 +421,16 @@ class Decoder(Module):
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Both [T] -> [T, C]"""
-        return self.embed_tokens(input_ids).to(self.dtype)  # type: ignore[no-any-return]  # quantised: float32
+        tokens, learned, factor = self.embedding_parts()
+        x: Tensor = tokens(input_ids).to(self.dtype)  # quantised: float32
+        if factor != 1:
+            x = x * factor
+        if learned is not None:
+            x = x + learned(positions)
+        return F.dropout(x, self.config.dropout) if self.training else x
+
+    def embedding_parts(self) -> EmbeddingParts:
+        return EmbeddingParts(self.embed_tokens)
 
     @property
     def device(self) -> torch.device:

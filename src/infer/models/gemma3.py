@@ -18,11 +18,11 @@ Most layers see a window and have a RoPE of their own, every sixth sees everythi
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from infer.config import ModelConfig
 from infer.models.common import Block, Decoder, Norms
 from infer.ops.norm import ZeroCentredRMSNorm
+from infer.ops.parts import EmbeddingParts
 
 
 class Gemma3Block(Block):
@@ -46,7 +46,7 @@ class Gemma3Block(Block):
 class Gemma3(Decoder):
     block = Gemma3Block
 
-    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def embedding_parts(self) -> EmbeddingParts:
         # The factor is rounded to the model's dtype first, as in training: 25.25 instead of 25.298 in bf16.
-        scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
-        return super().embed(input_ids, positions) * scale
+        factor = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
+        return EmbeddingParts(self.embed_tokens, factor=factor)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infer.cache.base import Cache
@@ -22,6 +21,7 @@ from infer.config import ModelConfig
 from infer.models.common import Block, Decoder, UngatedMLP
 from infer.ops.linear import Embedding
 from infer.ops.norm import LayerNorm, Norm
+from infer.ops.parts import EmbeddingParts
 
 
 class GPT2Block(Block):
@@ -44,9 +44,8 @@ class GPT2(Decoder):
         self.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
         init_weights(self)
 
-    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        x = super().embed(input_ids, positions) + self.embed_positions(positions)
-        return F.dropout(x, self.config.dropout, self.training)
+    def embedding_parts(self) -> EmbeddingParts:
+        return EmbeddingParts(self.embed_tokens, self.embed_positions)
 
     def forward(self, input_ids: Tensor, kv_cache: Cache | None = None, *, all_logits: bool = False) -> Tensor:
         end = input_ids.shape[1] + (0 if kv_cache is None else kv_cache.seq_len)

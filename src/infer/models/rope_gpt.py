@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infer.cache.base import NoCache
@@ -30,9 +29,6 @@ class GPT(Decoder):
     @property
     def blocks(self) -> nn.ModuleList:
         return self.layers
-
-    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        return F.dropout(super().embed(input_ids, positions), self.config.dropout, self.training)
 
     def forward_with_attn_trace(
         self, x: Tensor, trace_layer: int, *, attn_full: bool = False

@@ -22,7 +22,7 @@ from infer.kernels import ahead
 from infer.kernels.table import FILLED
 from infer.ops.linear import Linear
 from infer.ops.norm import Norm
-from infer.ops.parts import BlockParts, HeadParts
+from infer.ops.parts import BlockParts, EmbeddingParts, HeadParts
 from infer.ops.table import alignment
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -124,21 +124,32 @@ def counters(plan: Plan, rows: int) -> Tensor:
 class Fed(NamedTuple):
     """What a step is fed."""
 
-    tokens: Tensor  # int64 [B]; 0 where there is none
-    places: Tensor  # int64 [B]: their positions; likewise
+    x: Tensor  # [B, C]: the vectors of its tokens; of any where a row has none
     positions: Tensor  # int32 [B]; -1 where there is none
     turned: Tensor  # [kinds, B, 2, D], from `turns`
 
 
-def begin(plan: Plan, tokens: Tensor, positions: Tensor, moves: Tensor, steps: Tensor) -> Fed:
+def can_look_up(embedding: EmbeddingParts, dtype: torch.dtype) -> bool:
+    """Whether `begin` finds there what the modules would."""
+    modules = [module for module in (embedding.tokens, embedding.positions) if module is not None]
+    return all(
+        type(weight) is nn.Parameter and weight.dtype is dtype and weight.is_contiguous() and readable(weight)
+        for weight in (module.weight for module in modules)
+    )
+
+
+def begin(
+    plan: Plan, embedding: EmbeddingParts, tokens: Tensor, positions: Tensor, moves: Tensor, steps: Tensor
+) -> Fed:
     """Tokens int64 [B] and their positions int32 [B], below 0 where a row has none.
 
     Positions then go on by moves, and steps, int32, by one.
     """
-    rows, (kinds, head_dim) = tokens.shape[0], plan.frequencies.shape
+    vectors, learned = embedding.tokens.weight, embedding.positions
+    assert isinstance(vectors, Tensor)
+    rows, (kinds, head_dim), size = tokens.shape[0], plan.frequencies.shape, vectors.shape[1]
     fed = Fed(
-        torch.empty_like(tokens),
-        torch.empty_like(tokens),
+        torch.empty(rows, size, dtype=vectors.dtype, device=tokens.device),
         torch.empty_like(positions),
         torch.empty(kinds, rows, 2, head_dim, dtype=torch.float32, device=tokens.device),
     )
@@ -148,11 +159,15 @@ def begin(plan: Plan, tokens: Tensor, positions: Tensor, moves: Tensor, steps: T
             positions,
             moves,
             steps,
-            fed.tokens,
-            fed.positions,
-            fed.places,
+            vectors,
+            None if learned is None else learned.weight,
             plan.frequencies,
+            fed.positions,
+            fed.x,
             fed.turned,
+            FACTOR=embedding.factor,
+            C=size,
+            PARTS=in_parts(size),
             KINDS=kinds if head_dim else 0,
             D=head_dim,
             BLOCK_D=next_power(head_dim),

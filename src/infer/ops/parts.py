@@ -7,7 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from infer.ops.linear import Linear
+from infer.ops.linear import Embedding, Linear
 from infer.ops.module import Module
 from infer.ops.norm import Norm
 from infer.ops.quantized import QuantizedWeight
@@ -70,6 +70,21 @@ class Planner(Generic[Plan]):
 
 def _places(weights: Sequence[Tensor]) -> list[int]:
     return [*map(Tensor.data_ptr, weights), *map(Tensor.numel, weights)]
+
+
+class EmbeddingParts(NamedTuple):
+    """What stands before the blocks: a token's vector, times a factor, and its position's, where they are learned."""
+
+    tokens: Embedding
+    positions: Embedding | None = None
+    factor: float = 1.0
+
+    def fit(self, vocab: int, positions: int, size: int) -> bool:
+        """Whether each token and position has a vector of this size."""
+        learned = self.positions
+        return tuple(self.tokens.weight.shape) == (vocab, size) and (
+            learned is None or tuple(learned.weight.shape) == (positions, size)
+        )
 
 
 class BlockParts(NamedTuple):
