@@ -201,10 +201,16 @@ def test_a_product_that_is_added(batch: int, bias: bool, dtype: torch.dtype, gen
         (3, 2048, 128),  # shared evenly
         (130, 1025, 66),  # in several blocks of rows besides
         (5, 96, 64),
+        (2, 4100, 70),
     ],
 )
+@pytest.mark.parametrize("processors", [fused.PROCESSORS, 8], ids=["", "few processors"])
 @torch.inference_mode()
-def test_a_product_in_blocks(batch: int, k: int, n: int, generator: torch.Generator) -> None:
+def test_a_product_in_blocks(
+    batch: int, k: int, n: int, processors: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few processors, the programs that share columns have more of them, and begin with weights at hand."""
+    monkeypatch.setattr(fused, "PROCESSORS", processors)
     linear = randomised(Linear(k, n, bias=True), generator, torch.float32)
     x, carried = random(generator, torch.float32, batch, k), random(generator, torch.float32, batch, n)
     finished, norm = counters(256), RMSNorm(n, 1e-5).to(DEVICE)

@@ -711,16 +711,21 @@ def test_a_product_of_few_rows_fits_the_memory(
     product = SimpleNamespace(few_rows=Kernel())
     monkeypatch.setattr("infer.kernels.gpu_modules", lambda: SimpleNamespace(product=product))
     monkeypatch.setattr(fused, "shared_memory", lambda _: memory)
-    for n, k in ((1024, 4096), (2048, 1000), (28672, 4096)):
+    early: set[tuple[bool, bool]] = set()
+    for n, k in ((1024, 4096), (2048, 1000), (28672, 4096), (4096, 14336)):
         with torch.device("meta"):
             linear = Linear(k, n).to(dtype)
         for batch in (2, 16, 17, 32, 33, 64, 65, 128, 300):
             x = torch.empty(batch, k, dtype=dtype, device="meta")
-            fused._few_rows(linear, x, None, x, "silu" if gated else "", gated, False)
-            used = launched.pop()
-            inputs = 2 if gated else 1
-            columns = used["BLOCK_N"] * inputs + used["BLOCK_B"]
-            assert used["STAGES"] * used["BLOCK_K"] * columns * dtype.itemsize <= memory
-            assert used["BLOCK_K"] >= 16  # what a product of matrices takes at least
-            left_over = n // inputs % used["BLOCK_N"], k % (used["BLOCK_K"] * used["SPLIT"])
-            assert used["EVEN"] == (left_over == (0, 0))
+            for addend in (None, x):
+                fused._few_rows(linear, x, None, x, "silu" if gated else "", gated, False, addend=addend)
+                used = launched.pop()
+                inputs = 2 if gated else 1
+                columns = used["BLOCK_N"] * inputs + used["BLOCK_B"]
+                blocks = used["STAGES"] + used["EARLY"]
+                assert blocks * used["BLOCK_K"] * columns * dtype.itemsize <= memory
+                assert used["BLOCK_K"] >= 16  # what a product of matrices takes at least
+                left_over = n // inputs % used["BLOCK_N"], k % (used["BLOCK_K"] * used["SPLIT"])
+                assert used["EVEN"] == (left_over == (0, 0))
+                early.add((used["EARLY"], addend is None))
+    assert len(early) == (2 if gated else 4)  # all there are: with a gate, none is

@@ -262,21 +262,27 @@ def few_rows(
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
     begin = split * STEPS
     if EARLY:
-        early = load_block(first + begin * BLOCK_K, exists, begin * BLOCK_K + at < K, EVEN)
+        early_k = begin * BLOCK_K
+        early = load_block(first + early_k, exists, early_k + at < K, EVEN)
+        begin += 1
+    if BIAS:
+        first_bias = tl.load(bias + column, exists, 0.0).to(tl.float32)[:, None]
+        if GATED:
+            second_bias = tl.load(bias + N + column, exists, 0.0).to(tl.float32)[:, None]
+    if next_weight is not None:
+        next_weights = tl.load(next_weight + column, exists, 0.0).to(tl.float32)[:, None] + OFFSET
     wait_for_previous(PDL)
+    # All that is waited for, at once, and none of it used before the loop has asked for its weights.
     if RESIDUAL:
         addend = tl.load(residual + places, inside, 0.0).to(tl.float32)
-    y = tl.zeros((BLOCK_N, BLOCK_B), tl.float32)
-    up = y
     if squares is not None:
         part = tl.arange(0, PADDED)
         parts = fed[:, None] & (part < SQUARES)[None, :]
-        scale = tl.sum(tl.load(squares + row[:, None] * SQUARES + part[None, :], parts, 0.0), 1)
+        squares_of = tl.load(squares + row[:, None] * SQUARES + part[None, :], parts, 0.0)
     if EARLY:
-        k = begin * BLOCK_K
-        turned = tl.load(vectors + k, fed[:, None] & (k + at < K)[None, :], 0.0).T
-        y = tl.dot(early, turned, y, input_precision="ieee")
-        begin += 1
+        early_vectors = tl.load(vectors + early_k, fed[:, None] & (early_k + at < K)[None, :], 0.0)
+    y = tl.zeros((BLOCK_N, BLOCK_B), tl.float32)
+    up = y
     for step in tl.range(begin, (split + 1) * STEPS, num_stages=STAGES):
         k = step * BLOCK_K
         real = k + at < K
@@ -284,6 +290,8 @@ def few_rows(
         y = tl.dot(load_block(first + k, exists, real, EVEN), turned, y, input_precision="ieee")
         if GATED:
             up = tl.dot(load_block(second + k, exists, real, EVEN), turned, up, input_precision="ieee")
+    if EARLY:
+        y = tl.dot(early, early_vectors.T, y, input_precision="ieee")
     if SPLIT > 1:
         tl.store(sums + split * B * N + places, y, inside)
         tl.debug_barrier()  # all threads' sums are written before one of them says so
@@ -296,15 +304,15 @@ def few_rows(
         for i in tl.static_range(1, SPLIT):
             y += tl.load(sums + i * B * N + places, inside, 0.0, cache_modifier=".cg")
     if squares is not None:
-        scale = tl.rsqrt(scale / K + EPS)[None, :]
+        scale = tl.rsqrt(tl.sum(squares_of, 1) / K + EPS)[None, :]
         y *= scale
         up *= scale
     if BIAS:
-        y += tl.load(bias + column, exists, 0.0).to(tl.float32)[:, None]
+        y += first_bias
     y = activated(y, ACTIVATION)
     if GATED:
         if BIAS:
-            up += tl.load(bias + N + column, exists, 0.0).to(tl.float32)[:, None]
+            up += second_bias
         y *= up
     if RESIDUAL:
         y += addend
@@ -312,8 +320,7 @@ def few_rows(
     tl.store(out + places, rounded, inside)
     if next_weight is not None:
         y = rounded.to(tl.float32)
-        weights = tl.load(next_weight + column, exists, 0.0).to(tl.float32) + OFFSET
-        tl.store(next_out + places, (y * weights[:, None]).to(out.dtype.element_ty), inside)
+        tl.store(next_out + places, (y * next_weights).to(out.dtype.element_ty), inside)
         of_row = tl.sum(tl.where(inside, y * y, 0.0), 0)
         tl.store(next_squares + row * tl.num_programs(0) + tl.program_id(0), of_row, fed)
 

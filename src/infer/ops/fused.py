@@ -375,7 +375,9 @@ def _few_rows(
     size, stages = (256, 3) if split > 1 and rows <= 32 else (128, 4 if rows <= 32 else 3)
     if x.element_size() == 4:
         size, stages = 32, 2
-    while size * stages * (BLOCK_N * (2 if gated else 1) + rows) * x.element_size() > shared_memory(x.device):
+    early = split > 1 and (addend is None or k > 1024 * split)  # what was fastest on an H200
+    column = (BLOCK_N * (2 if gated else 1) + rows) * x.element_size()
+    while size * (stages + early) * column > shared_memory(x.device):
         size //= 2
     grid = blocks, -(-batch // rows), split
     sums = torch.empty(split if split > 1 else 0, batch, n, dtype=torch.float32, device=x.device)
@@ -409,7 +411,7 @@ def _few_rows(
         GATED=gated,
         ACTIVATION=activation,
         STAGES=stages,
-        EARLY=split > 1 and addend is None,
+        EARLY=early,
         num_warps=4,
         **extras,
         **late(pdl),
