@@ -29,6 +29,7 @@ from infer.engine.params import SamplingParams
 from infer.engine.request import check_chunk, check_request
 from infer.engine.result import GenerationResult
 from infer.engine.text import Decodes, Encodes, encode_readable
+from infer.ops.quantized import QuantizedWeight
 
 SUITE = {"short": (32, 32), "medium": (128, 64), "long": (512, 64)}  # prompt tokens, new tokens
 
@@ -91,6 +92,7 @@ _QUANTILES = torch.tensor([0.5, 0.95, 0.99], dtype=torch.float64)
 class BenchResult:
     config: BenchConfig
     dtype: str
+    weight_bits: list[int]  # of quantised weights: 4, 8, or both; empty where none are
     ttft_ms: float  # median; the prefill and the first token's choice
     prompt_tokens_per_s: float  # median
     decode_time_s: float  # median trial, the first token apart
@@ -145,6 +147,7 @@ def run(
     return BenchResult(
         config=config,
         dtype=str(weights[0].dtype).removeprefix("torch."),
+        weight_bits=_weight_bits(model),
         ttft_ms=ttft_s * 1e3,
         prompt_tokens_per_s=config.prompt_tokens / ttft_s,
         decode_time_s=median.timing.decode_time_s,
@@ -157,6 +160,11 @@ def run(
         step_times_ms=[time_s * 1e3 for time_s in median.timing.decode_times_s],
         token_ids=median.token_ids,
     )
+
+
+def _weight_bits(model: Model) -> list[int]:
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return sorted({module.bits for module in modules if isinstance(module, QuantizedWeight)})
 
 
 def fixed_prompt(tokenizer: BenchTokenizer, length: int) -> list[int]:
@@ -213,6 +221,11 @@ def format_table(results: Sequence[BenchResult], model_name: str, machine: dict[
     return "\n".join(lines)
 
 
+def _digits(result: BenchResult) -> str:
+    bits = " and ".join(map(str, result.weight_bits))
+    return f"{result.dtype}, weights in {bits} bits" if bits else result.dtype
+
+
 def _section(result: BenchResult) -> list[str]:
     config, step = result.config, result.step_ms
     kept_in = "" if config.cache_dtype == "auto" else f" in {config.cache_dtype}"
@@ -220,7 +233,7 @@ def _section(result: BenchResult) -> list[str]:
     peak = "unknown" if result.peak_memory_bytes is None else _megabytes(result.peak_memory_bytes)
     chunks = "" if config.prefill_chunk is None else f", prefilled in chunks of {config.prefill_chunk}"
     return [
-        _row("Dtype", f"{result.dtype}, exact" if config.exact else result.dtype),
+        _row("Dtype", _digits(result) + (", exact" if config.exact else "")),
         _row("KV cache", cache),
         _row("Tokens", f"{config.prompt_tokens} prompt + {config.new_tokens} new{chunks}"),
         _row("Trials", f"{config.trials} after {config.warmup} to warm up"),
@@ -294,7 +307,7 @@ def plot(results: Sequence[BenchResult], path: str | Path, model_name: str, mach
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlabel("position in the sequence")
     axes.set_ylabel("ms per step")
-    axes.set_title(f"Time per decode step: {model_name}, {results[0].dtype}\n{machine_line(machine)}", fontsize=10)
+    axes.set_title(f"Time per decode step: {model_name}, {_digits(results[0])}\n{machine_line(machine)}", fontsize=10)
     axes.grid(True, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)

@@ -19,6 +19,7 @@ from infer import bench
 from infer.bench import BenchConfig, BenchResult, StepTimes
 from infer.engine.result import GenerationResult, Timing
 from infer.models.common import Decoder
+from infer.ops.quantized import QuantizedWeight
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LENGTHS = ((5, 9), (20, 12))  # prompt tokens, new tokens
@@ -67,7 +68,7 @@ def test_figures_are_consistent(measured: list[BenchResult], model: Decoder) -> 
         assert result.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
         assert result.peak_memory_bytes is not None
         assert result.peak_memory_bytes > result.weight_bytes
-        assert result.dtype == "float32"
+        assert (result.dtype, result.weight_bits) == ("float32", [])
 
 
 def test_the_median_trial_is_reported(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +106,19 @@ def test_prefill_in_chunks(model: Decoder, measured: list[BenchResult]) -> None:
     assert "5 prompt + 9 new, prefilled in chunks of 2" in bench.format_table([result], "tiny", MACHINE)
     assert bench.report([result], "tiny", MACHINE)["results"][0]["config"]["prefill_chunk"] == 2
     assert [c["same_tokens"] for c in bench.comparisons([result, measured[1]])] == [True]
+
+
+def test_quantised_weights_are_said_to_be(model: Decoder) -> None:
+    model.lm_head.weight = QuantizedWeight.of(model.lm_head.weight.data, 8)
+    config = BenchConfig(4, 2, trials=1, warmup=0)
+    assert "float32, weights in 8 bits\n" in bench.format_table(
+        [bench.run(model, LetterTokenizer(), config)], "", MACHINE
+    )
+    down = model.layers[0].mlp.down_proj
+    down.weight = QuantizedWeight.of(down.weight.data, 4)
+    result = bench.run(model, LetterTokenizer(), config)
+    assert "float32, weights in 4 and 8 bits\n" in bench.format_table([result], "", MACHINE)
+    assert bench.report([result], "", MACHINE)["results"][0]["weight_bits"] == [4, 8]
 
 
 def test_windows_take_less_cache(tiny_model: Callable[..., Decoder]) -> None:
