@@ -27,6 +27,7 @@ class Kernel:
     def __init__(self, compile: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.loaded: list[str] = []  # where
+        self._run: str | None = None
         self._compile = compile
 
     @property
@@ -87,6 +88,21 @@ def test_what_is_compiled_is_loaded(make: Callable[..., Kernel]) -> None:
     kernel = make()
     ahead.compile_all(walk, device)
     assert kernel.loaded == ["the device"]
+
+
+def test_what_cannot_be_loaded_is_left_to_whoever_launches_it(make: Callable[..., Kernel]) -> None:
+    """Who is then told why: the kernel does not pass for one that is loaded."""
+    kernel = make()
+    kernel._run = "half loaded"
+
+    @contextmanager
+    def full() -> Iterator[None]:
+        raise MemoryError
+        yield
+
+    ahead.compile_all(launch, full)
+    assert kernel.loaded == []
+    assert kernel._run is None
 
 
 def test_what_no_disk_had_is_named(make: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,9 +59,14 @@ def set_row(choice: Choice, row: int, params: SamplingParams, seed: int, tokens:
 
 
 def run(chooser: Greedy, logits: Tensor, positions: list[int]) -> list[int]:
-    tokens = torch.full((len(logits),), POISON, device=DEVICE)
-    chooser.launch(logits.to(DEVICE), torch.tensor(positions, dtype=torch.int32, device=DEVICE), tokens)
-    return tokens.tolist()
+    """The tokens; that a host reads the same, in the line of the fifth step."""
+    tokens, sent = torch.full((4, len(logits)), POISON, device=DEVICE).split([1, 3])
+    steps = torch.tensor([5], dtype=torch.int32, device=DEVICE)
+    at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
+    chooser.launch(logits.to(DEVICE), at, tokens[0], sent, steps)
+    assert torch.equal(sent[2], tokens[0])
+    assert (sent[:2] == POISON).all()
+    return tokens[0].tolist()
 
 
 def make_logits(kind: str, rows: int, vocab: int, seed: int = 0) -> Tensor:

@@ -617,6 +617,28 @@ class TestLeftToTheModel:
         assert not taken(model)
 
     @pytest.mark.usefixtures("made")
+    @pytest.mark.parametrize("name", ["embed_tokens", "embed_positions"])
+    def test_with_an_embedding_of_its_own(self, small: Make, name: str) -> None:
+        class Louder(Embedding):
+            def forward(self, ids: Tensor) -> Tensor:
+                return super().forward(ids) * 2
+
+        model = small("gpt2")
+        own = Louder(1, 1)
+        own.weight = getattr(model, name).weight
+        setattr(model, name, own)
+        assert not taken(model)
+
+    @pytest.mark.usefixtures("made")
+    def test_whose_kind_embeds_in_its_own_way(self, small: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Louder(Llama):
+            def embed(self, *args: Any) -> Tensor:
+                return super().embed(*args) * 2
+
+        monkeypatch.setitem(graph.KNOWN, Louder, graph._known(Louder))
+        assert not taken(Louder(small().config).eval().requires_grad_(False))
+
+    @pytest.mark.usefixtures("made")
     def test_with_vectors_that_are_computed(self, small: Make) -> None:
         model = small(tie_word_embeddings=False)
         torch.nn.utils.parametrizations.weight_norm(model.embed_tokens)

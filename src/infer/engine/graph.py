@@ -79,6 +79,7 @@ def _is_plain(model: Decoder) -> bool:
     kind = type(model)
     return (
         KNOWN.get(kind) == _known(kind)
+        and kind.embed is Decoder.embed
         and not vars(model).keys() & {"embed", "embedding_parts"}
         and not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
     )
@@ -174,7 +175,7 @@ class Captured:
             self._graph.replay()
 
     def run(self) -> None:
-        """Kernel by kernel: to capture them, or for `fused.compile_ahead`."""
+        """Kernel by kernel."""
         # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
         fed = fused.begin(self.plan, self.embedding, self.tokens, self.positions, self.moves, self.steps)
         if self.exact:

@@ -24,8 +24,8 @@ def possible() -> bool:
 def compile_all(walk: Callable[[], None], within: Callable[[], AbstractContextManager[Any]] = nullcontext) -> list[str]:
     """The kernels that `walk` would launch, in threads; it launches none. Returns the names of those that no disk had.
 
-    within: what a thread must be in for a kernel to get onto the device. One that cannot be compiled is left out:
-    whoever launches it is told why.
+    within: what a thread must be in for a kernel to get onto the device. One that cannot be compiled, or loaded, is
+    left out: whoever launches it is told why.
     """
     # In a context of its own, for Triton's mode stays on in one that an interrupt has left.
     return copy_context().run(_compile_all, walk, within)
@@ -46,8 +46,11 @@ def _compile_all(walk: Callable[[], None], within: Callable[[], AbstractContextM
             before(src=src, cache_hit=cache_hit, **others)
 
     def load(kernel: Any) -> None:
-        with suppress(Exception), within():
-            _ = kernel.run  # what launches it is a program too, which Triton has a C compiler make
+        try:
+            with within():
+                _ = kernel.run  # what launches it is a program too, which Triton has a C compiler make
+        except Exception:
+            kernel._run = None  # Triton would take a kernel that is half loaded for one that is
 
     _compiled.set(futures)
     knobs.listener = listen

@@ -39,13 +39,17 @@ def begin(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """What a step is fed: the vectors of its tokens, their positions, and how far these turn."""
+    """What a step is fed: the vectors of its tokens, their positions, and how far these turn.
+
+    No kernel starts before this one has ended: the positions are read by others before their waits.
+    """
     row = tl.program_id(0)
     if row == 0:
         tl.store(steps, tl.load(steps) + 1)
     position = tl.load(positions + row)
     token = tl.maximum(tl.load(tokens + row), 0)  # where there is none, one that can be looked up
     tl.store(fed_positions + row, position)
+    tl.debug_barrier()  # all threads have read it
     tl.store(positions + row, position + tl.load(moves + row))
     dtype = x.dtype.element_ty
     own = load_parts(vectors + token * C, PARTS, C)
@@ -162,8 +166,8 @@ def attend(
     let_next_start(PDL)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(1)
-    # Where the token and the cache are was settled before the step began, and what earlier steps stored can be read
-    # before this one's q, k and v are there.
+    # Where the token and the cache are has been settled by `begin`, and what earlier steps stored can be read before
+    # this one's q, k and v are there.
     position = tl.load(positions + row, cache_modifier=".cg")
     seen = tl.maximum(position + 1, 1)  # keys, the token's own among them
     if window > 0:

@@ -11,7 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def let_next_start(PDL: tl.constexpr):
     """With programmatic dependent launch, the next kernel may start as soon as all programs of this one have.
 
-    It then runs up to its own `wait_for_previous`, before which it may read nothing that this step writes.
+    It then runs up to its own `wait_for_previous`, before which it may read nothing that this step writes, but for what
+    its first kernel does: that one lets none start.
     """
     if PDL:
         gdc_launch_dependents()

@@ -1,6 +1,6 @@
 """Choosing a token per row from logits [R, V]: a handful of small kernels over slices of the vocabulary.
 
-Greedy rows need `best_of_slices` and `best_of_row`. Sampling is, without sorting:
+Greedy rows need `best_of_slices` and `best_of_row`. Sampling is, without sorting the vocabulary:
 
     best_of_slices   penalties and bias; the best of each slice
     count            depth of each token below the row's best; coarse histograms of tokens and of their mass
@@ -9,9 +9,9 @@ Greedy rows need `best_of_slices` and `best_of_row`. Sampling is, without sortin
     weigh            the depth at which the filters cut; the mass that each slice keeps
     draw             the token at the row's uniform number
 
-Each kernel boundary is the synchronisation that the next one needs. A row's settings were there before the step began:
-they are read before the wait, and then all that is waited for at once. What is summed are whole numbers, so the order
-in which atomics arrive changes nothing, and a row gets the same token alone or among others.
+Each kernel boundary is the synchronisation that the next one needs. A row's settings and its position were there before
+the model ran: they are read before the wait, and then all that is waited for at once. What is summed are whole
+numbers, so the order in which atomics arrive changes nothing, and a row gets the same token alone or among others.
 
 A token's depth is (max - x) / temperature in units of 2^-26 nats. Its mass is 2^44 times exp(-depth), rounded down:
 from 31 nats on it is nothing. The filters look at depths in steps of 2^-17 nats (2048 coarse bins of 2048 fine ones):
@@ -92,7 +92,7 @@ def best_of_slices(
     slices = tl.num_programs(0)
     token = at * SLICE + tl.arange(0, SLICE)
     inside = token < V
-    position = tl.load(positions + row)
+    position = tl.load(positions + row, cache_modifier=".cg")
     if not GREEDY:
         flags = tl.load(whole + row * WHOLE + FLAGS)
         of_row = fractions + row * FRACTIONS
@@ -143,7 +143,7 @@ def best_of_row(
     """The token of rows that are all greedy."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + row)
+    position = tl.load(positions + row, cache_modifier=".cg")
     wait_for_previous(PDL)
     if position < 0:
         return
@@ -321,7 +321,7 @@ def draw(
     """The token of each row, which also enters its history. -1 where a logit is NaN, or none is above -inf."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + row)
+    position = tl.load(positions + row, cache_modifier=".cg")
     flags = tl.load(whole + row * WHOLE + FLAGS)
     uniform = _uniform(tl.load(whole + row * WHOLE + SEED_KEY), position)
     wait_for_previous(PDL)
@@ -349,16 +349,15 @@ def draw(
 
 @triton.jit
 def _is_sampled(positions, whole, row):
-    position, flags = tl.load(positions + row), tl.load(whole + row * WHOLE + FLAGS)
-    return (position >= 0) & ((flags & SAMPLED) != 0)
+    position = tl.load(positions + row, cache_modifier=".cg")
+    return (position >= 0) & ((tl.load(whole + row * WHOLE + FLAGS) & SAMPLED) != 0)
 
 
 @triton.jit
 def _tell(tokens, sent, steps, row, token, TURNS: tl.constexpr):
     """The token, to the next step and, in its turn, to the host."""
     tl.store(tokens + row, token)
-    if sent is not None:
-        tl.store(sent + tl.load(steps) % TURNS * tl.num_programs(0) + row, token)
+    tl.store(sent + tl.load(steps) % TURNS * tl.num_programs(0) + row, token)
 
 
 @triton.jit

@@ -37,13 +37,11 @@ class Greedy:
         self._padded = triton.next_power_of_2(self._slices)
         self._options: dict[str, Any] = {"PDL": pdl, "num_warps": WARPS} | ({"launch_pdl": True} if pdl else {})
 
-    def launch(
-        self, logits: Tensor, positions: Tensor, tokens: Tensor, sent: Tensor | None = None, steps: Tensor | None = None
-    ) -> None:
+    def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, sent: Tensor, steps: Tensor) -> None:
         """Write the token of each row to tokens [R] int64: -1 where a logit is NaN, or none is above -inf.
 
         logits: [R, V], contiguous; positions: [R] int32, of the tokens to be chosen. Below 0, nothing of that row is
-        read or written. sent: [turns, R] int64, where a host reads them: the line of a step's number, `steps`, int32.
+        read or written. sent: [turns, R] int64, where a host reads them, in the line of the step's number, `steps`.
         """
         grid, sample = self._grid(logits), kernels.gpu_modules().sample
         nothing = (None,) * 7
@@ -65,7 +63,7 @@ class Greedy:
             tokens,
             sent,
             steps,
-            TURNS=0 if sent is None else sent.shape[0],
+            TURNS=sent.shape[0],
             SLICES=self._slices,
             PADDED=self._padded,
             **self._options,
@@ -161,9 +159,7 @@ class Choice(Greedy):
             values = torch.tensor(list(logit_bias.values()), dtype=torch.float32).to(self._bias.device)
             self._bias[row].index_copy_(0, ids, values)
 
-    def launch(
-        self, logits: Tensor, positions: Tensor, tokens: Tensor, sent: Tensor | None = None, steps: Tensor | None = None
-    ) -> None:
+    def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, sent: Tensor, steps: Tensor) -> None:
         grid, sample = self._grid(logits), kernels.gpu_modules().sample
         options = self._options
         best, best_at, scores = self._best, self._best_at, self._scores
@@ -206,7 +202,7 @@ class Choice(Greedy):
             sent,
             steps,
             V=self.vocab,
-            TURNS=0 if sent is None else sent.shape[0],
+            TURNS=sent.shape[0],
             SLICES=self._slices,
             PADDED=self._padded,
             **options,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from infer import kernels
 from infer.kernels import ahead
 from infer.kernels.table import FILLED
-from infer.ops.linear import Linear
+from infer.ops.linear import Embedding, Linear
 from infer.ops.norm import Norm
 from infer.ops.parts import BlockParts, EmbeddingParts, HeadParts
 from infer.ops.table import alignment
@@ -132,7 +132,7 @@ class Fed(NamedTuple):
 def can_look_up(embedding: EmbeddingParts, dtype: torch.dtype) -> bool:
     """Whether `begin` finds there what the modules would."""
     modules = [module for module in (embedding.tokens, embedding.positions) if module is not None]
-    return all(
+    return all(type(module).forward is Embedding.forward for module in modules) and all(
         type(weight) is nn.Parameter and weight.dtype is dtype and weight.is_contiguous() and readable(weight)
         for weight in (module.weight for module in modules)
     )
