@@ -199,6 +199,7 @@ def against_limit(setup: Setup, step_bytes: float, row: Row, rows: int = 1) -> R
         "matrix_vector_bytes_per_s": setup.limits[gpu_ceilings.MATRIX_VECTOR],
         "limit_tokens_per_s": rows / limit_s,
         "share_of_limit": limit_s / row["step_s"],
+        "share_by_torch_mv": step_bytes / setup.limits[gpu_ceilings.TORCH_MV] / row["step_s"],
     }
 
 

@@ -59,7 +59,11 @@ SPEED = (
     Column("ms/step", "step_s", 9, ".3f", 1e3),
     Column("mean", "mean_step_s", 9, ".3f", 1e3),
 )
-LIMIT = (Column("limit", "limit_tokens_per_s", 10, ",.0f"), Column("of limit", "share_of_limit", 10, ".1%"))
+LIMIT = (
+    Column("limit", "limit_tokens_per_s", 10, ",.0f"),
+    Column("of limit", "share_of_limit", 10, ".1%"),
+    Column("by mv", "share_by_torch_mv", 8, ".1%"),
+)
 
 TABLES = {
     "ceilings": Table(
@@ -81,8 +85,9 @@ TABLES = {
             Column("other from", "first_difference", 12, "d"),
         ),
         "tok/s is of the median step, the prompt apart. Limit: weights and mean cache once per step at the best "
-        "matrix-vector rate.\n* a figure on record for this shape on an H200 (809 tok/s): not run here. other from: "
-        "the first new token that differs\nfrom infer's; in 16 bits two engines may round to different tokens.",
+        "matrix-vector\nrate; by mv: at torch's own. * a figure on record for this shape on an H200 (809 tok/s): not "
+        "run here. other from: the\nfirst new token that differs from infer's; in 16 bits two engines may round to "
+        "different tokens.",
     ),
     "batch": Table(
         "Batches of different lengths: all rows together",

@@ -143,7 +143,8 @@ class TestCeilings:
         ceilings = gpu.gpu_ceilings
         rates = {ceilings.COPY: [5], ceilings.MATRIX_VECTOR: [3, 4, 2], ceilings.MATRIX: [7, 8]}
         rows = [{"ceiling": name, "way": "", "rate": rate} for name, each in rates.items() for rate in each]
-        assert ceilings.best(rows) == {name: max(each) for name, each in rates.items()}
+        rows[1]["way"] = ceilings.TORCH_MV
+        assert ceilings.best(rows) == {name: max(each) for name, each in rates.items()} | {ceilings.TORCH_MV: 3}
 
 
 def kernel_run(gpu: SimpleNamespace, layers: int, steps: int) -> list[Any]:
@@ -204,7 +205,7 @@ def test_goals(gpu: SimpleNamespace, value: float, goal: Any, options: dict[str,
 def speed_rows(key: str, *values: int) -> list[dict[str, Any]]:
     return [
         {"shape": "llama-1b", key: value, "tokens_per_s": 1000.0 + value, "step_s": 1e-3, "mean_step_s": 1.1e-3}
-        | {"limit_tokens_per_s": 2000.0, "share_of_limit": 0.5, "goal": f"goal of {value}"}
+        | {"limit_tokens_per_s": 2000.0, "share_of_limit": 0.5, "share_by_torch_mv": 0.6, "goal": f"goal of {value}"}
         for value in values
     ]
 
@@ -253,8 +254,8 @@ class TestReport:
         text = gpu.gpu_report.formatted(report.values)
         assert "Abacus 9, torch 2.0, cuda 13, bfloat16, random weights\n$ python compare.py" in text
         header, first, last = text[text.index("Decode with a long") :].splitlines()[1:4]
-        assert header.split() == ["shape", "filled", "tok/s", "ms/step", "mean", "limit", "of", "limit"]
-        assert first.split()[:7] == ["llama-1b", "512", "1,512.0", "1.000", "1.100", "2,000", "50.0%"]
+        assert header.split() == ["shape", "filled", "tok/s", "ms/step", "mean", "limit", "of", "limit", "by", "mv"]
+        assert first.split()[:8] == ["llama-1b", "512", "1,512.0", "1.000", "1.100", "2,000", "50.0%", "60.0%"]
         assert last.startswith("llama-1b        32,768  33,768.0")
         assert last.endswith("goal of 32768")
         assert "FAILED: RuntimeError: no memory" in text
@@ -379,6 +380,8 @@ class TestRun:
             for row in sections[name]:
                 limit_s = row["step_bytes"] / limits[gpu.gpu_ceilings.MATRIX_VECTOR]
                 assert row["share_of_limit"] == pytest.approx(limit_s / row["step_s"])
+                mv_s = row["step_bytes"] / limits[gpu.gpu_ceilings.TORCH_MV]
+                assert row["share_by_torch_mv"] == pytest.approx(mv_s / row["step_s"])
                 assert row["tokens_per_s"] == pytest.approx(row.get("rows", 1) / row["step_s"])
 
         decode = {(row["shape"], row["engine"]): row for row in sections["decode"]}
@@ -471,7 +474,8 @@ class TestRun:
         bench = gpu.compare_gpu
         monkeypatch.setattr(bench, "static_engine", fails)
         sizes = SimpleNamespace(**bench.TINY | {"compile": ["tiny"]})
-        setup = bench.Setup(torch.device("cpu"), torch.float32, sizes, {gpu.gpu_ceilings.MATRIX_VECTOR: RATE})
+        limits = dict.fromkeys((gpu.gpu_ceilings.MATRIX_VECTOR, gpu.gpu_ceilings.TORCH_MV), RATE)
+        setup = bench.Setup(torch.device("cpu"), torch.float32, sizes, limits)
         engines = [row["engine"] for row in bench.decode_shape(setup, "tiny")]
         assert bench.STATIC not in engines
         assert {bench.INFER, bench.DYNAMIC} <= set(engines)
