@@ -27,7 +27,7 @@ from infer.cache.growing import GrowingCache  # noqa: E402
 from infer.cache.simple import KVCache  # noqa: E402
 from infer.cache.sliding import SlidingCache  # noqa: E402
 from infer.models.common import Block, Decoder  # noqa: E402
-from infer.ops import exact_gpu, fused  # noqa: E402
+from infer.ops import exact_gpu, fused, gpu_product  # noqa: E402
 from infer.ops.activation import ACTIVATIONS  # noqa: E402
 from infer.ops.linear import Linear  # noqa: E402
 from infer.ops.norm import RMSNorm  # noqa: E402
@@ -143,7 +143,7 @@ class TestProducts:
         same(self.product(case, [8, 2, 2]), many[[8, 2, 2]])
 
     def test_the_number_of_parts_depends_on_the_matrix_alone(self) -> None:
-        assert [fused.splits_of(-(-n // 64), k, False) for k, n in ((1030, 66), (2048, 64))] == [2, 4]
+        assert [gpu_product.splits_of(-(-n // 64), k, False) for k, n in ((1030, 66), (2048, 64))] == [2, 4]
 
     def test_no_rows(self, case: Any) -> None:
         assert self.product(case, []).shape[0] == 0
@@ -398,5 +398,5 @@ def test_a_mutant_is_found(generator: torch.Generator, monkeypatch: pytest.Monke
     linear, x = Linear(2048, 8).requires_grad_(False).to(DEVICE), random(generator, torch.float32, 9, 2048)
     linear.weight.copy_(random(generator, torch.float32, 8, 2048))
     many = exact_gpu.product(linear, x)
-    monkeypatch.setattr(fused, "splits_of", lambda *_: 1)
+    monkeypatch.setattr(gpu_product, "splits_of", lambda *_: 1)
     assert not torch.equal(exact_gpu.product(linear, x[:1]), many[:1])

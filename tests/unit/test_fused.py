@@ -25,7 +25,7 @@ from infer.cache.simple import KVCache  # noqa: E402
 from infer.cache.sliding import SlidingCache  # noqa: E402
 from infer.config import RopeConfig  # noqa: E402
 from infer.models.common import Decoder  # noqa: E402
-from infer.ops import fused, prompt  # noqa: E402
+from infer.ops import fused, gpu_product, prompt  # noqa: E402
 from infer.ops.activation import ACTIVATIONS  # noqa: E402
 from infer.ops.linear import Linear  # noqa: E402
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm  # noqa: E402
@@ -71,7 +71,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.full(shape, torch.nan, **options)
 
     changed = {"empty": empty, "empty_like": lambda x: torch.full_like(x, torch.nan)}
-    monkeypatch.setattr(fused, "torch", SimpleNamespace(**vars(torch) | changed))
+    for module in (fused, gpu_product):
+        monkeypatch.setattr(module, "torch", SimpleNamespace(**vars(torch) | changed))
 
 
 @pytest.fixture
@@ -113,12 +114,12 @@ def close(got: Tensor, expected: Tensor) -> None:
     ],
 )
 def test_parts(size: int, expected: Any) -> None:
-    assert fused.in_parts(size) == expected
+    assert gpu_product.in_parts(size) == expected
 
 
 def test_parts_cover_every_size_once() -> None:
     for size in range(1, 700):
-        parts = fused.in_parts(size)
+        parts = gpu_product.in_parts(size)
         starts, sizes = zip(*parts, strict=True)
         assert len(parts) <= 3
         assert starts == (0, *np.cumsum(sizes)[:-1])
@@ -158,9 +159,9 @@ def test_a_product_of_what_is_normed(case: Any, batch: int, dtype: torch.dtype, 
     if behind is not None:
         behind.bias = None  # as `plan` asks for
     before = x.clone()
-    got, residual = fused.normed_product(
+    got, residual = gpu_product.normed_product(
         linear,
-        fused.Residual(x, added, behind) if after else fused.Residual(x),
+        gpu_product.Residual(x, added, behind) if after else gpu_product.Residual(x),
         norm,
         counters(),
         activation=activation,
@@ -184,11 +185,11 @@ def test_a_product_that_is_added(batch: int, bias: bool, dtype: torch.dtype, gen
     linear = randomised(Linear(77, 13, bias=bias), generator, dtype)
     x, carried = random(generator, dtype, batch, 77), random(generator, dtype, batch, 13)
     norm = RMSNorm(13, 1e-5).to(DEVICE, dtype)
-    done = fused.added_product(linear, x, fused.Residual(carried), None, norm, counters())
+    done = gpu_product.added_product(linear, x, gpu_product.Residual(carried), None, norm, counters())
     expected = x.float() @ linear.weight.float().T + (linear.bias.float() if bias else 0)
     close(done.x, (expected + carried).to(dtype))
     assert done.added is None
-    waiting = fused.added_product(linear, x, fused.Residual(carried), norm, norm, counters())
+    waiting = gpu_product.added_product(linear, x, gpu_product.Residual(carried), norm, norm, counters())
     assert waiting.x is carried
     assert waiting.after is norm
     close(waiting.added, expected.to(dtype))
@@ -204,18 +205,18 @@ def test_a_product_that_is_added(batch: int, bias: bool, dtype: torch.dtype, gen
         (2, 4100, 70),
     ],
 )
-@pytest.mark.parametrize("processors", [fused.PROCESSORS, 8], ids=["", "few processors"])
+@pytest.mark.parametrize("processors", [gpu_product.PROCESSORS, 8], ids=["", "few processors"])
 @torch.inference_mode()
 def test_a_product_in_blocks(
     batch: int, k: int, n: int, processors: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few processors, the programs that share columns have more of them, and begin with weights at hand."""
-    monkeypatch.setattr(fused, "PROCESSORS", processors)
+    monkeypatch.setattr(gpu_product, "PROCESSORS", processors)
     linear = randomised(Linear(k, n, bias=True), generator, torch.float32)
     x, carried = random(generator, torch.float32, batch, k), random(generator, torch.float32, batch, n)
     finished, norm = counters(256), RMSNorm(n, 1e-5).to(DEVICE)
     for _ in range(2):
-        got = fused.added_product(linear, x, fused.Residual(carried), None, norm, finished).x
+        got = gpu_product.added_product(linear, x, gpu_product.Residual(carried), None, norm, finished).x
         torch.testing.assert_close(got, linear(x) + carried, atol=1e-3, rtol=1e-4)
         assert not finished.any()
 
@@ -230,10 +231,10 @@ def test_a_norm_between_two_products(
     norm = randomised(ZeroCentredRMSNorm(n, 1e-5), generator, dtype)
     second = randomised(Linear(n, 24, bias=True), generator, dtype)
     x, carried = random(generator, dtype, batch, k), random(generator, dtype, batch, n)
-    residual = fused.added_product(first, x, fused.Residual(carried), None, norm, counters(256))
+    residual = gpu_product.added_product(first, x, gpu_product.Residual(carried), None, norm, counters(256))
     assert (residual.prepared is None) == (dtype is torch.float16)
     activation = "silu" if gated else ""
-    got, after = fused.normed_product(second, residual, norm, counters(256), activation=activation, gated=gated)
+    got, after = gpu_product.normed_product(second, residual, norm, counters(256), activation=activation, gated=gated)
     assert after.x is residual.x
     assert second.bias is not None
     expected = norm(residual.x.float()) @ second.weight.float().T + second.bias.float()
@@ -671,6 +672,6 @@ def test_a_large_residual_in_16_bits(batch: int) -> None:
     second.weight.fill_(0.01)
     norm.weight.fill_(8.0)
     carried = torch.full((batch, 16), 9000.0, dtype=torch.float16, device=DEVICE)
-    residual = fused.added_product(first, carried / 9000, fused.Residual(carried), None, norm, counters())
-    got, _ = fused.normed_product(second, residual, norm, counters())
+    residual = gpu_product.added_product(first, carried / 9000, gpu_product.Residual(carried), None, norm, counters())
+    got, _ = gpu_product.normed_product(second, residual, norm, counters())
     close(got, torch.full_like(got, 16 * 8 * 0.01))

@@ -31,7 +31,7 @@ from infer.engine.request import Request
 from infer.engine.result import GenerationResult
 from infer.models.common import Decoder
 from infer.models.llama import Llama
-from infer.ops import exact_gpu, fused
+from infer.ops import exact_gpu, fused, gpu_product
 from infer.ops.linear import Embedding, Linear
 from infer.ops.rope import Rope
 
@@ -82,10 +82,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[graph.Captured]:
         "empty": lambda *shape, **options: torch.full(shape, torch.nan, **options),
         "empty_like": lambda x: torch.full_like(x, torch.nan if x.is_floating_point() else 1),
     }
-    monkeypatch.setattr(fused, "torch", SimpleNamespace(**vars(torch) | poisoned))
+    for module in (fused, gpu_product):
+        monkeypatch.setattr(module, "torch", SimpleNamespace(**vars(torch) | poisoned))
     # Few programs, which the interpreter takes long for; and the modules themselves are the reference.
     monkeypatch.setattr(fused, "attention_shape", lambda *_: (64, 3, 4, 8))
-    monkeypatch.setattr(fused, "_rows_and_warps", lambda *_: (64, 1))
+    monkeypatch.setattr(gpu_product, "_rows_and_warps", lambda *_: (64, 1))
     monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
     monkeypatch.setattr("infer.ops.compiled.can_attend", lambda *_: False)
     steps: list[graph.Captured] = []
@@ -732,7 +733,7 @@ def test_a_product_of_few_rows_fits_the_memory(
 
     product = SimpleNamespace(few_rows=Kernel())
     monkeypatch.setattr("infer.kernels.gpu_modules", lambda: SimpleNamespace(product=product))
-    monkeypatch.setattr(fused, "shared_memory", lambda _: memory)
+    monkeypatch.setattr(gpu_product, "shared_memory", lambda _: memory)
     early: set[tuple[bool, bool]] = set()
     for n, k in ((1024, 4096), (2048, 1000), (28672, 4096), (4096, 14336)):
         with torch.device("meta"):
@@ -740,7 +741,7 @@ def test_a_product_of_few_rows_fits_the_memory(
         for batch in (2, 16, 17, 32, 33, 64, 65, 128, 300):
             x = torch.empty(batch, k, dtype=dtype, device="meta")
             for addend in (None, x):
-                fused._few_rows(linear, x, None, x, "silu" if gated else "", gated, False, addend=addend)
+                gpu_product._few_rows(linear, x, None, x, "silu" if gated else "", gated, False, addend=addend)
                 used = launched.pop()
                 inputs = 2 if gated else 1
                 columns = used["BLOCK_N"] * inputs + used["BLOCK_B"]

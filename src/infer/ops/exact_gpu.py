@@ -20,7 +20,7 @@ from torch import Tensor
 
 from infer import kernels
 from infer.kernels.table import FILLED
-from infer.ops import fused
+from infer.ops import fused, gpu_product
 from infer.ops.fused import Plan
 from infer.ops.linear import Linear
 from infer.ops.norm import Norm
@@ -160,14 +160,14 @@ def _normed(
             x,
             complete,
             K=size,
-            PARTS=fused.in_parts(size),
+            PARTS=gpu_product.in_parts(size),
             AFTER=after is not None,
             EPS=norm.eps,
             OFFSET=norm.offset,
             CENTRED=norm.centred,
             NORM_BIAS=norm.bias is not None,
             **UNFUSED,
-            **fused.late(pdl),
+            **gpu_product.late(pdl),
         )
     return out, complete
 
@@ -197,7 +197,7 @@ def product(
     x = x.contiguous()
     rows, n, k = x.shape[0], weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    split = fused.splits_of(-(-n // fused.BLOCK_N), k, gated)
+    split = gpu_product.splits_of(-(-n // gpu_product.BLOCK_N), k, gated)
     size = COLUMNS[x.element_size()]
     part = -(-k // (size * split)) * size
     tensors = x, weight, weight if bias is None else bias, x if residual is None else residual, out
@@ -209,7 +209,7 @@ def product(
         "GATED": gated,
         "ACTIVATION": activation,
         **UNFUSED,
-        **fused.late(pdl),
+        **gpu_product.late(pdl),
     }
     if not rows:
         return out
@@ -231,12 +231,12 @@ def _few_rows(
     options: dict[str, Any],
 ) -> None:
     x = tensors[0]
-    block, blocks = max(16, fused.next_power(rows)), -(-n // fused.BLOCK_N)
+    block, blocks = max(16, gpu_product.next_power(rows)), -(-n // gpu_product.BLOCK_N)
     sums = torch.empty(split, rows, n, dtype=torch.float32, device=x.device) if split > 1 else x
     if finished is None:
         finished = torch.zeros(blocks if split > 1 else 1, dtype=torch.int32, device=x.device)
     stages = 2 if x.element_size() == 4 else 6 if split > 1 and block <= 32 else 4
-    weights = fused.BLOCK_N * (2 if options["GATED"] else 1)
+    weights = gpu_product.BLOCK_N * (2 if options["GATED"] else 1)
     stages = _stages(stages, size * (weights + block) * x.element_size(), x.device)
     kernels.gpu_modules().product.few_rows[(blocks, 1, split)](
         *tensors,
@@ -245,9 +245,9 @@ def _few_rows(
         rows,
         n,
         BLOCK_B=block,
-        BLOCK_N=fused.BLOCK_N,
+        BLOCK_N=gpu_product.BLOCK_N,
         BLOCK_K=size,
-        EVEN=n % fused.BLOCK_N == 0 and k % (size * split) == 0,
+        EVEN=n % gpu_product.BLOCK_N == 0 and k % (size * split) == 0,
         STAGES=stages,
         num_warps=4,
         **options,
@@ -283,7 +283,7 @@ def _many_rows(
 
 def _stages(most: int, size: int, device: torch.device, kept: int = 4096) -> int:
     """Blocks that are on their way at once: as many of this size as a program's memory holds beside what it keeps."""
-    return max(1, min(most, (fused.shared_memory(device) - kept) // size))
+    return max(1, min(most, (gpu_product.shared_memory(device) - kept) // size))
 
 
 def _attention_stages(rows: int, shape: dict[str, int], q: Tensor) -> int:
@@ -321,7 +321,7 @@ def _prepare(
             HEADS=block.heads,
             KV_HEADS=block.kv_heads,
             D=size,
-            BLOCK_D=fused.next_power(size),
+            BLOCK_D=gpu_product.next_power(size),
             BLOCK_H=HEADS,
             NORM=norm is not None,
             EPS=0.0 if norm is None else norm.eps,
@@ -329,7 +329,7 @@ def _prepare(
             ROPE=turned is not None,
             num_warps=2,
             **UNFUSED,
-            **fused.late(pdl),
+            **gpu_product.late(pdl),
         )
     return q, k, v
 
@@ -354,7 +354,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None,
     pdl = fused.has_pdl(q.device)
     kv_heads = k.shape[1]
     shape = _shape(heads, kv_heads, size, q.dtype, q.device)
-    group, bytes_ = fused.next_power(heads // kv_heads), q.element_size()
+    group, bytes_ = gpu_product.next_power(heads // kv_heads), q.element_size()
     with fused.on(q.device):
         if n == 1:
             pieces = _pieces(batch, kv_heads, shape, group, q.device)
@@ -376,7 +376,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None,
                 *strides[3:],
                 TABLE=False,
                 **_options_of_one(shape, group, q),
-                **fused.late(pdl),
+                **gpu_product.late(pdl),
             )
         elif out.numel():
             most = QUERIES[bytes_] // (2 if shape["BLOCK_D"] > 128 and bytes_ == 2 else 1)  # by their registers
@@ -399,7 +399,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None,
                 num_warps=4 if bytes_ == 4 else 8,
                 **shape,
                 **UNFUSED,
-                **fused.late(pdl),
+                **gpu_product.late(pdl),
             )
     return out.transpose(1, 2)
 
@@ -417,7 +417,7 @@ def _attend_table(
     batch, heads, size = q.shape
     out = torch.empty(batch, heads * size, dtype=q.dtype, device=q.device)
     shape = _shape(heads, block.kv_heads, size, q.dtype, q.device)
-    group = fused.next_power(heads // block.kv_heads)
+    group = gpu_product.next_power(heads // block.kv_heads)
     pieces = _pieces(batch, block.kv_heads, shape, group, q.device)
     kernels.gpu_modules().exact.attend_one[(_programs(batch * block.kv_heads), block.kv_heads, batch)](
         q,
@@ -436,7 +436,7 @@ def _attend_table(
         *(0,) * 6,
         TABLE=True,
         **_options_of_one(shape, group, q),
-        **fused.late(pdl),
+        **gpu_product.late(pdl),
     )
     return out
 
@@ -448,9 +448,9 @@ def _scale(scale: float) -> float:
 
 def _shape(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
     """What decides in which order keys are added up: the same for one query and many."""
-    width = max(16, fused.next_power(size))
+    width = max(16, gpu_product.next_power(size))
     block = BLOCK[dtype.itemsize]
-    if width > 128 and fused.shared_memory(device) < 2**17:
+    if width > 128 and gpu_product.shared_memory(device) < 2**17:
         block //= 2
     return {
         "KV_HEADS": kv_heads,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from infer import kernels
-from infer.ops import fused
+from infer.ops import fused, gpu_product
 
 GATED = 2048  # columns of a program that multiplies with gates
 
@@ -49,7 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`apply_rope`: x [B, H, n, D] by cos and sin [B, 1, n, D]."""
     batch, heads, n, head_dim = x.shape
     out = torch.empty(batch, n, heads, head_dim, dtype=x.dtype, device=x.device)
-    blocks = {"BLOCK_H": fused.next_power(heads), "BLOCK_D": fused.next_power(head_dim)}
+    blocks = {"BLOCK_H": gpu_product.next_power(heads), "BLOCK_D": gpu_product.next_power(head_dim)}
     if out.numel():
         with fused.on(x.device):
             kernels.gpu_modules().prompt.turn_heads[(batch * n,)](
