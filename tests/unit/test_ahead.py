@@ -105,6 +105,16 @@ def test_what_cannot_be_loaded_is_left_to_whoever_launches_it(make: Callable[...
     assert kernel._run is None
 
 
+def test_what_triton_keeps_to_itself_is_left_alone(
+    make: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where somebody's hook compiles a kernel instead, there is none to load."""
+    kernel = make()
+    monkeypatch.setattr(kernel, "warmup", lambda *_, **__: None)
+    assert ahead.compile_all(launch) == []
+    assert kernel.loaded == []
+
+
 def test_what_no_disk_had_is_named(make: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
 

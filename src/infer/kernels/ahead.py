@@ -72,7 +72,7 @@ def _different(futures: list[Any]) -> list[Any]:
         with suppress(Exception):
             kernel = each.result() if hasattr(each, "result") else each
             kernels[id(kernel)] = kernel
-    return list(kernels.values())
+    return [kernel for kernel in kernels.values() if kernel is not None]  # None: a hook of Triton's took it over
 
 
 def seen(modules: SimpleNamespace) -> Any:
