@@ -64,7 +64,8 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         left, right = a.data.T.astype(np.float32)[:, :, None], b.data.astype(np.float32)[:, None, :]
-        return interpreter.TensorHandle(np.add.reduce(np.concatenate((d.data[None], left * right))), d.dtype.scalar)
+        terms = np.ascontiguousarray(np.concatenate((d.data[None], left * right)))  # else numpy adds them up in pairs
+        return interpreter.TensorHandle(np.add.reduce(terms), d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
@@ -107,6 +108,7 @@ PRODUCTS = [
     (50, 70, "silu", True, False, False),
     (40, 3, "gelu_tanh", True, True, False),
     (33, 66, "gelu", False, True, False),
+    (24, 66, "", False, False, True),  # all columns at once
     (1030, 66, "", False, True, True),  # in two parts, and nothing divides it
     (2048, 64, "", False, False, True),  # in four parts, evenly
 ]
@@ -144,6 +146,26 @@ class TestProducts:
 
     def test_the_number_of_parts_depends_on_the_matrix_alone(self) -> None:
         assert [gpu_product.splits_of(-(-n // 64), k, False) for k, n in ((1030, 66), (2048, 64))] == [2, 4]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    def test_many_rows_are_never_of_a_single_round(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Compiled, that is no loop, and the residual goes into the product: other bits, which only a GPU shows."""
+        launched: list[dict[str, Any]] = []
+
+        class Kernel:
+            def __getitem__(self, grid: Any) -> Callable[..., None]:
+                return lambda *_, **constants: launched.append(constants)
+
+        modules = SimpleNamespace(exact=SimpleNamespace(many_rows=Kernel()))
+        monkeypatch.setattr("infer.kernels.gpu_modules", lambda: modules)
+        for k in (1, 24, 32, 33, 64, 128, 4096):
+            linear, x = Linear(k, 8).to(DEVICE, dtype), torch.zeros(9, k, dtype=dtype, device=DEVICE)
+            exact_gpu.product(linear, x, residual=x)
+            used = launched.pop()
+            assert used["PART"] % used["BLOCK_K"] == 0
+            assert used["PART"] >= 2 * used["BLOCK_K"]
+            assert used["PART"] * used["SPLIT"] >= k
+            assert used["BLOCK_K"] >= 16  # what a product of matrices takes at least
 
     def test_no_rows(self, case: Any) -> None:
         assert self.product(case, []).shape[0] == 0

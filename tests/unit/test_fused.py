@@ -45,7 +45,7 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cu
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 EVERY_BATCH = pytest.mark.parametrize(
     ("batch", "dtype"),
-    [*((batch, torch.float32) for batch in (1, 2, 17, 33)), *((b, dtype) for dtype in DTYPES[1:] for b in (1, 2))],
+    [*((batch, torch.float32) for batch in (1, 2, 17, 33)), *((b, dtype) for dtype in DTYPES[1:] for b in (1, 2, 9))],
     ids=str,
 )
 
@@ -242,6 +242,72 @@ def test_a_norm_between_two_products(
         gate, up = expected.chunk(2, -1)
         expected = torch.nn.functional.silu(gate) * up
     close(got, expected.to(dtype))
+
+
+# K, N, gated, bias; then warps, tiles held and ahead, and chains, or None where the sizes are to say.
+OF_EIGHT = [
+    (256, 48, False, False, (2, 2, 2, 1)),
+    (256, 48, True, True, (2, 1, 3, 2)),  # more ahead than held
+    (300, 37, True, True, (4, 3, 1, 2)),  # nothing divides it
+    (300, 37, False, True, (1, 10, 4, 3)),
+    (64, 16, True, False, (2, 1, 1, 2)),  # fewer tiles than chains
+    (1030, 21, True, False, None),
+    (2060, 21, False, True, None),
+    (4200, 16, False, False, None),
+]
+
+
+@pytest.mark.parametrize("case", OF_EIGHT, ids=str)
+@pytest.mark.parametrize(("batch", "dtype"), [(b, dtype) for dtype in DTYPES[1:] for b in (2, 5, 8)], ids=str)
+@torch.inference_mode()
+def test_a_product_of_up_to_eight_rows(
+    case: Any, batch: int, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prepared for a norm, in float16 too: the numbers are small."""
+    k, n, gated, bias, tiles = case
+    if tiles is not None:
+        monkeypatch.setattr(gpu_product, "_tiles_of_eight", lambda *_: tiles)
+    monkeypatch.delattr(gpu_product, "_few_rows")  # it is not what is tested
+    linear = randomised(Linear(k, n * (2 if gated else 1), bias=bias), generator, dtype)
+    x, carried = random(generator, dtype, batch, k), random(generator, dtype, batch, n)
+    norm = randomised(ZeroCentredRMSNorm(n, 1e-5), generator, dtype)
+    activation = "silu" if gated else ""
+    y, prepared = gpu_product._several_rows(
+        linear, x, None, counters(), activation, gated, False, addend=carried, norm=norm
+    )
+    expected = x.float() @ linear.weight.float().T + (linear.bias.float() if bias else 0)
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+    close(y, (expected + carried).to(dtype))
+    assert prepared is not None
+    close(prepared.x, (y.float() * (1 + norm.weight.float())).to(dtype))
+    torch.testing.assert_close(prepared.squares.sum(1), y.float().square().sum(1))
+    second = randomised(Linear(n, 20), generator, dtype)
+    got, _ = gpu_product._several_rows(second, *prepared, counters(), "", False, False, eps=norm.eps)
+    close(got, (norm(y.float()) @ second.weight.float().T).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("batch", "dtype", "n", "k", "eight"),
+    [
+        (2, torch.bfloat16, 8192, 2048, True),
+        (8, torch.float16, 2048, 8192, True),
+        (9, torch.bfloat16, 2048, 2048, False),
+        (2, torch.float32, 2048, 2048, False),
+        (8, torch.bfloat16, 14336, 4096, False),  # all of its rows are read too often
+    ],
+)
+def test_which_products_are_of_eight_rows(
+    batch: int, dtype: torch.dtype, n: int, k: int, eight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    for name in ("_few_rows", "_eight_rows"):
+        monkeypatch.setattr(gpu_product, name, lambda *_, name=name: used.append(name))
+    with torch.device("meta"):
+        linear, x = Linear(k, n).to(dtype), torch.empty(batch, k, dtype=dtype)
+    gpu_product._several_rows(linear, x, None, x, "", False, False)
+    assert used == ["_eight_rows" if eight else "_few_rows"]
 
 
 class Layer:

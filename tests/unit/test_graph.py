@@ -694,11 +694,12 @@ class Recorded:
 
 @pytest.mark.usefixtures("made")
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_compiled_serves_any_number_of_rows(
-    family: str, exact: bool, small: Make, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: torch.dtype, exact: bool, small: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = small(family)
+    model = small(family).to(dtype)
     plan = model.fused_plan()
     assert plan is not None
 
@@ -731,8 +732,9 @@ def test_a_product_of_few_rows_fits_the_memory(
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             return lambda *_, **constants: launched.append(constants)
 
-    product = SimpleNamespace(few_rows=Kernel())
-    monkeypatch.setattr("infer.kernels.gpu_modules", lambda: SimpleNamespace(product=product))
+    modules = SimpleNamespace(rows=SimpleNamespace(few_rows=Kernel()))
+    monkeypatch.setattr("infer.kernels.gpu_modules", lambda: modules)
+    monkeypatch.setattr(gpu_product, "WIDEST_OF_EIGHT", 0)
     monkeypatch.setattr(gpu_product, "shared_memory", lambda _: memory)
     early: set[tuple[bool, bool]] = set()
     for n, k in ((1024, 4096), (2048, 1000), (28672, 4096), (4096, 14336)):
@@ -741,7 +743,7 @@ def test_a_product_of_few_rows_fits_the_memory(
         for batch in (2, 16, 17, 32, 33, 64, 65, 128, 300):
             x = torch.empty(batch, k, dtype=dtype, device="meta")
             for addend in (None, x):
-                gpu_product._few_rows(linear, x, None, x, "silu" if gated else "", gated, False, addend=addend)
+                gpu_product._several_rows(linear, x, None, x, "silu" if gated else "", gated, False, addend=addend)
                 used = launched.pop()
                 inputs = 2 if gated else 1
                 columns = used["BLOCK_N"] * inputs + used["BLOCK_B"]

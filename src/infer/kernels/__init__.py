@@ -78,7 +78,7 @@ def gpu_modules() -> Any:
 
 @cache
 def _gpu_modules() -> SimpleNamespace:
-    from infer.kernels import gpu_attention, gpu_exact, gpu_launch, gpu_product, gpu_prompt, gpu_sample
+    from infer.kernels import gpu_attention, gpu_exact, gpu_launch, gpu_product, gpu_prompt, gpu_rows, gpu_sample
 
     return SimpleNamespace(
         attention=gpu_attention,
@@ -86,6 +86,7 @@ def _gpu_modules() -> SimpleNamespace:
         launch=gpu_launch,
         product=gpu_product,
         prompt=gpu_prompt,
+        rows=gpu_rows,
         sample=gpu_sample,
     )
 

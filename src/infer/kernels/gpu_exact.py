@@ -19,7 +19,7 @@ import triton.language as tl
 from infer.kernels import table as columns
 from infer.kernels.gpu_attention import load_heads, norm_weights, rotated
 from infer.kernels.gpu_launch import let_next_start, wait_for_previous
-from infer.kernels.gpu_product import activated, load_block
+from infer.kernels.gpu_rows import finished_sums, load_biases, load_block
 
 COLUMNS = tl.constexpr(columns.COLUMNS)
 KEYS, VALUES = tl.constexpr(columns.K), tl.constexpr(columns.V)
@@ -80,15 +80,14 @@ def many_rows(
         y += part
     places = row[None, :] * N + column[:, None]
     inside = fed[None, :] & exists[:, None]
+    biases = ()
     if BIAS:
-        y += tl.load(bias + column, exists, 0.0).to(tl.float32)[:, None]
-    y = activated(y, ACTIVATION)
-    if GATED:
-        if BIAS:
-            up += tl.load(bias + N + column, exists, 0.0).to(tl.float32)[:, None]
-        y *= up
+        biases = load_biases(bias, column, exists, N, GATED)
+    addend = None
     if RESIDUAL:
-        y += tl.load(residual + places, inside, 0.0).to(tl.float32)
+        addend = tl.load(residual + places, inside, 0.0).to(tl.float32)
+    summed = (y, up) if GATED else (y,)
+    y = finished_sums(summed, None, biases, addend, ACTIVATION)
     tl.store(out + places, y.to(out.dtype.element_ty), inside)
 
 

@@ -1,7 +1,7 @@
-"""Products of a few rows with a matrix, and all that stands between two of them in a block.
+"""The product of one row with a matrix, and all that stands between two of them in a block.
 
-`one_row` is for a single token, `few_rows` for several. A decode step reads every weight once and does little with it,
-so what counts is that the memory bus never idles: each program asks for its weights before it waits for its input.
+A decode step reads every weight once and does little with it, so what counts is that the memory bus never idles: each
+program asks for its weights before it waits for its input. The products of several rows are in `gpu_rows.py`.
 """
 
 from __future__ import annotations
@@ -199,130 +199,6 @@ def one_row(
     if RESIDUAL:
         y += addend
     tl.store(out + row, y.to(out.dtype.element_ty), exists)
-
-
-@triton.jit
-def load_block(places, exists, real, EVEN: tl.constexpr):
-    if EVEN:
-        block = tl.load(places)
-    else:
-        block = tl.load(places, exists[:, None] & real[None, :], 0.0)
-    return block
-
-
-@triton.jit(do_not_specialize=["B"])
-def few_rows(
-    x,  # [B, K]
-    weight,  # [N, K]; where GATED [2 N, K], the gate's rows first
-    bias,
-    residual,  # [B, N]
-    out,  # [B, N]
-    sums,  # float32 [SPLIT, B, N]
-    finished,  # int32, one for each block of out: programs that are done, 0 before and after
-    B,
-    N,
-    K: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,  # programs that share K, where blocks of out alone would not keep all processors busy
-    EVEN: tl.constexpr,  # whether blocks divide N and K
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,  # not with SPLIT
-    ACTIVATION: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-    squares=None,  # float32 [B, SQUARES]: those of the vectors that x are, before their norm's weight, in parts
-    SQUARES: tl.constexpr = 0,
-    PADDED: tl.constexpr = 0,  # SQUARES, up to a power of two
-    EPS: tl.constexpr = 0.0,
-    next_weight=None,  # [N]: of the norm of out
-    next_out=None,  # [B, N]: out by that weight
-    next_squares=None,  # float32 [B, blocks of N]
-    OFFSET: tl.constexpr = 0.0,
-    EARLY: tl.constexpr = False,  # whether the first weights are loaded before the wait; not with GATED
-):
-    """`one_row` for several, without its norms.
-
-    The product is W x^T: the matrix units take 64 rows of their first factor at least, and only W has as many. Of an
-    RMSNorm in front, the product before has multiplied the weight and added up the squares: the scale comes last.
-    """
-    let_next_start(PDL)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = (tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
-    exists, fed = column < N, row < B
-    at = tl.arange(0, BLOCK_K)
-    split = tl.program_id(2)
-    first = weight + column[:, None].to(tl.int64) * K + at[None, :]
-    second = first + tl.cast(N, tl.int64) * K
-    vectors = x + row[:, None] * K + at[None, :]
-    places = row[None, :] * N + column[:, None]
-    inside = fed[None, :] & exists[:, None]
-    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
-    begin = split * STEPS
-    if EARLY:
-        early_k = begin * BLOCK_K
-        early = load_block(first + early_k, exists, early_k + at < K, EVEN)
-        begin += 1
-    if BIAS:
-        first_bias = tl.load(bias + column, exists, 0.0).to(tl.float32)[:, None]
-        if GATED:
-            second_bias = tl.load(bias + N + column, exists, 0.0).to(tl.float32)[:, None]
-    if next_weight is not None:
-        next_weights = tl.load(next_weight + column, exists, 0.0).to(tl.float32)[:, None] + OFFSET
-    wait_for_previous(PDL)
-    # All that is waited for, at once, and none of it used before the loop has asked for its weights.
-    if RESIDUAL:
-        addend = tl.load(residual + places, inside, 0.0).to(tl.float32)
-    if squares is not None:
-        part = tl.arange(0, PADDED)
-        parts = fed[:, None] & (part < SQUARES)[None, :]
-        squares_of = tl.load(squares + row[:, None] * SQUARES + part[None, :], parts, 0.0)
-    if EARLY:
-        early_vectors = tl.load(vectors + early_k, fed[:, None] & (early_k + at < K)[None, :], 0.0)
-    y = tl.zeros((BLOCK_N, BLOCK_B), tl.float32)
-    up = y
-    for step in tl.range(begin, (split + 1) * STEPS, num_stages=STAGES):
-        k = step * BLOCK_K
-        real = k + at < K
-        turned = tl.load(vectors + k, fed[:, None] & real[None, :], 0.0).T
-        y = tl.dot(load_block(first + k, exists, real, EVEN), turned, y, input_precision="ieee")
-        if GATED:
-            up = tl.dot(load_block(second + k, exists, real, EVEN), turned, up, input_precision="ieee")
-    if EARLY:
-        y = tl.dot(early, early_vectors.T, y, input_precision="ieee")
-    if SPLIT > 1:
-        tl.store(sums + split * B * N + places, y, inside)
-        tl.debug_barrier()  # all threads' sums are written before one of them says so
-        counter = finished + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(counter, 1, sem="acq_rel") < SPLIT - 1:
-            return
-        tl.store(counter, 0)
-        # Others wrote them: past the processor's own cache, and in one order.
-        y = tl.load(sums + places, inside, 0.0, cache_modifier=".cg")
-        for i in tl.static_range(1, SPLIT):
-            y += tl.load(sums + i * B * N + places, inside, 0.0, cache_modifier=".cg")
-    if squares is not None:
-        scale = tl.rsqrt(tl.sum(squares_of, 1) / K + EPS)[None, :]
-        y *= scale
-        up *= scale
-    if BIAS:
-        y += first_bias
-    y = activated(y, ACTIVATION)
-    if GATED:
-        if BIAS:
-            up += second_bias
-        y *= up
-    if RESIDUAL:
-        y += addend
-    rounded = y.to(out.dtype.element_ty)
-    tl.store(out + places, rounded, inside)
-    if next_weight is not None:
-        y = rounded.to(tl.float32)
-        tl.store(next_out + places, (y * next_weights).to(out.dtype.element_ty), inside)
-        of_row = tl.sum(tl.where(inside, y * y, 0.0), 0)
-        tl.store(next_squares + row * tl.num_programs(0) + tl.program_id(0), of_row, fed)
 
 
 @triton.jit

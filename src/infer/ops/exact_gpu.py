@@ -238,7 +238,7 @@ def _few_rows(
     stages = 2 if x.element_size() == 4 else 6 if split > 1 and block <= 32 else 4
     weights = gpu_product.BLOCK_N * (2 if options["GATED"] else 1)
     stages = _stages(stages, size * (weights + block) * x.element_size(), x.device)
-    kernels.gpu_modules().product.few_rows[(blocks, 1, split)](
+    kernels.gpu_modules().rows.few_rows[(blocks, 1, split)](
         *tensors,
         sums,
         finished,
@@ -264,6 +264,8 @@ def _many_rows(
     if x.element_size() == 4:
         block_n, block_b, block_k, stages, warps = 64, 64, 32, 2, 4
     block_k = math.gcd(block_k, part)
+    if block_k == part:  # of a single round, Triton would make the residual the first term of the sum: other bits
+        block_k //= 2
     loaded = block_n * (2 if options["GATED"] else 1) + block_b
     kernels.gpu_modules().exact.many_rows[(-(-n // block_n) * -(-rows // block_b),)](
         *tensors,

@@ -37,7 +37,7 @@ from infer.ops.table import alignment
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_SPLITS = 64  # programs that share a row's keys
-ROWS_COMPILED = (1, 2, 8, 32, 64, 128)  # a step of any number of rows has the kernels of one of these
+ROWS_COMPILED = (1, 2, 8, 16, 32, 64, 128)  # a step of any number of rows has the kernels of one of these
 
 
 def available(device: torch.device, forwards: Mapping[type[nn.Module], Any]) -> bool:
@@ -294,6 +294,4 @@ def attention_shape(head_dim: int, batch: int) -> tuple[int, int, int, int]:
     """
     if head_dim > 64:
         return 32, 2, 2 if head_dim <= 128 else 4, 512
-    if batch < 8:
-        return 64, 3, 4, 384 if batch == 1 else 256
-    return 128, 2, 4, 256
+    return (64, 3, 4, 384) if batch <= 8 else (128, 2, 4, 256)

@@ -1,11 +1,12 @@
 """Products of a decode step on a GPU, and what stands between them: norms in front, the residual behind.
 
-The kernels are in `kernels/gpu_product.py`: one for a single row, one for several. Their sizes are what was fastest on
-an H200, by the time of whole steps.
+The kernels are in `kernels/gpu_product.py`, for a single row, and `kernels/gpu_rows.py`, for several. Their sizes are
+what was fastest on an H200, by the time of whole steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from infer.ops.linear import Linear
 from infer.ops.norm import Norm
 
 BLOCK_N, MAX_BLOCK_B = 64, 128  # of the product of few rows
+WIDEST_OF_EIGHT = 3072  # the smaller side of a matrix that the product of eight rows is fastest with
 PROCESSORS = 132  # of an H200: more programs of a product take turns
 
 
@@ -49,7 +51,7 @@ def normed_product(
     """activation(W norm(residual) + b), where gated times the second half of W's rows; and the residual, complete."""
     x, added, after, prepared = residual
     if prepared is not None:
-        return _few_rows(linear, *prepared, finished, activation, gated, pdl, eps=norm.eps)[0], Residual(x)
+        return _several_rows(linear, *prepared, finished, activation, gated, pdl, eps=norm.eps)[0], Residual(x)
     complete = x if added is None else torch.empty_like(x)  # others still read x
     vectors = x if added is None else added
     weights = norm.weight, norm.weight if norm.bias is None else norm.bias, x if after is None else after.weight
@@ -69,7 +71,7 @@ def normed_product(
         kernels.gpu_modules().product.norm_rows[(x.shape[0],)](
             vectors, ready, *weights, x, complete, K=size, PARTS=in_parts(size), **options, **late(pdl)
         )
-        out = _few_rows(linear, ready, None, finished, activation, gated, pdl)[0]
+        out = _several_rows(linear, ready, None, finished, activation, gated, pdl)[0]
     return out, Residual(complete)
 
 
@@ -93,7 +95,7 @@ def added_product(
         # Not in float16: by the weight alone, before it is scaled, a large residual is beyond what that holds.
         plain = not norm.centred and norm.bias is None and x.dtype is not torch.float16
         following = norm if after is None and plain else None
-        out, prepared = _few_rows(linear, x, None, finished, "", False, pdl, addend=addend, norm=following)
+        out, prepared = _several_rows(linear, x, None, finished, "", False, pdl, addend=addend, norm=following)
     return Residual(out, prepared=prepared) if after is None else Residual(residual.x, out, after)
 
 
@@ -152,7 +154,7 @@ def _rows_and_warps(n: int, k: int, gated: bool) -> tuple[int, int]:
     return 8, 4 if k <= 2048 else 8
 
 
-def _few_rows(
+def _several_rows(
     linear: Linear,
     x: Tensor,
     squares: Tensor | None,
@@ -170,53 +172,94 @@ def _few_rows(
     assert isinstance(weight, Tensor)
     batch, (n, k) = x.shape[0], (weight.shape[0] // (2 if gated else 1), weight.shape[1])
     out = torch.empty(batch, n, dtype=x.dtype, device=x.device)
-    rows, blocks = min(MAX_BLOCK_B, max(16, next_power(batch))), -(-n // BLOCK_N)
+    eight = batch <= 8 and x.element_size() == 2 and min(n, k) <= WIDEST_OF_EIGHT
+    blocks = -(-n // (16 if eight else BLOCK_N))
+    options: dict[str, Any] = {
+        "K": k,
+        "BIAS": bias is not None,
+        "RESIDUAL": addend is not None,
+        "GATED": gated,
+        "ACTIVATION": activation,
+        **late(pdl),
+    }
+    if squares is not None:
+        parts = squares.shape[1]
+        options |= {"squares": squares, "SQUARES": parts, "PADDED": next_power(parts), "EPS": eps}
+    prepared = None
+    if norm is not None:
+        prepared = Prepared(torch.empty_like(out), torch.empty(batch, blocks, dtype=torch.float32, device=x.device))
+        options |= {"next_weight": norm.weight, "next_out": prepared.x, "next_squares": prepared.squares}
+        options["OFFSET"] = norm.offset
+    tensors = x, weight, weight if bias is None else bias, x if addend is None else addend, out
+    if eight:
+        _eight_rows(tensors, n, k, blocks, options)
+    else:
+        _few_rows(tensors, finished, n, k, blocks, options)
+    return out, prepared
+
+
+def _eight_rows(tensors: Sequence[Tensor], n: int, k: int, blocks: int, options: dict[str, Any]) -> None:
+    warps, held, ahead, chains = _tiles_of_eight(n, k, options["GATED"])
+    tiles = -(-k // (32 * warps))
+    kernels.gpu_modules().rows.eight_rows[(blocks,)](
+        *tensors,
+        tensors[0].shape[0],
+        n,
+        TILES=tiles,
+        HELD=min(held, tiles),
+        AHEAD=min(ahead, tiles),
+        VECTORS_AHEAD=min(8, tiles),
+        CHAINS=chains,
+        WARPS=warps,
+        EVEN=n % 16 == 0 and k % (32 * warps) == 0,
+        num_warps=warps,
+        **options,
+    )
+
+
+def _tiles_of_eight(n: int, k: int, gated: bool) -> tuple[int, int, int, int]:
+    """Warps of a program, tiles that each holds and has ahead, and chains: what was fastest for sizes like these."""
+    if gated:
+        return 2, 10, 8, 2
+    if n > 16384:
+        return 2, 16, 16, 2
+    if k > 4096:
+        return 8, 14 if n >= 2048 else 16, 16, 1
+    few = n <= 3072  # programs, which leave others enough registers
+    return 2 if k <= 1024 else 4, 16 if few else 8, 16 if few else 8, 1
+
+
+def _few_rows(
+    tensors: Sequence[Tensor], finished: Tensor, n: int, k: int, blocks: int, options: dict[str, Any]
+) -> None:
+    x, gated = tensors[0], options["GATED"]
+    batch = x.shape[0]
+    rows = min(MAX_BLOCK_B, max(16, next_power(batch)))
     split = splits_of(blocks, k, gated)
     size, stages = (256, 3) if split > 1 and rows <= 32 else (128, 4 if rows <= 32 else 3)
     if x.element_size() == 4:
         size, stages = 32, 2
-    early = split > 1 and (addend is None or k > 1024 * split)  # what was fastest on an H200
+    early = split > 1 and (not options["RESIDUAL"] or k > 1024 * split)  # what was fastest on an H200
     column = (BLOCK_N * (2 if gated else 1) + rows) * x.element_size()
     while size * (stages + early) * column > shared_memory(x.device):
         size //= 2
-    grid = blocks, -(-batch // rows), split
     sums = torch.empty(split if split > 1 else 0, batch, n, dtype=torch.float32, device=x.device)
-    extras: dict[str, Any] = {}
-    if squares is not None:
-        parts = squares.shape[1]
-        extras = {"squares": squares, "SQUARES": parts, "PADDED": next_power(parts), "EPS": eps}
-    prepared = None
-    if norm is not None:
-        prepared = Prepared(torch.empty_like(out), torch.empty(batch, blocks, dtype=torch.float32, device=x.device))
-        extras |= {"next_weight": norm.weight, "next_out": prepared.x, "next_squares": prepared.squares}
-        extras["OFFSET"] = norm.offset
-    kernels.gpu_modules().product.few_rows[grid](
-        x,
-        weight,
-        weight if bias is None else bias,
-        x if addend is None else addend,
-        out,
+    kernels.gpu_modules().rows.few_rows[(blocks, -(-batch // rows), split)](
+        *tensors,
         sums if split > 1 else x,
         finished,
         batch,
         n,
-        K=k,
         BLOCK_B=rows,
         BLOCK_N=BLOCK_N,
         BLOCK_K=size,
         SPLIT=split,
         EVEN=n % BLOCK_N == 0 and k % (size * split) == 0,
-        BIAS=bias is not None,
-        RESIDUAL=addend is not None,
-        GATED=gated,
-        ACTIVATION=activation,
         STAGES=stages,
         EARLY=early,
         num_warps=4,
-        **extras,
-        **late(pdl),
+        **options,
     )
-    return out, prepared
 
 
 @cache
