@@ -44,6 +44,7 @@ pytestmark = [
 ]
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
 PROMPT = [1, 2, 3]
+ATTENTION_SHAPE = fused.attention_shape
 SAMPLED = {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.2, "frequency_penalty": 0.4}
 DISTINCT = {"temperature": 1.3, "seed": 9, "presence_penalty": 50.0}  # no token twice
 Make = Callable[..., Decoder]
@@ -699,6 +700,7 @@ class Recorded:
 def test_what_is_compiled_serves_any_number_of_rows(
     family: str, dtype: torch.dtype, exact: bool, small: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fused, "attention_shape", ATTENTION_SHAPE)
     model = small(family).to(dtype)
     plan = model.fused_plan()
     assert plan is not None
@@ -715,8 +717,10 @@ def test_what_is_compiled_serves_any_number_of_rows(
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
         assert kinds(rows, samples=False) <= known
         assert kinds(rows, samples=True) <= known
-    less = set().union(*(kinds(rows, samples=rows == 1) for rows in compiled[:-1]))
-    assert not known <= less  # none is there in vain
+    if exact or dtype is not torch.float32:  # which has no kernel of its own for eight
+        for vain in compiled:
+            others = (kinds(rows, samples=rows == 1) for rows in compiled if rows != vain)
+            assert not known <= set().union(*others), vain
 
 
 @pytest.mark.parametrize("dtype", fused.DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""Products of several rows with a matrix: `eight_rows` for up to eight, `few_rows` for more.
+"""Products of several rows with a matrix: `eight_rows` for up to eight of 16 bits, `few_rows` for any.
 
 Both are W x^T: the matrix units take many rows of their first factor, and only W has as many. Of an RMSNorm in front,
 the product before has multiplied the weight and added up the squares: the scale comes last.

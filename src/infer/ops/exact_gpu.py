@@ -28,7 +28,7 @@ from infer.ops.parts import BlockParts, HeadParts
 from infer.ops.table import alignment
 
 FEW = 128  # rows that a product takes with the kernel for few
-ROWS_COMPILED = (*fused.ROWS_COMPILED, 2 * FEW)
+ROWS_COMPILED = (1, 32, 64, 128, 2 * FEW)  # as in `fused`
 COLUMNS = {2: 128, 4: 32}  # of a matrix, by bytes of a number: each part of one has a multiple of them
 GROUPS = 64  # of blocks of keys, about: what a query's keys are folded in
 BLOCK = {2: 64, 4: 32}  # keys of a block, by bytes of a number
@@ -264,7 +264,7 @@ def _many_rows(
     if x.element_size() == 4:
         block_n, block_b, block_k, stages, warps = 64, 64, 32, 2, 4
     block_k = math.gcd(block_k, part)
-    if block_k == part:  # of a single round, Triton would make the residual the first term of the sum: other bits
+    if block_k == part:  # of a single round, Triton makes a bias or residual the first term of the sum: other bits
         block_k //= 2
     loaded = block_n * (2 if options["GATED"] else 1) + block_b
     kernels.gpu_modules().exact.many_rows[(-(-n // block_n) * -(-rows // block_b),)](

@@ -37,7 +37,7 @@ from infer.ops.table import alignment
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_SPLITS = 64  # programs that share a row's keys
-ROWS_COMPILED = (1, 2, 8, 16, 32, 64, 128)  # a step of any number of rows has the kernels of one of these
+ROWS_COMPILED = (1, 8, 16, 32, 64, 128)  # a step of any number of rows has the kernels of one of these
 
 
 def available(device: torch.device, forwards: Mapping[type[nn.Module], Any]) -> bool:

@@ -218,15 +218,19 @@ def _eight_rows(tensors: Sequence[Tensor], n: int, k: int, blocks: int, options:
 
 
 def _tiles_of_eight(n: int, k: int, gated: bool) -> tuple[int, int, int, int]:
-    """Warps of a program, tiles that each holds and has ahead, and chains: what was fastest for sizes like these."""
+    """Warps of a program, tiles that each holds and has ahead, and chains: what was fastest for sizes like these.
+
+    More than some 32 tiles to a warp would take long to compile.
+    """
+    warps = next_power(k) // 1024
     if gated:
-        return 2, 10, 8, 2
+        return min(8, max(2, warps)), 10, 8, 2
     if n > 16384:
-        return 2, 16, 16, 2
+        return min(8, max(2, warps)), 16, 16, 2
+    warps = min(16, max(2 if k <= 1024 else 4, warps))
     if k > 4096:
-        return 8, 14 if n >= 2048 else 16, 16, 1
-    few = n <= 3072  # programs, which leave others enough registers
-    return 2 if k <= 1024 else 4, 16 if few else 8, 16 if few else 8, 1
+        return warps, 14 if n >= 2048 else 16, 16, 1
+    return (warps, 16, 16, 1) if n <= 3072 else (warps, 8, 8, 1)  # more programs must leave others registers
 
 
 def _few_rows(
