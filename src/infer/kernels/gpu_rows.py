@@ -196,20 +196,21 @@ def load_vectors(vectors, x, fed, k, K: tl.constexpr, STRIDE: tl.constexpr, FROM
 
 @triton.jit
 def as_first_factor(tile, WARPS: tl.constexpr):
-    """[8, WARPS, 2, 32] -> [WARPS, 16, 32], columns in another order.
+    """[2 * WARPS * 8, 32] -> [WARPS, 16, 32], columns in another order.
 
-    A thread has loaded 16 bytes of a row, and of the row eight below. They are what a matrix instruction takes from
-    this very thread, if its columns are called 0, 1, 8, 9, 16, 17, 24, 25, and the next one's 2, 3, 10, and so on.
+    Of a tile that is loaded, four threads have a row, eight rows are a warp's, and a thread's other row is half a tile
+    below. Its 16 bytes of both are what a matrix instruction takes from this very thread, if their columns are called
+    0, 1, 8, 9, 16, 17, 24, 25, and those of the next 2, 3, 10, and so on.
     """
-    parts = tl.reshape(tile, (8, WARPS, 2, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(parts, (1, 2, 0, 4, 5, 3, 6)), (WARPS, 16, 32))
+    parts = tl.reshape(tile, (2, WARPS, 8, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(parts, (1, 0, 2, 4, 5, 3, 6)), (WARPS, 16, 32))
 
 
 @triton.jit
 def as_second_factor(vectors, WARPS: tl.constexpr):
-    """[8, WARPS, 32] -> [WARPS, 32, 8], columns in the same order."""
-    parts = tl.reshape(vectors, (8, WARPS, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(parts, (1, 3, 4, 2, 5, 0)), (WARPS, 32, 8))
+    """[WARPS * 8, 32] -> [WARPS, 32, 8], columns in the same order."""
+    parts = tl.reshape(vectors, (WARPS, 8, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(parts, (0, 3, 4, 2, 5, 1)), (WARPS, 32, 8))
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -251,8 +252,9 @@ def eight_rows(
     STRIDE: tl.constexpr = 32 * WARPS
     MATRICES: tl.constexpr = 2 if GATED else 1
     let_next_start(PDL)
-    place = tl.program_id(0) * 16 + tl.arange(0, 8)[:, None, None, None] + 8 * tl.arange(0, 2)[None, None, :, None]
-    k = 32 * tl.arange(0, WARPS)[None, :, None, None] + tl.arange(0, 32)[None, None, None, :]
+    line, at = tl.arange(0, 16 * WARPS)[:, None], tl.arange(0, 32)[None, :]
+    place = tl.program_id(0) * 16 + line // (8 * WARPS) * 8 + line % 8
+    k = line // 8 % WARPS * 32 + at
     matrices = (weight + place.to(tl.int64) * K + k,)
     if GATED:
         matrices = matrices + (matrices[0] + tl.cast(N, tl.int64) * K,)
@@ -267,8 +269,8 @@ def eight_rows(
     if next_weight is not None:
         next_weights = tl.load(next_weight + column, exists, 0.0).to(tl.float32)[:, None] + OFFSET
     wait_for_previous(PDL)
-    of_x = tl.arange(0, 8)[:, None, None]
-    x_k = 32 * tl.arange(0, WARPS)[None, :, None] + tl.arange(0, 32)[None, None, :]
+    line = tl.arange(0, 8 * WARPS)[:, None]
+    of_x, x_k = line % 8, line // 8 * 32 + at
     from_x = x + of_x * K + x_k
     vectors = load_vectors((), from_x, of_x < B, x_k, K, STRIDE, 0, VECTORS_AHEAD)
     addend, scale = None, None
