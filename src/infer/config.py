@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 FULL_ATTENTION = "full_attention"
@@ -24,6 +25,12 @@ class RopeConfig:
     original_max_position_embeddings: int = 8192
     # One divisor per frequency, as GGUF files store llama3 scaling; empty: none.
     divisors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not 0 < float(value) < math.inf:
+                raise ValueError(f"{name} of RoPE must be above 0, not {value!r}")
 
     @classmethod
     def from_hf(cls, settings: Mapping[str, Any], theta: float) -> RopeConfig:
@@ -97,6 +104,10 @@ class ModelConfig:
             raise ValueError(f"sliding layers need a positive sliding_window, not {self.sliding_window!r}")
         if self.query_pre_attn_scalar is not None and not self.query_pre_attn_scalar > 0:
             raise ValueError(f"query_pre_attn_scalar must be above 0, not {self.query_pre_attn_scalar!r}")
+        if not isinstance(self.rms_norm_eps, Real) or not 0 <= self.rms_norm_eps < math.inf:
+            raise ValueError(f"rms_norm_eps must be 0 or more, not {self.rms_norm_eps!r}")
+        if not all(isinstance(token, Integral) for token in self.eos_token_ids):
+            raise ValueError(f"eos_token_id must be whole numbers, not {list(self.eos_token_ids)!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be from 0 to below 1, not {self.dropout!r}")
 
@@ -157,10 +168,10 @@ class ModelConfig:
             only = f"only {' and '.join(known)} {'is' if len(known) == 1 else 'are'}"
             raise ValueError(f"hidden_act {activation!r} is not supported for {raw['model_type']}: {only}")
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        learned = raw["model_type"] == "gpt2"
+        learned, kv_heads = raw["model_type"] == "gpt2", raw.get("num_key_value_heads")
         return cls(
             **{name: raw[name] for name in _REQUIRED_IN_HF},
-            num_key_value_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            num_key_value_heads=raw["num_attention_heads"] if kv_heads is None else kv_heads,
             head_dim=raw.get("head_dim"),
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope=None if learned else RopeConfig.from_hf(rope, raw.get("rope_theta", RopeConfig.theta)),

@@ -222,6 +222,10 @@ class TestFromHF:
     def test_eos_of_both_files(self, own: Any, generation: dict | None, expected: tuple[int, ...]) -> None:
         assert ModelConfig.from_hf(HF | {"eos_token_id": own}, generation).eos_token_ids == expected
 
+    def test_an_end_of_text_that_is_no_token(self) -> None:
+        with pytest.raises(ValueError, match=r"eos_token_id must be whole numbers, not \['x'\]"):
+            ModelConfig.from_hf(HF | {"eos_token_id": "x"})
+
     def test_sliding_layers(self) -> None:
         kinds = ["sliding_attention", "full_attention"] * 8
         config = ModelConfig.from_hf(HF | {"layer_types": kinds, "sliding_window": 512})
@@ -441,6 +445,11 @@ class TestGemma3:
             ({"layer_types": [FULL]}, r"1 layer_types for \d\d layers"),
             ({"layer_types": ["chunked_attention"] * 26, "num_hidden_layers": 26}, "'chunked_attention' is not supp"),
             ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0, not 0"),
+            ({"rms_norm_eps": -1}, "rms_norm_eps must be 0 or more, not -1"),
+            ({"rms_norm_eps": "x"}, "rms_norm_eps must be 0 or more, not 'x'"),
+            ({"rope_theta": 0}, "theta of RoPE must be above 0, not 0.0"),
+            ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor of RoPE must be above 0, not 0"),
+            ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer, not 0"),
             ({"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
             ({"num_hidden_layers": "26"}, "num_hidden_layers must be a positive integer, not '26'"),
             ({"hidden_size": None}, "config.json lacks hidden_size"),

@@ -336,17 +336,19 @@ class TestCommand:
 
     def test_grid(self, run: Run) -> None:
         lines = run("hello", "--max-new-tokens", "4").out.splitlines()
-        start = lines.index("  tokens fed    5  6  7  8     5  1  1  1")
+        gap = " " * 7  # room for what stands above: "without the cache"
+        start = lines.index(f"  tokens fed    5  6  7  8{gap}  5  1  1  1")
+        assert lines[start - 2].index("with it") == lines[start].index("5  1")
         rows = [line.split('"')[-1] for line in lines[start + 1 : start + 9]]
         new, again, reused, none = "  ■", "  x", "  ·", "   "
         assert lines[start + 1].startswith('"<s>"')
         assert lines[start + 2].startswith('"he"')
         bodies = [row.strip(" ") for row in rows]
-        first = f"{new}{again * 3}{none}{new}{reused * 3}".strip()
+        first = f"{new}{again * 3}{gap}{new}{reused * 3}".strip()
         assert bodies[:5] == [first] * 5
-        assert bodies[5] == f"{new}{again * 2}{none * 2}{new}{reused * 2}".strip()
-        assert bodies[6] == f"{new}{again}{none * 3}{new}{reused}".strip()
-        assert bodies[7] == f"{new}{none * 4}{new}".strip()
+        assert bodies[5] == f"{new}{again * 2}{none}{gap}{new}{reused * 2}".strip()
+        assert bodies[6] == f"{new}{again}{none * 2}{gap}{new}{reused}".strip()
+        assert bodies[7] == f"{new}{none * 3}{gap}{new}".strip()
         assert lines[start + 9] == ""
 
     @pytest.mark.parametrize(

@@ -121,6 +121,16 @@ class TestRun:
         run(model, trace)
         assert len(trace.steps) == 7
 
+    def test_title(self, model: Decoder, tiny_model: Callable[..., Decoder]) -> None:
+        """The kind of model, unless it was given another."""
+        trace = Trace()
+        run(model, trace)
+        run(tiny_model(model_type="gemma3"), trace)
+        assert trace.title == "gemma3"
+        trace.title = "mine"
+        run(model, trace)
+        assert trace.title == "mine"
+
     def test_a_fair_choice(self) -> None:
         trace = Trace()
         generate(UniformMockModel(0), MockTokenizer(), [1], SamplingParams(max_new_tokens=1), trace=trace)

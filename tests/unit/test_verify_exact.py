@@ -368,7 +368,9 @@ class TestCommand:
         assert run("verify", "--exact", "--max-new-tokens", "4").status == 0
         assert asked[0]["prompts"] == 9
 
-    @pytest.mark.parametrize("options", [["--also-threads", "1"], ["--exact", "--also-threads", "0"]])
+    @pytest.mark.parametrize(
+        "options", [["--also-threads", "1"], *(["--exact", "--also-threads", count] for count in ("0", "99999"))]
+    )
     def test_threads_are_checked(self, run: Run, options: list[str], untouched: None) -> None:
         assert_refused(run("verify", *options), "--also-threads goes with --exact")
 

@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +19,9 @@ DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "A folder, a .gguf file, nanoGPT's .pt file, a built-in name (see `infer models`), or a hub id."
 ModelArgument = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
+DtypeOption = Annotated[
+    str, typer.Option(help="auto, float32, bfloat16, float16 or float64. Most CPUs are slow in 16 bits.")
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 QuantizeOption = Annotated[
     str | None,
@@ -80,6 +83,13 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 def say(message: str = "") -> None:
     """Everything but the answer itself goes to stderr."""
     print(message, file=sys.stderr, flush=True)
+
+
+def read_utf8(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from None
 
 
 def check_cache_dtype(cache_dtype: str, kv_cache: bool = True) -> None:

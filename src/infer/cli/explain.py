@@ -107,6 +107,7 @@ def grids(run: "Explanation", tokens: Sequence[str], width: int) -> "Iterator[st
     prompt_tokens, steps = len(run.prompt_token_ids), len(run.token_ids)
     cell = max(3, len(str(max(run.without_cache.fed))) + 1)
     shown_steps = max(1, min(steps, (width - LABEL - GAP) // 2 // cell))
+    gap = max(GAP, len("without the cache  ") - cell * shown_steps)
     new, repeated, reused = ("■", NEW_STYLE), ("x", REPEATED_STYLE), ("·", REUSED_STYLE)
     symbols = {NEW: new, REPEATED: repeated, REUSED: reused, NOT_YET: (" ", "")}
 
@@ -116,7 +117,7 @@ def grids(run: "Explanation", tokens: Sequence[str], width: int) -> "Iterator[st
             for step in range(shown_steps):
                 text, style = cells(step, use_kv_cache)
                 line.append(f"{text:>{cell}}", style)
-            line.append("" if use_kv_cache else " " * GAP)
+            line.append("" if use_kv_cache else " " * gap)
         line.rstrip()
         return line
 
@@ -128,7 +129,7 @@ def grids(run: "Explanation", tokens: Sequence[str], width: int) -> "Iterator[st
         "change once they are computed, because it sees only what is before it."
     )
     yield ""
-    yield Text(f"{'K/V of':<{LABEL + cell - 1}}{'without the cache':<{cell * shown_steps + GAP}}with it")
+    yield Text(f"{'K/V of':<{LABEL + cell - 1}}{'without the cache':<{cell * shown_steps + gap}}with it")
     yield row("  at step", lambda step, _: (str(step + 1), ""))
     fed = (run.without_cache.fed, run.with_cache.fed)
     yield row("  tokens fed", lambda step, cached: (str(fed[cached][step]), ""))

@@ -19,6 +19,7 @@ from infer.cli.common import (
     PrefillChunkOption,
     check_cache_dtype,
     loading_options,
+    read_utf8,
     say,
 )
 
@@ -105,11 +106,8 @@ def perplexity(
     from infer.engine.perplexity import plan
 
     check_cache_dtype(cache_dtype)
-    stored = text.read_bytes()
-    try:
-        contents = stored.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{text} is not text in UTF-8: {error}") from None
+    contents = read_utf8(text)
+    size = len(contents.encode())
     tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
     token_ids = tokenizer.encode(contents, add_special_tokens=False)
     prefix = tokenizer.encode("")  # BOS, where the tokenizer puts one in front
@@ -133,9 +131,9 @@ def perplexity(
         progress=show,
     )
     seconds = time.perf_counter() - started
-    bits_per_byte = found.bits / len(stored)
+    bits_per_byte = found.bits / size
     if as_json:
-        measured = {"bits_per_byte": bits_per_byte, "bytes": len(stored), "time_s": seconds}
+        measured = {"bits_per_byte": bits_per_byte, "bytes": size, "time_s": seconds}
         settings = {"quantize": loading.quantize, "cache_dtype": cache_dtype}
         print(json.dumps({"model": model, "text": str(text), **settings, **asdict(found), **measured}))
         return

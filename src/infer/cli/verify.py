@@ -18,6 +18,7 @@ from infer.cli.common import (
     ModelArgument,
     check_cache_dtype,
     loading_options,
+    read_utf8,
     say,
 )
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from infer.engine.verify import Comparison
     from infer.loader import Tokenizer
     from infer.models.common import Decoder
+
+MOST_THREADS = 256  # OpenMP ends the process where it cannot start as many as it is asked for
 
 
 @loading_options
@@ -51,13 +54,13 @@ def verify(
     from infer.machine import resolve_device
 
     check_cache_dtype(cache_dtype)
-    if also_threads and not (loading.exact and min(also_threads) > 0):
-        raise ValueError("--also-threads goes with --exact, and is 1 or more")
+    if also_threads and not (loading.exact and 1 <= min(also_threads) <= max(also_threads) <= MOST_THREADS):
+        raise ValueError(f"--also-threads goes with --exact, and is from 1 to {MOST_THREADS}")
     if also_threads and resolve_device(loading.device).type != "cpu":
         raise ValueError("--also-threads is for a CPU")
     texts: list[str] = []
     if prompts is not None:
-        texts = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+        texts = [line for line in read_utf8(prompts).splitlines() if line.strip()]
         if not texts:
             raise ValueError(f"{prompts} holds no prompts")
     tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)

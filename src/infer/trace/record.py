@@ -71,7 +71,7 @@ class Trace:
         if heads is not None and not heads:
             raise ValueError("no heads are chosen: leave heads out for all of them, or give layers=[] for no rows")
         self._asked_layers, self._asked_heads, self.top_k = layers, heads, top_k
-        self.title = ""
+        self.title = self._model_type = ""
         self.layers: list[int] = []
         self.heads: list[int] = []
         self.prompt: list[Token] = []
@@ -86,7 +86,9 @@ class Trace:
 
     def start(self, config: ModelConfig, tokenizer: Any, prompt: Sequence[int]) -> None:
         """Forget what was recorded before: a run that passed `check` begins."""
-        self.title = self.title or config.model_type
+        if self.title == self._model_type:  # nobody gave it another
+            self.title = config.model_type
+        self._model_type = config.model_type
         self._tokenizer = tokenizer
         self.prompt = list(map(Token, prompt, token_texts(tokenizer, prompt)))
         self.steps = []
