@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -248,6 +249,20 @@ BAD_VALUES: dict[str, list[Any]] = {
 
 
 class TestParams:
+    def test_numbers_of_numpy(self) -> None:
+        asked = {"temperature": 0.5, "top_k": 5, "seed": 7, "max_new_tokens": 3, "presence_penalty": 1.5}
+        params = SamplingParams(
+            **{
+                name: np.float32(value) if isinstance(value, float) else np.int64(value)
+                for name, value in asked.items()
+            },
+            logit_bias={np.int64(3): np.float32(-2)},
+        )
+        assert params == SamplingParams(**asked, logit_bias={3: -2.0})
+        assert all(type(getattr(params, name)) is type(value) for name, value in asked.items())
+        with pytest.raises(ValueError, match="top_k must be a whole number"):
+            SamplingParams(top_k=np.float32(5))
+
     @pytest.mark.parametrize(
         ("name", "value"), [(name, value) for name, values in BAD_VALUES.items() for value in values], ids=repr
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -40,6 +41,9 @@ class SamplingParams:
             raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_new_tokens", *_PENALTIES):
+            object.__setattr__(self, name, _own(getattr(self, name)))
+        object.__setattr__(self, "logit_bias", {_own(token): _own(bias) for token, bias in self.logit_bias.items()})
         _check("temperature", self.temperature, "0 or more", lambda x: x >= 0)
         _check("top_k", self.top_k, "a whole number, 0 or more (0: off)", lambda x: _is_int(x) and x >= 0, None)
         _check("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
@@ -60,6 +64,16 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"a stop string must be a non-empty text, not {text!r}")
+
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def _own(value: Any) -> Any:
+    """Python's own number in place of another library's, numpy's say."""
+    if isinstance(value, int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _is_int(value: Any) -> bool:
