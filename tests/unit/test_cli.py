@@ -541,7 +541,7 @@ class TestChat:
         expected = run("chat", "--max-new-tokens", "8", stdin="hello\n").out
         done = run("chat", "--max-new-tokens", "8", stdin="forbidden\nhello\n")
         assert (done.status, done.out) == (0, expected)
-        assert done.err.count("the chat template refuses these messages: not that") == 1
+        assert done.err.count("the chat template refuses these messages: not that\n") == 1  # and nothing to do about it
 
     def test_cache_is_kept(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[Conversation] = []
@@ -1004,7 +1004,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown device in a chat": (["chat", "--device", "gpu", "--max-new-tokens", "5"], SUPPORTED_DEVICES),
     "no room for a turn in a chat": (
         ["chat", "--context", "20", "--max-new-tokens", "20"],
-        "20 new tokens = ",
+        "--context 20 has no room for a turn: ",
     ),
     "no context in a chat": (["chat", "--context", "0"], "context must be from 1 to the model's 256, not 0"),
     "too much context in a chat": (["chat", "--context", "257"], "context must be from 1 to the model's 256, not 257"),

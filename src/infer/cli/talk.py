@@ -117,7 +117,7 @@ def chat(
     from infer import ModelConfig, Tokenizer
     from infer.engine.conversation import Conversation
     from infer.engine.generate import make_cache
-    from infer.engine.request import check_chunk, check_request
+    from infer.engine.request import CacheExceeded, ContextExceeded, check_chunk, check_request
 
     check_chunk(prefill_chunk)
     check_cache_dtype(cache_dtype)
@@ -128,7 +128,10 @@ def chat(
     if not 1 <= capacity <= config.max_position_embeddings:
         raise ValueError(f"context must be from 1 to the model's {config.max_position_embeddings}, not {context}")
     # A model without a chat template, or a context without room for any turn, is refused before the weights are read.
-    check_request(config, encode([{"role": "user", "content": "hello"}]), params, capacity)
+    try:
+        check_request(config, encode([{"role": "user", "content": "hello"}]), params, capacity)
+    except CacheExceeded as error:
+        raise ValueError(f"--context {capacity} has no room for a turn: {error}") from None
     network = loading.load(model)
     cache = make_cache(network, capacity, network.device, prefill_chunk=prefill_chunk, cache_dtype=cache_dtype)
     conversation = Conversation(network, tokenizer, encode, cache, system, prefill_chunk)
@@ -142,8 +145,11 @@ def chat(
         elif text:
             try:
                 steps = show(conversation.reply(text, params))
-            except ValueError as error:
+            except (CacheExceeded, ContextExceeded) as error:
                 say(f"{error} (/reset forgets the conversation; --context makes room for longer ones)")
+                continue
+            except ValueError as error:
+                say(str(error))
                 continue
             if steps:
                 new = sum(step.time_s for step in steps[1:])

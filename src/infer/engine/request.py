@@ -22,6 +22,10 @@ class ContextExceeded(ValueError):
     """More positions were asked for than the model has."""
 
 
+class CacheExceeded(ValueError):
+    """More positions than the cache has."""
+
+
 class NoToken(ValueError):
     """None can be chosen from such logits."""
 
@@ -114,7 +118,7 @@ def check_request(
     needed = len(tokens) + params.max_new_tokens
     for kind, what, limit in (
         (ContextExceeded, "model's context", config.max_position_embeddings),
-        (ValueError, "cache's capacity", capacity),
+        (CacheExceeded, "cache's capacity", capacity),
     ):
         if limit is not None and needed > limit:
             raise kind(
