@@ -199,6 +199,13 @@ class TestCommands:
         assert rounded["perplexity"] != exact["perplexity"]
         assert rounded["perplexity"] == pytest.approx(exact["perplexity"], rel=5e-3)
 
+    @pytest.mark.usefixtures("offline")
+    def test_the_text_of_the_perplexity_in_the_readme(self) -> None:
+        """It is a page of ours: whoever edits it has to measure again."""
+        text = (ROOT / "docs" / "kv-cache.md").read_text(encoding="utf-8")
+        scored = len(Tokenizer(DEFAULT_MODEL).encode(text, add_special_tokens=False)) - 1  # nothing is before the first
+        assert f"\n{scored:,} tokens to score, " in (ROOT / "README.md").read_text(encoding="utf-8")
+
     @pytest.mark.parametrize(("page", "says"), [("README.md", "cache"), ("docs/kv-cache.md", "The cat sat on the")])
     def test_python_in(self, page: str, says: str, offline: dict[str, str], tmp_path: Path) -> None:
         """All blocks in order, as one who follows along would run them; not those that quote the source."""

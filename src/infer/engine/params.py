@@ -8,6 +8,18 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+_NUMBERS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_new_tokens",
+)
+
 
 def _option(default: Any, help: str) -> Any:
     """A field with the words that `infer --help` prints for it."""
@@ -41,7 +53,7 @@ class SamplingParams:
             raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_new_tokens", *_PENALTIES):
+        for name in _NUMBERS:
             object.__setattr__(self, name, _own(getattr(self, name)))
         object.__setattr__(self, "logit_bias", {_own(token): _own(bias) for token, bias in self.logit_bias.items()})
         _check("temperature", self.temperature, "0 or more", lambda x: x >= 0)
@@ -64,9 +76,6 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"a stop string must be a non-empty text, not {text!r}")
-
-
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def _own(value: Any) -> Any:
