@@ -25,7 +25,7 @@ from infer.cache.simple import KVCache  # noqa: E402
 from infer.cache.sliding import SlidingCache  # noqa: E402
 from infer.config import RopeConfig  # noqa: E402
 from infer.models.common import Decoder  # noqa: E402
-from infer.ops import fused, gpu_product, prompt  # noqa: E402
+from infer.ops import fused, gpu_attention, gpu_product, prompt  # noqa: E402
 from infer.ops.activation import ACTIVATIONS  # noqa: E402
 from infer.ops.linear import Linear  # noqa: E402
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm  # noqa: E402
@@ -60,7 +60,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def share_keys(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
-    monkeypatch.setattr(fused, "attention_shape", lambda *_: (BLOCK_S, 2, 4, programs))
+    monkeypatch.setattr(gpu_attention, "shape", lambda *_: gpu_attention.Shape(BLOCK_S, 2, 4, programs))
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.full(shape, torch.nan, **options)
 
     changed = {"empty": empty, "empty_like": lambda x: torch.full_like(x, torch.nan)}
-    for module in (fused, gpu_product):
+    for module in (fused, gpu_attention, gpu_product):
         monkeypatch.setattr(module, "torch", SimpleNamespace(**vars(torch) | changed))
 
 
@@ -462,6 +462,116 @@ def test_windows_and_rings(
 def test_a_window_of_one(generator: torch.Generator) -> None:
     """A token that sees itself alone."""
     Layer(generator, torch.float32, 3, 4, window=1).check([0, 1, 9])
+
+
+class TestByWarps:
+    """Attention that has a block of keys for each warp, or for some warps together."""
+
+    DTYPE = DTYPES[-1]  # bfloat16 where it can be
+
+    @staticmethod
+    def share(monkeypatch: pytest.MonkeyPatch, warps: int, share: int, programs: int) -> int:
+        """Returns the keys that a program looks at together."""
+        shape = gpu_attention.WarpsShape(16, warps, share, programs)
+        monkeypatch.setattr(gpu_attention, "shape", lambda *_: shape)
+        return shape.keys
+
+    @pytest.mark.filterwarnings("ignore:divide by zero encountered in fmod:RuntimeWarning")
+    @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+    @pytest.mark.parametrize(
+        ("warps", "share", "options"),
+        [
+            (1, 1, {"head_dim": 64}),
+            (2, 1, {"head_dim": 64, "heads": 8, "kv_heads": 1}),
+            (4, 1, {"head_dim": 64, "rope": False, "heads": 3, "kv_heads": 1}),
+            (2, 1, {"head_dim": 64, "norm": True, "rope": False, "kv_heads": 4}),
+            (2, 2, {"head_dim": 128}),
+            (2, 2, {"head_dim": 128, "norm": True}),
+            (4, 2, {"head_dim": 128, "norm": True, "heads": 3, "kv_heads": 1}),
+            (1, 1, {"head_dim": 128, "norm": True, "heads": 1, "kv_heads": 1}),
+            (4, 4, {"head_dim": 256, "norm": True, "heads": 2, "kv_heads": 1}),
+        ],
+        ids=str,
+    )
+    @torch.inference_mode()
+    def test_at_every_length(
+        self,
+        warps: int,
+        share: int,
+        options: dict[str, Any],
+        dtype: torch.dtype,
+        generator: torch.Generator,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        keys = self.share(monkeypatch, warps, share, 1)
+        lengths = [0, -1, 1, 15, 16, keys - 1, keys, keys + 1, 2 * keys + 3]
+        Layer(generator, dtype, len(lengths), 3 * keys, **options).check(lengths)
+
+    @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # in heads of padding
+    @pytest.mark.parametrize(("warps", "share", "head_dim"), [(1, 1, 64), (2, 1, 64), (2, 2, 128)])
+    @pytest.mark.parametrize(("splits", "blocks"), [(2, 2), (3, 7), (16, 16), (17, 17), (18, 36)])
+    @torch.inference_mode()
+    def test_pieces_are_joined(
+        self,
+        warps: int,
+        share: int,
+        head_dim: int,
+        splits: int,
+        blocks: int,
+        generator: torch.Generator,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """As many blocks as splits, and more; 17 pieces are more than are joined at a time. Counters serve again."""
+        keys = self.share(monkeypatch, warps, share, splits)
+        layer = Layer(generator, self.DTYPE, 1, blocks * keys + 2, head_dim=head_dim, heads=3, kv_heads=1)
+        for position in (blocks * keys - 1, blocks * keys):
+            layer.check([position])
+
+    @pytest.mark.parametrize(("warps", "share", "head_dim"), [(2, 1, 64), (4, 2, 128)])
+    @pytest.mark.parametrize("slots", [WINDOW, WINDOW + 3, 200], ids=["tight", "ring", "whole"])
+    @pytest.mark.parametrize("splits", [1, 4])
+    @torch.inference_mode()
+    def test_windows_and_rings(
+        self,
+        warps: int,
+        share: int,
+        head_dim: int,
+        slots: int,
+        splits: int,
+        generator: torch.Generator,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        positions = [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 5 * WINDOW + 2]
+        self.share(monkeypatch, warps, share, splits * len(positions))
+        sizes = {"head_dim": head_dim, "heads": 2, "kv_heads": 1, "norm": True}
+        Layer(generator, self.DTYPE, len(positions), slots, window=WINDOW, **sizes).check(positions)
+
+    @torch.inference_mode()
+    def test_a_window_of_one(self, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.share(monkeypatch, 2, 1, 1)
+        Layer(generator, self.DTYPE, 3, 4, window=1, head_dim=64).check([0, 1, 9])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "batch", "dtype", "by_warps"),
+    [
+        (64, 8, 1, torch.bfloat16, True),
+        (64, 1, 64, torch.float16, True),
+        (128, 4, 8, torch.bfloat16, True),
+        (128, 4, 9, torch.bfloat16, False),
+        (64, 9, 1, torch.bfloat16, False),
+        (64, 4, 1, torch.float32, False),
+        (96, 4, 1, torch.bfloat16, False),
+        (256, 4, 1, torch.bfloat16, False),
+        (32, 4, 1, torch.bfloat16, False),
+    ],
+)
+def test_which_attention_is_by_warps(
+    head_dim: int, group: int, batch: int, dtype: torch.dtype, by_warps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    shape = gpu_attention.shape(head_dim, group, batch, dtype)
+    assert isinstance(shape, gpu_attention.WarpsShape) == by_warps
 
 
 def tables_of(cache: Cache) -> np.ndarray[Any, Any]:

@@ -31,7 +31,7 @@ from infer.engine.request import Request
 from infer.engine.result import GenerationResult
 from infer.models.common import Decoder
 from infer.models.llama import Llama
-from infer.ops import exact_gpu, fused, gpu_product
+from infer.ops import exact_gpu, fused, gpu_attention, gpu_product
 from infer.ops.linear import Embedding, Linear
 from infer.ops.rope import Rope
 
@@ -44,7 +44,7 @@ pytestmark = [
 ]
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
 PROMPT = [1, 2, 3]
-ATTENTION_SHAPE = fused.attention_shape
+ATTENTION_SHAPE = gpu_attention.shape
 SAMPLED = {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.2, "frequency_penalty": 0.4}
 DISTINCT = {"temperature": 1.3, "seed": 9, "presence_penalty": 50.0}  # no token twice
 Make = Callable[..., Decoder]
@@ -83,10 +83,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[graph.Captured]:
         "empty": lambda *shape, **options: torch.full(shape, torch.nan, **options),
         "empty_like": lambda x: torch.full_like(x, torch.nan if x.is_floating_point() else 1),
     }
-    for module in (fused, gpu_product):
+    for module in (fused, gpu_attention, gpu_product):
         monkeypatch.setattr(module, "torch", SimpleNamespace(**vars(torch) | poisoned))
     # Few programs, which the interpreter takes long for; and the modules themselves are the reference.
-    monkeypatch.setattr(fused, "attention_shape", lambda *_: (64, 3, 4, 8))
+    monkeypatch.setattr(gpu_attention, "shape", lambda *_: gpu_attention.Shape(64, 3, 4, 8))
     monkeypatch.setattr(gpu_product, "_rows_and_warps", lambda *_: (64, 1))
     monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
     monkeypatch.setattr("infer.ops.compiled.can_attend", lambda *_: False)
@@ -696,12 +696,13 @@ class Recorded:
 @pytest.mark.usefixtures("made")
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"head_dim": 64}, {"head_dim": 128}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_compiled_serves_any_number_of_rows(
-    family: str, dtype: torch.dtype, exact: bool, small: Make, monkeypatch: pytest.MonkeyPatch
+    family: str, sizes: dict[str, int], dtype: torch.dtype, exact: bool, small: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "attention_shape", ATTENTION_SHAPE)
-    model = small(family).to(dtype)
+    monkeypatch.setattr(gpu_attention, "shape", ATTENTION_SHAPE)
+    model = small(family, **sizes).to(dtype)
     plan = model.fused_plan()
     assert plan is not None
 

@@ -78,7 +78,16 @@ def gpu_modules() -> Any:
 
 @cache
 def _gpu_modules() -> SimpleNamespace:
-    from infer.kernels import gpu_attention, gpu_exact, gpu_launch, gpu_product, gpu_prompt, gpu_rows, gpu_sample
+    from infer.kernels import (
+        gpu_attention,
+        gpu_exact,
+        gpu_launch,
+        gpu_product,
+        gpu_prompt,
+        gpu_rows,
+        gpu_sample,
+        gpu_warps,
+    )
 
     return SimpleNamespace(
         attention=gpu_attention,
@@ -88,6 +97,7 @@ def _gpu_modules() -> SimpleNamespace:
         prompt=gpu_prompt,
         rows=gpu_rows,
         sample=gpu_sample,
+        warps=gpu_warps,
     )
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from infer.kernels import table as columns
-from infer.kernels.gpu_launch import let_next_start, wait_for_previous
+from infer.kernels.gpu_launch import is_last, let_next_start, wait_for_previous
 from infer.kernels.gpu_product import added, load_parts, store_parts
 
 COLUMNS = tl.constexpr(columns.COLUMNS)
@@ -135,6 +135,27 @@ def rotated(
     return x
 
 
+@triton.jit
+def own_keys(position, window, split, splits, BLOCK: tl.constexpr):
+    """Which of a row's keys a program has, in blocks: the first position, the one behind; and how many have any."""
+    seen = tl.maximum(position + 1, 1)  # keys, the token's own among them
+    if window > 0:
+        seen = tl.minimum(seen, window)
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(seen, splits), BLOCK), 1) * BLOCK
+    start = position + 1 - seen + split * chunk
+    return start, tl.minimum(start + chunk, position + 1), tl.cdiv(seen, chunk)
+
+
+@triton.jit
+def cache_of(table, row, head, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where the keys and values of a row's KV head are, and how many slots there are."""
+    line = table + row * COLUMNS
+    offset = head * tl.load(line + STRIDE)
+    keys = tl.multiple_of((tl.load(line + KEYS) + offset).to(tl.pointer_type(dtype)), ALIGNED)
+    values = tl.multiple_of((tl.load(line + VALUES) + offset).to(tl.pointer_type(dtype)), ALIGNED)
+    return keys, values, tl.load(line + SLOTS).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["window"])
 def attend(
     qkv,  # [B, (Hq + 2 Hkv) D]
@@ -169,22 +190,12 @@ def attend(
     # Where the token and the cache are has been settled by `begin`, and what earlier steps stored can be read before
     # this one's q, k and v are there.
     position = tl.load(positions + row, cache_modifier=".cg")
-    seen = tl.maximum(position + 1, 1)  # keys, the token's own among them
-    if window > 0:
-        seen = tl.minimum(seen, window)
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(seen, splits), BLOCK_S), 1) * BLOCK_S
-    used = tl.cdiv(seen, chunk)
+    start, end, used = own_keys(position, window, split, splits, BLOCK_S)
     if split >= used:
         return
-    start = position + 1 - seen + split * chunk
-    end = tl.minimum(start + chunk, position + 1)
 
     dtype = qkv.dtype.element_ty
-    line = table + row * COLUMNS
-    slots = tl.load(line + SLOTS).to(tl.int32)
-    offset = head * tl.load(line + STRIDE)
-    keys = tl.multiple_of((tl.load(line + KEYS) + offset).to(tl.pointer_type(dtype)), ALIGNED)
-    values = tl.multiple_of((tl.load(line + VALUES) + offset).to(tl.pointer_type(dtype)), ALIGNED)
+    keys, values, slots = cache_of(table, row, head, dtype, ALIGNED)
     g, d, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     within, real = g < GROUP, d < D
     at = start + s
@@ -239,12 +250,8 @@ def attend(
     tl.store(piece[:, None] + d[None, :], sums, within[:, None] & real[None, :])
     tl.store(piece + D, highest, within)
     tl.store(piece + D + 1, total, within)
-    tl.debug_barrier()  # all threads' pieces are written before one of them says so
-    counter = finished + row * KV_HEADS + head
-    if tl.atomic_add(counter, 1, sem="acq_rel") < used - 1:
-        return
-    tl.store(counter, 0)
-    merge(pieces, out, query, used, splits, GROUP, MERGE_G, D, BLOCK_D)
+    if is_last(finished + row * KV_HEADS + head, used):
+        merge(pieces, out, query, used, splits, GROUP, MERGE_G, D, BLOCK_D)
 
 
 @triton.jit

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from infer.kernels import table as columns
-from infer.kernels.gpu_attention import load_heads, norm_weights, rotated
-from infer.kernels.gpu_launch import let_next_start, wait_for_previous
+from infer.kernels.gpu_attention import cache_of, load_heads, norm_weights, rotated
+from infer.kernels.gpu_launch import is_last, let_next_start, wait_for_previous
 from infer.kernels.gpu_rows import finished_sums, load_biases, load_block
 
 COLUMNS = tl.constexpr(columns.COLUMNS)
@@ -238,12 +238,8 @@ def attend_one(
     # Where the token and the cache are was settled before the step began.
     if TABLE:
         position = tl.load(positions + row, cache_modifier=".cg")
-        line = table + row * COLUMNS
-        slots, offset = tl.load(line + SLOTS).to(tl.int32), 0
-        stride = head * tl.load(line + STRIDE)
-        own_k = tl.multiple_of((tl.load(line + KEYS) + stride).to(tl.pointer_type(dtype)), ALIGNED)
-        own_v = tl.multiple_of((tl.load(line + VALUES) + stride).to(tl.pointer_type(dtype)), ALIGNED)
-        step_k, step_v = D, D
+        own_k, own_v, slots = cache_of(table, row, head, dtype, ALIGNED)
+        offset, step_k, step_v = 0, D, D
     else:
         position, slots, offset = end - 1, keys, end - keys
         own_k, own_v = k + row * k_row + head.to(tl.int64) * k_head, v + row * v_row + head.to(tl.int64) * v_head
@@ -283,12 +279,8 @@ def attend_one(
         tl.store(piece[:, None] + d[None, :], sums, merged[:, None])
         tl.store(piece + BLOCK_D, highest, merged)
         tl.store(piece + BLOCK_D + 1, total, merged)
-    tl.debug_barrier()  # all threads' pieces are written before one of them says so
-    counter = finished + row * KV_HEADS + head
-    if tl.atomic_add(counter, 1, sem="acq_rel") < tl.minimum(used, tl.num_programs(0)) - 1:
-        return
-    tl.store(counter, 0)
-    fold_pieces(pieces, out + (row * KV_HEADS + head) * (GROUP * D), used, GROUP, MERGE_G, D, BLOCK_D)
+    if is_last(finished + row * KV_HEADS + head, tl.minimum(used, tl.num_programs(0))):
+        fold_pieces(pieces, out + (row * KV_HEADS + head) * (GROUP * D), used, GROUP, MERGE_G, D, BLOCK_D)
 
 
 @triton.jit

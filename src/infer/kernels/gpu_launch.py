@@ -1,4 +1,4 @@
-"""What all GPU kernels begin with."""
+"""What GPU kernels begin with, and how those end whose programs share work."""
 
 from __future__ import annotations
 
@@ -23,6 +23,19 @@ def wait_for_previous(PDL: tl.constexpr):
     """Until the kernel before has ended, and all that it wrote can be read."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def is_last(counter, count):
+    """Whether `count` programs are done, as which this one counts now: then it may read what the others have written.
+
+    The counter is 0 before and after.
+    """
+    tl.debug_barrier()  # all threads have written before one of them says so
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
+    if last:
+        tl.store(counter, 0)
+    return last
 
 
 @triton.jit

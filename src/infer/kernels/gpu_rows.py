@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infer.kernels.gpu_launch import let_next_start, wait_for_previous
+from infer.kernels.gpu_launch import is_last, let_next_start, wait_for_previous
 from infer.kernels.gpu_product import activated
 
 
@@ -144,11 +144,8 @@ def few_rows(
         y = tl.dot(early, early_vectors.T, y, input_precision="ieee")
     if SPLIT > 1:
         tl.store(sums + split * B * N + places, y, inside)
-        tl.debug_barrier()  # all threads' sums are written before one of them says so
-        counter = finished + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(counter, 1, sem="acq_rel") < SPLIT - 1:
+        if not is_last(finished + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), SPLIT):
             return
-        tl.store(counter, 0)
         # Others wrote them: past the processor's own cache, and in one order.
         y = tl.load(sums + places, inside, 0.0, cache_modifier=".cg")
         for i in tl.static_range(1, SPLIT):

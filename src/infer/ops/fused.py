@@ -20,23 +20,21 @@ from torch import Tensor, nn
 from infer import kernels
 from infer.kernels import ahead
 from infer.kernels.table import FILLED
+from infer.ops.gpu_attention import attend
 from infer.ops.gpu_product import (
     BLOCK_N,
     MAX_BLOCK_B,
     Residual,
     added_product,
     in_parts,
-    late,
     next_power,
     normed_product,
 )
 from infer.ops.linear import Embedding, Linear
 from infer.ops.norm import Norm
 from infer.ops.parts import BlockParts, EmbeddingParts, HeadParts
-from infer.ops.table import alignment
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_SPLITS = 64  # programs that share a row's keys
 ROWS_COMPILED = (1, 8, 16, 32, 64, 128)  # a step of any number of rows has the kernels of one of these
 
 
@@ -236,62 +234,3 @@ def turns(frequencies: Tensor, positions: Tensor) -> Tensor:
         positions, frequencies, out, D=head_dim, BLOCK_D=next_power(head_dim)
     )
     return out
-
-
-def attend(
-    block: BlockParts,
-    qkv: Tensor,
-    table: Tensor,
-    positions: Tensor,
-    finished: Tensor,
-    turned: Tensor | None,
-    *,
-    pdl: bool = False,
-) -> Tensor:
-    """Store the new keys and values where the table says, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
-    batch, group, head_dim = qkv.shape[0], block.heads // block.kv_heads, block.head_dim
-    size = next_power(head_dim)
-    keys, stages, warps, programs = attention_shape(size, batch)
-    splits = min(MAX_SPLITS, max(1, programs // (batch * block.kv_heads)))
-    out = torch.empty(batch, block.heads * head_dim, dtype=qkv.dtype, device=qkv.device)
-    pieces = torch.empty(batch, block.heads, splits, head_dim + 4, dtype=torch.float32, device=qkv.device)
-    norm = block.q_norm
-    kernels.gpu_modules().attention.attend[(block.kv_heads, splits, batch)](
-        qkv,
-        out,
-        pieces,
-        finished,
-        table,
-        positions,
-        qkv if block.q_norm is None else block.q_norm.weight,
-        qkv if block.k_norm is None else block.k_norm.weight,
-        qkv if turned is None else turned,
-        block.scale,
-        block.window or 0,
-        KV_HEADS=block.kv_heads,
-        GROUP=group,
-        D=head_dim,
-        BLOCK_D=max(16, size),
-        BLOCK_G=max(16, next_power(group)),
-        MERGE_G=next_power(group),
-        BLOCK_S=keys,
-        NORM=norm is not None,
-        EPS=0.0 if norm is None else norm.eps,
-        OFFSET=0.0 if norm is None else norm.offset,
-        ROPE=turned is not None,
-        ALIGNED=alignment(head_dim, qkv.dtype),
-        STAGES=stages,
-        num_warps=warps,
-        **late(pdl),
-    )
-    return out
-
-
-def attention_shape(head_dim: int, batch: int) -> tuple[int, int, int, int]:
-    """Keys that a program looks at together, blocks of them under way, its warps, and how many programs there are.
-
-    What was fastest on an H200, which holds as many programs at once: more would take turns.
-    """
-    if head_dim > 64:
-        return 32, 2, 2 if head_dim <= 128 else 4, 512
-    return (64, 3, 4, 384) if batch <= 8 else (128, 2, 4, 256)
