@@ -395,8 +395,8 @@ class TestLengths:
         [
             ("llama", 24, torch.float32, 2e-3),
             ("gemma3", 24, torch.float32, 2e-3),
-            ("llama", 64, torch.bfloat16, 0.1),
-            ("qwen3", 128, torch.bfloat16, 0.1),
+            ("llama", 64, torch.float16, 0.1),
+            ("qwen3", 128, torch.float16, 0.1),
         ],
         ids=str,
     )
