@@ -92,7 +92,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the tests run, "auto" is float32 on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine, "cpu_multiplies_bf16", lambda: False)
+    monkeypatch.setattr(machine, "cpu_multiplies", lambda _: False)
 
 
 class Done(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -14,6 +15,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float64": torch.float64,
+}
+INSTRUCTIONS = {  # as torch names them
+    torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
+    torch.float16: ("amx_fp16", "avx512_fp16"),
 }
 
 
@@ -35,7 +40,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if dtype == "auto":
-        return torch.bfloat16 if device.type != "cpu" or cpu_multiplies_bf16() else torch.float32
+        return torch.bfloat16 if device.type != "cpu" or cpu_multiplies(torch.bfloat16) else torch.float32
     if isinstance(dtype, torch.dtype):
         if dtype not in DTYPES.values():
             raise ValueError(f"cannot run in {dtype}: use one of {', '.join(DTYPES)}")
@@ -45,10 +50,14 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     return DTYPES[dtype]
 
 
-def cpu_multiplies_bf16() -> bool:
-    """True where the CPU has bf16 matrix instructions; elsewhere bf16 runs 30 times slower than float32."""
+@cache
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether torch's matrix products in a dtype of 16 bits are fast: where the CPU has instructions for them.
+
+    Elsewhere bfloat16 takes it 30 times as long as float32, and float16 three times, even where a core computes in it.
+    """
     capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+    return any(capabilities.get(name) for name in INSTRUCTIONS[dtype])
 
 
 _threads_are_chosen = False  # of the whole process, as torch's number is

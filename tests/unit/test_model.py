@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -482,3 +483,88 @@ def assert_attributes_are_parameters(model: Decoder) -> None:
 def test_no_tokens(tiny_model: Callable[..., Decoder], shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="no tokens"):
         tiny_model()(torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+class TestSixteenBitsOnTheCPU:
+    """torch is slow in them where the CPU has no such instructions: there they are widened."""
+
+    @pytest.fixture(autouse=True)
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+        """In what torch was asked to multiply."""
+        asked: list[torch.dtype] = []
+        functional = ops.F
+
+        def linear(x: Tensor, *args: Any) -> Tensor:
+            asked.append(x.dtype)
+            return functional.linear(x.float(), *(None if arg is None else arg.float() for arg in args)).to(x.dtype)
+
+        def attention(q: Tensor, *args: Any, **options: Any) -> Tensor:
+            asked.append(q.dtype)
+            return functional.scaled_dot_product_attention(q, *args, **options)
+
+        changed = {"linear": linear, "scaled_dot_product_attention": attention}
+        for module in ("linear", "attention"):
+            monkeypatch.setattr(f"infer.ops.{module}.F", SimpleNamespace(**vars(functional) | changed))
+        return asked
+
+    @staticmethod
+    def have_instructions(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+        for module in ("linear", "attention"):
+            monkeypatch.setattr(f"infer.ops.{module}.cpu_multiplies", lambda _: there)
+
+    @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+    @pytest.mark.parametrize("rows", [1, 3, 40])
+    def test_products(
+        self, dtype: torch.dtype, rows: int, bias: bool, asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As close as 16 bits can hold, also of sums that would have been rounded on the way."""
+        self.have_instructions(monkeypatch, False)
+        generator = torch.Generator().manual_seed(rows)
+        linear = Linear(300, 70, bias=bias).requires_grad_(False)
+        for weight in linear.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+        linear.to(dtype)
+        x, residual = (torch.randn(rows, n, generator=generator).to(dtype) for n in (300, 70))
+        wide = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+        with torch.inference_mode():
+            torch.testing.assert_close(linear(x), wide.float().to(dtype), atol=1e-3, rtol=torch.finfo(dtype).eps)
+            got = linear(x, residual.clone())
+        torch.testing.assert_close(got, wide.to(dtype) + residual, atol=2e-3, rtol=2 * torch.finfo(dtype).eps)
+        assert not asked
+
+    @pytest.mark.parametrize(("there", "gradients"), [(True, False), (False, True)])
+    def test_products_that_torch_has(
+        self,
+        dtype: torch.dtype,
+        there: bool,
+        gradients: bool,
+        asked: list[torch.dtype],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Where it is fast, and where it must go back through them."""
+        self.have_instructions(monkeypatch, there)
+        linear = Linear(8, 4).to(dtype)
+        torch.nn.init.ones_(linear.weight)
+        with torch.set_grad_enabled(gradients):
+            out = linear(torch.ones(2, 8, dtype=dtype))
+        assert asked == [dtype]
+        assert out.requires_grad == gradients
+
+    @pytest.mark.parametrize("there", [False, True])
+    @pytest.mark.parametrize("mask", [None, "causal", torch.ones(5, 5).tril().bool()], ids=["all", "causal", "mask"])
+    def test_attention(
+        self,
+        dtype: torch.dtype,
+        mask: Any,
+        there: bool,
+        asked: list[torch.dtype],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        self.have_instructions(monkeypatch, there)
+        q, k, v = (torch.randn(1, heads, 5, 8).to(dtype) for heads in (4, 2, 2))
+        got = ops.attention(q, k, v, scale=0.3, mask=mask)
+        assert got.dtype is dtype
+        assert asked == [dtype if there else torch.float32]
+        expected = ops.attention(q.float(), k.float(), v.float(), scale=0.3, mask=mask)
+        torch.testing.assert_close(got.float(), expected, atol=0.02, rtol=0.02)

@@ -580,7 +580,7 @@ def test_auto_is_float32(folders: dict[str, Path], quantize: str, monkeypatch: p
     """Also where float weights would be 16-bit ones: the kernels take float32."""
     from infer import machine
 
-    monkeypatch.setattr(machine, "cpu_multiplies_bf16", lambda: True)
+    monkeypatch.setattr(machine, "cpu_multiplies", lambda _: True)
     assert load(folders["llama"], quantize, dtype="auto").dtype is torch.float32
 
 

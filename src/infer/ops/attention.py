@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from infer.machine import cpu_multiplies
 from infer.ops import compiled, exact, exact_gpu
 
 # None: every query sees every key. "causal": query i sees keys 0..i. A tensor: True where visible.
@@ -45,6 +46,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, drop
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, dropout: float) -> Tensor:
+    if q.is_cpu and q.dtype.itemsize == 2 and not cpu_multiplies(q.dtype):
+        return _sdpa(q.float(), k.float(), v.float(), scale, mask, dropout).to(q.dtype)
     causal = isinstance(mask, str)
     tensor = None if isinstance(mask, str) else mask
     return F.scaled_dot_product_attention(q, k, v, tensor, dropout, causal, scale=scale, enable_gqa=True)

@@ -17,10 +17,11 @@ chunk, a neighbour or a truncation only changes which rows are computed together
 
 How it is kept. On the CPU the kernels that numba compiles (`kernels/cpu_*.py`) treat each row and each query by itself
 in a fixed order; they run decode steps in any mode, and in exact mode everything else too. The functions below are
-for what does not go through whole blocks: activations in 16 bits, and modules that somebody has changed. Where there
-are no kernels, plain torch takes one row, or one query, at a time. What is added, multiplied, copied or rounded element
-by element has no order to get wrong; of functions like cos, whose vectors and leftovers torch computes in two ways,
-each row is computed by itself too.
+for what does not go through whole blocks: activations in 16 bits, and modules that somebody has changed. (`linear` is
+also the product of 16 bits in any mode, on a CPU where torch has no fast one.) Where there are no kernels, plain torch
+takes one row, or one query, at a time. What is added, multiplied, copied or rounded element by element has no order to
+get wrong; of functions like cos, whose vectors and leftovers torch computes in two ways, each row is computed by itself
+too.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from infer import kernels
+from infer.machine import cpu_multiplies
 from infer.ops import exact
 from infer.ops.module import Module
 from infer.ops.quantized import QuantizedWeight
@@ -49,12 +51,24 @@ class Linear(Module):
         """x [T, in] -> [T, out]"""
         if isinstance(self.weight, QuantizedWeight):
             out: Tensor = self.weight(x, self.bias)
-        elif exact.wanted():
+        elif exact.wanted() or _is_slow_in_torch(x, self.weight):
             out = exact.linear(x, self.weight, self.bias)
         else:
             out = F.linear(x, self.weight, self.bias)
         # Added last: a product that accumulates onto a large residual (addmm) loses digits of the small terms.
         return out if residual is None else out.add_(residual)
+
+
+def _is_slow_in_torch(x: Tensor, weight: Tensor) -> bool:
+    """Whether x is of 16 bits on a CPU that has no products of such: kernels multiply in float32 instead."""
+    return (
+        x.dtype.itemsize == 2
+        and x.dtype is weight.dtype
+        and x.is_cpu
+        and not torch.is_grad_enabled()
+        and not cpu_multiplies(x.dtype)
+        and kernels.cpu() is not None
+    )
 
 
 class FusedLinear(Linear):
