@@ -991,6 +991,14 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["bench", "--prefill-chunk", "4", "--no-kv-cache"],
         "prefill_chunk needs the cache",
     ),
+    "lengths beside a suite's": (
+        ["bench", "--suite", "--new-tokens", "9"],
+        "--suite has lengths of its own: leave --prompt-tokens and --new-tokens out",
+    ),
+    "a comparison without the cache": (
+        ["bench", "--compare", "--no-kv-cache"],
+        "--compare measures with the cache and without it: leave --no-kv-cache out",
+    ),
     "no context": (["info", "FOLDER", "--context", "0"], "context must be from 1 to the model's 256, not 0"),
     "too much context": (["info", "FOLDER", "--context", "257"], "context must be from 1 to the model's 256, not 257"),
     "template refuses": (["generate", "forbidden", "--chat"], "the chat template refuses these messages: not that"),

@@ -28,8 +28,8 @@ from infer.cli.common import (
 def bench(
     *,
     model: ModelOption = DEFAULT_MODEL,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens to prefill.")] = 64,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens to prefill.", show_default="64")] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate.", show_default="128")] = None,
     suite: Annotated[bool, typer.Option("--suite", help="Measure a short, a medium and a long setting.")] = False,
     kv_cache: Annotated[bool, typer.Option(help="Measure with the cache or without it.")] = True,
     prefill_chunk: PrefillChunkOption = None,
@@ -46,7 +46,12 @@ def bench(
     from infer import ModelConfig, Tokenizer
     from infer import bench as bencher
 
-    lengths = list(bencher.SUITE.values()) if suite else [(prompt_tokens, new_tokens)]
+    if suite and (prompt_tokens, new_tokens) != (None, None):
+        raise ValueError("--suite has lengths of its own: leave --prompt-tokens and --new-tokens out")
+    if compare and not kv_cache:
+        raise ValueError("--compare measures with the cache and without it: leave --no-kv-cache out")
+    usual = 64 if prompt_tokens is None else prompt_tokens, 128 if new_tokens is None else new_tokens
+    lengths = list(bencher.SUITE.values()) if suite else [usual]
     check_cache_dtype(cache_dtype, kv_cache)
     kinds = [(kv_cache, prefill_chunk, cache_dtype)]
     if compare:
