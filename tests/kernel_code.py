@@ -1,6 +1,7 @@
 """Run by itself, without Triton's interpreter: compiles GPU kernels, as `ops` launches them, where there is no GPU.
 
-Prints what became of each as JSON: `rounds` (loops), `stores` (into shared memory), `shared` (bytes of it).
+Prints what became of each as JSON: `rounds` (loops), `shared` (bytes of memory that threads share), `stores` (into it),
+and of these `early` (before the last matrix product).
 """
 
 from __future__ import annotations
@@ -66,10 +67,12 @@ def code(launch: Callable[[], Any]) -> dict[str, int]:
     [(kernel, args, constants)] = launched
     options = {name: constants.pop(name) for name in OPTIONS if name in constants}
     compiled = triton.compile(source(kernel, args, constants), target=TARGET, options=options)
+    program = compiled.asm["ptx"]
     return {
         "rounds": compiled.asm["ttgir"].count("scf.for"),
-        "stores": compiled.asm["ptx"].count("st.shared"),
         "shared": compiled.metadata.shared,
+        "stores": program.count("st.shared"),
+        "early": program[: program.rfind("mma.sync")].count("st.shared"),
     }
 
 

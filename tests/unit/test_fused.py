@@ -324,11 +324,11 @@ class Layer:
         kv_heads: int = 2,
         head_dim: int = 12,
         window: int | None = None,
-        norm: bool = False,
+        norm: type[Norm] | None = None,
         rope: bool = True,
     ) -> None:
         self.q_norm, self.k_norm = (
-            randomised(RMSNorm(head_dim, 1e-6), generator, dtype) if norm else None for _ in range(2)
+            None if norm is None else randomised(norm(head_dim, 1e-6), generator, dtype) for _ in range(2)
         )
         self.rope = Rope(RopeConfig(1e4), head_dim) if rope else None
         unused: Any = Linear(1, 1).to(DEVICE)
@@ -409,8 +409,8 @@ class Layer:
     [
         {},
         {"rope": False, "kv_heads": 4},
-        {"norm": True, "heads": 3, "kv_heads": 1, "head_dim": 20},
-        {"norm": True, "rope": False, "heads": 1, "kv_heads": 1, "head_dim": 8},
+        {"norm": RMSNorm, "heads": 3, "kv_heads": 1, "head_dim": 20},
+        {"norm": RMSNorm, "rope": False, "heads": 1, "kv_heads": 1, "head_dim": 8},
     ],
     ids=str,
 )
@@ -422,15 +422,15 @@ def test_attention_at_every_length(options: dict[str, Any], dtype: torch.dtype, 
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # in heads of padding
-@pytest.mark.parametrize("splits", [2, 3, 16])
-@pytest.mark.parametrize("position", [BLOCK_S + 1, *(k * BLOCK_S + d for k in (2, 9) for d in (-1, 0, 1))])
+@pytest.mark.parametrize("splits", [2, 3, 20])
+@pytest.mark.parametrize("position", [BLOCK_S + 1, *(k * BLOCK_S + d for k in (2, 9, 17) for d in (-1, 0, 1))])
 @torch.inference_mode()
 def test_splits_are_merged(
     splits: int, position: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More blocks than splits, fewer, and as many; 16 pieces are more than are merged at a time."""
-    share_keys(monkeypatch, splits)
-    Layer(generator, torch.float32, 1, 10 * BLOCK_S, heads=3, kv_heads=1).check([position])
+    """More blocks than splits, fewer, and as many; 17 pieces are more than are merged at a time."""
+    share_keys(monkeypatch, 4 * splits)
+    Layer(generator, torch.float32, 2, 18 * BLOCK_S, heads=6, kv_heads=2).check([position, position // 2])
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in fmod:RuntimeWarning")
@@ -454,7 +454,7 @@ def test_windows_and_rings(
     """Before a window is full, at its edge, and long after a ring has wrapped."""
     positions = [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 5 * WINDOW + 2]
     share_keys(monkeypatch, splits * len(positions))
-    layer = Layer(generator, torch.float32, len(positions), slots, window=WINDOW, norm=True, heads=2, kv_heads=1)
+    layer = Layer(generator, torch.float32, len(positions), slots, window=WINDOW, norm=RMSNorm, heads=2, kv_heads=1)
     layer.check(positions)
 
 
@@ -470,32 +470,33 @@ class TestByWarps:
     DTYPE = DTYPES[-1]  # bfloat16 where it can be
 
     @staticmethod
-    def share(monkeypatch: pytest.MonkeyPatch, warps: int, share: int, programs: int) -> int:
+    def share(monkeypatch: pytest.MonkeyPatch, block: int, warps: int, share: int, programs: int) -> int:
         """Returns the keys that a program looks at together."""
-        shape = gpu_attention.WarpsShape(16, warps, share, programs)
+        shape = gpu_attention.WarpsShape(block, warps, share, programs)
         monkeypatch.setattr(gpu_attention, "shape", lambda *_: shape)
         return shape.keys
 
     @pytest.mark.filterwarnings("ignore:divide by zero encountered in fmod:RuntimeWarning")
     @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
     @pytest.mark.parametrize(
-        ("warps", "share", "options"),
+        ("block", "warps", "share", "options"),
         [
-            (1, 1, {"head_dim": 64}),
-            (2, 1, {"head_dim": 64, "heads": 8, "kv_heads": 1}),
-            (4, 1, {"head_dim": 64, "rope": False, "heads": 3, "kv_heads": 1}),
-            (2, 1, {"head_dim": 64, "norm": True, "rope": False, "kv_heads": 4}),
-            (2, 2, {"head_dim": 128}),
-            (2, 2, {"head_dim": 128, "norm": True}),
-            (4, 2, {"head_dim": 128, "norm": True, "heads": 3, "kv_heads": 1}),
-            (1, 1, {"head_dim": 128, "norm": True, "heads": 1, "kv_heads": 1}),
-            (4, 4, {"head_dim": 256, "norm": True, "heads": 2, "kv_heads": 1}),
+            (16, 1, 1, {"head_dim": 64}),
+            (32, 2, 1, {"head_dim": 64, "heads": 8, "kv_heads": 1}),
+            (16, 4, 1, {"head_dim": 64, "rope": False, "heads": 3, "kv_heads": 1}),
+            (16, 2, 1, {"head_dim": 64, "norm": RMSNorm, "rope": False, "kv_heads": 4}),
+            (16, 2, 2, {"head_dim": 128}),
+            (32, 2, 2, {"head_dim": 128, "norm": RMSNorm}),
+            (16, 4, 2, {"head_dim": 128, "norm": ZeroCentredRMSNorm, "heads": 3, "kv_heads": 1}),
+            (16, 1, 1, {"head_dim": 128, "norm": RMSNorm, "heads": 1, "kv_heads": 1}),
+            (16, 4, 4, {"head_dim": 256, "norm": ZeroCentredRMSNorm, "heads": 2, "kv_heads": 1}),
         ],
         ids=str,
     )
     @torch.inference_mode()
     def test_at_every_length(
         self,
+        block: int,
         warps: int,
         share: int,
         options: dict[str, Any],
@@ -503,16 +504,19 @@ class TestByWarps:
         generator: torch.Generator,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        keys = self.share(monkeypatch, warps, share, 1)
-        lengths = [0, -1, 1, 15, 16, keys - 1, keys, keys + 1, 2 * keys + 3]
+        keys = self.share(monkeypatch, block, warps, share, 1)
+        lengths = [0, -1, 1, block - 1, block, keys - 1, keys, keys + 1, 2 * keys + 3]
         Layer(generator, dtype, len(lengths), 3 * keys, **options).check(lengths)
 
     @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # in heads of padding
-    @pytest.mark.parametrize(("warps", "share", "head_dim"), [(1, 1, 64), (2, 1, 64), (2, 2, 128)])
+    @pytest.mark.parametrize(
+        ("block", "warps", "share", "head_dim"), [(16, 1, 1, 64), (32, 2, 1, 64), (32, 2, 2, 128)]
+    )
     @pytest.mark.parametrize(("splits", "blocks"), [(2, 2), (3, 7), (16, 16), (17, 17), (18, 36)])
     @torch.inference_mode()
     def test_pieces_are_joined(
         self,
+        block: int,
         warps: int,
         share: int,
         head_dim: int,
@@ -522,10 +526,10 @@ class TestByWarps:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """As many blocks as splits, and more; 17 pieces are more than are joined at a time. Counters serve again."""
-        keys = self.share(monkeypatch, warps, share, splits)
-        layer = Layer(generator, self.DTYPE, 1, blocks * keys + 2, head_dim=head_dim, heads=3, kv_heads=1)
+        keys = self.share(monkeypatch, block, warps, share, 4 * splits)
+        layer = Layer(generator, self.DTYPE, 2, blocks * keys + 2, head_dim=head_dim, heads=6, kv_heads=2)
         for position in (blocks * keys - 1, blocks * keys):
-            layer.check([position])
+            layer.check([position, position // 2])
 
     @pytest.mark.parametrize(("warps", "share", "head_dim"), [(2, 1, 64), (4, 2, 128)])
     @pytest.mark.parametrize("slots", [WINDOW, WINDOW + 3, 200], ids=["tight", "ring", "whole"])
@@ -542,13 +546,13 @@ class TestByWarps:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         positions = [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 5 * WINDOW + 2]
-        self.share(monkeypatch, warps, share, splits * len(positions))
-        sizes = {"head_dim": head_dim, "heads": 2, "kv_heads": 1, "norm": True}
+        self.share(monkeypatch, 16, warps, share, splits * len(positions))
+        sizes = {"head_dim": head_dim, "heads": 2, "kv_heads": 1, "norm": RMSNorm}
         Layer(generator, self.DTYPE, len(positions), slots, window=WINDOW, **sizes).check(positions)
 
     @torch.inference_mode()
     def test_a_window_of_one(self, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.share(monkeypatch, 2, 1, 1)
+        self.share(monkeypatch, 16, 2, 1, 1)
         Layer(generator, self.DTYPE, 3, 4, window=1, head_dim=64).check([0, 1, 9])
 
 

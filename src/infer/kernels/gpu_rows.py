@@ -204,10 +204,10 @@ def as_first_factor(tile, WARPS: tl.constexpr):
 
 
 @triton.jit
-def as_second_factor(vectors, WARPS: tl.constexpr):
-    """[WARPS * 8, 32] -> [WARPS, 32, 8], columns in the same order."""
-    parts = tl.reshape(vectors, (WARPS, 8, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(parts, (0, 3, 4, 2, 5, 1)), (WARPS, 32, 8))
+def as_second_factor(tile, WARPS: tl.constexpr, ROWS: tl.constexpr):
+    """[ROWS * WARPS, 32] -> [WARPS, 32, ROWS], columns in the same order; rows in eights, of each warp in turn."""
+    parts = tl.reshape(tile, (ROWS // 8, WARPS, 8, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(parts, (1, 4, 5, 3, 6, 0, 2)), (WARPS, 32, ROWS))
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -284,7 +284,7 @@ def eight_rows(
             vectors = load_vectors(vectors, from_x, of_x < B, x_k, K, STRIDE, i + VECTORS_AHEAD, i + VECTORS_AHEAD + 1)
         if i + AHEAD >= HELD and i + AHEAD < TILES:
             tiles = load_tiles(tiles, matrices, place < N, k, K, STRIDE, EVEN, i + AHEAD, i + AHEAD + 1)
-        turned = as_second_factor(vectors[i], WARPS)
+        turned = as_second_factor(vectors[i], WARPS, 8)
         for j in tl.static_range(MATRICES):
             factor = as_first_factor(tiles[i * MATRICES + j], WARPS)
             sums = sums + (tl.dot(factor, turned, sums[i * MATRICES + j]),)

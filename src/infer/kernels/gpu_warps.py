@@ -2,8 +2,8 @@
 
 As `attend` in gpu_attention.py, which takes anything else. Here each warp has a block of keys to itself, or SHARE warps
 have one and each some of its columns. Keys and values are loaded into just the registers that the matrix units take
-them from, and wait there for the query, as the weights of `eight_rows` do: no warp waits for another, or goes through
-shared memory, before its blocks are done.
+them from, and wait there for the query, as the weights of `eight_rows` do. Until its blocks are done no warp waits for
+one that has other keys; those of the same add up their scores.
 
 What is loaded are tiles of 32 columns: four threads have a row, 16 bytes each, eight rows are a warp's, and a thread's
 next row is 8 * WARPS below. What is called a row or a column there is chosen so that it need not change hands.
@@ -14,15 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infer.kernels.gpu_attention import cache_of, own_keys
+from infer.kernels.gpu_attention import MERGED, cache_of, own_keys
 from infer.kernels.gpu_launch import is_last, let_next_start, wait_for_previous
-
-JOINED = tl.constexpr(16)  # pieces that are put together at a time
+from infer.kernels.gpu_rows import as_first_factor, as_second_factor
 
 
 @triton.jit
 def key_tile(WARPS: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr):
-    """Which key is in each row of a tile of keys, [n, 1], and which column in its columns, [n, 32]: a warp's first."""
+    """Which key is in each row of a tile of keys, [n, 1], and which columns, [n, 32], in a warp's first one."""
     line = tl.arange(0, BLOCK * WARPS)[:, None]
     key = line // (8 * SHARE) % (WARPS // SHARE) * BLOCK + line // (8 * WARPS) * 8 + line % 8
     return key, line // 8 % SHARE * (OWN // 2) + tl.arange(0, 32)[None, :]
@@ -40,6 +39,7 @@ def value_tile(WARPS: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, OW
 
 @triton.jit
 def value_column(line, at, WARPS: tl.constexpr, SHARE: tl.constexpr, OWN: tl.constexpr):
+    """Of a tile of values: eight rows, eight columns of each, are 64 of a warp's OWN."""
     return line // 8 % SHARE * OWN + line // (8 * WARPS) % (OWN // 64) * 64 + line % 8 * 8 + at % 8
 
 
@@ -51,13 +51,30 @@ def places(start, key, column, slots, D: tl.constexpr):
 
 
 @triton.jit
+def tile_start(i: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr):
+    """Where tile i begins. A warp has OWN columns, half in each half of D, because RoPE turns one with the other."""
+    HALF: tl.constexpr = OWN // 64
+    return i // HALF * (D // 2) + i % HALF * 32
+
+
+@triton.jit
 def load_columns(first, there, D: tl.constexpr, OWN: tl.constexpr):
-    """All tiles of a warp's columns, half of which are in each half of D: RoPE turns one with the other."""
+    """All tiles of a warp's columns. there: None if all are."""
     tiles = ()
-    for half in tl.static_range(2):
-        for i in tl.static_range(OWN // 64):
-            tiles = tiles + (tl.load(first + half * (D // 2) + i * 32, there, 0.0),)
+    for i in tl.static_range(OWN // 32):
+        places = first + tile_start(i, D, OWN)
+        if there is None:
+            tile = tl.load(places)
+        else:
+            tile = tl.load(places, there, 0.0)
+        tiles = tiles + (tile,)
     return tiles
+
+
+@triton.jit
+def store_columns(first, tiles, there, D: tl.constexpr, OWN: tl.constexpr):
+    for i in tl.static_range(OWN // 32):
+        tl.store(first + tile_start(i, D, OWN), tiles[i], there)
 
 
 @triton.jit
@@ -75,7 +92,9 @@ def sum_of_squares(x, SHARE: tl.constexpr):
 
 
 @triton.jit
-def rotated(x, weights, cosines, sines, D: tl.constexpr, SHARE: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr):
+def rotated_tiles(
+    x, weights, cosines, sines, D: tl.constexpr, SHARE: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr
+):
     """Heads as attention takes them, in tiles. weights: () without a norm, cosines and sines without RoPE."""
     dtype = x[0].dtype
     normed = x
@@ -105,34 +124,21 @@ def repeated(tile, TIMES: tl.constexpr):
 
 
 @triton.jit
-def as_queries(tile, WARPS: tl.constexpr):
-    """[8 * WARPS, 32] -> [WARPS, 16, 32], the first factor: each of eight queries twice. Columns as of `eight_rows`."""
-    parts = tl.reshape(repeated(tile, 2), (2, WARPS, 8, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(parts, (1, 0, 2, 4, 5, 3, 6)), (WARPS, 16, 32))
-
-
-@triton.jit
-def as_keys(tile, WARPS: tl.constexpr, BLOCK: tl.constexpr):
-    """[BLOCK * WARPS, 32] -> [WARPS, 32, BLOCK], the second factor, columns in the same order."""
-    parts = tl.reshape(tile, (BLOCK // 8, WARPS, 8, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(parts, (1, 4, 5, 3, 6, 0, 2)), (WARPS, 32, BLOCK))
-
-
-@triton.jit
 def as_values(tile, WARPS: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr):
-    """[BLOCK * WARPS * OWN / 32, 32] -> [WARPS, OWN, BLOCK], the first factor; its rows are `columns_of` OWN."""
+    """[BLOCK * WARPS * OWN / 32, 32] -> [WARPS, OWN, BLOCK], the first factor; its rows are `columns_of` them."""
     parts = tl.reshape(tile, (BLOCK // 16, 2, 2, OWN // 64, WARPS, 8, 4, 8))
     return tl.reshape(tl.permute(parts, (4, 3, 7, 5, 0, 1, 6, 2)), (WARPS, OWN, BLOCK))
 
 
 @triton.jit
 def columns_of(row):
+    """Which column of a warp's each row of `as_values` is: a thread has eight that follow each other."""
     return row // 64 * 64 + row % 8 * 8 + row // 8 % 8
 
 
 @triton.jit
-def looked(
-    q,
+def with_block(
+    q,  # [WARPS, 16, 32] each: the instruction takes 16 queries, so each of eight is there twice
     k,
     v,
     there,  # [WARPS, 1, BLOCK]
@@ -145,11 +151,11 @@ def looked(
     BLOCK: tl.constexpr,
     OWN: tl.constexpr,
 ):
-    """One block of keys and values more."""
+    """As `looked`: one block of keys and values more."""
     twice = tl.zeros((WARPS, 16, BLOCK), tl.float32)
     for i in tl.static_range(len(q)):
-        twice = tl.dot(q[i], as_keys(k[i], WARPS, BLOCK), twice)
-    scores = tl.max(tl.reshape(twice, (WARPS, 2, 8, BLOCK)), 1)
+        twice = tl.dot(q[i], as_second_factor(k[i], WARPS, BLOCK), twice)
+    scores = tl.max(tl.reshape(twice, (WARPS, 2, 8, BLOCK)), 1)  # of two that are the same, in one thread
     if SHARE > 1:
         SHAPE: tl.constexpr = (WARPS // SHARE, SHARE, 8, BLOCK)
         of_all = tl.sum(tl.reshape(scores, SHAPE), 1)
@@ -212,14 +218,14 @@ def attend_by_warps(
     own_column = line // 8 % SHARE * (OWN // 2) + at
     q_weights, k_weights, cosines, sines = (), (), (), ()
     if NORM:
-        q_weights = load_columns(q_norm + own_column, line >= 0, D, OWN)
-        k_weights = load_columns(k_norm + own_column, line >= 0, D, OWN)
+        q_weights = load_columns(q_norm + own_column, None, D, OWN)
+        k_weights = load_columns(k_norm + own_column, None, D, OWN)
     wait_for_previous(PDL)
     if position < 0:
         return
     heads = qkv + row * (KV_HEADS * (GROUP + 2) * D)
     q = load_columns(heads + (head * GROUP + line % 8) * D + own_column, line % 8 < GROUP, D, OWN)
-    own_k = load_columns(heads + (KV_HEADS * GROUP + head) * D + own_column, line >= 0, D, OWN)
+    own_k = load_columns(heads + (KV_HEADS * GROUP + head) * D + own_column, None, D, OWN)
     v_line = tl.arange(0, WARPS * OWN // 8)[:, None]
     own_v_column = value_column(v_line, at, WARPS, SHARE, OWN)
     own_v = tl.load(heads + (KV_HEADS * (GROUP + 1) + head) * D + own_v_column)
@@ -228,19 +234,17 @@ def attend_by_warps(
         for i in tl.static_range(OWN // 64):  # the halves of D turn by the same angles, and sines have a sign
             cosines = cosines + (tl.load(turn + i * 32),)
             sines = sines + (tl.load(turn + D + D // 2 + i * 32),)
-    q = rotated(q, q_weights, cosines, sines, D, SHARE, EPS, OFFSET)
-    own_k = rotated(own_k, k_weights, cosines, sines, D, SHARE, EPS, OFFSET)
+    q = rotated_tiles(q, q_weights, cosines, sines, D, SHARE, EPS, OFFSET)
+    own_k = rotated_tiles(own_k, k_weights, cosines, sines, D, SHARE, EPS, OFFSET)
     factors, first_k = (), ()
     for i in tl.static_range(len(q)):
-        factors = factors + (as_queries(q[i], WARPS),)
+        factors = factors + (as_first_factor(repeated(q[i], 2), WARPS),)
         first_k = first_k + (tl.where(start + key == position, repeated(own_k[i], BLOCK // 8), k[i]),)
     first_v = tl.where(start + v_key == position, repeated(own_v, BLOCK // 4), v)
     if split == used - 1:
         slot = (position % slots).to(tl.int64) * D
         once = (line % 8 == 0) & (line < 8 * SHARE)
-        for i in tl.static_range(len(own_k)):
-            place = i // (len(own_k) // 2) * (D // 2) + i % (len(own_k) // 2) * 32
-            tl.store(keys + slot + place + own_column, own_k[i], once)
+        store_columns(keys + slot + own_column, own_k, once, D, OWN)
         tl.store(values + slot + own_v_column, own_v, (v_line // 8 % WARPS < SHARE) & (at < 8))
         tl.debug_barrier()  # a later block may hold them
     index = tl.arange(0, WARPS)[:, None, None] // SHARE * BLOCK + tl.arange(0, BLOCK)[None, None, :]
@@ -248,14 +252,14 @@ def attend_by_warps(
     total = tl.zeros((WARPS, 8), tl.float32)
     sums = tl.zeros((WARPS, OWN, 8), tl.float32)
     there = start + index < end
-    highest, total, sums = looked(
+    highest, total, sums = with_block(
         factors, first_k, first_v, there, highest, total, sums, scale, WARPS, SHARE, BLOCK, OWN
     )
     for first in tl.range(start + SIZE, end, SIZE, num_stages=1):
         left = end - first
         next_k = load_columns(keys + places(first, key, column, slots, D), key < left, D, OWN)
         next_v = tl.load(values + places(first, v_key, v_column, slots, D), v_key < left, 0.0)
-        highest, total, sums = looked(
+        highest, total, sums = with_block(
             factors, next_k, next_v, index < left, highest, total, sums, scale, WARPS, SHARE, BLOCK, OWN
         )
     GROUPS: tl.constexpr = WARPS // SHARE
@@ -291,23 +295,23 @@ def join(pieces, out, used, splits, GROUP: tl.constexpr, JOIN_G: tl.constexpr, D
     highest = tl.full((FOURS,), -float("inf"), tl.float32)
     total = tl.zeros((FOURS,), tl.float32)
     sums = tl.zeros((FOURS, 4), tl.float32)
-    for first in range(0, used, JOINED):
+    for first in range(0, used, MERGED):
         piece = pieces + (at // D * splits + first) * (D + 4)
         left = tl.where(at < GROUP * D, used - first, 0)
         means, weights = (), ()
-        for i in tl.static_range(JOINED):
+        for i in tl.static_range(MERGED):
             mean = tl.load(piece + i * (D + 4) + at % D, i < left, 0.0, cache_modifier=".cg")
             weight = tl.load(piece + i * (D + 4) + D + at % 4, i < left, -float("inf"), cache_modifier=".cg")
             means = means + (tl.reshape(mean, (FOURS, 4)),)
             weights = weights + (tl.max(tl.reshape(weight, (FOURS, 4)), 1),)
         top = highest
-        for i in tl.static_range(JOINED):
+        for i in tl.static_range(MERGED):
             top = tl.maximum(top, weights[i])
         finite = tl.where(top == -float("inf"), 0.0, top)  # of heads that there are not
         shrink = tl.exp(highest - finite)
         total *= shrink
         sums *= shrink[:, None]
-        for i in tl.static_range(JOINED):
+        for i in tl.static_range(MERGED):
             share = tl.exp(weights[i] - finite)
             total += share
             sums += means[i] * share[:, None]

@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     keys: int  # that a program looks at together
     stages: int  # blocks of them under way
     warps: int
-    programs: int  # as many as an H200 holds at once: more would take turns
+    programs: int  # an H200 should hold all at once, beside those of the next kernel: more would take turns
     splits: int = 64  # programs that share a row's keys, at most
 
 
