@@ -45,6 +45,7 @@ from gpu_shapes import (
     NoText,
     build,
     cache_bytes,
+    lengths,
     mean_cache_bytes,
     prefill_flops,
     random_prompt,
@@ -311,11 +312,6 @@ def batch(setup: Setup) -> Iterator[Row]:
             row["ratio_to_one_row"] = row["tokens_per_s"] / one_row
             row["goal"] = judged(row["ratio_to_one_row"], BATCH_GOALS.get(count), form=".0f")
         yield row
-
-
-def lengths(rows: int, least: int, most: int) -> list[int]:
-    """Spread evenly; of a single row the middle."""
-    return [least + (most - least) * (2 * i + 1) // (2 * rows) for i in range(rows)]
 
 
 def context(setup: Setup) -> Iterator[Row]:

@@ -160,6 +160,11 @@ def random_prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
     return ids
 
 
+def lengths(rows: int, least: int, most: int) -> list[int]:
+    """Spread evenly; of a single row the middle."""
+    return [least + (most - least) * (2 * i + 1) // (2 * rows) for i in range(rows)]
+
+
 def step_weight_bytes(model: Decoder) -> int:
     """Of the weights, what a decode step reads: of an embedding that is not the head too, only a row or so."""
     read = sum(parameter.nbytes for parameter in model.parameters())

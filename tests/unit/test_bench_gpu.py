@@ -21,6 +21,7 @@ from matplotlib.image import imread
 from infer import ModelConfig
 from infer.models.common import Decoder
 from infer.models.registry import build_model
+from infer.ops import fused, gpu_attention
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MACHINE = {"device": "cuda", "name": "Abacus 9", "torch": "2.0", "cuda": "13", "triton": None, "dtype": "bfloat16"}
@@ -31,7 +32,7 @@ FAMILIES = ("tiny", "tiny-qwen3", "tiny-gemma3")
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[SimpleNamespace]:
     """The benchmark's modules."""
-    names = ("compare", "compare_gpu", "gpu_ceilings", "gpu_report", "gpu_shapes")
+    names = ("compare", "compare_gpu", "gpu_ceilings", "gpu_report", "gpu_shapes", "gpu_steps")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -487,3 +488,61 @@ class TestRun:
         assert found["step_s"] == 2
         assert found["tokens_per_s"] == 0.5
         assert found["mean_step_s"] == statistics.median([3, 2, 3])
+
+
+class TestBareSteps:
+    @pytest.fixture
+    def model(self) -> SimpleNamespace:
+        config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2, computed_head_dim=64)
+        return SimpleNamespace(config=config, dtype=torch.bfloat16)
+
+    def test_every_way_is_captured_as_it_says(
+        self, gpu: SimpleNamespace, model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They take turns, and the first turn does not count."""
+
+        def captured(model: SimpleNamespace, caches: list[int]) -> tuple[str, bool]:
+            shape = gpu_attention.shape(64, 4, len(caches), torch.bfloat16)
+            return type(shape).__name__, fused.attend is gpu_attention.attend
+
+        seen: list[tuple[str, bool]] = []
+
+        def microseconds(step: tuple[str, bool]) -> float:
+            seen.append(step)
+            return float(len(seen))
+
+        for name, replacement in (("filled", lambda _, positions: positions), ("captured", captured)):
+            monkeypatch.setattr(gpu.gpu_steps, name, replacement)
+        monkeypatch.setattr(gpu.gpu_steps, "microseconds", microseconds)
+        found = gpu.gpu_steps.measure(model, [300, 400], trials=3)
+        assert seen == [("WarpsShape", True), ("Shape", True), ("WarpsShape", False)] * 4
+        assert found == {"as it is": 7.0, "other attention": 8.0, "no attention": 9.0}
+        assert captured(model, [1]) == ("WarpsShape", True)
+
+    def test_there_may_be_no_other_attention(self, gpu: SimpleNamespace, model: SimpleNamespace) -> None:
+        model.config.computed_head_dim = 256
+        assert gpu.gpu_steps.ways(model, 1) == ["as it is", "no attention"]
+
+    def test_nothing_comes_of_no_attention(self, gpu: SimpleNamespace) -> None:
+        with gpu.gpu_steps.without_attention():
+            out = fused.attend(SimpleNamespace(heads=4, head_dim=8), torch.empty(3, 64, dtype=torch.bfloat16))
+        assert (out.shape, out.dtype) == ((3, 32), torch.bfloat16)
+
+    def test_caches_are_filled(self, gpu: SimpleNamespace) -> None:
+        model = gpu.gpu_shapes.build("tiny-gemma3", torch.device("cpu"), torch.float32)
+        assert [cache.seq_len for cache in gpu.gpu_steps.filled(model, [3, 40])] == [3, 40]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--rows", "0"], "at least 1"),
+            (["--json", "nowhere/a.json"], "there is no folder nowhere"),
+            *([] if torch.cuda.is_available() else [([], "needs a CUDA GPU")]),
+        ],
+    )
+    def test_refused(
+        self, gpu: SimpleNamespace, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            gpu.gpu_steps.main(options)
+        assert message in capsys.readouterr().err

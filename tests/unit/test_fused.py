@@ -509,9 +509,7 @@ class TestByWarps:
         Layer(generator, dtype, len(lengths), 3 * keys, **options).check(lengths)
 
     @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # in heads of padding
-    @pytest.mark.parametrize(
-        ("block", "warps", "share", "head_dim"), [(16, 1, 1, 64), (32, 2, 1, 64), (32, 2, 2, 128)]
-    )
+    @pytest.mark.parametrize(("block", "warps", "share", "head_dim"), [(16, 1, 1, 64), (32, 2, 1, 64), (32, 2, 2, 128)])
     @pytest.mark.parametrize(("splits", "blocks"), [(2, 2), (3, 7), (16, 16), (17, 17), (18, 36)])
     @torch.inference_mode()
     def test_pieces_are_joined(

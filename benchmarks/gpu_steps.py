@@ -1,0 +1,157 @@
+"""Bare decode steps on a GPU: a captured step replayed by itself, and what attention has to do with its time.
+
+That is the time of the kernels alone, without the host, in microseconds: as they are; with the other kernel for
+attention, where `ops/gpu_attention.py` chooses the one by warps; and with attention left out, which computes nonsense.
+Models have random weights; rows have from 192 to 640 positions behind them, evenly spread, or --positions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from gpu_shapes import SHAPES, build, lengths
+from torch import Tensor
+
+from infer.bench import describe_machine, machine_line
+from infer.cache.base import Cache
+from infer.engine import graph
+from infer.engine.generate import make_cache
+from infer.models.common import Decoder
+from infer.ops import fused, gpu_attention
+from infer.ops.parts import BlockParts
+
+LENGTHS = 192, 640
+REPLAYS = 50
+
+
+def with_other_attention() -> AbstractContextManager[Any]:
+    """Within, steps are captured with `attend`, as if there were more bits than it matters for."""
+
+    def shape(head_dim: int, group: int, batch: int, _: torch.dtype) -> gpu_attention.Shape | gpu_attention.WarpsShape:
+        return chosen(head_dim, group, batch, torch.float32)
+
+    chosen = gpu_attention.shape
+    return mock.patch.object(gpu_attention, "shape", shape)
+
+
+def without_attention() -> AbstractContextManager[Any]:
+    """Within, steps are captured without it: what follows reads whatever is there."""
+
+    def attend(block: BlockParts, qkv: Tensor, *_: Any, **__: Any) -> Tensor:
+        return qkv.new_empty(qkv.shape[0], block.heads * block.head_dim)
+
+    return mock.patch.object(fused, "attend", attend)
+
+
+WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "as it is": nullcontext,
+    "other attention": with_other_attention,
+    "no attention": without_attention,
+}
+
+
+def ways(model: Decoder, rows: int) -> list[str]:
+    """Those that differ."""
+    config = model.config
+    group = config.num_attention_heads // config.num_key_value_heads
+    shape = gpu_attention.shape(config.computed_head_dim, group, rows, model.dtype)
+    return [way for way in WAYS if way != "other attention" or isinstance(shape, gpu_attention.WarpsShape)]
+
+
+def filled(model: Decoder, positions: Sequence[int]) -> list[Cache]:
+    """Caches that hold so many positions, of nothing in particular."""
+    caches: list[Cache] = [make_cache(model, count + 1, model.device) for count in positions]
+    for cache, count in zip(caches, positions, strict=True):
+        cache.advance(count)
+    return caches
+
+
+def captured(model: Decoder, caches: Sequence[Cache]) -> graph.Captured:
+    """A greedy step of these rows that feeds the same position each time."""
+    plan = model.fused_plan()
+    if plan is None:
+        raise RuntimeError("there are no kernels for this GPU, or they are switched off")
+    tables = [cache.table(model.config, model.norm.weight) for cache in caches]
+    step = graph.Captured(model, plan, len(caches), False, False)
+    step.positions.copy_(torch.tensor([cache.seq_len for cache in caches]))
+    step.tables.copy_(torch.cat([torch.from_numpy(table) for table in tables], 1))
+    step.capture()
+    return step
+
+
+def microseconds(step: graph.Captured) -> float:
+    """Of one of many in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(REPLAYS):
+        step.launch()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / REPLAYS * 1000
+
+
+@torch.inference_mode()
+def measure(model: Decoder, positions: Sequence[int], trials: int) -> dict[str, float]:
+    """The median of the trials of each way, after one to warm up; they take turns."""
+    caches, steps = filled(model, positions), {}
+    for way in ways(model, len(positions)):
+        with WAYS[way]():
+            steps[way] = captured(model, caches)
+    found: dict[str, list[float]] = {way: [] for way in steps}
+    for trial in range(trials + 1):
+        for way, step in steps.items():
+            time_us = microseconds(step)
+            if trial:
+                found[way].append(time_us)
+    return {way: statistics.median(times) for way, times in found.items()}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b", "qwen3-1.7b", "gemma3-1b"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--positions", nargs="+", type=int, default=[], help="besides, single rows as long as these")
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write everything into this file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if min(*options.rows, *options.positions, options.trials, 1) < 1:
+        parser.error("rows, positions and trials are at least 1")
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"there is no folder {options.json.parent}")
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    machine = describe_machine(device)
+    report: dict[str, Any] = {"machine": machine, "figures": []}
+    print(f"{machine_line(machine)}, bfloat16, random weights\n")
+    print(f"{'shape':<12} {'rows':>5} {'positions':>10}" + "".join(f"{way:>17}" for way in WAYS))
+    for shape in options.shapes:
+        model = build(shape, device, torch.bfloat16)
+        settings = [lengths(rows, *LENGTHS) for rows in options.rows] + [[count] for count in options.positions]
+        for positions in settings:
+            times = measure(model, positions, options.trials)
+            report["figures"].append({"shape": shape, "positions": positions, "us": times})
+            mean = statistics.mean(positions)
+            figures = "".join(f"{times[way]:>17,.1f}" if way in times else " " * 17 for way in WAYS)
+            print(f"{shape:<12} {len(positions):>5} {mean:>10,.0f}{figures}", flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps(report, indent=1) + "\n")
+        del model
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
