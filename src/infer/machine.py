@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -50,7 +49,6 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     return DTYPES[dtype]
 
 
-@cache
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Whether torch's matrix products in a dtype of 16 bits are fast: where the CPU has instructions for them.
 

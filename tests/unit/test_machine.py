@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infer import machine
-from infer.machine import available_memory, cpu_threads, resolve_device, resolve_dtype, use_threads
+from infer.machine import available_memory, cpu_multiplies, cpu_threads, resolve_device, resolve_dtype, use_threads
 
 CPU = torch.device("cpu")
 OWN = "/proc/self/cgroup"
@@ -87,6 +87,12 @@ class TestDtype:
     ) -> None:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
         assert resolve_dtype("auto", torch.device(device)) == expected
+
+    def test_what_is_fast_in_half_precision(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An ARM core that computes in float16 is none that multiplies matrices fast."""
+        for capabilities, expected in (({"fp16_arith": True, "bf16": True}, False), ({"amx_fp16": True}, True)):
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
+            assert cpu_multiplies(torch.float16) == expected
 
     def test_this_machine_answers(self) -> None:
         assert resolve_dtype("auto", CPU) in (torch.float32, torch.bfloat16)
