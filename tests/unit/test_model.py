@@ -467,7 +467,8 @@ class TestModule:
         monkeypatch.setattr(ops, "BLOCK", 2)  # window layers attend in several blocks
         got = gradients(model)
         expected = gradients(lambda ids: naive_logits(model, ids))
-        assert all(gradient.any() for gradient in got.values())
+        if shape != (1, 1):  # where a query sees one key, its gradient is 0, up to rounding
+            assert all(gradient.any() for gradient in got.values())
         for name, gradient in got.items():
             torch.testing.assert_close(gradient, expected[name], atol=1e-4, rtol=1e-3, msg=name)
 
