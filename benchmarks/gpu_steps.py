@@ -2,7 +2,7 @@
 
 That is the time of the kernels alone, without the host, in microseconds: as they are; with the other kernel for
 attention, where `ops/gpu_attention.py` chooses the one by warps; and with attention left out, which computes nonsense.
-Models have random weights; rows have from 192 to 640 positions behind them, evenly spread, or --positions.
+Models have random weights; rows have 192 to 640 positions behind them, evenly spread; --positions adds single rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REPLAYS = 50
 
 
 def with_other_attention() -> AbstractContextManager[Any]:
-    """Within, steps are captured with `attend`, as if there were more bits than it matters for."""
+    """Within, steps are captured with `attend`, which is what float32 takes."""
 
     def shape(head_dim: int, group: int, batch: int, _: torch.dtype) -> gpu_attention.Shape | gpu_attention.WarpsShape:
         return chosen(head_dim, group, batch, torch.float32)
