@@ -15,7 +15,7 @@ import torch
 from checkpoints import byte_tokenizer, reference_model, save_folder
 from torch import Tensor
 
-from infer import KVCache, Tokenizer, machine, render_chat_template
+from infer import KVCache, Tokenizer, render_chat_template
 from infer.cli import main
 from infer.loader import load
 from infer.loader.gguf_file import GGUFFile
@@ -90,9 +90,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the tests run, "auto" is float32 on the CPU."""
+    """Wherever the tests run, "auto" is the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine, "cpu_multiplies", lambda _: False)
 
 
 class Done(NamedTuple):

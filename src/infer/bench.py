@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from infer.config import ModelConfig
-from infer.engine.generate import Model, generate, weight_bytes
+from infer.engine.generate import Model, generate, model_device, model_dtype, weight_bytes
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_chunk, check_request
 from infer.engine.result import GenerationResult
@@ -92,7 +92,7 @@ _QUANTILES = torch.tensor([0.5, 0.95, 0.99], dtype=torch.float64)
 class BenchResult:
     config: BenchConfig
     dtype: str
-    weight_bits: list[int]  # of quantised weights: 4, 8, or both; empty where none are
+    weight_bits: list[int]  # of weights that are kept in fewer than the dtype has: 16, or 4 and 8; empty: none are
     ttft_ms: float  # median; the prefill and the first token's choice
     prompt_tokens_per_s: float  # median
     decode_time_s: float  # median trial, the first token apart
@@ -119,7 +119,7 @@ def run(
 ) -> BenchResult:
     """Measure one setting. `progress` hears of each trial before it starts."""
     prompt = fixed_prompt(tokenizer, config.prompt_tokens)
-    weights = list(model.parameters())
+    device = model_device(model)
 
     def trial() -> GenerationResult:
         return generate(
@@ -136,7 +136,7 @@ def run(
     for i in range(config.warmup):
         progress(f"warm-up {i + 1}/{config.warmup}")
         trial()
-    reset_peak_memory(weights[0].device)
+    reset_peak_memory(device)
     trials = []
     for i in range(config.trials):
         progress(f"trial {i + 1}/{config.trials}")
@@ -146,7 +146,7 @@ def run(
     ttft_s = statistics.median(result.timing.prefill_time_s for result in trials)
     return BenchResult(
         config=config,
-        dtype=str(weights[0].dtype).removeprefix("torch."),
+        dtype=str(model_dtype(model)).removeprefix("torch."),
         weight_bits=_weight_bits(model),
         ttft_ms=ttft_s * 1e3,
         prompt_tokens_per_s=config.prompt_tokens / ttft_s,
@@ -155,7 +155,7 @@ def run(
         step_ms=StepTimes.of([time_s * 1e3 for result in trials for time_s in result.timing.decode_times_s]),
         weight_bytes=weight_bytes(model),
         cache_bytes=median.cache_memory_bytes,
-        peak_memory_bytes=peak_memory(weights[0].device),
+        peak_memory_bytes=peak_memory(device),
         positions=list(range(config.prompt_tokens, config.prompt_tokens + config.new_tokens - 1)),
         step_times_ms=[time_s * 1e3 for time_s in median.timing.decode_times_s],
         token_ids=median.token_ids,
@@ -164,7 +164,9 @@ def run(
 
 def _weight_bits(model: Model) -> list[int]:
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return sorted({module.bits for module in modules if isinstance(module, QuantizedWeight)})
+    quantised = {module.bits for module in modules if isinstance(module, QuantizedWeight)}
+    bits = {weight.dtype.itemsize * 8 for weight in model.parameters() if weight.dtype is not model_dtype(model)}
+    return sorted(quantised | bits)
 
 
 def fixed_prompt(tokenizer: BenchTokenizer, length: int) -> list[int]:

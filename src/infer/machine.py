@@ -39,7 +39,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if dtype == "auto":
-        return torch.bfloat16 if device.type != "cpu" or cpu_multiplies(torch.bfloat16) else torch.float32
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
     if isinstance(dtype, torch.dtype):
         if dtype not in DTYPES.values():
             raise ValueError(f"cannot run in {dtype}: use one of {', '.join(DTYPES)}")

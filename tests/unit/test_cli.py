@@ -656,6 +656,7 @@ class TestInfo:
             "dtype": "float32",
             "device": "cpu",
             "quantize": None,
+            "weights": "float32",
             "weight_bytes": weights,
             "sliding_window": None,
             "sliding_layers": 0,

@@ -26,7 +26,7 @@ from infer.models.common import MLP, Block, Decoder, UngatedMLP
 from infer.ops import compiled
 from infer.ops.activation import ACTIVATIONS
 from infer.ops.attention import ring_attention, ring_span
-from infer.ops.linear import Linear
+from infer.ops.linear import FEW_ROWS, Linear
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
 from infer.ops.parts import BlockParts
 from infer.ops.rope import Rope, apply_rope
@@ -279,7 +279,7 @@ def test_ring_attention_is_compiled(heads: int, kv_heads: int, head_dim: int, mo
 def test_attend_leaves_other_layouts_to_torch() -> None:
     q, k, v = randn(1, 4, 1, 8), randn(1, 2, 5, 8), randn(1, 2, 5, 8)
     assert compiled.can_attend(q, k, v)
-    many = compiled.MAX_ROWS + 1
+    many = FEW_ROWS + 1
     assert not compiled.can_attend(randn(many, 4, 1, 8), randn(many, 2, 5, 8), randn(many, 2, 5, 8))
     assert not compiled.can_attend(randn(1, 1, 4, 8).transpose(1, 2)[..., ::2], k[..., :4], v[..., :4])
     assert not compiled.can_attend(randn(1, 4, 2, 8), k, v)
@@ -937,7 +937,7 @@ class TestIsPlain:
 
     def test_several_tokens(self, tiny_model: Callable, blocks: list[int]) -> None:
         model = tiny_model()
-        for tokens in ([[3] * (compiled.MAX_ROWS + 1)], [[3]] * (compiled.MAX_ROWS + 1)):
+        for tokens in ([[3] * (FEW_ROWS + 1)], [[3]] * (FEW_ROWS + 1)):
             model(torch.tensor(tokens))
             assert sum(blocks) == 0
         few = torch.tensor([[3, 4, 5], [6, 7, 8]])

@@ -576,11 +576,7 @@ def test_other_dtypes(folders: dict[str, Path], name: str, dtype: str, quantize:
 
 
 @every_quantize
-def test_auto_is_float32(folders: dict[str, Path], quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where float weights would be 16-bit ones: the kernels take float32."""
-    from infer import machine
-
-    monkeypatch.setattr(machine, "cpu_multiplies", lambda _: True)
+def test_auto_is_float32(folders: dict[str, Path], quantize: str) -> None:
     assert load(folders["llama"], quantize, dtype="auto").dtype is torch.float32
 
 

@@ -271,8 +271,7 @@ def make_cache(
     if not use_kv_cache:
         return NoCache(1, device)
     max_seq_len = min(max_seq_len, model.config.max_position_embeddings)
-    weights = next(model.parameters(), None)
-    dtype = resolve_cache_dtype(cache_dtype, torch.float32 if weights is None else weights.dtype)
+    dtype = resolve_cache_dtype(cache_dtype, model_dtype(model) or torch.float32)
     if model.config.has_windows:
         return SlidingCache.from_model_config(
             model.config, max_seq_len, prefill_chunk=prefill_chunk or PREFILL_CHUNK, dtype=dtype, device=device
@@ -295,8 +294,7 @@ def check_mode(model: Model) -> None:
 def check_fits(model: Model, cache: Cache | None, batch_size: int) -> None:
     """Refuse a cache that was made for something else."""
     if isinstance(cache, BaseCache):
-        weights = next(model.parameters(), None)
-        cache.check_model(model.config, batch_size, None if weights is None else weights.dtype, model_device(model))
+        cache.check_model(model.config, batch_size, model_dtype(model), model_device(model))
 
 
 def check_cache_dtype(cache_dtype: str, cache: Cache | None, use_kv_cache: bool = True) -> None:
@@ -323,6 +321,14 @@ def chunks(tokens: Tensor, size: int | None) -> Sequence[Tensor]:
     if size is None or size >= n:
         return (tokens,)
     return [tokens[:, start : start + size] for start in range(0, n, size)]
+
+
+def model_dtype(model: Model) -> torch.dtype | None:
+    """What a model computes in; None where it does not say, and has no weights."""
+    if isinstance(model, Decoder):
+        return model.dtype  # weights may be kept in fewer bits
+    weights = next(model.parameters(), None)
+    return None if weights is None else weights.dtype
 
 
 def model_device(model: Model, device: str | torch.device | None = None) -> torch.device:

@@ -20,7 +20,7 @@ from infer.cache.sliding import PREFILL_CHUNK
 from infer.cache.traced import TracedCache
 from infer.engine.batch import generate_batch
 from infer.engine.cached import generate_ids_greedy_cached
-from infer.engine.generate import Model, make_cache, model_device, passes, step
+from infer.engine.generate import Model, make_cache, model_device, model_dtype, passes, step
 from infer.engine.params import SamplingParams
 from infer.engine.parting import Call, Origin, RecordingCache, bits, first_parting
 from infer.engine.text import Decodes
@@ -258,10 +258,9 @@ class Runs:
     def rectangle(self, prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
         """All rows in one cache, as far as the shortest goes: the first half in one pass, then token by token."""
         length = min(len(self.texts[i].tokens) for i in prompts)
-        weights = next(self.model.parameters())
-        dtype = weights.dtype if self.cache_dtype == "auto" else self.cache_dtype
+        dtype = model_dtype(self.model) or "auto" if self.cache_dtype == "auto" else self.cache_dtype
         cache = KVCache.from_model_config(
-            self.model.config, length, batch_size=len(prompts), dtype=dtype, device=weights.device
+            self.model.config, length, batch_size=len(prompts), dtype=dtype, device=self.device
         )
         half = (length + 1) // 2
         yield from self.feed(wrap(prompts, cache), prompts, [half, *[1] * (length - half)])

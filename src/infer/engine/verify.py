@@ -12,7 +12,7 @@ import torch
 from infer.cache import BaseCache, GrowingCache, KVCache, NoCache, SlidingCache
 from infer.config import ModelConfig
 from infer.engine.batch import generate_batch
-from infer.engine.generate import Model, generate, model_device
+from infer.engine.generate import Model, generate, model_device, model_dtype
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_request
 from infer.engine.text import Decodes, Encodes, encode_readable
@@ -150,11 +150,10 @@ def reference_cache(model: Model, max_seq_len: int, cache_dtype: str) -> BaseCac
 def empty_cache(
     kind: type[BaseCache], model: Model, max_seq_len: int, chunk: int | None, cache_dtype: str = "auto"
 ) -> BaseCache:
-    weights = next(model.parameters())
-    dtype = weights.dtype if cache_dtype == "auto" else cache_dtype
+    dtype = model_dtype(model) or "auto" if cache_dtype == "auto" else cache_dtype
     # A ring as narrow as the chunks allow: it wraps soonest.
     layout: dict[str, Any] = {"prefill_chunk": chunk or 1} if kind is SlidingCache else {}
-    return kind.from_model_config(model.config, max_seq_len, dtype=dtype, device=weights.device, **layout)
+    return kind.from_model_config(model.config, max_seq_len, dtype=dtype, device=model_device(model), **layout)
 
 
 def _compare(

@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
@@ -16,6 +17,11 @@ from infer.kernels import ahead
 from infer.machine import cache_folder
 
 _compiling = Lock()
+
+
+def has_cpu() -> bool:
+    """Whether there should be those for the CPU, without compiling them."""
+    return os.environ.get("INFER_KERNELS") != "0" and find_spec("numba") is not None
 
 
 def cpu() -> Any:

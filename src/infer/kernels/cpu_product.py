@@ -33,6 +33,7 @@ from infer.kernels.cpu_simd import (
     add_ints,
     dot,
     fused,
+    fused_eight,
     fused_one,
     high_byte,
     high_nibbles,
@@ -40,8 +41,10 @@ from infer.kernels.cpu_simd import (
     larger,
     largest,
     load_bfloat,
-    load_bfloats,
     load_bytes,
+    load_eight,
+    load_eight_bfloats,
+    load_eight_halves,
     load_float,
     load_floats,
     load_half,
@@ -49,13 +52,14 @@ from infer.kernels.cpu_simd import (
     load_splat,
     low_nibbles,
     multiply,
+    no_eight,
     no_floats,
     no_ints,
     rounded,
     splat,
     store_as_bytes,
     store_floats,
-    summed,
+    sum_of_eight,
     times_256,
     to_floats,
     to_ints,
@@ -73,54 +77,44 @@ STEPS = 127 * 256 + 127  # of x, from 0 to the largest: so many its codes can co
 
 
 def _float_product(load: Any, load_one: Any, size: int) -> Any:
-    """The product for weights of so many bytes, which `load` widens to floats."""
+    """The product for weights of so many bytes, of which `load` takes eight as floats and `load_one` one."""
 
     @njit(forceinline=True)
     def one_by_one(w: int, x: int, whole: int) -> Any:
-        """The eight sums of a row of W with a row of x, as four."""
-        a, b = no_floats(), no_floats()
+        """The eight sums of a row of W with a row of x."""
+        sums = no_eight()
         many = whole // 32 * 32
         for i in range(0, many, 32):
             at, to = w + i * size, x + i * 4
-            a = fused(load(at), load_floats(to), a)
-            b = fused(load(at + 4 * size), load_floats(to + 16), b)
-            a = fused(load(at + 8 * size), load_floats(to + 32), a)
-            b = fused(load(at + 12 * size), load_floats(to + 48), b)
-            a = fused(load(at + 16 * size), load_floats(to + 64), a)
-            b = fused(load(at + 20 * size), load_floats(to + 80), b)
-            a = fused(load(at + 24 * size), load_floats(to + 96), a)
-            b = fused(load(at + 28 * size), load_floats(to + 112), b)
+            sums = fused_eight(load(at), load_eight(to), sums)
+            sums = fused_eight(load(at + 8 * size), load_eight(to + 32), sums)
+            sums = fused_eight(load(at + 16 * size), load_eight(to + 64), sums)
+            sums = fused_eight(load(at + 24 * size), load_eight(to + 96), sums)
         for i in range(many, whole, 8):
-            a = fused(load(w + i * size), load_floats(x + i * 4), a)
-            b = fused(load(w + (i + 4) * size), load_floats(x + i * 4 + 16), b)
-        return add(a, b)
+            sums = fused_eight(load(w + i * size), load_eight(x + i * 4), sums)
+        return sums
 
     @njit(forceinline=True)
     def two_by_four(w: int, w_row: int, x: int, x_row: int, whole: int) -> Any:
         """The same of two rows of W with four of x: as much as the registers hold."""
-        a0, a1, a2, a3 = no_floats(), no_floats(), no_floats(), no_floats()
-        b0, b1, b2, b3 = no_floats(), no_floats(), no_floats(), no_floats()
-        c0, c1, c2, c3 = no_floats(), no_floats(), no_floats(), no_floats()
-        d0, d1, d2, d3 = no_floats(), no_floats(), no_floats(), no_floats()
+        a0, b0, c0, d0 = no_eight(), no_eight(), no_eight(), no_eight()
+        a1, b1, c1, d1 = no_eight(), no_eight(), no_eight(), no_eight()
         for i in range(0, whole, 8):
-            at = w + i * size
-            w0, w1, w2, w3 = load(at), load(at + 4 * size), load(at + w_row), load(at + w_row + 4 * size)
-            at = x + i * 4
-            u, v = load_floats(at), load_floats(at + 16)
-            a0, a1, a2, a3 = fused(w0, u, a0), fused(w1, v, a1), fused(w2, u, a2), fused(w3, v, a3)
-            u, v = load_floats(at + x_row), load_floats(at + x_row + 16)
-            b0, b1, b2, b3 = fused(w0, u, b0), fused(w1, v, b1), fused(w2, u, b2), fused(w3, v, b3)
-            u, v = load_floats(at + 2 * x_row), load_floats(at + 2 * x_row + 16)
-            c0, c1, c2, c3 = fused(w0, u, c0), fused(w1, v, c1), fused(w2, u, c2), fused(w3, v, c3)
-            u, v = load_floats(at + 3 * x_row), load_floats(at + 3 * x_row + 16)
-            d0, d1, d2, d3 = fused(w0, u, d0), fused(w1, v, d1), fused(w2, u, d2), fused(w3, v, d3)
-        first = add(a0, a1), add(b0, b1), add(c0, c1), add(d0, d1)
-        return first, (add(a2, a3), add(b2, b3), add(c2, c3), add(d2, d3))
+            w0, w1, at = load(w + i * size), load(w + i * size + w_row), x + i * 4
+            u = load_eight(at)
+            a0, a1 = fused_eight(w0, u, a0), fused_eight(w1, u, a1)
+            u = load_eight(at + x_row)
+            b0, b1 = fused_eight(w0, u, b0), fused_eight(w1, u, b1)
+            u = load_eight(at + 2 * x_row)
+            c0, c1 = fused_eight(w0, u, c0), fused_eight(w1, u, c1)
+            u = load_eight(at + 3 * x_row)
+            d0, d1 = fused_eight(w0, u, d0), fused_eight(w1, u, d1)
+        return (a0, b0, c0, d0), (a1, b1, c1, d1)
 
     @njit(forceinline=True)
     def finish(sums: Any, w: int, x: int, whole: int, columns: int, bias_at: int) -> Any:
         """The columns beyond the last eight one by one, then the bias."""
-        result = summed(sums)
+        result = sum_of_eight(sums)
         for i in range(whole, columns):
             result = fused_one(load_one(w + i * size), load_float(x + i * 4), result)
         return result if bias_at == 0 else result + load_float(bias_at)
@@ -163,9 +157,9 @@ def _float_product(load: Any, load_one: Any, size: int) -> Any:
     return float_product
 
 
-_float32_product = _float_product(load_floats, load_float, 4)
-_bfloat16_product = _float_product(load_bfloats, load_bfloat, 2)
-_float16_product = _float_product(load_halves, load_half, 2)
+_float32_product = _float_product(load_eight, load_float, 4)
+_bfloat16_product = _float_product(load_eight_bfloats, load_bfloat, 2)
+_float16_product = _float_product(load_eight_halves, load_half, 2)
 
 
 @njit

@@ -1,7 +1,8 @@
-"""Vectors of 128 bits for the kernels that numba compiles: the few operations that its loops do not vectorise well.
+"""Vectors for the kernels that numba compiles: the few operations that its loops do not vectorise well.
 
-Every operation is one or two instructions, on ARM (NEON) and on x86 alike. `dot` is a single one where an ARM core has
-the dot product extension, and a handful elsewhere.
+Those of four floats are 128 bits: every operation is one or two instructions, on ARM (NEON) and on x86 alike. Those of
+eight are two such registers on ARM, and one on x86 with AVX. `dot` is a single instruction where an ARM core has the
+dot product extension, and a handful elsewhere.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from numba.extending import intrinsic, models, register_model
 
 INT8, INT16, INT32, HALF, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
 INT8X16, INT32X4, FLOATX4 = ir.VectorType(INT8, 16), ir.VectorType(INT32, 4), ir.VectorType(FLOAT, 4)
+INT32X8, FLOATX8 = ir.VectorType(INT32, 8), ir.VectorType(FLOAT, 8)
+
+HALVES = [0, 1, 2, 3], [4, 5, 6, 7]
 
 
 def _has_dot_product() -> bool:
@@ -47,6 +51,7 @@ def _vector(name: str, llvm_type: ir.Type) -> Any:
 int8x16 = _vector("int8x16", INT8X16)
 int32x4 = _vector("int32x4", INT32X4)
 floatx4 = _vector("floatx4", FLOATX4)
+floatx8 = _vector("floatx8", FLOATX8)
 
 
 def _typed_intrinsic(function: Any) -> Any:
@@ -111,7 +116,7 @@ def _half_as_float(builder: Any, address: Any) -> Any:
 def _widened(builder: Any, bits: Any) -> Any:
     """bf16 is the upper half of a float."""
     if isinstance(bits.type, ir.VectorType):
-        return builder.bitcast(builder.shl(builder.zext(bits, INT32X4), _all(INT32X4, 16)), FLOATX4)
+        return builder.bitcast(builder.shl(builder.zext(bits, INT32X8), _all(INT32X8, 16)), FLOATX8)
     return builder.bitcast(builder.shl(builder.zext(bits, INT32), INT32(16)), FLOAT)
 
 
@@ -125,11 +130,13 @@ def _clamped(builder: Any, x: Any, low: Any, high: Any) -> Any:
 load_bytes = _operation(int8x16, lambda b, at: _load(b, at, INT8X16), 1)
 load_floats = _operation(floatx4, lambda b, at: _load(b, at, FLOATX4), 1)
 load_halves = _operation(floatx4, lambda b, at: b.fpext(_load(b, at, ir.VectorType(HALF, 4)), FLOATX4), 1)
-load_bfloats = _operation(floatx4, lambda b, at: _widened(b, _load(b, at, ir.VectorType(INT16, 4))), 1)
 load_codes = _operation(floatx4, lambda b, at: b.sitofp(_load(b, at, ir.VectorType(INT8, 4)), FLOATX4), 1)
 load_float = _operation(types.float32, lambda b, at: _load(b, at, FLOAT), 1)
 load_half = _operation(types.float32, _half_as_float, 1)
 load_bfloat = _operation(types.float32, lambda b, at: _widened(b, _load(b, at, INT16)), 1)
+load_eight = _operation(floatx8, lambda b, at: _load(b, at, FLOATX8), 1)
+load_eight_halves = _operation(floatx8, lambda b, at: b.fpext(_load(b, at, ir.VectorType(HALF, 8)), FLOATX8), 1)
+load_eight_bfloats = _operation(floatx8, lambda b, at: _widened(b, _load(b, at, ir.VectorType(INT16, 8))), 1)
 load_splat = _operation(floatx4, lambda b, at: _splat(b, _load(b, at, FLOAT)), 1)
 store_floats = _operation(types.void, _store, 2)
 store_as_bytes = _operation(types.void, lambda b, at, v: _store(b, at, b.trunc(v, ir.VectorType(INT8, 4))), 2)
@@ -140,15 +147,18 @@ raise_half = _operation(types.void, lambda b, at: _store(b, at, b.add(_load(b, a
 # Arithmetic.
 no_ints = _operation(int32x4, lambda b: _all(INT32X4, 0), 0)
 no_floats = _operation(floatx4, lambda b: _all(FLOATX4, 0.0), 0)
+no_eight = _operation(floatx8, lambda b: _all(FLOATX8, 0.0), 0)
 add = _operation(floatx4, lambda b, x, y: b.fadd(x, y), 2)
 multiply = _operation(floatx4, lambda b, x, y: b.fmul(x, y), 2)
 divide = _operation(floatx4, lambda b, x, y: b.fdiv(x, y), 2)
 fused = _operation(floatx4, lambda b, x, y, z: _call(b, "llvm.fma.v4f32", FLOATX4, x, y, z), 3)  # x y + z
+fused_eight = _operation(floatx8, lambda b, x, y, z: _call(b, "llvm.fma.v8f32", FLOATX8, x, y, z), 3)
 fused_one = _operation(types.float32, lambda b, x, y, z: _call(b, "llvm.fma.f32", FLOAT, x, y, z), 3)
 absolute = _operation(floatx4, lambda b, x: _call(b, "llvm.fabs.v4f32", FLOATX4, x), 1)
 larger = _operation(floatx4, lambda b, x, y: _call(b, "llvm.maximum.v4f32", FLOATX4, x, y), 2)  # NaN if one is
 largest = _operation(types.float32, lambda b, x: _call(b, "llvm.vector.reduce.fmaximum.v4f32", FLOAT, x), 1)
 summed = _operation(types.float32, _sum, 1)
+sum_of_eight = _operation(types.float32, lambda b, x: _sum(b, b.fadd(*(_pick(b, x, half) for half in HALVES))), 1)
 clamped = _operation(floatx4, _clamped, 3)
 rounded = _operation(floatx4, lambda b, x: _call(b, "llvm.rint.v4f32", FLOATX4, x), 1)
 to_floats = _operation(floatx4, lambda b, v: b.sitofp(v, FLOATX4), 1)

@@ -12,7 +12,7 @@ from infer.cache.base import resolve_cache_dtype
 from infer.cache.sliding import layer_slots
 from infer.config import SLIDING_ATTENTION
 from infer.loader.find import open_checkpoint
-from infer.loader.widths import choose_widths, resolve_weights, weight_bytes
+from infer.loader.widths import choose_widths, form, may_be_narrow, resolve_weights, weight_bytes
 from infer.machine import available_memory, resolve_device
 from infer.models.registry import build_model
 
@@ -32,6 +32,7 @@ class Description:
     dtype: str
     device: str
     quantize: str | None
+    weights: str  # what they are kept in, most of them
     weight_bytes: int
     sliding_window: int | None
     sliding_layers: int
@@ -52,7 +53,8 @@ class Description:
         yield "heads", f"{self.heads} query, {self.kv_heads} key/value, {self.head_dim} dimensions each"
         yield "vocabulary", f"{self.vocab_size:,}"
         each = self.weight_bytes / self.parameters
-        form = f"{self.quantize or self.dtype} on {self.device}, {each:.2f} bytes per weight"
+        computed = "" if self.weights == self.dtype else f", computed in {self.dtype}"
+        form = f"{self.weights} on {self.device}, {each:.2f} bytes per weight{computed}"
         yield "weights", f"{_size(self.weight_bytes)} in {form}"
         if self.sliding_layers:
             yield "windows", f"{self.sliding_layers} of {self.layers} layers see {self.sliding_window} positions"
@@ -90,7 +92,8 @@ def describe(
     with torch.device("meta"):
         model = build_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    weights = weight_bytes(model, choose_widths(model, checkpoint, quantize), element)
+    widths = choose_widths(model, checkpoint, quantize, narrow=may_be_narrow(element, target))
+    weights = weight_bytes(model, widths, element)
     per_token = config.cache_bytes_per_token(cached.itemsize)
 
     def cache_bytes(positions: int) -> int:
@@ -116,6 +119,7 @@ def describe(
         dtype=str(element).removeprefix("torch."),
         device=str(target),
         quantize=quantize,
+        weights=form(widths, quantize, element),
         weight_bytes=weights,
         sliding_window=config.sliding_window,
         sliding_layers=config.layer_types.count(SLIDING_ATTENTION),

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -23,6 +24,13 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TEXT_PREFIX = re.compile(r"^((model|language_model)\.)+")
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+# As safetensors names them, and as configs do.
+DTYPES: dict[Any, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 BLOCK_WEIGHTS = 1 << 20  # read at a time: at most 4 MB
 
 
@@ -31,6 +39,9 @@ class HFFolder(Checkpoint):
         self.path = path
         raw = read_json(path / "config.json")
         check_supported(str(raw.get("model_type")))
+        text = raw.get("text_config")
+        settings = raw | text if isinstance(text, dict) else raw
+        self._declared = settings.get("dtype", settings.get("torch_dtype"))
         generation = path / "generation_config.json"
         try:
             self.config = ModelConfig.from_hf(raw, read_json(generation) if generation.exists() else None)
@@ -61,20 +72,33 @@ class HFFolder(Checkpoint):
         names = {TEXT_PREFIX.sub("", name): name for name in self._files}
         return {name: stored for name, stored in names.items() if not name.startswith(OTHER_PARTS)}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    @cached_property
+    def _headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The shape of each tensor, and what its elements are, by the name that the Decoder has for it."""
         by_file: dict[Path, list[str]] = {}
         for name, stored in self._names.items():
             by_file.setdefault(self._files[stored], []).append(name)
-        shapes = {}
+        headers = {}
         for path, names in by_file.items():
             with open_safetensors(path) as file:
                 stored_here = set(file.keys())
                 for name in names:
                     if self._names[name] not in stored_here:
                         raise ValueError(f"{path} lacks {self._names[name]}, which {INDEX} promises")
-                    shape = tuple(file.get_slice(self._names[name]).get_shape())
-                    shapes[name] = shape[::-1] if self._is_transposed(name) else shape
-        return shapes
+                    weights = file.get_slice(self._names[name])
+                    shape = tuple(weights.get_shape())
+                    headers[name] = shape[::-1] if self._is_transposed(name) else shape, weights.get_dtype()
+        return headers
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, (shape, _) in self._headers.items()}
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        try:
+            headers = self._headers
+        except FileNotFoundError:  # of a model on the hub, whose small files alone are here
+            return DTYPES.get(self._declared, torch.float32)
+        return DTYPES.get(headers[name][1], torch.float32) if name in headers else None
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         stored = self._names[name]

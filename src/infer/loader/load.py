@@ -13,7 +13,15 @@ from torch import nn
 from infer.config import ModelConfig
 from infer.loader.checkpoint import Checkpoint
 from infer.loader.find import open_checkpoint
-from infer.loader.widths import Widths, choose_widths, part_names, resolve_weights, weight_bytes
+from infer.loader.widths import (
+    Widths,
+    choose_widths,
+    form,
+    may_be_narrow,
+    part_names,
+    resolve_weights,
+    weight_bytes,
+)
 from infer.machine import available_memory, resolve_device, use_threads
 from infer.models.common import Decoder
 from infer.models.registry import build_model
@@ -34,6 +42,8 @@ def load_model(
 
     name_or_path: a folder, a GGUF file, nanoGPT's ckpt.pt, a built-in short name, or a hub id. Weights go straight into
     their final form on their final device, so that memory peaks at the model's size plus one tensor.
+    dtype: what it computes in. In float32 on a CPU, matrices that are stored in 16 bits stay so (`model.float()` gives
+    plain float32 weights).
     quantize: "int4" or "int8" keeps the matrices in so many bits (see `loader/widths.py`), on the CPU.
     exact: what it computes is the same, bit for bit, whatever the cache, the chunks and the batch, unless a call asks
     otherwise (`docs/exactness.md`).
@@ -49,15 +59,23 @@ def load_model(
     shapes = checkpoint.shapes()
     slots = checkpoint_slots(model, shapes)
     check_tensors(checkpoint, shapes, slots)
-    widths = choose_widths(model, checkpoint, quantize)
-    check_memory(weight_bytes(model, widths, dtype), quantize or str(dtype).removeprefix("torch."), device)
+    narrow = quantize is None and may_be_narrow(dtype, device)
+    widths = choose_widths(model, checkpoint, quantize, narrow=narrow)
+    check_memory(weight_bytes(model, widths, dtype), form(widths, quantize, dtype), device)
     if device.type == "cpu":
         use_threads()
+    # The kernels now rather than between two tokens.
+    ready = device.type == "cpu" and dtype is torch.float32 and compiled.prepare()
+    if narrow and not ready:
+        widths = {}
+        check_memory(weight_bytes(model, widths, dtype), form(widths, quantize, dtype), device)
+    if quantize is not None and dtype is torch.float32 and not ready:
+        print("without compiled kernels quantised weights are slow: each product makes floats of them", file=sys.stderr)
     _materialise(model, dtype, device, widths)
     parameters = dict(model.named_parameters())
     for name, slot in slots.items():
         row = slot.start
-        if slot.parameter in widths:
+        if isinstance(widths.get(slot.parameter), int):
             weight = model.get_submodule(slot.parameter)
             assert isinstance(weight, QuantizedWeight)
             for groups in checkpoint.groups(name, weight.bits):
@@ -67,9 +85,6 @@ def load_model(
         for block in checkpoint.blocks(name):
             parameters[slot.parameter].data[row : row + len(block)].copy_(block)
             row += len(block)
-    # The kernels now rather than between two tokens.
-    if device.type == "cpu" and dtype is torch.float32 and not compiled.prepare() and quantize is not None:
-        print("without compiled kernels quantised weights are slow: each product makes floats of them", file=sys.stderr)
     return model.eval(), checkpoint.config
 
 
@@ -129,10 +144,11 @@ def _materialise(model: Decoder, dtype: torch.dtype, device: torch.device, width
     """Give each parameter of a model on the meta device memory of its own, in the form that it is to have."""
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
-        if name in widths:
+        width = widths.get(name, dtype)
+        if isinstance(width, int):
             rows, columns = parameter.shape
-            weight: nn.Parameter | QuantizedWeight = QuantizedWeight(rows, columns, widths[name], device)
+            weight: nn.Parameter | QuantizedWeight = QuantizedWeight(rows, columns, width, device)
         else:
-            weight = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+            weight = nn.Parameter(torch.empty(parameter.shape, dtype=width, device=device), requires_grad=False)
         setattr(model.get_submodule(module_name), leaf, weight)
     model.tie_weights()

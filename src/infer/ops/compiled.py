@@ -18,13 +18,16 @@ from torch import Tensor, nn
 
 from infer import kernels
 from infer.ops import exact
-from infer.ops.linear import Linear
+from infer.ops.linear import FEW_ROWS, Linear
 from infer.ops.norm import Norm
 from infer.ops.parts import ACTIVATION_CODES, BlockParts, HeadParts
 from infer.ops.quantized import QuantizedWeight
 from infer.ops.table import Table
 
-MAX_ROWS = 32  # of a block or head in float32: with more, torch's product is faster
+
+def expected() -> bool:
+    """Whether there should be kernels; to know, they would have to be compiled."""
+    return kernels.has_cpu()
 
 
 def prepare() -> bool:
@@ -58,12 +61,14 @@ class Plan(NamedTuple):
 
     def takes(self, x: Tensor) -> bool:
         many = self.any_rows or exact.wanted()
-        return (many or x.shape[0] <= MAX_ROWS) and x.shape[1] == self.hidden and _readable(x)
+        return (many or x.shape[0] <= FEW_ROWS) and x.shape[1] == self.hidden and _readable(x)
 
 
 def readable(weight: Tensor) -> bool:
-    """Whether the kernels can read such a weight: in float32, or packed."""
-    return weight.dtype in (torch.float32, torch.uint8) and weight.is_cpu
+    """Whether the kernels can read such a weight: in float32, packed, or a matrix of 16 bits."""
+    return weight.is_cpu and (
+        weight.dtype in (torch.float32, torch.uint8) or (weight.dtype in exact.KINDS and weight.dim() == 2)
+    )
 
 
 def plan_step(blocks: Sequence[BlockParts], head: HeadParts) -> Plan:
@@ -167,7 +172,7 @@ def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
     batch, _, n, head_dim = q.shape
     return (
         n == 1
-        and batch <= MAX_ROWS
+        and batch <= FEW_ROWS
         and k.shape[0] == batch
         and q.shape[1] % k.shape[1] == 0
         and k.shape[2] > 0

@@ -76,6 +76,7 @@ def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, in] -> [T, out]"""
     if (compiled := _kernels(x)) is None or weight.dtype not in KINDS or not weight.is_cpu:
+        weight = weight.to(x.dtype)
         return by_rows(lambda row: F.linear(row, weight, bias), x)
     weight, bias = weight.contiguous(), None if bias is None else _floats(bias)
     head, out = np.zeros(1, compiled.HEAD), _empty(x.shape[0], weight.shape[0])

@@ -20,6 +20,9 @@ from infer.ops import exact
 from infer.ops.module import Module
 from infer.ops.quantized import QuantizedWeight
 
+FEW_ROWS = 32  # with more, torch's product in float32 is faster than the kernels
+AT_ONCE = 1 << 22  # weights that are widened: with fewer, torch's products take longer
+
 
 class Embedding(Module):
     """One vector per token id."""
@@ -53,22 +56,31 @@ class Linear(Module):
             out: Tensor = self.weight(x, self.bias)
         elif exact.wanted() or _is_slow_in_torch(x, self.weight):
             out = exact.linear(x, self.weight, self.bias)
-        else:
+        elif x.dtype is self.weight.dtype:
             out = F.linear(x, self.weight, self.bias)
+        else:
+            out = _widened(x, self.weight, self.bias)
         # Added last: a product that accumulates onto a large residual (addmm) loses digits of the small terms.
         return out if residual is None else out.add_(residual)
 
 
 def _is_slow_in_torch(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is of 16 bits on a CPU that has no products of such: kernels multiply in float32 instead."""
-    return (
-        x.dtype.itemsize == 2
-        and x.dtype is weight.dtype
-        and x.is_cpu
-        and not torch.is_grad_enabled()
-        and not cpu_multiplies(x.dtype)
-        and kernels.cpu() is not None
-    )
+    """Whether the kernels, which multiply in float32, are faster on this CPU than torch, or than a widened weight."""
+    if x.dtype is weight.dtype:
+        slow = x.dtype.itemsize == 2 and not cpu_multiplies(x.dtype)
+    else:
+        slow = x.dtype is torch.float32 and x.shape[0] <= FEW_ROWS
+    return slow and x.is_cpu and not torch.is_grad_enabled() and kernels.cpu() is not None
+
+
+def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product with a weight of another dtype, a part of which is made x's at a time."""
+    if torch.is_grad_enabled():
+        return F.linear(x, weight.to(x.dtype), bias)
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for start in range(0, weight.shape[0], step := max(1, AT_ONCE // weight.shape[1])):
+        out[:, start : start + step] = F.linear(x, weight[start : start + step].to(x.dtype))
+    return out if bias is None else out.add_(bias)
 
 
 class FusedLinear(Linear):

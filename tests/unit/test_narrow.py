@@ -1,0 +1,260 @@
+"""Matrices that a checkpoint has in 16 bits, in a model that computes in float32: the same numbers, half the bytes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    CACHES,
+    FAMILIES,
+    check_every_way,
+    difference,
+    load,
+    logits_in_chunks,
+    nanogpt_weights,
+    random_ids,
+    reference_model,
+    save_folder,
+    save_gguf,
+    save_nanogpt,
+    single_threaded,
+)
+from gguf import GGMLQuantizationType as Quant
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from infer import KVCache, kernels, load_model
+from infer.bench import BenchConfig
+from infer.bench import run as run_bench
+from infer.loader import load as loader
+from infer.loader.describe import describe
+from infer.models.common import Decoder
+from infer.ops import compiled, linear
+from infer.ops.linear import FEW_ROWS, Linear
+
+NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+pytestmark = pytest.mark.skipif(not kernels.has_cpu(), reason="needs numba")
+_one_thread = pytest.fixture(autouse=True)(single_threaded)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def rounded(family: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
+    """transformers' model in float32, whose weights 16 bits can hold."""
+    model = reference_model(family, **changes)
+    for weight in model.parameters():
+        weight.copy_(weight.to(dtype))
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> Path:
+    """In these 16 bits."""
+    return save_folder(copy.deepcopy(model).to(dtype), folder)
+
+
+def matrices(model: Decoder) -> list[Tensor]:
+    products = [module.weight for module in model.modules() if isinstance(module, Linear)]
+    return [*products, model.embed_tokens.weight]
+
+
+def others(model: Decoder) -> list[Tensor]:
+    kept = {id(weight) for weight in matrices(model)}
+    return [weight for weight in model.parameters() if id(weight) not in kept]
+
+
+def check_narrow(model: Decoder, dtype: torch.dtype) -> None:
+    assert model.dtype is torch.float32
+    assert {weight.dtype for weight in matrices(model)} == {dtype}
+    assert {weight.dtype for weight in others(model)} == {torch.float32}
+
+
+def widened(path: Path) -> Decoder:
+    model = load(path).float()
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", NARROW)
+def test_as_transformers_in_float32(family: str, name: str, tmp_path: Path) -> None:
+    reference = rounded(family, NARROW[name], tie_word_embeddings=family == "gemma3")
+    model = load(save(reference, tmp_path, NARROW[name]))
+    check_narrow(model, NARROW[name])
+    check_every_way(reference, model, 60, [1, 7, 60])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("exact", [False, True])
+def test_bit_for_bit_what_widened_weights_give(family: str, name: str, exact: bool, tmp_path: Path) -> None:
+    """Through the kernels, as a decode step goes; in exact mode all else too."""
+    path = save(rounded(family, NARROW[name]), tmp_path, NARROW[name])
+    ids = random_ids(2, 40)
+    found = []
+    for model in (load(path), widened(path)):
+        model.exact = exact
+        cache = KVCache.from_model_config(model.config, 40, batch_size=2, dtype="float32", device="cpu")
+        chunk = 40 if exact else 1
+        found.append(logits_in_chunks(model, ids, cache, chunk))
+        assert not exact or torch.equal(model(ids), found[-1])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("quant", [Quant.F16, Quant.BF16])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_gguf(family: str, quant: Quant, tmp_path: Path) -> None:
+    dtype = torch.float16 if quant is Quant.F16 else torch.bfloat16
+    reference = rounded(family, dtype)
+    model = load(save_gguf(reference, tmp_path / "model.gguf", quant))
+    check_narrow(model, dtype)
+    ids = random_ids()
+    assert difference(model(ids), reference(ids).logits) <= 2e-5
+
+
+def test_nanogpt(tmp_path: Path) -> None:
+    own = {"tie_word_embeddings": True, "n_inner": None, "activation_function": "gelu", "layer_norm_epsilon": 1e-5}
+    reference = rounded("gpt2", torch.bfloat16, **own)
+    weights = nanogpt_weights(copy.deepcopy(reference).bfloat16())
+    model = load(save_nanogpt(reference, tmp_path / "ckpt.pt", model=weights))
+    check_narrow(model, torch.bfloat16)
+    ids = random_ids()
+    assert difference(model(ids), reference(ids).logits) <= 2e-5
+
+
+def test_what_is_stacked_of_several_dtypes_is_widened(tmp_path: Path) -> None:
+    path = save(rounded("llama", torch.bfloat16), tmp_path, torch.bfloat16)
+    stored = load_file(path / "model.safetensors")
+    names = [name for name in stored if "k_proj" in name or "gate_proj" in name]
+    stored |= {name: stored[name].half() if "k_proj" in name else stored[name].float() for name in names}
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    model = load(path)
+    for layer in model.layers:
+        assert layer.self_attn.qkv_proj.weight.dtype is torch.float32
+        assert layer.mlp.gate_up_proj.weight.dtype is torch.float32
+        assert layer.self_attn.o_proj.weight.dtype is torch.bfloat16
+    assert torch.equal(model.layers[0].mlp.gate_up_proj.weight[:96], stored["model.layers.0.mlp.gate_proj.weight"])
+    ids = random_ids()
+    assert difference(model(ids), widened(path)(ids)) <= 2e-5
+
+
+@pytest.mark.parametrize("rows", [1, 4, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In kernels and in pieces: 5 rows of a weight at a time, and 2 in the end."""
+    monkeypatch.setattr(linear, "AT_ONCE", 5 * 24)
+    product = Linear(24, 37, bias=bias)
+    for weight in product.parameters():
+        weight.normal_()
+    x, residual = torch.randn(rows, 24), torch.randn(rows, 37)
+    product.weight = torch.nn.Parameter(product.weight.bfloat16(), requires_grad=False)
+    expected = torch.nn.functional.linear(x.double(), product.weight.double(), product.bias.double() if bias else None)
+    assert difference(product(x).double(), expected) <= 1e-5
+    assert difference(product(x, residual.clone()).double(), expected + residual) <= 1e-5
+
+
+def test_gradients() -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        product = Linear(24, 37)
+        product.weight = torch.nn.Parameter(torch.randn(37, 24).bfloat16())
+        x = torch.randn(3, 24, requires_grad=True)
+        product(x).sum().backward()
+    assert torch.allclose(x.grad, product.weight.float().sum(0).expand(3, 24), atol=1e-5)
+    assert product.weight.grad.dtype is torch.bfloat16
+
+
+class TestWithoutKernels:
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        return save(rounded("llama", torch.bfloat16), tmp_path / "model", torch.bfloat16)
+
+    def check_wide(self, path: Path) -> None:
+        model = load(path)
+        assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+    def test_switched_off(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("INFER_KERNELS", "0")
+        self.check_wide(path)
+        assert describe(str(path), device="cpu").weights == "float32"
+
+    def test_not_to_be_compiled(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compiled, "prepare", lambda: False)
+        self.check_wide(path)
+
+    def test_not_to_be_compiled_and_then_too_large(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        needed = describe(str(path), device="cpu").weight_bytes
+        monkeypatch.setattr(loader, "available_memory", lambda _: needed)
+        load(path)
+        monkeypatch.setattr(compiled, "prepare", lambda: False)
+        with pytest.raises(ValueError, match="in float32, but"):
+            load(path)
+
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_gone_once_it_is_loaded(self, path: Path, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in a process that was forked."""
+        ids, model = random_ids(), load(path)
+        expected = model(ids)
+        monkeypatch.setattr(kernels, "cpu", lambda: None)
+        model.exact = exact
+        assert difference(model(ids), expected) <= 2e-5
+        cache = CACHES["KVCache"][0].from_model_config(model.config, 60, batch_size=2, dtype="float32", device="cpu")
+        assert difference(logits_in_chunks(model, ids, cache, 1), expected) <= 2e-5
+
+
+def test_other_dtypes_are_what_they_were(tmp_path: Path) -> None:
+    path = save(rounded("llama", torch.bfloat16), tmp_path, torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        model, _ = load_model(path, dtype=dtype, device="cpu")
+        assert {weight.dtype for weight in model.parameters()} == {dtype}
+
+
+class TestFigures:
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        return save(rounded("llama", torch.bfloat16), tmp_path, torch.bfloat16)
+
+    def test_info(self, path: Path) -> None:
+        described = describe(str(path), device="cpu")
+        model = load(path)
+        assert described.weight_bytes == sum(weight.nbytes for weight in model.parameters())
+        assert (described.weights, described.dtype, described.cache_dtype) == ("bfloat16", "float32", "float32")
+        line = dict(described.lines())["weights"]
+        assert " in bfloat16 on cpu, 2.0" in line
+        assert line.endswith(", computed in float32")
+        plain = describe(str(path), dtype="bfloat16", device="cpu")
+        assert "computed" not in dict(plain.lines())["weights"]
+
+    @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+    def test_info_by_the_config_alone(self, path: Path, key: str) -> None:
+        expected = describe(str(path), device="cpu").weight_bytes
+        (path / "model.safetensors").unlink()
+        config = json.loads((path / "config.json").read_text())
+        config.pop("dtype")
+        (path / "config.json").write_text(json.dumps(config | {key: "bfloat16"}))
+        assert describe(str(path), device="cpu").weight_bytes == expected
+
+    def test_bench(self, path: Path) -> None:
+        model = load(path)
+        result = run_bench(model, _Letters(), BenchConfig(prompt_tokens=4, new_tokens=3, trials=1, warmup=0))
+        assert (result.dtype, result.weight_bits) == ("float32", [16])
+
+
+class _Letters:
+    """In place of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        return [3 + ord(letter) % 100 for letter in text]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "x" * len(token_ids)
