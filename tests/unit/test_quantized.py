@@ -371,13 +371,32 @@ def test_other_devices_are_refused() -> None:
         weight(4, 32, 8)(torch.zeros(1, 32, device="meta"))
 
 
-@pytest.fixture(scope="module")
-def generic() -> Any:
-    """The products compiled for a core without the dot product extension."""
+def vnni(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
+    """What x86's instruction does, by others: of its factors the first is unsigned."""
+    from llvmlite import ir
+
+    from infer.kernels.cpu_simd import INT32, INT32X4
+
+    wide = ir.VectorType(INT32, 16)
+    products = builder.mul(builder.zext(weights, wide), builder.sext(x, wide))
+    for i in range(4):
+        lanes = ir.Constant(INT32X4, list(range(i, 16, 4)))
+        sums = builder.add(sums, builder.shuffle_vector(products, products, lanes))
+    return sums
+
+
+@pytest.fixture(scope="module", params=["none", "vnni"])
+def generic(request: pytest.FixtureRequest) -> Any:
+    """The products compiled for a core without a dot product, or for one with that of x86."""
     from infer.kernels import cpu_product, cpu_simd
 
+    def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+        return vnni(builder, *args) if name == cpu_simd.VNNI else plain(builder, name, result, *args)
+
+    plain = cpu_simd._call
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_simd, "DOT_PRODUCT", False)
+        patch.setattr(cpu_simd, "DOT_PRODUCT", cpu_simd.VNNI if request.param == "vnni" else None)
+        patch.setattr(cpu_simd, "_call", call)
         spec = importlib.util.spec_from_file_location("generic_product", cpu_product.__file__)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -396,7 +415,7 @@ def generic_product(module: Any, made: QuantizedWeight, x: Tensor) -> Tensor:
 @needs_kernels
 @both_widths
 @pytest.mark.parametrize(("rows", "columns", "count"), [(1, 1, 1), (5, 33, 3), (64, 96, 4), (130, 577, 9)])
-def test_cores_without_the_dot_product(rows: int, columns: int, count: int, bits: int, generic: Any) -> None:
+def test_other_cores(rows: int, columns: int, count: int, bits: int, generic: Any) -> None:
     """The same bits, with the most extreme codes too."""
     made, x = weight(rows, columns, bits), randn(count, columns)
     assert torch.equal(generic_product(generic, made, x), made(x))

@@ -32,6 +32,7 @@ from infer.kernels.cpu_simd import (
     add,
     add_ints,
     dot,
+    dot_positive,
     fused,
     fused_eight,
     fused_one,
@@ -240,28 +241,27 @@ def _int8_codes(at: int) -> Any:
     )
 
 
-@njit(forceinline=True)
-def _dot_group(codes: Any, x_at: int) -> Any:
-    """Codes of four rows with those of x: with its high bytes and with its low ones, neither waiting for the other."""
-    first, second = load_bytes(x_at), load_bytes(x_at + 16)
-    third, fourth = load_bytes(x_at + 32), load_bytes(x_at + 48)
-    high, low = dot(no_ints(), codes[0], first, 0), dot(no_ints(), codes[0], third, 0)
-    high, low = dot(high, codes[1], first, 1), dot(low, codes[1], third, 1)
-    high, low = dot(high, codes[2], first, 2), dot(low, codes[2], third, 2)
-    high, low = dot(high, codes[3], first, 3), dot(low, codes[3], third, 3)
-    high, low = dot(high, codes[4], second, 0), dot(low, codes[4], fourth, 0)
-    high, low = dot(high, codes[5], second, 1), dot(low, codes[5], fourth, 1)
-    high, low = dot(high, codes[6], second, 2), dot(low, codes[6], fourth, 2)
-    high, low = dot(high, codes[7], second, 3), dot(low, codes[7], fourth, 3)
-    return to_floats(add_ints(times_256(high), low))
-
-
-def _quantised_product(codes_of: Any, scales_at: int, group_bytes: int, has_minimum: bool) -> Any:
+def _quantised_product(codes_of: Any, dot: Any, scales_at: int, group_bytes: int, has_minimum: bool) -> Any:
     """The product for one kind of weight."""
 
     @njit(forceinline=True)
+    def dot_group(codes: Any, x_at: int) -> Any:
+        """Codes of four rows with the high bytes of x, and with its low ones, neither waiting for the other."""
+        first, second = load_bytes(x_at), load_bytes(x_at + 16)
+        third, fourth = load_bytes(x_at + 32), load_bytes(x_at + 48)
+        high, low = dot(no_ints(), codes[0], first, 0), dot(no_ints(), codes[0], third, 0)
+        high, low = dot(high, codes[1], first, 1), dot(low, codes[1], third, 1)
+        high, low = dot(high, codes[2], first, 2), dot(low, codes[2], third, 2)
+        high, low = dot(high, codes[3], first, 3), dot(low, codes[3], third, 3)
+        high, low = dot(high, codes[4], second, 0), dot(low, codes[4], fourth, 0)
+        high, low = dot(high, codes[5], second, 1), dot(low, codes[5], fourth, 1)
+        high, low = dot(high, codes[6], second, 2), dot(low, codes[6], fourth, 2)
+        high, low = dot(high, codes[7], second, 3), dot(low, codes[7], fourth, 3)
+        return to_floats(add_ints(times_256(high), low))
+
+    @njit(forceinline=True)
     def add_group(so_far: Any, w: Any, scale: Any, minimum: Any, x_at: int, x_scale_at: int) -> Any:
-        so_far = fused(_dot_group(w, x_at), multiply(scale, load_splat(x_scale_at)), so_far)
+        so_far = fused(dot_group(w, x_at), multiply(scale, load_splat(x_scale_at)), so_far)
         return fused(minimum, load_splat(x_scale_at + 4), so_far) if has_minimum else so_far
 
     @njit(forceinline=True)
@@ -318,8 +318,8 @@ def _put(sums: Any, bias_at: int, out: Any, t: int, tile: int) -> None:
             out[t, first + i] += vector(bias_at, first + i + 1)[first + i]
 
 
-_int4_product = _quantised_product(_int4_codes, 64, INT4_BYTES, has_minimum=True)
-_int8_product = _quantised_product(_int8_codes, 128, INT8_BYTES, has_minimum=False)
+_int4_product = _quantised_product(_int4_codes, dot_positive, 64, INT4_BYTES, has_minimum=True)
+_int8_product = _quantised_product(_int8_codes, dot, 128, INT8_BYTES, has_minimum=False)
 
 
 @njit

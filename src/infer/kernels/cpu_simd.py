@@ -1,8 +1,8 @@
 """Vectors for the kernels that numba compiles: the few operations that its loops do not vectorise well.
 
 Those of four floats are 128 bits: every operation is one or two instructions, on ARM (NEON) and on x86 alike. Those of
-eight are two such registers on ARM, and one on x86 with AVX. `dot` is a single instruction where an ARM core has the
-dot product extension, and a handful elsewhere.
+eight are two such registers on ARM, and one on x86 with AVX. `dot` is one instruction where an ARM core has the dot
+product extension, one or four where an x86 core has VNNI, and eight elsewhere.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ INT32X8, FLOATX8 = ir.VectorType(INT32, 8), ir.VectorType(FLOAT, 8)
 HALVES = [0, 1, 2, 3], [4, 5, 6, 7]
 
 
-def _has_dot_product() -> bool:
-    """Whether the core has ARM's dot product, and LLVM knows it: code for a "generic" one cannot use it."""
-    known = cpu_target.target_context.codegen().magic_tuple()[1] != "generic"
-    return known and bool(torch.cpu.get_capabilities().get("dot"))
+def _dot_product() -> str | None:
+    """LLVM's name for the instruction that multiplies bytes in fours and adds them up, if it may use it."""
+    _, core, features = cpu_target.target_context.codegen().magic_tuple()
+    if "+avxvnni" in features or ("+avx512vnni" in features and "+avx512vl" in features):
+        return VNNI
+    # Of ARM's features LLVM knows none but by the core's name.
+    return SDOT if core != "generic" and torch.cpu.get_capabilities().get("dot") else None
 
 
-DOT_PRODUCT = _has_dot_product()
+SDOT, VNNI = "llvm.aarch64.neon.sdot.v4i32.v16i8", "llvm.x86.avx512.vpdpbusd.128"
+DOT_PRODUCT = _dot_product()
 
 
 def _vector(name: str, llvm_type: ir.Type) -> Any:
@@ -194,19 +198,34 @@ def lane(context: Any, vector: Any, index: Any) -> Any:
 @_typed_intrinsic
 def dot(context: Any, sums: Any, weights: Any, x: Any, index: Any) -> Any:
     """sums[r] + weights[4 r ..] . x[4 index ..]: four bytes of each of four rows with the same four bytes of x."""
-    at = _literal(index)
+    return int32x4(sums, weights, x, index), _dot(_literal(index), signed=True)
 
+
+@_typed_intrinsic
+def dot_positive(context: Any, sums: Any, weights: Any, x: Any, index: Any) -> Any:
+    """The same, of weights from 0 to 127."""
+    return int32x4(sums, weights, x, index), _dot(_literal(index), signed=False)
+
+
+def _dot(index: int, signed: bool) -> Callable[..., Any]:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, weights, x, _ = args
-        quad = builder.bitcast(_pick(builder, builder.bitcast(x, INT32X4), [at] * 4), INT8X16)
-        if DOT_PRODUCT:
-            return _call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", INT32X4, sums, weights, quad)
-        return builder.add(sums, _dot_quads(builder, weights, quad))
+        quad = builder.bitcast(_pick(builder, builder.bitcast(x, INT32X4), [index] * 4), INT8X16)
+        return _dot_quads(builder, sums, weights, quad, signed)
 
-    return int32x4(sums, weights, x, index), codegen
+    return codegen
 
 
-def _dot_quads(builder: Any, x: Any, y: Any) -> Any:
+def _dot_quads(builder: Any, sums: Any, weights: Any, x: Any, signed: bool) -> Any:
+    if DOT_PRODUCT is None:
+        return builder.add(sums, _dot_in_steps(builder, weights, x))
+    if DOT_PRODUCT == VNNI and signed:  # its first factor is unsigned: 128 are added to it, and taken off again
+        raised = _call(builder, VNNI, INT32X4, sums, builder.xor(weights, _all(INT8X16, -128)), x)
+        return builder.sub(raised, _call(builder, VNNI, INT32X4, _all(INT32X4, 0), _all(INT8X16, -128), x))
+    return _call(builder, DOT_PRODUCT, INT32X4, sums, weights, x)
+
+
+def _dot_in_steps(builder: Any, x: Any, y: Any) -> Any:
     # In 16 bits first: that is a single instruction on x86 (pmaddwd).
     wide = [builder.sext(builder.sext(v, ir.VectorType(INT16, 16)), ir.VectorType(INT32, 16)) for v in (x, y)]
     products = builder.mul(*wide)
