@@ -484,7 +484,7 @@ def linear_by_count(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Columns from the last to the first, where there is more than one row."""
     order = 1 if len(x) == 1 else -1
     parts = x.unflatten(1, (-1, 2))[:, None].float() * weight.unflatten(1, (-1, 2))[None].float()
-    total = torch.zeros(len(x), len(weight))
+    total = torch.zeros(len(x), len(weight), dtype=x.dtype)
     for i in range(parts.shape[2])[::order]:
         total += parts[:, :, i].sum(-1)
     return (total if bias is None else total + bias).to(x.dtype)

@@ -207,9 +207,9 @@ class TestWithoutKernels:
         expected = model(ids)
         monkeypatch.setattr(kernels, "cpu", lambda: None)
         model.exact = exact
-        assert difference(model(ids), expected) <= 2e-5
+        assert difference(model(ids), expected) <= 1e-4
         cache = CACHES["KVCache"][0].from_model_config(model.config, 60, batch_size=2, dtype="float32", device="cpu")
-        assert difference(logits_in_chunks(model, ids, cache, 1), expected) <= 2e-5
+        assert difference(logits_in_chunks(model, ids, cache, 1), expected) <= 1e-4
 
 
 def test_other_dtypes_are_what_they_were(tmp_path: Path) -> None:

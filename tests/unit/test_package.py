@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from ctypes.util import find_library
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -91,9 +93,10 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
         yield from ((name, node not in inside) for name in names if name.split(".")[0] == "infer")
 
 
-def in_fresh_python(code: str) -> str:
+def in_fresh_python(code: str, **environment: str) -> str:
     """What the code prints in an interpreter of its own."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment).stdout
 
 
 class TestPublicNames:
@@ -171,3 +174,14 @@ class TestCost:
             "print(before == (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()))"
         )
         assert in_fresh_python(code) == "True\n"
+
+    @pytest.mark.skipif(find_library("gomp") is None, reason="needs GNU OpenMP")
+    def test_kernels_do_not_change_the_number_of_threads(self) -> None:
+        """Also where numba has the same OpenMP library as torch, which is so for some builds of torch."""
+        code = (
+            "import torch; from infer import kernels; before = torch.get_num_threads()\n"
+            "kernels.cpu(); kernels.cpu() and kernels.cpu().use_threads(before)\n"
+            "print(before, torch.get_num_threads())"
+        )
+        for shared in ({}, {"LD_PRELOAD": str(find_library("gomp"))}):
+            assert in_fresh_python(code, OMP_NUM_THREADS="1", **shared) == "1 1\n"

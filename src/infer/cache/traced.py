@@ -38,6 +38,7 @@ class TracedCache(WrappedCache):
         attended = super().attend(layer_idx, q, k, v, scale=scale, window=window) if exact.wanted() else None
         keys, values = self.update(layer_idx, k, v)
         rows = q.shape[2] if self.all_rows else 1
-        out, weights = softmax_attention(q, keys, values, scale=scale, window=window, rows=rows)
+        asked = q if attended is None else q[:, :, -rows:]
+        out, weights = softmax_attention(asked, keys, values, scale=scale, window=window, rows=rows)
         self.rows[layer_idx] = weights if self.all_rows else weights[:, :, -1]
         return out if attended is None else attended

@@ -13,6 +13,8 @@ from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from infer.kernels import ahead
 from infer.machine import cache_folder
 
@@ -47,14 +49,19 @@ def _cpu() -> Any:
     if not marker.exists():
         print("compiling kernels for this CPU: half a minute, once", file=sys.stderr, flush=True)
     config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
+    threads = torch.get_num_threads()
     try:
         from infer.kernels import cpu_block
+
+        cpu_block.use_threads(threads)
     except (ImportError, RuntimeError, OSError, NumbaError) as error:
         reason = str(error).strip().partition("\n")[0]
         print(f"no kernels for this CPU, so plain torch runs instead: {reason}", file=sys.stderr, flush=True)
         return None
     finally:
         config.CACHE_DIR = before  # type: ignore[attr-defined]
+        # Where numba and torch share an OpenMP library, as on x86, starting the one's threads has set the other's.
+        torch.set_num_threads(threads)
     with suppress(OSError):  # numba then keeps its files somewhere else
         marker.touch()
     return cpu_block

@@ -114,6 +114,8 @@ def softmax_attention(
 
     In blocks of queries, so that a long prompt takes no matrix of its length squared unless all rows are asked for.
     """
+    if exact.wanted() and (q.shape[2] > 1 or window is not None):
+        return _softmax_one_by_one(q, k, v, scale, window, rows)
     batch, heads, n, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     positions = torch.arange(keys, device=q.device)
@@ -129,6 +131,23 @@ def softmax_attention(
         if start + BLOCK > n - rows:
             kept.append(weights.flatten(1, 2)[:, :, max(0, n - rows - start) :])
     return torch.cat(outputs, 2).to(q.dtype), torch.cat(kept, 2)
+
+
+def _softmax_one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, rows: int
+) -> tuple[Tensor, Tensor]:
+    """The same, of each query with no keys but those that it sees: what others there are must not matter."""
+    n, keys = q.shape[2], k.shape[2]
+    outputs, kept = [], []
+    for i in range(n):
+        end = keys - n + i + 1
+        start = 0 if window is None else max(0, end - window)
+        seen = k[:, :, start:end].clone(), v[:, :, start:end].clone()
+        output, weights = softmax_attention(q[:, :, i : i + 1].clone(), *seen, scale=scale, window=None)
+        outputs.append(output)
+        if i >= n - rows:
+            kept.append(F.pad(weights, (start, keys - end)))
+    return torch.cat(outputs, 2), torch.cat(kept, 2)
 
 
 def ring_span(ring: Tensor, first: int, end: int) -> Tensor:

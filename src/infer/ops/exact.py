@@ -68,9 +68,24 @@ def mode(exact: bool | None) -> Iterator[None]:
         _asked.reset(token)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within, MKL, where torch has it, uses a single one: it would share out even the columns of one row."""
+    threads = torch.get_num_threads()
+    if threads == 1 or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x [T, C]), a row at a time; each in memory of its own, since how it is aligned may matter too."""
-    return torch.cat([function(x[i : i + 1].clone()) for i in range(len(x))]) if len(x) else function(x)
+    with one_thread():
+        return torch.cat([function(x[i : i + 1].clone()) for i in range(len(x))]) if len(x) else function(x)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -149,7 +164,7 @@ def attention_record(heads: int, kv_heads: int, head_dim: int, scale: float) -> 
 def _attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     out = torch.empty_like(q)
     # As in `ops.attention`, without cuDNN, and without the kernel for many queries.
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+    with one_thread(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         for row in range(q.shape[0]):
             for i in range(q.shape[2]):
                 end = k.shape[2] - q.shape[2] + i + 1
