@@ -20,7 +20,7 @@ MODEL_HELP = "A folder, a .gguf file, nanoGPT's .pt file, a built-in name (see `
 ModelArgument = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 DtypeOption = Annotated[
-    str, typer.Option(help="auto, float32, bfloat16, float16 or float64. On most CPUs float32 is faster than 16 bits.")
+    str, typer.Option(help="What it computes in: auto, float32, bfloat16, float16 or float64. auto: float32 on a CPU.")
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 QuantizeOption = Annotated[

@@ -1,9 +1,10 @@
 """Matrix products and look-ups. Weights are made empty: a checkpoint, or a training script, fills them.
 
-A weight is a parameter, or quantised. Quantised ones multiply in kernels that numba compiles
-(`kernels/cpu_product.py`): on ARM cores with the dot product extension (server and Apple cores since 2019), four to
-five times faster than float32; on x86 and other ARM cores the same code without that instruction, which is tested for
-its results but has not been timed. Without numba they are turned back into floats for each product, which is slow.
+A weight is a parameter, or quantised. Parameters may be of another dtype than the input, which the result has.
+Quantised ones multiply in kernels that numba compiles (`kernels/cpu_product.py`): on ARM cores with the dot product
+extension (server and Apple cores since 2019) four to five times faster than float32, fast on x86 cores with VNNI, and
+elsewhere the same code without such an instruction. Without numba they are turned back into floats for each product,
+which is slow.
 """
 
 from __future__ import annotations
