@@ -257,6 +257,8 @@ class TestSteps:
             decode_step(model, torch.rand(1, 1), make(model))
         with pytest.raises(TypeError, match="flat sequence of token ids"):
             full_attention_matrix(model, torch.zeros(1, 2, dtype=torch.long), trace_layer=0)
+        with pytest.raises(ValueError, match="no token ids"):
+            full_attention_matrix(model, [], trace_layer=0)
 
     def test_a_matrix_beyond_the_context(self, tiny_model: Make) -> None:
         with pytest.raises(ValueError, match="9 tokens exceed the model's context of 8"):

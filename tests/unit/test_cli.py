@@ -591,9 +591,9 @@ class TestCatalogue:
         assert run("generate", "hello", "--max-new-tokens", "2", model="someone/tiny").status == 0
 
     def test_pull_of_nothing(self, run: Run) -> None:
-        assert_refused(
-            run("pull", "nonsense"), f"no model 'nonsense': it is not a path, nor a built-in name ({DEFAULT_MODEL}"
-        )
+        for name in ("nonsense", ""):
+            message = f"no model {name!r}: it is not a path, nor a built-in name ({DEFAULT_MODEL}"
+            assert_refused(run("pull", name), message)
 
     def test_models(self, run: Run, tmp_path: Path, folder: Path) -> None:
         lines = run("models").out.splitlines()

@@ -486,6 +486,19 @@ def test_no_tokens(tiny_model: Callable[..., Decoder], shape: tuple[int, int]) -
         tiny_model()(torch.zeros(shape, dtype=torch.int64))
 
 
+@pytest.mark.parametrize(
+    ("ids", "what"),
+    [
+        (torch.tensor([1, 2]), r"int64 of shape \[2\]"),
+        (torch.ones(1, 2), r"float32 of shape \[1, 2\]"),
+        (torch.ones(1, 2, dtype=torch.uint8), "uint8"),
+    ],
+)
+def test_no_token_ids(tiny_model: Callable[..., Decoder], ids: Tensor, what: str) -> None:
+    with pytest.raises(ValueError, match=rf"whole numbers \[batch, tokens\], not {what}"):
+        tiny_model()(ids)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 class TestSixteenBitsOnTheCPU:
     """torch is slow in them where the CPU has no such instructions: there they are widened."""

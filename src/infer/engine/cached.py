@@ -154,7 +154,7 @@ def full_attention_matrix(
     exact: bool | None = None,
 ) -> Tensor:
     """What every token of the sequence looked at in a layer: weights [1, H, t, t], 0 where a key is not visible."""
-    fed = torch.tensor([token_ids(ids)], device=model_device(model, device))
+    fed = torch.tensor([token_ids(ids)], dtype=torch.int64, device=model_device(model, device))
     _check_ids(model, fed)
     if fed.shape[1] > model.config.max_position_embeddings:
         raise ValueError(f"{fed.shape[1]} tokens exceed the model's context of {model.config.max_position_embeddings}")

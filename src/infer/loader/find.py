@@ -31,7 +31,7 @@ def open_checkpoint(name_or_path: str | Path, *, weights: bool = True) -> Checkp
 
 
 def locate(name: str, *, weights: bool) -> Path:
-    if Path(name).exists():
+    if name and Path(name).exists():
         return Path(name)
     if name in BUILTIN:
         return pull(BUILTIN[name])

@@ -308,6 +308,9 @@ class Decoder(Module):
 
     def run(self, input_ids: Tensor, kv_cache: Cache | None, all_logits: bool) -> Tensor:
         """A forward pass, exact or not."""
+        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+            kind = f"{str(input_ids.dtype).removeprefix('torch.')} of shape {list(input_ids.shape)}"
+            raise ValueError(f"input_ids must be whole numbers [batch, tokens], not {kind}")
         batch, n = input_ids.shape
         if not input_ids.numel():
             raise ValueError(f"there are no tokens in input_ids of shape {list(input_ids.shape)}")
