@@ -10,9 +10,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from infer.cache.sliding import layer_slots
 from infer.config import ModelConfig
-from infer.engine.generate import Model, generate, weight_bytes
+from infer.engine.generate import Model, generate, model_dtype, weight_bytes
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_request
 from infer.engine.result import GenerationResult
@@ -141,7 +143,6 @@ def explain(model: Model, tokenizer: Decodes, prompt_token_ids: Sequence[int], m
         run(2, use_kv_cache)
     trials = [(run(max_new_tokens, True), run(max_new_tokens, False)) for _ in range(TRIALS)]
     cached, whole = trials[0]
-    weights = list(model.parameters())
     return Explanation(
         prompt_token_ids=cached.prompt_token_ids,
         token_ids=cached.token_ids,
@@ -150,7 +151,7 @@ def explain(model: Model, tokenizer: Decodes, prompt_token_ids: Sequence[int], m
         with_cache=_passes([trial[0] for trial in trials], use_kv_cache=True),
         without_cache=_passes([trial[1] for trial in trials], use_kv_cache=False),
         weight_bytes=weight_bytes(model),
-        element_size=weights[0].element_size(),
+        element_size=(model_dtype(model) or torch.float32).itemsize,
         cache_bytes=cached.cache_memory_bytes,
     )
 

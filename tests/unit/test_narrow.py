@@ -1,4 +1,4 @@
-"""Matrices that a checkpoint has in 16 bits, in a model that computes in float32: the same numbers, half the bytes."""
+"""Matrices that a checkpoint has in bfloat16, in a model that computes in float32: the same numbers, half the bytes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ from transformers import PreTrainedModel
 from infer import KVCache, kernels, load_model
 from infer.bench import BenchConfig
 from infer.bench import run as run_bench
+from infer.explain import explain
 from infer.loader import load as loader
 from infer.loader.describe import describe
 from infer.models.common import Decoder
 from infer.ops import compiled, linear
 from infer.ops.linear import FEW_ROWS, Linear
-
-NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 pytestmark = pytest.mark.skipif(not kernels.has_cpu(), reason="needs numba")
 _one_thread = pytest.fixture(autouse=True)(single_threaded)
@@ -51,16 +50,15 @@ def _no_gradients() -> Iterator[None]:
         yield
 
 
-def rounded(family: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
-    """transformers' model in float32, whose weights 16 bits can hold."""
+def rounded(family: str, **changes: Any) -> PreTrainedModel:
+    """transformers' model in float32, whose weights bfloat16 can hold."""
     model = reference_model(family, **changes)
     for weight in model.parameters():
-        weight.copy_(weight.to(dtype))
+        weight.copy_(weight.bfloat16())
     return model
 
 
-def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> Path:
-    """In these 16 bits."""
+def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     return save_folder(copy.deepcopy(model).to(dtype), folder)
 
 
@@ -74,7 +72,7 @@ def others(model: Decoder) -> list[Tensor]:
     return [weight for weight in model.parameters() if id(weight) not in kept]
 
 
-def check_narrow(model: Decoder, dtype: torch.dtype) -> None:
+def check_narrow(model: Decoder, dtype: torch.dtype = torch.bfloat16) -> None:
     assert model.dtype is torch.float32
     assert {weight.dtype for weight in matrices(model)} == {dtype}
     assert {weight.dtype for weight in others(model)} == {torch.float32}
@@ -87,20 +85,18 @@ def widened(path: Path) -> Decoder:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", NARROW)
-def test_as_transformers_in_float32(family: str, name: str, tmp_path: Path) -> None:
-    reference = rounded(family, NARROW[name], tie_word_embeddings=family == "gemma3")
-    model = load(save(reference, tmp_path, NARROW[name]))
-    check_narrow(model, NARROW[name])
+def test_as_transformers_in_float32(family: str, tmp_path: Path) -> None:
+    reference = rounded(family, tie_word_embeddings=family == "gemma3")
+    model = load(save(reference, tmp_path))
+    check_narrow(model)
     check_every_way(reference, model, 60, [1, 7, 60])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("exact", [False, True])
-def test_bit_for_bit_what_widened_weights_give(family: str, name: str, exact: bool, tmp_path: Path) -> None:
+def test_bit_for_bit_what_widened_weights_give(family: str, exact: bool, tmp_path: Path) -> None:
     """Through the kernels, as a decode step goes; in exact mode all else too."""
-    path = save(rounded(family, NARROW[name]), tmp_path, NARROW[name])
+    path = save(rounded(family), tmp_path)
     ids = random_ids(2, 40)
     found = []
     for model in (load(path), widened(path)):
@@ -115,26 +111,25 @@ def test_bit_for_bit_what_widened_weights_give(family: str, name: str, exact: bo
 @pytest.mark.parametrize("quant", [Quant.F16, Quant.BF16])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_gguf(family: str, quant: Quant, tmp_path: Path) -> None:
-    dtype = torch.float16 if quant is Quant.F16 else torch.bfloat16
-    reference = rounded(family, dtype)
+    reference = rounded(family)
     model = load(save_gguf(reference, tmp_path / "model.gguf", quant))
-    check_narrow(model, dtype)
+    check_narrow(model, torch.bfloat16 if quant is Quant.BF16 else torch.float32)
     ids = random_ids()
     assert difference(model(ids), reference(ids).logits) <= 2e-5
 
 
 def test_nanogpt(tmp_path: Path) -> None:
     own = {"tie_word_embeddings": True, "n_inner": None, "activation_function": "gelu", "layer_norm_epsilon": 1e-5}
-    reference = rounded("gpt2", torch.bfloat16, **own)
+    reference = rounded("gpt2", **own)
     weights = nanogpt_weights(copy.deepcopy(reference).bfloat16())
     model = load(save_nanogpt(reference, tmp_path / "ckpt.pt", model=weights))
-    check_narrow(model, torch.bfloat16)
+    check_narrow(model)
     ids = random_ids()
     assert difference(model(ids), reference(ids).logits) <= 2e-5
 
 
 def test_what_is_stacked_of_several_dtypes_is_widened(tmp_path: Path) -> None:
-    path = save(rounded("llama", torch.bfloat16), tmp_path, torch.bfloat16)
+    path = save(rounded("llama"), tmp_path)
     stored = load_file(path / "model.safetensors")
     names = [name for name in stored if "k_proj" in name or "gate_proj" in name]
     stored |= {name: stored[name].half() if "k_proj" in name else stored[name].float() for name in names}
@@ -164,6 +159,31 @@ def test_products(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     assert difference(product(x, residual.clone()).double(), expected + residual) <= 1e-5
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_other_shapes(grad: bool) -> None:
+    """As torch takes them, in grad mode too, where no gradient is asked for."""
+    product = Linear(24, 37)
+    product.weight = torch.nn.Parameter(torch.randn(37, 24).bfloat16(), requires_grad=False)
+    for shape in ((24,), (2, 40, 24), (40, 2, 24), (2, 1, 3, 24)):
+        x = torch.randn(shape)
+        expected = torch.nn.functional.linear(x, product.weight.float())
+        with torch.inference_mode(not grad):
+            assert difference(product(x), expected) <= 1e-5
+            assert difference(product(x, expected.clone()), 2 * expected) <= 1e-5
+
+
+def test_another_dtype_at_the_same_address(tmp_path: Path) -> None:
+    model, ids = load(save(rounded("llama"), tmp_path)), random_ids(1, 1)
+
+    def step() -> Tensor:
+        return model(ids, KVCache.from_model_config(model.config, 1, dtype="float32", device="cpu"))
+
+    expected = step()
+    weight = model.lm_head.weight
+    weight.data = weight.data.view(torch.float16).copy_(weight.data.half())
+    assert difference(step(), expected) <= 1e-2
+
+
 def test_gradients() -> None:
     with torch.inference_mode(False), torch.enable_grad():
         product = Linear(24, 37)
@@ -177,7 +197,7 @@ def test_gradients() -> None:
 class TestWithoutKernels:
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:
-        return save(rounded("llama", torch.bfloat16), tmp_path / "model", torch.bfloat16)
+        return save(rounded("llama"), tmp_path / "model")
 
     def check_wide(self, path: Path) -> None:
         model = load(path)
@@ -212,8 +232,12 @@ class TestWithoutKernels:
         assert difference(logits_in_chunks(model, ids, cache, 1), expected) <= 1e-4
 
 
+def test_float16_is_widened(tmp_path: Path) -> None:
+    check_narrow(load(save(rounded("llama"), tmp_path, torch.float16)), torch.float32)
+
+
 def test_other_dtypes_are_what_they_were(tmp_path: Path) -> None:
-    path = save(rounded("llama", torch.bfloat16), tmp_path, torch.bfloat16)
+    path = save(rounded("llama"), tmp_path)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         model, _ = load_model(path, dtype=dtype, device="cpu")
         assert {weight.dtype for weight in model.parameters()} == {dtype}
@@ -222,7 +246,7 @@ def test_other_dtypes_are_what_they_were(tmp_path: Path) -> None:
 class TestFigures:
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:
-        return save(rounded("llama", torch.bfloat16), tmp_path, torch.bfloat16)
+        return save(rounded("llama"), tmp_path)
 
     def test_info(self, path: Path) -> None:
         described = describe(str(path), device="cpu")
@@ -243,6 +267,21 @@ class TestFigures:
         config.pop("dtype")
         (path / "config.json").write_text(json.dumps(config | {key: "bfloat16"}))
         assert describe(str(path), device="cpu").weight_bytes == expected
+
+    @pytest.mark.parametrize("contents", [b"version https://git-lfs.github.com/spec/v1", b""])
+    def test_info_where_weights_cannot_be_read(self, path: Path, contents: bytes) -> None:
+        expected = describe(str(path), device="cpu").weight_bytes
+        (path / "model.safetensors").write_bytes(contents)
+        assert describe(str(path), device="cpu").weight_bytes == expected
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"dtype": ["bfloat16"]}))
+        assert describe(str(path), device="cpu").weights == "float32"
+
+    def test_explain(self, path: Path) -> None:
+        model = load(path)
+        explained = explain(model, _Letters(), [3, 4, 5], 3)
+        assert explained.element_size == 4
+        assert explained.cache_bytes == explained.positions * model.config.cache_bytes_per_token(4)
 
     def test_bench(self, path: Path) -> None:
         model = load(path)

@@ -375,9 +375,10 @@ def vnni(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
     """What x86's instruction does, by others: of its factors the first is unsigned."""
     from llvmlite import ir
 
-    from infer.kernels.cpu_simd import INT32, INT32X4
+    from infer.kernels.cpu_simd import INT8X16, INT32, INT32X4
 
     wide = ir.VectorType(INT32, 16)
+    weights, x = builder.bitcast(weights, INT8X16), builder.bitcast(x, INT8X16)
     products = builder.mul(builder.zext(weights, wide), builder.sext(x, wide))
     for i in range(4):
         lanes = ir.Constant(INT32X4, list(range(i, 16, 4)))
@@ -402,7 +403,7 @@ def generic(request: pytest.FixtureRequest) -> Any:
         spec.loader.exec_module(module)
         for made in (weight(4, 32, 4), weight(4, 32, 8)):  # compiles
             generic_product(module, made, randn(1, 32))
-        yield module
+    return module
 
 
 def generic_product(module: Any, made: QuantizedWeight, x: Tensor) -> Tensor:
@@ -423,6 +424,32 @@ def test_other_cores(rows: int, columns: int, count: int, bits: int, generic: An
     made.packed[:, :, :16] = 0x80
     x[:, ::2] = x.abs().max()
     assert torch.equal(generic_product(generic, made, x), made(x))
+
+
+@needs_kernels
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("core", ["cascadelake", "alderlake"])
+def test_the_instruction_of_x86(core: str, signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That LLVM knows it by the name and the types it is called by."""
+    from llvmlite import binding, ir
+
+    from infer.kernels import cpu_simd as simd
+
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    try:
+        target = binding.Target.from_triple("x86_64-unknown-linux-gnu")
+    except RuntimeError:
+        pytest.skip("this LLVM has no x86")
+    monkeypatch.setattr(simd, "DOT_PRODUCT", simd.VNNI)
+    module = ir.Module()
+    function = ir.Function(module, ir.FunctionType(simd.INT32X4, [simd.INT32X4, simd.INT8X16, simd.INT8X16]), "dot")
+    builder = ir.IRBuilder(function.append_basic_block())
+    builder.ret(simd._dot_quads(builder, *function.args, signed))
+    parsed = binding.parse_assembly(str(module))
+    parsed.verify()
+    code = target.create_target_machine(cpu=core, opt=3).emit_assembly(parsed)
+    assert code.count("vpdpbusd") == (2 if signed else 1)
 
 
 # Modules

@@ -219,10 +219,18 @@ def _dot(index: int, signed: bool) -> Callable[..., Any]:
 def _dot_quads(builder: Any, sums: Any, weights: Any, x: Any, signed: bool) -> Any:
     if DOT_PRODUCT is None:
         return builder.add(sums, _dot_in_steps(builder, weights, x))
-    if DOT_PRODUCT == VNNI and signed:  # its first factor is unsigned: 128 are added to it, and taken off again
-        raised = _call(builder, VNNI, INT32X4, sums, builder.xor(weights, _all(INT8X16, -128)), x)
-        return builder.sub(raised, _call(builder, VNNI, INT32X4, _all(INT32X4, 0), _all(INT8X16, -128), x))
-    return _call(builder, DOT_PRODUCT, INT32X4, sums, weights, x)
+    if DOT_PRODUCT == SDOT:
+        return _call(builder, SDOT, INT32X4, sums, weights, x)
+    if not signed:
+        return _vnni(builder, sums, weights, x)
+    # The instruction's first factor is unsigned: 128 are added to it, and taken off again.
+    raised = _vnni(builder, sums, builder.xor(weights, _all(INT8X16, -128)), x)
+    return builder.sub(raised, _vnni(builder, _all(INT32X4, 0), _all(INT8X16, -128), x))
+
+
+def _vnni(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
+    # Of bytes, but before version 21 LLVM calls them words; later ones take both.
+    return _call(builder, VNNI, INT32X4, sums, *(builder.bitcast(factor, INT32X4) for factor in (weights, x)))
 
 
 def _dot_in_steps(builder: Any, x: Any, y: Any) -> Any:

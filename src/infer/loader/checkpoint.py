@@ -39,8 +39,8 @@ class Checkpoint(Protocol):
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The tensor's rows in order, in blocks small enough to be held beside the model."""
 
-    def dtype(self, name: str) -> torch.dtype | None:
-        """bfloat16 or float16 where a tensor is stored in such, float32 for anything else; None: it is not there."""
+    def is_bfloat16(self, name: str) -> bool | None:
+        """Whether a tensor is stored in that; None: it is not there."""
 
     def bits(self, name: str) -> int:
         """4 or 8: so many keep what a quantised tensor is worth. 32: it is none, or is not there."""

@@ -95,11 +95,10 @@ class GGUFFile(Checkpoint):
         else:
             yield from stored
 
-    def dtype(self, name: str) -> torch.dtype | None:
+    def is_bfloat16(self, name: str) -> bool | None:
         if name not in self._stored:
             return None
-        kind = _quantisation(self._tensors[self._stored[name]].type).name
-        return {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
+        return bool(_quantisation(self._tensors[self._stored[name]].type).name == "BF16")
 
     def bits(self, name: str) -> int:
         if name not in self._stored:

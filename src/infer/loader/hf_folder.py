@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -24,13 +23,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TEXT_PREFIX = re.compile(r"^((model|language_model)\.)+")
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
-# As safetensors names them, and as configs do.
-DTYPES: dict[Any, torch.dtype] = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 BLOCK_WEIGHTS = 1 << 20  # read at a time: at most 4 MB
 
 
@@ -41,7 +33,7 @@ class HFFolder(Checkpoint):
         check_supported(str(raw.get("model_type")))
         text = raw.get("text_config")
         settings = raw | text if isinstance(text, dict) else raw
-        self._declared = settings.get("dtype", settings.get("torch_dtype"))
+        self._declared = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
         generation = path / "generation_config.json"
         try:
             self.config = ModelConfig.from_hf(raw, read_json(generation) if generation.exists() else None)
@@ -93,12 +85,12 @@ class HFFolder(Checkpoint):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, (shape, _) in self._headers.items()}
 
-    def dtype(self, name: str) -> torch.dtype | None:
+    def is_bfloat16(self, name: str) -> bool | None:
         try:
             headers = self._headers
-        except FileNotFoundError:  # of a model on the hub, whose small files alone are here
-            return DTYPES.get(self._declared, torch.float32)
-        return DTYPES.get(headers[name][1], torch.float32) if name in headers else None
+        except (FileNotFoundError, ValueError):  # of a model on the hub, whose small files alone are here, or pointers
+            return self._declared == "bfloat16"
+        return headers[name][1] == "BF16" if name in headers else None
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         stored = self._names[name]

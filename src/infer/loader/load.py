@@ -42,7 +42,7 @@ def load_model(
 
     name_or_path: a folder, a GGUF file, nanoGPT's ckpt.pt, a built-in short name, or a hub id. Weights go straight into
     their final form on their final device, so that memory peaks at the model's size plus one tensor.
-    dtype: what it computes in. In float32 on a CPU, matrices that are stored in 16 bits stay so (`model.float()` gives
+    dtype: what it computes in. In float32 on a CPU, matrices that are stored in bfloat16 stay so (`model.float()` gives
     plain float32 weights).
     quantize: "int4" or "int8" keeps the matrices in so many bits (see `loader/widths.py`), on the CPU.
     exact: what it computes is the same, bit for bit, whatever the cache, the chunks and the batch, unless a call asks

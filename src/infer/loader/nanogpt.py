@@ -60,11 +60,8 @@ class NanoGPTFile(Checkpoint):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(self._weights[stored].shape) for name, stored in self._names.items()}
 
-    def dtype(self, name: str) -> torch.dtype | None:
-        if name not in self._names:
-            return None
-        stored = self._weights[self._names[name]].dtype
-        return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
+    def is_bfloat16(self, name: str) -> bool | None:
+        return self._weights[self._names[name]].dtype is torch.bfloat16 if name in self._names else None
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         if self._read >= REOPEN_AFTER and _is_zip(self.path):

@@ -1,7 +1,8 @@
 """How each weight of a model is kept.
 
-In float32 on a CPU, matrices that a checkpoint has in 16 bits stay as they are, where there are kernels: these widen
-them as they multiply, so that a step gives the same numbers and reads half the memory.
+In float32 on a CPU, matrices that a checkpoint has in bfloat16 stay so, where there are kernels: these widen them as
+they multiply, so that a step gives the same numbers and reads half the memory. (float16 takes an instruction that is
+slow on many cores: widening it at each step takes longer than reading twice the bytes.)
 
 Quantised, "int8": all matrices in eight bits. "int4": in four, but the embedding and the head, which touch every
 token, in eight; so too what a GGUF file keeps in five bits or more, because whoever made the file found that it needs
@@ -24,7 +25,6 @@ from infer.ops.quantized import BITS, packed_bytes
 
 # By the name of a parameter: its bits where it is quantised, or a dtype of its own. The rest have the model's dtype.
 Widths = dict[str, int | torch.dtype]
-NARROW = (torch.bfloat16, torch.float16)
 
 
 def resolve_weights(dtype: torch.dtype | str, device: torch.device, quantize: str | None) -> torch.dtype:
@@ -50,9 +50,8 @@ def choose_widths(model: Decoder, checkpoint: Checkpoint, quantize: str | None, 
             continue
         parts = part_names(module, module_name, kind)
         if quantize is None:
-            stored = {dtype for dtype in map(checkpoint.dtype, [name, *parts]) if dtype is not None}
-            if len(stored) == 1 and not stored.isdisjoint(NARROW):
-                widths[name] = stored.pop()
+            if {checkpoint.is_bfloat16(each) for each in [name, *parts]} - {None} == {True}:
+                widths[name] = torch.bfloat16
         elif module is model.embed_tokens or module is model.lm_head:
             widths[name] = 8
         else:
@@ -64,7 +63,7 @@ def choose_widths(model: Decoder, checkpoint: Checkpoint, quantize: str | None, 
 
 
 def may_be_narrow(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernels should multiply with matrices of 16 bits, if they are there once they have been compiled."""
+    """Whether kernels should multiply with matrices of bfloat16, if they are there once they have been compiled."""
     return device.type == "cpu" and dtype is torch.float32 and compiled.expected()
 
 
@@ -87,5 +86,5 @@ def weight_bytes(model: Decoder, widths: Widths, dtype: torch.dtype) -> int:
 
 def form(widths: Widths, quantize: str | None, dtype: torch.dtype) -> str:
     """What most of the weights are kept in, in words."""
-    kept = {width for width in widths.values() if isinstance(width, torch.dtype)} or {dtype}
-    return quantize or " and ".join(sorted(str(each).removeprefix("torch.") for each in kept))
+    kept = torch.bfloat16 if torch.bfloat16 in widths.values() else dtype
+    return quantize or str(kept).removeprefix("torch.")

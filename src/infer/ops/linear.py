@@ -52,10 +52,13 @@ class Linear(Module):
         self.register_parameter("bias", nn.Parameter(torch.zeros(out_features)) if bias else None)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [T, in] -> [T, out]"""
+        """x [T, in] -> [T, out], or any other dimensions in front."""
+        if x.dim() != 2:
+            flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
+            return self(x.reshape(-1, x.shape[-1]), flat).view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
         if isinstance(self.weight, QuantizedWeight):
             out: Tensor = self.weight(x, self.bias)
-        elif exact.wanted() or _is_slow_in_torch(x, self.weight):
+        elif exact.wanted() or _is_slow_in_torch(x, self.weight, self.bias):
             out = exact.linear(x, self.weight, self.bias)
         elif x.dtype is self.weight.dtype:
             out = F.linear(x, self.weight, self.bias)
@@ -65,18 +68,22 @@ class Linear(Module):
         return out if residual is None else out.add_(residual)
 
 
-def _is_slow_in_torch(x: Tensor, weight: Tensor) -> bool:
+def _is_slow_in_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernels, which multiply in float32, are faster on this CPU than torch, or than a widened weight."""
     if x.dtype is weight.dtype:
         slow = x.dtype.itemsize == 2 and not cpu_multiplies(x.dtype)
     else:
         slow = x.dtype is torch.float32 and x.shape[0] <= FEW_ROWS
-    return slow and x.is_cpu and not torch.is_grad_enabled() and kernels.cpu() is not None
+    return slow and x.is_cpu and not _wants_gradient(x, weight, bias) and kernels.cpu() is not None
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product with a weight of another dtype, a part of which is made x's at a time."""
-    if torch.is_grad_enabled():
+    if _wants_gradient(x, weight, bias):
         return F.linear(x, weight.to(x.dtype), bias)
     out = x.new_empty(x.shape[0], weight.shape[0])
     for start in range(0, weight.shape[0], step := max(1, AT_ONCE // weight.shape[1])):

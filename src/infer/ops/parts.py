@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ class Planner(Generic[Plan]):
         self._plan: Plan | None = None
         self._hooks: list[Any] = []
         self._weights: list[Tensor] = []
-        self._places: list[int] = []
+        self._places: list[Any] = []
 
     def __call__(
         self, modules: Callable[[], Sequence[nn.Module] | None], plan: Callable[[], Plan | None]
@@ -68,8 +69,11 @@ class Planner(Generic[Plan]):
         )
 
 
-def _places(weights: Sequence[Tensor]) -> list[int]:
-    return [*map(Tensor.data_ptr, weights), *map(Tensor.numel, weights)]
+def _places(weights: Sequence[Tensor]) -> list[Any]:
+    return [*map(Tensor.data_ptr, weights), *map(Tensor.numel, weights), *map(_dtype, weights)]
+
+
+_dtype = attrgetter("dtype")
 
 
 class EmbeddingParts(NamedTuple):
