@@ -172,6 +172,13 @@ def test_other_shapes(grad: bool) -> None:
             assert difference(product(x, expected.clone()), 2 * expected) <= 1e-5
 
 
+def test_a_hook_hears_of_a_product_once() -> None:
+    product, seen = Linear(24, 37), []
+    product.register_forward_hook(lambda _, inputs, out: seen.append((inputs[0].shape, out.shape)))
+    product(torch.randn(2, 5, 24))
+    assert seen == [((2, 5, 24), (2, 5, 37))]
+
+
 def test_another_dtype_at_the_same_address(tmp_path: Path) -> None:
     model, ids = load(save(rounded("llama"), tmp_path)), random_ids(1, 1)
 

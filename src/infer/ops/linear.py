@@ -55,7 +55,7 @@ class Linear(Module):
         """x [T, in] -> [T, out], or any other dimensions in front."""
         if x.dim() != 2:
             flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
-            return self(x.reshape(-1, x.shape[-1]), flat).view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+            return self.forward(x.reshape(-1, x.shape[-1]), flat).view(*x.shape[:-1], -1)
         if isinstance(self.weight, QuantizedWeight):
             out: Tensor = self.weight(x, self.bias)
         elif exact.wanted() or _is_slow_in_torch(x, self.weight, self.bias):
