@@ -34,13 +34,13 @@ class TracedCache(WrappedCache):
     ) -> Tensor:
         if layer_idx not in self.layers:
             return super().attend(layer_idx, q, k, v, scale=scale, window=window)
-        rows = q.shape[2] if self.all_rows else 1
         attended = None
         if exact.wanted():
             # The output is the inner cache's, bit for bit; storing the same again then changes nothing.
             attended = super().attend(layer_idx, q, k, v, scale=scale, window=window)
-            q = q[:, :, -rows:]
+            q = q if self.all_rows else q[:, :, -1:]
         keys, values = self.update(layer_idx, k, v)
+        rows = q.shape[2] if self.all_rows else 1
         out, weights = softmax_attention(q, keys, values, scale=scale, window=window, rows=rows)
         self.rows[layer_idx] = weights if self.all_rows else weights[:, :, -1]
         return out if attended is None else attended
