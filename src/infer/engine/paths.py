@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from infer.cache import BaseCache, Cache, KVCache, SlidingCache
+from infer.cache.base import resolve_cache_dtype
 from infer.cache.batch import BatchCache
 from infer.cache.sliding import PREFILL_CHUNK
 from infer.cache.traced import TracedCache
@@ -258,7 +259,7 @@ class Runs:
     def rectangle(self, prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
         """All rows in one cache, as far as the shortest goes: the first half in one pass, then token by token."""
         length = min(len(self.texts[i].tokens) for i in prompts)
-        dtype = model_dtype(self.model) or "auto" if self.cache_dtype == "auto" else self.cache_dtype
+        dtype = resolve_cache_dtype(self.cache_dtype, model_dtype(self.model) or torch.float32)
         cache = KVCache.from_model_config(
             self.model.config, length, batch_size=len(prompts), dtype=dtype, device=self.device
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from infer.cache import BaseCache, GrowingCache, KVCache, NoCache, SlidingCache
+from infer.cache.base import resolve_cache_dtype
 from infer.config import ModelConfig
 from infer.engine.batch import generate_batch
 from infer.engine.generate import Model, generate, model_device, model_dtype
@@ -150,7 +151,7 @@ def reference_cache(model: Model, max_seq_len: int, cache_dtype: str) -> BaseCac
 def empty_cache(
     kind: type[BaseCache], model: Model, max_seq_len: int, chunk: int | None, cache_dtype: str = "auto"
 ) -> BaseCache:
-    dtype = model_dtype(model) or "auto" if cache_dtype == "auto" else cache_dtype
+    dtype = resolve_cache_dtype(cache_dtype, model_dtype(model) or torch.float32)
     # A ring as narrow as the chunks allow: it wraps soonest.
     layout: dict[str, Any] = {"prefill_chunk": chunk or 1} if kind is SlidingCache else {}
     return kind.from_model_config(model.config, max_seq_len, dtype=dtype, device=model_device(model), **layout)
