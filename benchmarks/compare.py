@@ -42,7 +42,7 @@ from infer.engine.text import encode_readable
 from infer.loader import open_checkpoint
 from infer.machine import resolve_device, resolve_dtype
 from infer.models.common import Decoder
-from infer.ops import compiled
+from infer.ops import compiled, rowwise
 from infer.ops.attention import attention
 from infer.ops.linear import Linear
 from infer.ops.quantized import BITS, QuantizedWeight
@@ -132,7 +132,7 @@ def attention_alone(model: Decoder, cache: KVCache) -> Callable[[], Any]:
     config, keys = model.config, cache.seq_len + 1
     q = torch.ones(1, config.num_attention_heads, 1, config.computed_head_dim, dtype=model.dtype, device=model.device)
     spans = [(k[:, :, :keys], v[:, :, :keys]) for k, v in zip(cache.k, cache.v, strict=True)]
-    if not compiled.can_attend(q, *spans[0]):
+    if not rowwise.can_attend(q, *spans[0]):
         return lambda: [attention(q, k, v, scale=config.attention_scale, mask=None) for k, v in spans]
     import numba
 

@@ -80,7 +80,7 @@ def captured(model: Decoder, caches: Sequence[Cache]) -> graph.Captured:
     if plan is None:
         raise RuntimeError("there are no kernels for this GPU, or they are switched off")
     tables = [cache.table(model.config, model.norm.weight) for cache in caches]
-    step = graph.Captured(model, plan, len(caches), False, False)
+    step = graph.Captured(model, plan, len(caches), False)
     step.positions.copy_(torch.tensor([cache.seq_len for cache in caches]))
     step.tables.copy_(torch.cat([torch.from_numpy(table) for table in tables], 1))
     step.capture()

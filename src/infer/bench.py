@@ -54,7 +54,6 @@ class BenchConfig:
     use_kv_cache: bool = True
     prefill_chunk: int | None = None
     cache_dtype: str = "auto"  # or "int8"
-    exact: bool = False  # whatever the model was loaded with
 
     def __post_init__(self) -> None:
         check_chunk(self.prefill_chunk)
@@ -130,7 +129,6 @@ def run(
             use_kv_cache=config.use_kv_cache,
             prefill_chunk=config.prefill_chunk,
             cache_dtype=config.cache_dtype,
-            exact=config.exact,
         )
 
     for i in range(config.warmup):
@@ -235,7 +233,7 @@ def _section(result: BenchResult) -> list[str]:
     peak = "unknown" if result.peak_memory_bytes is None else _megabytes(result.peak_memory_bytes)
     chunks = "" if config.prefill_chunk is None else f", prefilled in chunks of {config.prefill_chunk}"
     return [
-        _row("Dtype", _digits(result) + (", exact" if config.exact else "")),
+        _row("Dtype", _digits(result)),
         _row("KV cache", cache),
         _row("Tokens", f"{config.prompt_tokens} prompt + {config.new_tokens} new{chunks}"),
         _row("Trials", f"{config.trials} after {config.warmup} to warm up"),

@@ -76,7 +76,7 @@ class Letters:
 def no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, too, the reference is what the modules compute."""
     monkeypatch.setattr(compiled, "available", lambda *_: False)
-    monkeypatch.setattr(compiled, "can_attend", lambda *_: False)
+    monkeypatch.setattr("infer.ops.rowwise.can_attend", lambda *_: False)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":  # what is compiled must not change
         monkeypatch.setattr(kernels.gpu_modules().exact, "FOLDED", triton.language.constexpr(2))
     monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
-    monkeypatch.setattr("infer.ops.compiled.can_attend", lambda *_: False)
+    monkeypatch.setattr("infer.ops.rowwise.can_attend", lambda *_: False)
 
 
 @pytest.fixture(autouse=True)

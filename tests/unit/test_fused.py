@@ -54,7 +54,7 @@ EVERY_BATCH = pytest.mark.parametrize(
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is what the modules compute, on a CPU too."""
     monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
-    monkeypatch.setattr("infer.ops.compiled.can_attend", lambda *_: False)
+    monkeypatch.setattr("infer.ops.rowwise.can_attend", lambda *_: False)
     monkeypatch.setattr("infer.ops.fused.available", lambda *_: False)
     share_keys(monkeypatch, 8)  # the interpreter takes long for more
 

@@ -89,7 +89,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[graph.Captured]:
     monkeypatch.setattr(gpu_attention, "shape", lambda *_: gpu_attention.Shape(64, 3, 4, 8))
     monkeypatch.setattr(gpu_product, "_rows_and_warps", lambda *_: (64, 1))
     monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
-    monkeypatch.setattr("infer.ops.compiled.can_attend", lambda *_: False)
+    monkeypatch.setattr("infer.ops.rowwise.can_attend", lambda *_: False)
     steps: list[graph.Captured] = []
     make = graph.Captured.__init__
 
@@ -694,12 +694,11 @@ class Recorded:
 
 
 @pytest.mark.usefixtures("made")
-@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [{}, {"head_dim": 64}, {"head_dim": 128}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_compiled_serves_any_number_of_rows(
-    family: str, sizes: dict[str, int], dtype: torch.dtype, exact: bool, small: Make, monkeypatch: pytest.MonkeyPatch
+    family: str, sizes: dict[str, int], dtype: torch.dtype, small: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_attention, "shape", ATTENTION_SHAPE)
     model = small(family, **sizes).to(dtype)
@@ -710,18 +709,17 @@ def test_what_is_compiled_serves_any_number_of_rows(
         found: set[Any] = set()
         with monkeypatch.context() as patch:
             patch.setattr("infer.kernels.gpu_modules", lambda: Recorded(found))
-            graph.Captured(model, plan, rows, samples, exact).run()
+            graph.Captured(model, plan, rows, samples).run()
         return found
 
-    compiled = exact_gpu.ROWS_COMPILED if exact else fused.ROWS_COMPILED
+    compiled = exact_gpu.ROWS_COMPILED
     known = set().union(*(kinds(rows, samples=rows == 1) for rows in compiled))
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
         assert kinds(rows, samples=False) <= known
         assert kinds(rows, samples=True) <= known
-    if exact or dtype is not torch.float32:  # which has no kernel of its own for eight
-        for vain in compiled:
-            others = (kinds(rows, samples=rows == 1) for rows in compiled if rows != vain)
-            assert not known <= set().union(*others), vain
+    for vain in compiled:
+        others = (kinds(rows, samples=rows == 1) for rows in compiled if rows != vain)
+        assert not known <= set().union(*others), vain
 
 
 @pytest.mark.parametrize("dtype", fused.DTYPES, ids=str)

@@ -18,7 +18,7 @@ from torch import Tensor
 from infer.cache.int8 import decode, encode, width
 from infer.config import ModelConfig
 from infer.machine import available_memory, resolve_device, resolve_dtype
-from infer.ops import exact
+from infer.ops import rowwise
 from infer.ops.attention import Masks, span_attention
 
 CACHE_DTYPES = ("auto", "int8")  # auto: the model's own
@@ -142,7 +142,7 @@ class BaseCache(ABC):
     ) -> Tensor:
         """Store k and v, then attend from q [B, Hq, n, D] to every key the rule makes visible."""
         keys, values = self._store(layer_idx, k, v)
-        if self.quantized and not exact.reads_codes(q):
+        if self.quantized and not rowwise.takes(q):
             seen = keys.shape[2] if window is None else min(keys.shape[2], window + q.shape[2] - 1)
             keys, values = decode(keys[:, :, -seen:], k.dtype), decode(values[:, :, -seen:], v.dtype)
         end = self.seq_len + q.shape[2]

@@ -1,4 +1,4 @@
-"""A cache that shows where attention looks, and changes nothing else."""
+"""A cache that shows where attention looks, and changes nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from torch import Tensor
 
 from infer.cache.base import Cache
 from infer.cache.wrapped import WrappedCache
-from infer.ops import exact
 from infer.ops.attention import softmax_attention
 
 
 class TracedCache(WrappedCache):
-    """Attends with a softmax in plain sight, and keeps the rows that it used.
+    """Attends as the cache inside does, and keeps the weights that a softmax in plain torch gives the same keys.
 
     rows: of the last pass, by traced layer, [B, Hq, keys] of its last query, or with all_rows [B, Hq, n, keys] of
     every query. The keys are those of the last positions: a window layer may have fewer than there are positions.
@@ -34,13 +33,9 @@ class TracedCache(WrappedCache):
     ) -> Tensor:
         if layer_idx not in self.layers:
             return super().attend(layer_idx, q, k, v, scale=scale, window=window)
-        attended = None
-        if exact.wanted():
-            # The output is the inner cache's, bit for bit; storing the same again then changes nothing.
-            attended = super().attend(layer_idx, q, k, v, scale=scale, window=window)
-            q = q if self.all_rows else q[:, :, -1:]
-        keys, values = self.update(layer_idx, k, v)
-        rows = q.shape[2] if self.all_rows else 1
-        out, weights = softmax_attention(q, keys, values, scale=scale, window=window, rows=rows)
+        out = super().attend(layer_idx, q, k, v, scale=scale, window=window)
+        keys, values = self.update(layer_idx, k, v)  # stores the same again, which changes nothing
+        q = q if self.all_rows else q[:, :, -1:]
+        _, weights = softmax_attention(q, keys, values, scale=scale, window=window, rows=q.shape[2])
         self.rows[layer_idx] = weights if self.all_rows else weights[:, :, -1]
-        return out if attended is None else attended
+        return out

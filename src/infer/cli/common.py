@@ -37,13 +37,6 @@ ThreadsOption = Annotated[
         help="Threads to compute on, on a CPU.", show_default="OMP_NUM_THREADS, or as many as there are cores for it"
     ),
 ]
-ExactOption = Annotated[
-    bool,
-    typer.Option(
-        "--exact",
-        help="The same bits whatever the cache, the chunks, the batch and the threads: see docs/exactness.md.",
-    ),
-]
 CACHE_DTYPES = ("auto", "int8")
 CacheDtypeOption = Annotated[
     str,
@@ -107,7 +100,6 @@ class Loading:
     device: DeviceOption = "auto"
     quantize: QuantizeOption = None
     threads: ThreadsOption = None
-    exact: ExactOption = False
 
     def __post_init__(self) -> None:
         if self.quantize not in (None, "int4", "int8"):  # before a model is fetched
@@ -119,7 +111,7 @@ class Loading:
 
         if self.threads is not None:
             use_threads(self.threads)
-        return load_model(model, dtype=self.dtype, device=self.device, quantize=self.quantize, exact=self.exact)[0]
+        return load_model(model, dtype=self.dtype, device=self.device, quantize=self.quantize)[0]
 
 
 def loading_options(command: Callable[..., None]) -> Callable[..., None]:

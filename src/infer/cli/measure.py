@@ -56,11 +56,7 @@ def bench(
     kinds = [(kv_cache, prefill_chunk, cache_dtype)]
     if compare:
         kinds = [(True, prefill_chunk, cache_dtype), (False, None, "auto")]
-    configs = [
-        bencher.BenchConfig(prompt, new, trials, warmup, *kind, exact=loading.exact)
-        for prompt, new in lengths
-        for kind in kinds
-    ]
+    configs = [bencher.BenchConfig(prompt, new, trials, warmup, *kind) for prompt, new in lengths for kind in kinds]
     if plot is not None:
         bencher.check_plot()
     for path in (plot, report):

@@ -16,7 +16,7 @@ from infer.cache.base import Cache, NoCache
 from infer.cache.batch import BatchCache
 from infer.cache.debug import debugged
 from infer.engine import graph
-from infer.engine.generate import Model, check_cache_dtype, check_mode, is_exact, make_cache, model_device, step
+from infer.engine.generate import Model, check_cache_dtype, check_mode, make_cache, model_device, step
 from infer.engine.params import SamplingParams
 from infer.engine.request import NoToken, Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
@@ -35,11 +35,10 @@ def generate_batch(
     prefill_chunk: int | None = None,
     on_full: str = "error",
     cache_dtype: str = "auto",
-    exact: bool | None = None,
 ) -> list[GenerationResult]:
     """Generate from all prompts (token ids), in their order.
 
-    params: one for all, or one each. on_full, cache_dtype, exact: as for `stream`.
+    params: one for all, or one each. on_full, cache_dtype: as for `stream`.
     A row's times are those of the steps it took part in.
     """
     device = model_device(model, device)
@@ -64,17 +63,17 @@ def generate_batch(
             cache, chunk = (debugged(NoCache(1, device)), None) if i in full else (caches[i], prefill_chunk)
             fed = torch.tensor([requests[i].tokens[-context:]], device=device)
             with _named(i, NoToken):
-                rows[i].append(requests[i].accept(step(model, cache, fed, chunk, exact)[0], started))
+                rows[i].append(requests[i].accept(step(model, cache, fed, chunk)[0], started))
         together = [i for i in going if i not in alone and requests[i].finish_reason is None]
         chosen = [requests[i] for i in together], [caches[i] for i in together]
-        decoding = graph.decoding(model, *chosen, together, exact=is_exact(model, exact)) if together else None
+        decoding = graph.decoding(model, *chosen, together) if together else None
         if decoding is not None:
             for i, token in _captured_steps(decoding, requests, together):
                 rows[i].append(token)
         elif together:
             started = time.perf_counter()
             fed = torch.tensor([requests[i].tokens[-1:] for i in together], device=device)  # [B, 1]
-            logits = step(model, BatchCache([caches[i] for i in together]), fed, exact=exact)
+            logits = step(model, BatchCache([caches[i] for i in together]), fed)
             for i, row_logits in zip(together, logits, strict=True):
                 with _named(i, NoToken):
                     rows[i].append(requests[i].accept(row_logits, started))

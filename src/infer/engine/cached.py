@@ -24,7 +24,6 @@ from infer.engine.generate import (
     chunks,
     make_cache,
     model_device,
-    passes,
     step,
     steps,
     watched,
@@ -52,13 +51,11 @@ def prefill(
     return_attn_row: bool = False,
     *,
     prefill_chunk: int | None = None,
-    exact: bool | None = None,
 ) -> tuple[Tensor, Cache, AttentionTrace | None]:
     """Fill an empty cache with ids [B, n]. Returns the logits of all positions [B, n, V], the cache, and the trace.
 
     The trace is the attention row [B, H, n] of the last token in trace_layer, if return_attn_row asks for it.
     Chunks bound the memory of the passes, not of those logits: for a long prompt, `step` returns the last ones alone.
-    exact: here and below, as for `stream`.
     """
     check_chunk(prefill_chunk)
     check_keeps(not isinstance(cache, NoCache), prefill_chunk)
@@ -68,8 +65,7 @@ def prefill(
     if isinstance(ids, Tensor) and (ids.dim() != 2 or not 0 < ids.shape[1] <= limit):
         raise ValueError(f"a prompt is [batch, 1 to {limit} tokens] for this model and cache, not {list(ids.shape)}")
     held, traced = _traced(model, ids, cache, trace_layer, return_attn_row)
-    with passes(exact):
-        logits = [model(chunk, kv_cache=held, all_logits=True) for chunk in chunks(ids, prefill_chunk)]
+    logits = [model(chunk, kv_cache=held, all_logits=True) for chunk in chunks(ids, prefill_chunk)]
     return torch.cat(logits, dim=1), cache, _trace(traced, trace_layer)
 
 
@@ -80,8 +76,6 @@ def decode_step(
     cache: Cache,
     trace_layer: int | None = None,
     return_attn_row: bool = False,
-    *,
-    exact: bool | None = None,
 ) -> tuple[Tensor, Cache, AttentionTrace | None]:
     """Feed one token of each row [B, 1] behind what the cache holds. Returns its logits [B, 1, V], cache and trace.
 
@@ -93,7 +87,7 @@ def decode_step(
     if cache.seq_len >= limit:
         raise ValueError(f"cache overflow: {cache.seq_len} positions are filled, and there are {limit}")
     held, traced = _traced(model, last_token_ids, cache, trace_layer, return_attn_row)
-    return step(model, held, last_token_ids, exact=exact)[:, None], cache, _trace(traced, trace_layer)
+    return step(model, held, last_token_ids)[:, None], cache, _trace(traced, trace_layer)
 
 
 def generate_ids_cached(
@@ -107,7 +101,6 @@ def generate_ids_cached(
     trace_layer: int | None = None,
     seed: int | None = None,
     cache_dtype: str = "auto",
-    exact: bool | None = None,
 ) -> dict[str, Any]:
     """Sample until eot_token_id, or max_new_tokens. Puts the model into eval mode.
 
@@ -116,9 +109,7 @@ def generate_ids_cached(
     """
     params = SamplingParams(temperature=temperature, top_k=top_k, max_new_tokens=max_new_tokens, seed=seed)
     recorder = _StepDicts(top_k or 50, [] if trace_layer is None else [_layer(model, trace_layer)])
-    ids = _generate_ids(
-        model, prompt_ids, eot_token_id, params, recorder=recorder, cache_dtype=cache_dtype, exact=exact
-    )
+    ids = _generate_ids(model, prompt_ids, eot_token_id, params, recorder=recorder, cache_dtype=cache_dtype)
     return {"ids": ids, "steps": recorder.steps}
 
 
@@ -129,19 +120,18 @@ def generate_ids_greedy_cached(
     max_new_tokens: int,
     eot_token_id: int,
     cache_dtype: str = "auto",
-    exact: bool | None = None,
 ) -> list[int]:
     """Prompt and continuation, always the likeliest token. Puts the model into eval mode."""
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    return _generate_ids(model, prompt_ids, eot_token_id, params, cache_dtype=cache_dtype, exact=exact)
+    return _generate_ids(model, prompt_ids, eot_token_id, params, cache_dtype=cache_dtype)
 
 
 def generate_ids_greedy_full(
-    model: Model, prompt_ids: Sequence[int], *, max_new_tokens: int, eot_token_id: int, exact: bool | None = None
+    model: Model, prompt_ids: Sequence[int], *, max_new_tokens: int, eot_token_id: int
 ) -> list[int]:
     """The same, recomputing the whole sequence at each step: what the cached way must equal."""
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    return _generate_ids(model, prompt_ids, eot_token_id, params, use_kv_cache=False, exact=exact)
+    return _generate_ids(model, prompt_ids, eot_token_id, params, use_kv_cache=False)
 
 
 @torch.no_grad()
@@ -151,7 +141,6 @@ def full_attention_matrix(
     *,
     trace_layer: int,
     device: torch.device | str | None = None,
-    exact: bool | None = None,
 ) -> Tensor:
     """What every token of the sequence looked at in a layer: weights [1, H, t, t], 0 where a key is not visible."""
     fed = torch.tensor([token_ids(ids)], dtype=torch.int64, device=model_device(model, device))
@@ -160,7 +149,7 @@ def full_attention_matrix(
         raise ValueError(f"{fed.shape[1]} tokens exceed the model's context of {model.config.max_position_embeddings}")
     check_mode(model)
     cache = TracedCache(NoCache(1, fed.device), [_layer(model, trace_layer)], all_rows=True)
-    step(model, cache, fed, exact=exact)
+    step(model, cache, fed)
     return cache.rows[trace_layer]
 
 
@@ -196,7 +185,6 @@ def _generate_ids(
     use_kv_cache: bool = True,
     recorder: _StepDicts | None = None,
     cache_dtype: str = "auto",
-    exact: bool | None = None,
 ) -> list[int]:
     if isinstance(model, nn.Module):
         model.eval()
@@ -204,7 +192,7 @@ def _generate_ids(
     cache = make_cache(
         model, request.max_seq_len, model_device(model), use_kv_cache=use_kv_cache, cache_dtype=cache_dtype
     )
-    for _ in steps(Run(model, request, watched(cache, recorder), recorder=recorder, exact=exact)):
+    for _ in steps(Run(model, request, watched(cache, recorder), recorder=recorder)):
         pass
     return request.tokens
 

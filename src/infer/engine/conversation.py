@@ -30,16 +30,14 @@ class Conversation:
         cache: Cache,
         system: str | None = None,
         prefill_chunk: int | None = None,
-        exact: bool | None = None,
     ) -> None:
-        """encode: from messages to the token ids of the prompt; prefill_chunk, exact: as for `stream`."""
+        """encode: from messages to the token ids of the prompt; prefill_chunk: as for `stream`."""
         self.model = model
         self.tokenizer = tokenizer
         self.encode = encode
         self.cache = cache
         self.system = system
         self.prefill_chunk = prefill_chunk
-        self.exact = exact
         check_chunk(prefill_chunk)
         self.reset()
 
@@ -66,7 +64,6 @@ class Conversation:
             params,
             cache=self.cache,
             prefill_chunk=self.prefill_chunk,
-            exact=self.exact,
         )
         self._ids = list(prompt)
         answer = ""

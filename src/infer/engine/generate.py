@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,7 +27,6 @@ from infer.engine.result import GeneratedToken, GenerationResult, collect
 from infer.engine.text import Decodes
 from infer.machine import resolve_device
 from infer.models.common import Decoder
-from infer.ops import exact as exactness
 from infer.trace.record import Trace
 
 
@@ -49,31 +47,14 @@ class Recorder(Protocol):
     def record(self, tokens: Sequence[int], logits: Tensor, cache: TracedCache, time_s: float) -> None: ...
 
 
-def step(
-    model: Model, cache: Cache, tokens: Tensor, prefill_chunk: int | None = None, exact: bool | None = None
-) -> Tensor:
+def step(model: Model, cache: Cache, tokens: Tensor, prefill_chunk: int | None = None) -> Tensor:
     """Feed tokens [B, n] behind what the cache holds; logits [B, V] for the token to follow.
 
     prefill_chunk: in passes of at most so many tokens, which bounds the memory that a long prompt takes.
-    exact: as for `stream`.
     """
-    with passes(exact):
-        for chunk in chunks(tokens, prefill_chunk):
-            logits = model(chunk, kv_cache=cache)
+    for chunk in chunks(tokens, prefill_chunk):
+        logits = model(chunk, kv_cache=cache)
     return logits[:, -1]
-
-
-def passes(exact: bool | None) -> AbstractContextManager[None]:
-    """Within, calls of a model are exact, or are not; None: as the caller, or the loader, was asked.
-
-    Never to be left open across a yield.
-    """
-    return nullcontext() if exact is None else exactness.mode(exact)
-
-
-def is_exact(model: Model, exact: bool | None) -> bool:
-    """Whether a run is: as was asked for, or else as the model was loaded."""
-    return exactness.resolve(isinstance(model, Decoder) and model.exact) if exact is None else exact
 
 
 def stream(
@@ -89,7 +70,6 @@ def stream(
     on_full: str = "error",
     trace: Trace | None = None,
     cache_dtype: str = "auto",
-    exact: bool | None = None,
 ) -> Iterator[GeneratedToken]:
     """Generate token by token. What cannot be generated is refused here, before the first token is asked for.
 
@@ -101,8 +81,6 @@ def stream(
     are used up, feed the last ones that fit anew at each step, which no cache can help with.
     trace: records every step.
     cache_dtype: "int8" keeps keys and values in 8 bits, half of what bfloat16 takes. "auto": in the model's dtype.
-    exact: the same bits whatever the cache, the chunks and the batch (`docs/exactness.md`). None: as the model was
-    loaded.
     """
     return steps(
         _prepare(
@@ -117,7 +95,6 @@ def stream(
             on_full=on_full,
             trace=trace,
             cache_dtype=cache_dtype,
-            exact=exact,
         )
     )
 
@@ -135,7 +112,6 @@ def generate(
     on_full: str = "error",
     trace: Trace | None = None,
     cache_dtype: str = "auto",
-    exact: bool | None = None,
 ) -> GenerationResult:
     """Generate to the end and return it all. The arguments are those of `stream`."""
     run = _prepare(
@@ -150,7 +126,6 @@ def generate(
         on_full=on_full,
         trace=trace,
         cache_dtype=cache_dtype,
-        exact=exact,
     )
     return collect(run.request.prompt, list(steps(run)), run.cache.memory_bytes)
 
@@ -163,13 +138,12 @@ class Run(NamedTuple):
     cache: Cache  # watched
     prefill_chunk: int | None = None
     recorder: Recorder | None = None
-    exact: bool | None = None
 
 
 @torch.inference_mode()
 def steps(run: Run) -> Iterator[GeneratedToken]:
     """Run it token by token."""
-    model, request, cache, prefill_chunk, recorder, exact = run
+    model, request, cache, prefill_chunk, recorder = run
     device = model_device(model)
     context = model.config.max_position_embeddings
     room = min(context, cache.capacity)
@@ -178,7 +152,7 @@ def steps(run: Run) -> Iterator[GeneratedToken]:
         started = time.perf_counter()
         if not asked and cache.seq_len == len(request.tokens) - 1 < room:
             asked = True
-            decoding = graph.decoding(model, [request], [cache], exact=is_exact(model, exact))
+            decoding = graph.decoding(model, [request], [cache])
             if decoding is not None:
                 yield from captured_steps(request, decoding)
                 continue
@@ -187,7 +161,7 @@ def steps(run: Run) -> Iterator[GeneratedToken]:
             cache, prefill_chunk, room = watched(NoCache(1, device), recorder), None, sys.maxsize
         # With a cache that is the prompt, then each new token alone; NoCache holds nothing, so everything.
         fed = torch.tensor([request.tokens[cache.seq_len :][-context:]], device=device)
-        logits = step(model, cache, fed, prefill_chunk, exact)[0]
+        logits = step(model, cache, fed, prefill_chunk)[0]
         token = request.accept(logits, started)
         if isinstance(cache, TracedCache) and recorder is not None:
             recorder.record(request.tokens, logits, cache, token.time_s)
@@ -224,7 +198,6 @@ def _prepare(
     on_full: str,
     trace: Trace | None,
     cache_dtype: str,
-    exact: bool | None,
 ) -> Run:
     """Check everything, then make the cache, unless there is one."""
     device = model_device(model, device)
@@ -254,7 +227,7 @@ def _prepare(
         )
     if trace is not None:
         trace.start(model.config, tokenizer, request.tokens)
-    return Run(model, request, watched(cache, trace), prefill_chunk, trace, exact)
+    return Run(model, request, watched(cache, trace), prefill_chunk, trace)
 
 
 def make_cache(

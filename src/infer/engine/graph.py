@@ -54,12 +54,10 @@ def decoding(
     requests: Sequence[Request],
     caches: Sequence[Cache],
     prompts: Sequence[int] = (0,),
-    *,
-    exact: bool = False,
 ) -> Decoding | None:
     """Requests with one token each to be fed, as rows of a captured step; None where the model must run as it is.
 
-    prompts: their numbers, for errors. exact: whether the run is to be. As it is: not on a GPU that has the kernels,
+    prompts: their numbers, for errors. As it is: not on a GPU that has the kernels,
     with a module that somebody changed or hooked, with a cache that must be asked.
     """
     if not isinstance(model, Decoder) or model.device.type != "cuda" or not _is_plain(model):
@@ -72,7 +70,7 @@ def decoding(
         return None
     from infer.ops.choice import MAX_VOCAB  # which needs Triton
 
-    return Decoding(model, plan, requests, caches, prompts, exact) if config.vocab_size <= MAX_VOCAB else None
+    return Decoding(model, plan, requests, caches, prompts) if config.vocab_size <= MAX_VOCAB else None
 
 
 def _is_plain(model: Decoder) -> bool:
@@ -99,7 +97,7 @@ def _is_greedy(params: SamplingParams) -> bool:
     return params.temperature == 0 and not penalties and not params.logit_bias
 
 
-def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: bool) -> Captured:
+def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool) -> Captured:
     """A captured step that nobody runs at the moment."""
     rows = 1 << (rows - 1).bit_length()
     weights = [(weight.data_ptr(), weight.dtype) for weight in model.parameters()]
@@ -108,11 +106,10 @@ def _take(model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: boo
         # Those of other weights are of no use any more.
         steps[:] = [step for step in steps if step.weights == weights and step.constants == plan.constants]
         for step in steps:
-            found = step.rows, step.samples, step.exact, step.captured, step.busy
-            if found == (rows, samples, exact, _capturing, False):
+            if (step.rows, step.samples, step.captured, step.busy) == (rows, samples, _capturing, False):
                 break
         else:
-            step = Captured(model, plan, rows, samples, exact)
+            step = Captured(model, plan, rows, samples)
             _compile(step, model)
             step.capture()
             step.weights = weights
@@ -125,9 +122,9 @@ def _compile(step: Captured, model: Decoder) -> None:
     """What a step needs; and where that was not on disk, what steps of other rows and settings will."""
 
     def others() -> None:
-        for rows in exact_gpu.ROWS_COMPILED if step.exact else fused.ROWS_COMPILED:
+        for rows in exact_gpu.ROWS_COMPILED:
             # How a token is chosen does not depend on how many are.
-            Captured(model, step.plan, rows, rows == 1, step.exact).run()
+            Captured(model, step.plan, rows, rows == 1).run()
 
     if fused.can_compile_ahead() and fused.compile_ahead(model.device, step.run):
         print("compiling kernels for this GPU: seconds, once for each kind of model", file=sys.stderr, flush=True)
@@ -138,13 +135,12 @@ def _compile(step: Captured, model: Decoder) -> None:
 class Captured:
     """One step of up to `rows` rows, on buffers of its own. It does not keep the model alive."""
 
-    def __init__(self, model: Decoder, plan: fused.Plan, rows: int, samples: bool, exact: bool) -> None:
+    def __init__(self, model: Decoder, plan: fused.Plan, rows: int, samples: bool) -> None:
         """samples: by settings of each row; else all are greedy."""
         from infer.ops.choice import Choice, Greedy
 
         config, device = model.config, model.device
         self.rows, self.samples, self.captured, self.busy = rows, samples, _capturing, False
-        self.exact = exact
         self.weights: list[tuple[int, torch.dtype]] = []  # of the model: where they were
         self.constants = plan.constants
         self.plan, self.embedding = plan, model.embedding_parts()
@@ -178,11 +174,8 @@ class Captured:
         """Kernel by kernel."""
         # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
         fed = fused.begin(self.plan, self.embedding, self.tokens, self.positions, self.moves, self.steps)
-        if self.exact:
-            # Not by fed.turned: a prompt's rotation is of the kernel `turns`, and another might round otherwise.
-            logits = exact_gpu.launch(self.plan, fed.x, self.tables, fed.positions, self._finished)
-        else:
-            logits = fused.launch(self.plan, fed.x, self.tables, fed.positions, fed.turned, self._finished)
+        # Not by fed.turned: a prompt's rotation is of the kernel `turns`, and another might round otherwise.
+        logits = exact_gpu.launch(self.plan, fed.x, self.tables, fed.positions, self._finished)
         self.choice.launch(logits, self.positions, self.tokens, self.sent, self.steps)
 
     def load(self, requests: Sequence[Request], tables: np.ndarray[Any, Any]) -> None:
@@ -253,9 +246,8 @@ class Decoding:
         requests: Sequence[Request],
         caches: Sequence[Cache],
         prompts: Sequence[int],
-        exact: bool,
     ) -> None:
-        self._model, self._plan, self._prompts, self._exact = model, plan, prompts, exact
+        self._model, self._plan, self._prompts = model, plan, prompts
         self._requests, self._caches = list(requests), list(caches)
         self._going = set(range(len(requests)))  # rows that take part in the next step
         self._wanted = set(self._going)  # rows whose tokens are still asked for
@@ -272,7 +264,7 @@ class Decoding:
         for cache in self._caches:
             cache.positions(1)  # refuses what an interrupted pass has left
         samples = any(not _is_greedy(request.params) for request in self._requests)
-        self._step = _take(self._model, self._plan, len(self._requests), samples, self._exact)
+        self._step = _take(self._model, self._plan, len(self._requests), samples)
         try:
             with fused.on(self._model.device):
                 self._step.load(self._requests, np.concatenate([self._table(cache) for cache in self._caches], 1))

@@ -21,7 +21,7 @@ from infer.cache.sliding import PREFILL_CHUNK
 from infer.cache.traced import TracedCache
 from infer.engine.batch import generate_batch
 from infer.engine.cached import generate_ids_greedy_cached
-from infer.engine.generate import Model, make_cache, model_device, model_dtype, passes, step
+from infer.engine.generate import Model, make_cache, model_device, model_dtype, step
 from infer.engine.params import SamplingParams
 from infer.engine.parting import Call, Origin, RecordingCache, bits, first_parting
 from infer.engine.text import Decodes
@@ -93,22 +93,21 @@ def compare(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int = 32,
     *,
-    exact: bool | None = True,
     cache_dtype: str = "auto",
     threads: Sequence[int] = (),
 ) -> Iterator[PathResult]:
     """Every path with all prompts (token ids) and their greedy continuations, against one pass without a cache.
 
-    exact: how to run, as for `stream`. cache_dtype: as for `verify`. threads: other numbers of them to try, on a CPU.
+    cache_dtype: as for `verify`. threads: other numbers of them to try, on a CPU.
     """
     check(model.config, prompts, max_new_tokens)
-    runs = Runs(model, prompts, max_new_tokens, exact, cache_dtype)
+    runs = Runs(model, prompts, max_new_tokens, cache_dtype)
     for path in runs.paths(threads):
         yield runs.compare(path)
     yield runs.chosen("generate", [text.tokens for text in runs.texts])
     if len(prompts) > 1:
         params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-        results = generate_batch(model, tokenizer, prompts, params, cache_dtype=cache_dtype, exact=exact)
+        results = generate_batch(model, tokenizer, prompts, params, cache_dtype=cache_dtype)
         yield runs.chosen("generate_batch", [result.prompt_token_ids + result.token_ids for result in results])
 
 
@@ -120,17 +119,13 @@ def number_of_paths(prompts: Sequence[Sequence[int]], threads: Sequence[int] = (
 class Runs:
     """All prompts, and the ways to run them."""
 
-    def __init__(
-        self, model: Model, prompts: Sequence[Sequence[int]], new: int, exact: bool | None, cache_dtype: str
-    ) -> None:
-        self.model, self.exact, self.cache_dtype = model, exact, cache_dtype
+    def __init__(self, model: Model, prompts: Sequence[Sequence[int]], new: int, cache_dtype: str) -> None:
+        self.model, self.cache_dtype = model, cache_dtype
         self.device = model_device(model)
         never = -1  # no token ends a text
         self.texts = [
             Text(
-                generate_ids_greedy_cached(
-                    model, ids, max_new_tokens=new, eot_token_id=never, cache_dtype=cache_dtype, exact=exact
-                ),
+                generate_ids_greedy_cached(model, ids, max_new_tokens=new, eot_token_id=never, cache_dtype=cache_dtype),
                 len(ids),
             )
             for ids in prompts
@@ -165,7 +160,7 @@ class Runs:
             yield from self._pass(cache, rows, fed, [start] * len(rows))
 
     def _pass(self, cache: Cache, rows: Sequence[int], fed: Tensor, starts: Sequence[int]) -> Iterator[Piece]:
-        with torch.inference_mode(), passes(self.exact):
+        with torch.inference_mode():
             logits = self.model(fed, kv_cache=cache, all_logits=True)
         for i, start, row in zip(rows, starts, logits, strict=True):
             yield Piece(i, start, row)
@@ -231,7 +226,7 @@ class Runs:
                 start, end = cache.seq_len, cache.seq_len + size
                 fed = torch.tensor([self.texts[i].tokens[start:end]], device=self.device)
                 with torch.inference_mode():
-                    logits = step(self.model, cache, fed, exact=self.exact)
+                    logits = step(self.model, cache, fed)
                 yield Piece(i, end - 1, logits)
 
     def traced(self, *, keeps: bool) -> Run:
@@ -301,7 +296,7 @@ class Runs:
                 ):
                     first = found
             if result.difference is None and first is not None:
-                origin = self.origin(path.run, together, first) if self.exact else None
+                origin = self.origin(path.run, together, first)
                 result = replace(result, difference=replace(first, origin=origin))
         return result
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from infer.config import ModelConfig
-from infer.engine.generate import Model, check_mode, make_cache, model_device, passes, step
+from infer.engine.generate import Model, check_mode, make_cache, model_device, step
 from infer.engine.request import token_ids as as_token_ids
 
 CONTEXT = 1024  # tokens of a window, where the model has as many
@@ -99,7 +99,6 @@ def perplexity(
     stride: int | None = None,
     prefix: Sequence[int] = (),
     cache_dtype: str = "auto",
-    exact: bool | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> Perplexity:
     """Score a text: the exponential of the mean negative log-likelihood of its tokens.
@@ -108,7 +107,6 @@ def perplexity(
     stride: by how many tokens a window is further on than the one before; None: half a window.
     prefix: what every window begins with, and is not scored: BOS, for a model that has been trained with it
     (`tokenizer.encode("")`). The text itself is then encoded without it.
-    exact: as for `generate`.
     progress: hears after each window how many tokens have been scored, and their perplexity.
     """
     token_ids, prefix = as_token_ids(token_ids), as_token_ids(prefix)
@@ -124,10 +122,9 @@ def perplexity(
         fed, targets = window[:, :-1], window[0, 1:]
         cache.reset()
         if first > 1:  # logits of what comes before are not needed
-            step(model, cache, fed[:, : first - 1], CHUNK, exact)
+            step(model, cache, fed[:, : first - 1], CHUNK)
         for at in range(first - 1, len(targets), CHUNK):
-            with passes(exact):
-                logits = model(fed[:, at : at + CHUNK], kv_cache=cache, all_logits=True)[0]  # [n, V]
+            logits = model(fed[:, at : at + CHUNK], kv_cache=cache, all_logits=True)[0]  # [n, V]
             losses = cross_entropy(logits.float(), targets[at : at + CHUNK], reduction="none")
             nats += losses.double().sum().item()
         tokens, windows = tokens + end - scored, windows + 1

@@ -36,7 +36,6 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "auto",
     quantize: str | None = None,
-    exact: bool = False,
 ) -> tuple[Decoder, ModelConfig]:
     """Load a model for inference.
 
@@ -45,8 +44,6 @@ def load_model(
     dtype: what it computes in. In float32 on a CPU, matrices that are stored in bfloat16 stay so (`model.float()` gives
     plain float32 weights).
     quantize: "int4" or "int8" keeps the matrices in so many bits (see `loader/widths.py`), on the CPU.
-    exact: what it computes is the same, bit for bit, whatever the cache, the chunks and the batch, unless a call asks
-    otherwise (`docs/exactness.md`).
     """
     device = resolve_device(device)
     if device.type not in ("cpu", "cuda"):
@@ -55,7 +52,6 @@ def load_model(
     checkpoint = open_checkpoint(name_or_path)
     with torch.device("meta"):
         model = build_model(checkpoint.config)
-    model.exact = exact
     shapes = checkpoint.shapes()
     slots = checkpoint_slots(model, shapes)
     check_tensors(checkpoint, shapes, slots)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from infer.cache.base import Cache, NoCache
 from infer.config import ModelConfig
-from infer.ops import compiled, exact, exact_gpu, fused
+from infer.ops import compiled, exact_gpu, fused
 from infer.ops.activation import activated, gated
 from infer.ops.linear import Embedding, FusedLinear, Linear
 from infer.ops.module import Module
@@ -32,17 +32,27 @@ class Pass(NamedTuple):
 
     batch: int
     n: int
-    rope: dict[str, tuple[Tensor, Tensor]]  # cos and sin by layer type; empty where positions are learned
+    positions: Tensor  # [B, n]
+    ropes: dict[str, Rope]  # by layer type; empty where positions are learned
+    made: dict[str, tuple[Tensor, Tensor]]  # what `rope` has returned so far
     cache: Cache
-    compiled: bool = False  # whether ops/compiled.py may take the blocks that it can
-    places: Places | None = None  # where ops/exact_gpu.py may
+    compiled: bool = False  # whether ops/compiled.py runs the blocks that it can
+    gpu: GpuPositions | None = None  # whether ops/exact_gpu.py does, and what it asks for
+
+    def rope(self, layer_type: str) -> tuple[Tensor, Tensor] | None:
+        """cos and sin [B, 1, n, D] for layers of this type; None where positions are learned."""
+        if layer_type not in self.ropes:
+            return None
+        if layer_type not in self.made:
+            self.made[layer_type] = self.ropes[layer_type](self.positions)
+        return self.made[layer_type]
 
 
-class Places(NamedTuple):
-    """Where tokens stand, as the kernels of a GPU take it."""
+class GpuPositions(NamedTuple):
+    """The positions of a pass, in the form that GPU kernels take."""
 
     positions: Tensor  # int32 [T]
-    turned: dict[str, Tensor]  # by layer type, as `Pass.rope`: [T, 2, D]
+    rope_cos_sin: dict[str, Tensor]  # by layer type: [T, 2, D]
 
 
 class Attention(Module):
@@ -73,8 +83,8 @@ class Attention(Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split_with_sizes([self.num_heads, self.num_kv_heads], 1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
-        if step.rope:
-            qk = apply_rope(qk, *step.rope[self.layer_type])
+        if (rope := step.rope(self.layer_type)) is not None:
+            qk = apply_rope(qk, *rope)
         q, k = qk.split_with_sizes([self.num_heads, self.num_kv_heads], 1)
         out = step.cache.attend(self.layer_idx, q, k, v, scale=self.scale, window=self.window)  # [B, Hq, n, D]
         return self.o_proj(out.transpose(1, 2).reshape(x.shape[0], -1), residual)  # type: ignore[no-any-return]
@@ -142,7 +152,7 @@ class Block(Module):
         self.mlp = self.make_mlp(config)
         self.dropout = config.dropout  # of what each half adds, while a model is trained
         self.planner: Planner[compiled.Plan] = Planner(PLAIN, compiled.readable)
-        self.exact_planner: Planner[exact_gpu.BlockPlan] = Planner(PLAIN, fused.readable)
+        self.gpu_planner: Planner[exact_gpu.BlockPlan] = Planner(PLAIN, fused.readable)
 
     @classmethod
     def make_norm(cls, config: ModelConfig) -> Norm:
@@ -157,10 +167,10 @@ class Block(Module):
             plan = self.planner(self.modules_within, self.plan)
             if plan is not None and plan.takes(x):
                 return self.through_kernels(x, step, plan)
-        if step.places is not None:
-            exact_plan = self.exact_planner(self.modules_within, self.plan_exact)
-            if exact_plan is not None and exact_plan.takes(x):
-                return self.through_exact_kernels(x, step, step.places, exact_plan)
+        if step.gpu is not None:
+            gpu_plan = self.gpu_planner(self.modules_within, self.plan_gpu)
+            if gpu_plan is not None and gpu_plan.takes(x):
+                return self.through_gpu_kernels(x, step, step.gpu, gpu_plan)
         return self.plain(x, step)
 
     def plain(self, x: Tensor, step: Pass) -> Tensor:
@@ -223,25 +233,25 @@ class Block(Module):
         parts = self.parts()
         return None if parts is None else compiled.plan_block(parts)
 
-    def plan_exact(self) -> exact_gpu.BlockPlan | None:
+    def plan_gpu(self) -> exact_gpu.BlockPlan | None:
         parts = self.parts()
         return None if parts is None else exact_gpu.plan_block(parts)
 
-    def through_exact_kernels(self, x: Tensor, step: Pass, places: Places, plan: exact_gpu.BlockPlan) -> Tensor:
-        attn = self.self_attn
-        heads = exact_gpu.before_attention(plan, x, places.positions, places.turned.get(attn.layer_type))
-        q, k, v = (each.view(step.batch, step.n, -1, attn.head_dim).transpose(1, 2) for each in heads)
-        out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
-        return exact_gpu.behind_attention(plan, out.transpose(1, 2).reshape(x.shape[0], -1), x)
-
     def through_kernels(self, x: Tensor, step: Pass, plan: compiled.Plan) -> Tensor:
-        """The same through the kernels, in two parts around the cache."""
+        """The same through the CPU's kernels, in two parts around the cache."""
         attn = self.self_attn
-        heads = compiled.before_attention(plan, x, step.rope.get(attn.layer_type))
+        heads = compiled.before_attention(plan, x, step.rope(attn.layer_type))
         heads = heads.view(step.batch, step.n, -1, attn.head_dim).transpose(1, 2)
         q, k, v = heads.split_with_sizes([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], 1)
         out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
         return compiled.behind_attention(plan, out.transpose(1, 2).reshape(x.shape[0], -1), x)
+
+    def through_gpu_kernels(self, x: Tensor, step: Pass, gpu: GpuPositions, plan: exact_gpu.BlockPlan) -> Tensor:
+        attn = self.self_attn
+        heads = exact_gpu.before_attention(plan, x, gpu.positions, gpu.rope_cos_sin.get(attn.layer_type))
+        q, k, v = (each.view(step.batch, step.n, -1, attn.head_dim).transpose(1, 2) for each in heads)
+        out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
+        return exact_gpu.behind_attention(plan, out.transpose(1, 2).reshape(x.shape[0], -1), x)
 
 
 # What the kernels stand for.
@@ -270,7 +280,6 @@ class Decoder(Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.exact = False  # whether passes are, unless somebody asks for the other (see ops/exact.py)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(self.block(config, i) for i in range(config.num_hidden_layers))
         self.norm = self.block.make_norm(config)
@@ -279,7 +288,7 @@ class Decoder(Module):
         self.step_planner: Planner[compiled.Plan] = Planner(PLAIN, compiled.readable)
         self.head_planner: Planner[compiled.Plan] = Planner(PLAIN, compiled.readable)
         self.fused_planner: Planner[fused.Plan] = Planner(PLAIN, fused.readable)
-        self.exact_head_planner: Planner[exact_gpu.HeadPlan] = Planner(PLAIN, fused.readable)
+        self.gpu_head_planner: Planner[exact_gpu.HeadPlan] = Planner(PLAIN, fused.readable)
         self.ropes = {kind: Rope(rope, config.computed_head_dim) for kind, rope in config.ropes().items()}
         self.tie_weights()
 
@@ -293,21 +302,6 @@ class Decoder(Module):
 
         all_logits: of all n positions with a cache too.
         """
-        wanted = exact.resolve(self.exact)
-        if wanted:
-            self.check_exact()
-        with exact.mode(wanted), torch.set_grad_enabled(torch.is_grad_enabled() and not wanted):
-            return self.run(input_ids, kv_cache, all_logits)
-
-    def check_exact(self) -> None:
-        """Refuse to be exact where gradients are asked for, or something is dropped out."""
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in self.parameters()):
-            raise ValueError("exact mode has no gradients: run the model under torch.no_grad() or inference_mode()")
-        if self.training and self.config.dropout:
-            raise ValueError("the model is in training mode, and drops out at random: call model.eval() to be exact")
-
-    def run(self, input_ids: Tensor, kv_cache: Cache | None, all_logits: bool) -> Tensor:
-        """A forward pass, exact or not."""
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             kind = f"{str(input_ids.dtype).removeprefix('torch.')} of shape {list(input_ids.shape)}"
             raise ValueError(f"input_ids must be whole numbers [batch, tokens], not {kind}")
@@ -320,12 +314,11 @@ class Decoder(Module):
         if positions.shape[0] != batch:
             raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {positions.shape[0]}")
         x = self.embed(input_ids.flatten(), positions.flatten()).to(self.dtype)  # [T, C]
-        rope = {kind: rope(positions) for kind, rope in self.ropes.items()}
-        step = Pass(batch, n, rope, cache, compiled.available(x, PLAIN))
+        step = Pass(batch, n, positions, self.ropes, {}, cache, compiled.available(x, PLAIN))
         if n == 1 and (step.compiled or x.is_cuda) and (logits := self.decode(x, step)) is not None:
             cache.advance(1)
             return logits[:, None]
-        step = step._replace(places=self._places(x, positions))
+        step = step._replace(gpu=self._gpu_positions(x, positions))
         for layer in self.layers:
             x = layer(x, step)
         cache.advance(n)
@@ -333,11 +326,12 @@ class Decoder(Module):
             x = x.view(batch, n, -1)[:, -1]  # [B, C]: generation samples from the last position alone
         return self.head(x, step).view(batch, -1, self.config.vocab_size)
 
-    def _places(self, x: Tensor, positions: Tensor) -> Places | None:
-        if not exact.wanted() or not fused.available(x.device, PLAIN):
+    def _gpu_positions(self, x: Tensor, positions: Tensor) -> GpuPositions | None:
+        """None where there are no kernels, or something other than them must run."""
+        if not fused.available(x.device, PLAIN):
             return None
         at = positions.flatten().to(torch.int32)
-        return Places(at, {kind: exact_gpu.turns(rope.inv_freq, at) for kind, rope in self.ropes.items()})
+        return GpuPositions(at, {kind: exact_gpu.turns(rope.inv_freq, at) for kind, rope in self.ropes.items()})
 
     def decode(self, x: Tensor, step: Pass) -> Tensor | None:
         """Logits [B, V] for the next token of each row, in one call; None where the modules or the cache must run."""
@@ -345,15 +339,13 @@ class Decoder(Module):
             fused_plan = self.fused_plan()
             if fused_plan is None or not fused_plan.takes(x) or (tables := step.cache.table(self.config, x)) is None:
                 return None
-            if exact.wanted():
-                return exact_gpu.step(fused_plan, x, tables)
-            return fused.step(fused_plan, x, tables)
+            return exact_gpu.step(fused_plan, x, tables)
         self._look_at_layers()
         plan = self.step_planner(self.modules_within, self.plan)
         if plan is None or not plan.takes(x) or (tables := step.cache.table(self.config, x)) is None:
             return None
-        rows = {kind: compiled.addresses(rope) for kind, rope in step.rope.items()}
-        ropes = np.array([rows.get(kind, (0, 0)) for kind in self.config.layer_types])
+        rows = {kind: compiled.addresses(step.rope(kind)) for kind in dict.fromkeys(self.config.layer_types)}
+        ropes = np.array([rows[kind] for kind in self.config.layer_types])
         return compiled.step(plan, x, ropes, tables)
 
     def _look_at_layers(self) -> None:
@@ -408,13 +400,13 @@ class Decoder(Module):
             plan = self.head_planner(lambda: (self.norm, self.lm_head), self.plan_head)
             if plan is not None and plan.takes(x):
                 return compiled.head(plan, x)
-        if step.places is not None:
-            exact_plan = self.exact_head_planner(lambda: (self.norm, self.lm_head), self.plan_exact_head)
-            if exact_plan is not None and exact_plan.takes(x):
-                return exact_gpu.head(exact_plan, x)
+        if step.gpu is not None:
+            gpu_plan = self.gpu_head_planner(lambda: (self.norm, self.lm_head), self.plan_gpu_head)
+            if gpu_plan is not None and gpu_plan.takes(x):
+                return exact_gpu.head(gpu_plan, x)
         return self.lm_head(self.norm(x))  # type: ignore[no-any-return]
 
-    def plan_exact_head(self) -> exact_gpu.HeadPlan | None:
+    def plan_gpu_head(self) -> exact_gpu.HeadPlan | None:
         head = HeadParts(self.norm, self.lm_head)
         return exact_gpu.plan_head(head) if head.fit() else None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infer.machine import cpu_multiplies
-from infer.ops import compiled, exact, exact_gpu
+from infer.ops import exact_gpu, rowwise
 
 # None: every query sees every key. "causal": query i sees keys 0..i. A tensor: True where visible.
 Mask = Tensor | Literal["causal"] | None
@@ -35,9 +35,10 @@ def span_mask(n: int, keys: int, window: int | None, device: torch.device) -> Ma
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, dropout: float = 0.0) -> Tensor:
-    """q [B, Hq, n, D] over k, v [B, Hkv, S, D] -> [B, Hq, n, D]; each KV head serves Hq/Hkv query heads in place."""
-    if mask is None and not dropout and compiled.can_attend(q, k, v):
-        return compiled.attend(q, k, v, scale)
+    """In plain torch: q [B, Hq, n, D] over k, v [B, Hkv, S, D] -> [B, Hq, n, D].
+
+    Each KV head serves Hq/Hkv query heads in place.
+    """
     if q.is_cuda and q.shape[2] == 1:
         # cuDNN would spend 35 ms on a plan for each number of keys, which is another at every step.
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
@@ -69,11 +70,10 @@ def span_attention(
     masks: those made so far for the pass under way; the layers that follow need the same. dropout: of the weights.
     end: the position behind the last key; S, unless the first keys were left out.
     """
-    if exact.wanted():
-        if exact_gpu.can_attend(q, k, v):
-            end = k.shape[2] if end is None else end
-            return exact_gpu.attend(q, k, v, scale=scale, window=window, end=end)
-        return exact.attend(q, k, v, scale=scale, window=window)
+    if not dropout and rowwise.can_attend(q, k, v):
+        return rowwise.attend(q, k, v, scale=scale, window=window)
+    if not dropout and exact_gpu.can_attend(q, k, v):
+        return exact_gpu.attend(q, k, v, scale=scale, window=window, end=k.shape[2] if end is None else end)
     n, keys = q.shape[2], k.shape[2]
     if n == 1:  # sees all that its window holds
         if window is not None and keys > window:
@@ -114,8 +114,6 @@ def softmax_attention(
 
     In blocks of queries, so that a long prompt takes no matrix of its length squared unless all rows are asked for.
     """
-    if exact.wanted() and (q.shape[2] > 1 or window is not None):
-        return _softmax_one_by_one(q, k, v, scale, window, rows)
     batch, heads, n, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     positions = torch.arange(keys, device=q.device)
@@ -133,23 +131,6 @@ def softmax_attention(
     return torch.cat(outputs, 2).to(q.dtype), torch.cat(kept, 2)
 
 
-def _softmax_one_by_one(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, rows: int
-) -> tuple[Tensor, Tensor]:
-    """The same, of each query with no keys but those that it sees: what others there are must not matter."""
-    n, keys = q.shape[2], k.shape[2]
-    outputs, kept = [], []
-    for i in range(n):
-        end = keys - n + i + 1
-        start = 0 if window is None else max(0, end - window)
-        seen = k[:, :, start:end].clone(), v[:, :, start:end].clone()
-        output, weights = softmax_attention(q[:, :, i : i + 1].clone(), *seen, scale=scale, window=None)
-        outputs.append(output)
-        if i >= n - rows:
-            kept.append(F.pad(weights, (start, keys - end)))
-    return torch.cat(outputs, 2), torch.cat(kept, 2)
-
-
 def ring_span(ring: Tensor, first: int, end: int) -> Tensor:
     """Positions first..end-1 of a ring [B, H, slots, D] in order; position p lies in slot p % slots."""
     slots = ring.shape[2]
@@ -162,11 +143,9 @@ def ring_span(ring: Tensor, first: int, end: int) -> Tensor:
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, first: int, end: int, *, scale: float) -> Tensor:
     """A single query [B, Hq, 1, D] over positions first..end-1 of the rings k, v [B, Hkv, slots, D]."""
-    if exact.wanted():
-        keys, values = ring_span(k, first, end), ring_span(v, first, end)
-        if exact_gpu.can_attend(q, keys, values):
-            return exact_gpu.attend(q, keys, values, scale=scale, window=end - first, end=end)
-        return exact.attend(q, keys, values, scale=scale, window=None)
-    if compiled.can_attend(q, k, v):
-        return compiled.attend(q, k, v, scale, first % k.shape[2], end - first)
-    return attention(q, ring_span(k, first, end), ring_span(v, first, end), scale=scale, mask=None)
+    if rowwise.can_attend(q, k, v):
+        return rowwise.attend_ring(q, k, v, first % k.shape[2], end - first, scale=scale)
+    keys, values = ring_span(k, first, end), ring_span(v, first, end)
+    if exact_gpu.can_attend(q, keys, values):
+        return exact_gpu.attend(q, keys, values, scale=scale, window=end - first, end=end)
+    return attention(q, keys, values, scale=scale, mask=None)

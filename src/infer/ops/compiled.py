@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from infer import kernels
-from infer.ops import exact
-from infer.ops.linear import FEW_ROWS, Linear
+from infer.ops.linear import Linear
 from infer.ops.norm import Norm
 from infer.ops.parts import ACTIVATION_CODES, BlockParts, HeadParts
 from infer.ops.quantized import QuantizedWeight
-from infer.ops.table import Table
+from infer.ops.rowwise import WEIGHT_KINDS
 
 
 def expected() -> bool:
@@ -56,39 +55,31 @@ class Plan(NamedTuple):
     """Modules as the kernels take them."""
 
     record: Any
-    any_rows: bool  # whether the kernels are the faster way for any number of rows
     hidden: int  # C
 
     def takes(self, x: Tensor) -> bool:
-        many = self.any_rows or exact.wanted()
-        return (many or x.shape[0] <= FEW_ROWS) and x.shape[1] == self.hidden and _readable(x)
+        return x.shape[1] == self.hidden and _readable(x)
 
 
 def readable(weight: Tensor) -> bool:
     """Whether the kernels can read such a weight: in float32, packed, or a matrix of 16 bits."""
     return weight.is_cpu and (
-        weight.dtype in (torch.float32, torch.uint8) or (weight.dtype in exact.KINDS and weight.dim() == 2)
+        weight.dtype in (torch.float32, torch.uint8) or (weight.dtype in WEIGHT_KINDS and weight.dim() == 2)
     )
 
 
 def plan_step(blocks: Sequence[BlockParts], head: HeadParts) -> Plan:
-    """Of a whole decode step, whose rows torch would have to attend to one by one."""
+    """Of a whole decode step."""
     record = np.concatenate([block_record(block) for block in blocks]), head_record(*head)
-    return Plan(record, True, head.linear.weight.shape[1])
+    return Plan(record, head.linear.weight.shape[1])
 
 
 def plan_block(parts: BlockParts) -> Plan:
-    return _plan(block_record(parts), parts.linears)
+    return Plan(block_record(parts), parts.qkv.weight.shape[1])
 
 
 def plan_head(parts: HeadParts) -> Plan:
-    return _plan(head_record(*parts), [parts.linear])
-
-
-def _plan(record: Any, linears: Sequence[Linear]) -> Plan:
-    """linears: first the one that takes x."""
-    quantized = all(isinstance(linear.weight, QuantizedWeight) for linear in linears)
-    return Plan(record, quantized, linears[0].weight.shape[1])
+    return Plan(head_record(*parts), parts.linear.weight.shape[1])
 
 
 def block_record(parts: BlockParts) -> np.ndarray[Any, Any]:
@@ -119,7 +110,7 @@ def head_record(norm: Norm | None, linear: Linear) -> np.ndarray[Any, Any]:
 def _weight(linear: Linear) -> tuple[int, ...]:
     if isinstance(linear.weight, QuantizedWeight):
         return linear.weight.record(linear.bias)
-    return exact.KINDS[linear.weight.dtype], linear.weight.data_ptr(), _address(linear.bias), *linear.weight.shape
+    return WEIGHT_KINDS[linear.weight.dtype], linear.weight.data_ptr(), _address(linear.bias), *linear.weight.shape
 
 
 def _norm(norm: Norm) -> tuple[int, int, float, float, bool]:
@@ -165,41 +156,6 @@ def behind_attention(plan: Plan, attended: Tensor, residual: Tensor) -> Tensor:
 def addresses(rope: tuple[Tensor, Tensor] | None) -> tuple[int, int]:
     """Of cos and sin, as the kernels take them."""
     return (0, 0) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
-
-
-def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether q [B, Hq, 1, D] is one query a row, and all lie in memory as `attend` reads them."""
-    batch, _, n, head_dim = q.shape
-    return (
-        n == 1
-        and batch <= FEW_ROWS
-        and k.shape[0] == batch
-        and q.shape[1] % k.shape[1] == 0
-        and k.shape[2] > 0
-        and q.dtype is k.dtype is v.dtype is torch.float32
-        and q.is_cpu
-        and k.is_cpu
-        and v.is_cpu
-        and k.stride()[2:] == (head_dim, 1)
-        and v.stride() == k.stride()
-        and v.shape == k.shape
-        and not torch.is_grad_enabled()
-        and kernels.cpu() is not None
-    )
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int = 0, count: int | None = None) -> Tensor:
-    """q [B, Hq, 1, D] over k, v [B, Hkv, S, D] -> [B, Hq, 1, D]; first and count: over these slots of a ring."""
-    batch, heads, _, head_dim = q.shape
-    out, keys = _empty(batch, heads * head_dim), k.shape[2] if count is None else count
-    kernels.cpu().attend(
-        exact.attention_record(heads, k.shape[1], head_dim, scale),
-        q.reshape(batch, -1).contiguous().numpy(),
-        Table([k], [v]).at(0),
-        np.array([(first, keys)] * batch),
-        out.numpy(),
-    )
-    return out.view(q.shape)
 
 
 def _empty(rows: int, columns: int) -> Tensor:

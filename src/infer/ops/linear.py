@@ -15,13 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infer import kernels
-from infer.machine import cpu_multiplies
-from infer.ops import exact
+from infer.ops import rowwise
 from infer.ops.module import Module
 from infer.ops.quantized import QuantizedWeight
 
-FEW_ROWS = 32  # with more, torch's product in float32 is faster than the kernels
 AT_ONCE = 1 << 22  # weights that are widened: with fewer, torch's products take longer
 
 
@@ -58,8 +55,8 @@ class Linear(Module):
             return self.forward(x.reshape(-1, x.shape[-1]), flat).view(*x.shape[:-1], -1)
         if isinstance(self.weight, QuantizedWeight):
             out: Tensor = self.weight(x, self.bias)
-        elif exact.wanted() or _is_slow_in_torch(x, self.weight, self.bias):
-            out = exact.linear(x, self.weight, self.bias)
+        elif rowwise.can_multiply(x, self.weight, self.bias):
+            out = rowwise.linear(x, self.weight, self.bias)
         elif x.dtype is self.weight.dtype:
             out = F.linear(x, self.weight, self.bias)
         else:
@@ -68,22 +65,9 @@ class Linear(Module):
         return out if residual is None else out.add_(residual)
 
 
-def _is_slow_in_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernels, which multiply in float32, are faster on this CPU than torch, or than a widened weight."""
-    if x.dtype is weight.dtype:
-        slow = x.dtype.itemsize == 2 and not cpu_multiplies(x.dtype)
-    else:
-        slow = x.dtype is torch.float32 and x.shape[0] <= FEW_ROWS
-    return slow and x.is_cpu and not _wants_gradient(x, weight, bias) and kernels.cpu() is not None
-
-
-def _wants_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
 def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product with a weight of another dtype, a part of which is made x's at a time."""
-    if _wants_gradient(x, weight, bias):
+    if rowwise.wants_gradient(x, weight, bias):
         return F.linear(x, weight.to(x.dtype), bias)
     out = x.new_empty(x.shape[0], weight.shape[0])
     for start in range(0, weight.shape[0], step := max(1, AT_ONCE // weight.shape[1])):

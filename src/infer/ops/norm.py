@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infer.ops import exact
+from infer.ops import rowwise
 from infer.ops.module import Module
 
 
@@ -23,7 +23,7 @@ class RMSNorm(Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return exact.norm(x, self, self.plain) if exact.wanted() else self.plain(x)
+        return rowwise.norm(x, self) if _is_rowwise(x, self) else self.plain(x)
 
     def plain(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype is self.weight.dtype and not self.offset:
@@ -54,10 +54,14 @@ class LayerNorm(Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return exact.norm(x, self, self.plain) if exact.wanted() else self.plain(x)
+        return rowwise.norm(x, self) if _is_rowwise(x, self) else self.plain(x)
 
     def plain(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 Norm = RMSNorm | LayerNorm
+
+
+def _is_rowwise(x: Tensor, norm: Norm) -> bool:
+    return norm.weight.shape == x.shape[-1:] and rowwise.takes_narrow(x, norm.weight, norm.bias)

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer import kernels
-from infer.ops import exact
 from infer.ops.module import Module
 
 GROUP, TILE = 32, 4  # columns and rows that lie together: see kernels/cpu_product.py
@@ -197,8 +196,7 @@ class QuantizedWeight(Module):
 
     def _plain(self, x: Tensor, bias: Tensor | None) -> Tensor:
         step = max(1, AT_ONCE // self.columns)
-        multiply = exact.linear if exact.wanted() else F.linear
-        parts = [multiply(x, self.floats(slice(i, i + step)).to(x.dtype), None) for i in range(0, self.rows, step)]
+        parts = [F.linear(x, self.floats(slice(i, i + step)).to(x.dtype)) for i in range(0, self.rows, step)]
         out = torch.cat(parts, -1)
         return out if bias is None else out + bias
 

@@ -12,38 +12,52 @@ import torch
 from torch import Tensor
 
 from infer.config import RopeConfig
-from infer.ops import exact, prompt
+
+COMPUTED_AT_ONCE = 1024  # elements: more might go to several threads, and be computed another way where they meet
 
 
 class Rope:
-    """cos and sin tables for any positions, in float32: bf16 cannot tell position 1000 from 1001."""
+    """cos and sin for any positions, in float32: bf16 cannot tell position 1000 from 1001.
+
+    On a CPU they are looked up in a table, which is computed in pieces that always start at the same positions: how
+    torch computes an element of a tensor may depend on where it lies.
+    """
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         inv_freq = inverse_frequencies(config, head_dim)
         self.inv_freq = torch.cat((inv_freq, inv_freq))  # [D]
         self.sign = torch.cat((-torch.ones_like(inv_freq), torch.ones_like(inv_freq)))
+        self._table = torch.empty(2, 0, head_dim, device="cpu")  # cos and sin of the positions so far
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [B, n] -> cos, sin [B, 1, n, D]; sin carries the sign of rotate-half."""
         if self.inv_freq.device != positions.device:
             self.inv_freq, self.sign = self.inv_freq.to(positions.device), self.sign.to(positions.device)
-        angles = positions[:, None, :, None] * self.inv_freq  # [B, 1, n, D], in float32
-        if exact.wanted() and angles.is_cpu:
-            rows = angles.reshape(-1, angles.shape[-1])
-            cos, sin = (exact.by_rows(function, rows).view(angles.shape) for function in (torch.cos, torch.sin))
-            return cos, sin.mul_(self.sign)
+        if not positions.is_cpu:
+            return self._turned(positions[:, None])
+        if (count := int(positions.max()) + 1) > self._table.shape[1]:
+            self._table = self._extended(count)
+        cos, sin = self._table[:, positions[:, None]]  # each [B, 1, n, D]
+        return cos, sin
+
+    def _turned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[..., None] * self.inv_freq  # in float32
         return angles.cos(), angles.sin().mul_(self.sign)
+
+    def _extended(self, count: int) -> Tensor:
+        """The table with at least so many positions; twice as many as before, so that it seldom grows."""
+        step = max(1, COMPUTED_AT_ONCE // len(self.inv_freq))
+        known = self._table.shape[1]
+        starts = range(known, max(count, 2 * known), step)
+        pieces = [torch.stack(self._turned(torch.arange(start, start + step, device="cpu"))) for start in starts]
+        return torch.cat([self._table, *pieces], 1)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn x [B, H, n, D]: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
-    if prompt.can_rotate(x, cos, sin):
-        return prompt.rotate(x, cos, sin)
     swapped = x.roll(x.shape[-1] // 2, dims=-1)  # (x2, x1)
-    if exact.wanted():  # as kernels do it: whether addcmul rounds the product first depends on where an element lies
-        return (x * cos + swapped * sin).to(x.dtype)
-    turned = torch.addcmul(x * cos, swapped, sin)  # in float32
-    return turned if turned.dtype is x.dtype else turned.to(x.dtype)
+    # Not addcmul: whether it rounds the product before it adds depends on where an element lies.
+    return (x * cos + swapped * sin).to(x.dtype)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
