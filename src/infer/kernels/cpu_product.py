@@ -59,6 +59,7 @@ from infer.kernels.cpu_simd import (
     rounded,
     splat,
     store_as_bytes,
+    store_eight,
     store_floats,
     sum_of_eight,
     times_256,
@@ -66,24 +67,30 @@ from infer.kernels.cpu_simd import (
     to_ints,
     total,
 )
+from infer.kernels.cpu_tile import LANES, PANELS, W_ROWS, X_ROWS, multiply_tile
 
 # kind: bits of a weight, or which 16 of them. at, bias: addresses, or 0.
 WEIGHT = np.dtype([(name, np.int64) for name in ("kind", "at", "bias", "rows", "columns")])
 INT4, INT8, BFLOAT16, FLOAT32, FLOAT16 = 4, 8, 16, 32, 116
-NEAR = 32768  # bytes of x: half of what the smallest cache of most cores holds
+NEAR, FAR = 32768, 262144  # bytes that stay in the first and in the second cache of most cores, with room to spare
+MANY = 64  # rows of x that are worth packing W for
+AT_ONCE = 128 // X_ROWS * X_ROWS  # rows of x in a part of the work
+PARTS = 64  # so many at least, for threads to have about the same
 GROUP, TILE = 32, 4
 INT4_BYTES, INT8_BYTES = 80, 136  # of a group of a tile
 X_BYTES = 2 * GROUP  # of a group of x
 STEPS = 127 * 256 + 127  # of x, from 0 to the largest: so many its codes can count
 
 
-def _float_product(load: Any, load_one: Any, size: int) -> Any:
-    """The product for weights of so many bytes, of which `load` takes eight as floats and `load_one` one."""
+def _row_by_row(load: Any, load_one: Any, size: int) -> Any:
+    """The product of few rows, for weights of so many bytes, of which `load` takes eight as floats and `load_one` one.
+
+    Each row of W is read front to back, the way memory is fastest.
+    """
 
     @njit(forceinline=True)
-    def one_by_one(w: int, x: int, whole: int) -> Any:
-        """The eight sums of a row of W with a row of x."""
-        sums = no_eight()
+    def dot_row(w: int, x: int, columns: int) -> Any:
+        sums, whole = no_eight(), columns // 8 * 8
         many = whole // 32 * 32
         for i in range(0, many, 32):
             at, to = w + i * size, x + i * 4
@@ -93,74 +100,161 @@ def _float_product(load: Any, load_one: Any, size: int) -> Any:
             sums = fused_eight(load(at + 24 * size), load_eight(to + 96), sums)
         for i in range(many, whole, 8):
             sums = fused_eight(load(w + i * size), load_eight(x + i * 4), sums)
-        return sums
-
-    @njit(forceinline=True)
-    def two_by_four(w: int, w_row: int, x: int, x_row: int, whole: int) -> Any:
-        """The same of two rows of W with four of x: as much as the registers hold."""
-        a0, b0, c0, d0 = no_eight(), no_eight(), no_eight(), no_eight()
-        a1, b1, c1, d1 = no_eight(), no_eight(), no_eight(), no_eight()
-        for i in range(0, whole, 8):
-            w0, w1, at = load(w + i * size), load(w + i * size + w_row), x + i * 4
-            u = load_eight(at)
-            a0, a1 = fused_eight(w0, u, a0), fused_eight(w1, u, a1)
-            u = load_eight(at + x_row)
-            b0, b1 = fused_eight(w0, u, b0), fused_eight(w1, u, b1)
-            u = load_eight(at + 2 * x_row)
-            c0, c1 = fused_eight(w0, u, c0), fused_eight(w1, u, c1)
-            u = load_eight(at + 3 * x_row)
-            d0, d1 = fused_eight(w0, u, d0), fused_eight(w1, u, d1)
-        return (a0, b0, c0, d0), (a1, b1, c1, d1)
-
-    @njit(forceinline=True)
-    def finish(sums: Any, w: int, x: int, whole: int, columns: int, bias_at: int) -> Any:
-        """The columns beyond the last eight one by one, then the bias."""
         result = sum_of_eight(sums)
         for i in range(whole, columns):
             result = fused_one(load_one(w + i * size), load_float(x + i * 4), result)
-        return result if bias_at == 0 else result + load_float(bias_at)
+        return result
 
     @njit(parallel=True)
-    def float_product(weight: Any, x: Any, out: Any) -> None:
-        at, bias_at, rows, columns, x_at = weight.at, weight.bias, weight.rows, weight.columns, x.ctypes.data
-        w_row, x_row, whole, bias_size = columns * size, columns * 4, columns // 8 * 8, 4 if weight.bias != 0 else 0
-        if x.shape[0] < 4:  # no tile to fill: the shortest way, since a row of W is soon read
-            for row in prange(rows):
-                w, bias = at + row * w_row, bias_at + row * bias_size
-                for t in range(x.shape[0]):
-                    other = x_at + t * x_row
-                    out[t, row] = finish(one_by_one(w, other, whole), w, other, whole, columns, bias)
-            return
-        near = max(4, NEAR // x_row // 4 * 4)  # rows of x that stay close while rows of W go by
-        part = 32 if x.shape[0] > near else 2  # rows of W that a thread takes: these too are used again, then
-        for first in prange((rows + part - 1) // part):
-            for start in range(0, x.shape[0], near):
-                stop = min(start + near, x.shape[0])
-                for row in range(first * part, min(first * part + part, rows), 2):
-                    pair = min(2, rows - row)
-                    w, bias, t = at + row * w_row, bias_at + row * bias_size, start
-                    while t + 4 <= stop:
-                        four = x_at + t * x_row
-                        tile = two_by_four(w, w_row if pair == 2 else 0, four, x_row, whole)
-                        for j in range(pair):
-                            for i in range(4):
-                                one, other = w + j * w_row, four + i * x_row
-                                out[t + i, row + j] = finish(
-                                    tile[j][i], one, other, whole, columns, bias + j * bias_size
-                                )
-                        t += 4
-                    for j in range(pair):
-                        for i in range(t, stop):
-                            one, other = w + j * w_row, x_at + i * x_row
-                            sums = one_by_one(one, other, whole)
-                            out[i, row + j] = finish(sums, one, other, whole, columns, bias + j * bias_size)
+    def row_by_row(weight: Any, x: Any, out: Any) -> None:
+        at, bias_at, columns, x_at = weight.at, weight.bias, weight.columns, x.ctypes.data
+        for row in prange(weight.rows):
+            for t in range(x.shape[0]):
+                result = dot_row(at + row * columns * size, x_at + t * columns * 4, columns)
+                out[t, row] = result if bias_at == 0 else result + load_float(bias_at + row * 4)
 
-    return float_product
+    return row_by_row
 
 
-_float32_product = _float_product(load_eight, load_float, 4)
-_bfloat16_product = _float_product(load_eight_bfloats, load_bfloat, 2)
-_float16_product = _float_product(load_eight_halves, load_half, 2)
+_float32_row_by_row = _row_by_row(load_eight, load_float, 4)
+_bfloat16_row_by_row = _row_by_row(load_eight_bfloats, load_bfloat, 2)
+_float16_row_by_row = _row_by_row(load_eight_halves, load_half, 2)
+
+
+@njit
+def _panel(rows: int) -> int:
+    """How many of these rows of x the next panel has."""
+    for size in PANELS:
+        if size <= rows:
+            return size
+    return 0
+
+
+@njit
+def _pack_panels(x: Any, first: int, last: int, panels: Any) -> None:
+    """Put rows of x into panels: eight columns of each row of a panel, then the next eight."""
+    columns, steps, t = x.shape[1], x.shape[1] // LANES, first
+    while t < last:
+        size = _panel(last - t)
+        for i in range(size):
+            at, to = x.ctypes.data + (t + i) * columns * 4, panels.ctypes.data + (t * steps + i) * 32
+            for step in range(steps):
+                store_eight(to + step * size * 32, load_eight(at + step * 32))
+        t += size
+
+
+@njit
+def _pack_weights(kind: int, at: int, width: int, rows: int, steps: int, packed_at: int) -> None:
+    """Put rows of W, so many bytes wide, into tiles of float32: eight columns of each row of a tile, then the next."""
+    for row in range((rows + W_ROWS - 1) // W_ROWS * W_ROWS):
+        w = at + min(row, rows - 1) * width  # a last tile that lacks rows is filled up
+        to = packed_at + (row // W_ROWS * W_ROWS * steps + row % W_ROWS) * 32
+        if kind == FLOAT32:
+            for step in range(steps):
+                store_eight(to + step * W_ROWS * 32, load_eight(w + step * 32))
+        elif kind == BFLOAT16:
+            for step in range(steps):
+                store_eight(to + step * W_ROWS * 32, load_eight_bfloats(w + step * 16))
+        else:
+            for step in range(steps):
+                store_eight(to + step * W_ROWS * 32, load_eight_halves(w + step * 16))
+
+
+@njit
+def _load_weight(kind: int, at: int, index: int) -> Any:
+    if kind == FLOAT32:
+        return load_float(at + index * 4)
+    return load_bfloat(at + index * 2) if kind == BFLOAT16 else load_half(at + index * 2)
+
+
+@njit
+def _multiply_part(
+    kind: int, at: int, columns: int, first: int, last: int, panels: Any, start: int, stop: int, depth: int, out: Any
+) -> None:
+    """Rows `first` to `last` of W with rows `start` to `stop` of x: `depth` eights of columns, then as many more."""
+    steps, rows, tiles = columns // LANES, last - first, (last - first + W_ROWS - 1) // W_ROWS
+    size = 4 if kind == FLOAT32 else 2
+    packs = kind != FLOAT32 or stop - start >= MANY or tiles * W_ROWS != rows
+    packed = np.empty(tiles * W_ROWS * depth * LANES if packs else 0, np.float32)
+    carry = np.empty((stop - start) * tiles * W_ROWS * LANES if depth < steps else 0, np.float32)
+    spare = np.empty((X_ROWS, W_ROWS), np.float32)
+    for step in range(0, steps, depth):
+        now, is_last = min(depth, steps - step), step + depth >= steps
+        w, w_row, w_step, w_tile = at + (first * columns + step * LANES) * size, columns * 4, 32, W_ROWS * columns * 4
+        if packs:
+            _pack_weights(kind, w, columns * size, rows, now, packed.ctypes.data)
+            w, w_row, w_step, w_tile = packed.ctypes.data, 32, W_ROWS * 32, W_ROWS * now * 32
+        t = start
+        while t < stop:
+            panel = _panel(stop - t)
+            for tile in range(tiles):
+                row = first + tile * W_ROWS
+                whole = row + W_ROWS <= last
+                multiply_tile(
+                    panel,
+                    w + tile * w_tile,
+                    w_row,
+                    w_step,
+                    panels.ctypes.data + (t * steps + step * panel) * 32,
+                    now,
+                    carry.ctypes.data + ((t - start) * tiles + tile * panel) * W_ROWS * 32,
+                    int(step == 0),
+                    int(is_last),
+                    out[t].ctypes.data + row * 4 if whole else spare.ctypes.data,
+                    out.strides[0] if whole else W_ROWS * 4,
+                )
+                if is_last and not whole:
+                    for i in range(panel):
+                        for j in range(last - row):
+                            out[t + i, row + j] = spare[i, j]
+            t += panel
+    _keep(packed, carry)
+
+
+@njit
+def _keep(packed: Any, carry: Any) -> None:
+    """Numba frees an array behind its last use, and an address is none."""
+
+
+@njit
+def _finish_part(
+    kind: int, at: int, bias_at: int, columns: int, first: int, last: int, x: Any, start: int, stop: int, out: Any
+) -> None:
+    """The columns beyond the last eight, one by one, then the bias."""
+    whole, size = columns // LANES * LANES, 4 if kind == FLOAT32 else 2
+    for t in range(start, stop):
+        for row in range(first, last):
+            result = out[t, row] if whole > 0 else np.float32(0)
+            for i in range(whole, columns):
+                result = fused_one(_load_weight(kind, at + row * columns * size, i), x[t, i], result)
+            out[t, row] = result if bias_at == 0 else result + load_float(bias_at + row * 4)
+
+
+@njit(parallel=True)
+def _in_tiles(weight: Any, x: Any, out: Any) -> None:
+    """The product of many rows: panels of x with tiles of W."""
+    kind, at, bias_at, rows, columns = weight.kind, weight.at, weight.bias, weight.rows, weight.columns
+    count, steps = x.shape[0], columns // LANES
+    panels = np.empty(count * steps * LANES, np.float32)
+    if count < MANY // 2:
+        _pack_panels(x, 0, count, panels)
+    else:
+        for part in prange((count + 2 * X_ROWS - 1) // (2 * X_ROWS)):
+            _pack_panels(x, part * 2 * X_ROWS, min((part + 1) * 2 * X_ROWS, count), panels)
+    # What is used again stays in a core's caches: a piece of a panel for all tiles of a part of W, and the same columns
+    # of that part for all panels.
+    pieces = max(1, (X_ROWS * steps * 32 + NEAR - 1) // NEAR)
+    depth = max(1, (steps + pieces - 1) // pieces)
+    together = (NEAR if count * steps * 32 <= FAR else FAR) // (depth * 32)
+    x_parts = (count + AT_ONCE - 1) // AT_ONCE
+    w_rows = max(1, min(together, rows * x_parts // PARTS) // W_ROWS) * W_ROWS
+    for part in prange((rows + w_rows - 1) // w_rows * x_parts):
+        first, start = part // x_parts * w_rows, part % x_parts * AT_ONCE
+        last, stop = min(first + w_rows, rows), min(start + AT_ONCE, count)
+        if steps > 0:
+            _multiply_part(kind, at, columns, first, last, panels, start, stop, depth, out)
+        if bias_at != 0 or columns % LANES != 0:
+            _finish_part(kind, at, bias_at, columns, first, last, x, start, stop, out)
 
 
 @njit
@@ -344,14 +438,15 @@ def unpack(weight: Any, row: int, out: Any) -> None:
 @njit
 def product(weight: Any, x: Any, out: Any) -> None:
     """out [T, rows] = x [T, columns] W^T + b"""
-    if weight.kind == FLOAT32:
-        _float32_product(weight, x, out)
-        return
-    if weight.kind == BFLOAT16:
-        _bfloat16_product(weight, x, out)
-        return
-    if weight.kind == FLOAT16:
-        _float16_product(weight, x, out)
+    if weight.kind in (FLOAT32, BFLOAT16, FLOAT16):
+        if x.shape[0] >= 4:
+            _in_tiles(weight, x, out)
+        elif weight.kind == FLOAT32:
+            _float32_row_by_row(weight, x, out)
+        elif weight.kind == BFLOAT16:
+            _bfloat16_row_by_row(weight, x, out)
+        else:
+            _float16_row_by_row(weight, x, out)
         return
     groups = (weight.columns + GROUP - 1) // GROUP
     codes = np.empty((x.shape[0], groups * X_BYTES), np.int8)

@@ -113,6 +113,12 @@ def _sum(builder: Any, x: Any) -> Any:
     return builder.extract_element(builder.fadd(pairs, _pick(builder, pairs, [1, 0, 3, 2])), INT32(0))
 
 
+def _sum_of_eight(builder: Any, x: Any) -> Any:
+    fours = builder.fadd(*(_pick(builder, x, half) for half in HALVES))
+    twos = builder.fadd(*(_pick(builder, fours, lanes) for lanes in ([0, 2], [1, 3])))
+    return builder.fadd(*(builder.extract_element(twos, INT32(n)) for n in (0, 1)))
+
+
 def _half_as_float(builder: Any, address: Any) -> Any:
     return builder.fpext(_load(builder, address, HALF), FLOAT)
 
@@ -143,6 +149,7 @@ load_eight_halves = _operation(floatx8, lambda b, at: b.fpext(_load(b, at, ir.Ve
 load_eight_bfloats = _operation(floatx8, lambda b, at: _widened(b, _load(b, at, ir.VectorType(INT16, 8))), 1)
 load_splat = _operation(floatx4, lambda b, at: _splat(b, _load(b, at, FLOAT)), 1)
 store_floats = _operation(types.void, _store, 2)
+store_eight = _operation(types.void, _store, 2)
 store_as_bytes = _operation(types.void, lambda b, at, v: _store(b, at, b.trunc(v, ir.VectorType(INT8, 4))), 2)
 store_as_half = _operation(types.void, lambda b, at, x: _store(b, at, b.fptrunc(x, HALF)), 2)
 # The next larger float16 than one in memory has the next bits.
@@ -162,7 +169,8 @@ absolute = _operation(floatx4, lambda b, x: _call(b, "llvm.fabs.v4f32", FLOATX4,
 larger = _operation(floatx4, lambda b, x, y: _call(b, "llvm.maximum.v4f32", FLOATX4, x, y), 2)  # NaN if one is
 largest = _operation(types.float32, lambda b, x: _call(b, "llvm.vector.reduce.fmaximum.v4f32", FLOAT, x), 1)
 summed = _operation(types.float32, _sum, 1)
-sum_of_eight = _operation(types.float32, lambda b, x: _sum(b, b.fadd(*(_pick(b, x, half) for half in HALVES))), 1)
+# In the order of `cpu_tile`.
+sum_of_eight = _operation(types.float32, _sum_of_eight, 1)
 clamped = _operation(floatx4, _clamped, 3)
 rounded = _operation(floatx4, lambda b, x: _call(b, "llvm.rint.v4f32", FLOATX4, x), 1)
 to_floats = _operation(floatx4, lambda b, v: b.sitofp(v, FLOATX4), 1)
