@@ -1,7 +1,8 @@
-"""The logits of all positions, on every path through the engine, beside those of one pass that keeps nothing.
+"""The logits of all positions, on every path through the engine, compared with those of one pass without a cache.
 
-In exact mode they must be the same, bit for bit; where they are not, both runs are made again with a cache around each
-that keeps what every layer attended with, and the first thing in which they part is named.
+Through kernels they must be the same, bit for bit. Where they are not, both runs are repeated with a cache around each
+that keeps what every layer attended with, and the first thing in which they diverge is named. Texts that are sampled
+with a seed are compared too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +22,18 @@ from infer.cache.sliding import PREFILL_CHUNK
 from infer.cache.traced import TracedCache
 from infer.engine.batch import generate_batch
 from infer.engine.cached import generate_ids_greedy_cached
-from infer.engine.generate import Model, make_cache, model_device, model_dtype, step
+from infer.engine.divergence import Call, Divergence, RecordingCache, bits, first_divergence
+from infer.engine.generate import Model, generate, make_cache, model_device, model_dtype, step
 from infer.engine.params import SamplingParams
-from infer.engine.parting import Call, Origin, RecordingCache, bits, first_parting
 from infer.engine.text import Decodes
 from infer.engine.verify import CACHES, check, empty_cache, first_difference, reference_cache
+from infer.trace.record import Trace
 
 CHUNKS = (1, 7, 64, 512)  # of the prefill, where a prompt is longer
 PREFIXES = 8  # lengths at which a run without a cache is stopped
 REWINDS = 4  # lengths to which a cache is truncated
 REFED = 64  # tokens that are fed again behind each of these, where there are so many
+NEAR_TIE = {2: 0.05, 4: 1e-3, 8: 1e-3}  # by bytes of a logit: how close two are, as a part of the logits' spread
 KEPT_BYTES = 1 << 30  # of reference logits; what is more is computed again for each path
 
 
@@ -44,11 +47,12 @@ class Difference:
     element: int | None  # of the logits
     expected: float
     got: float
-    origin: Origin | None = None
+    divergence: Divergence | None = None
 
     def __str__(self) -> str:
-        where = "" if self.element is None else f" {self.element}"
-        return f"position {self.position}, {self.what}{where}: {self.got!r} instead of {self.expected!r}"
+        if self.element is None:
+            return f"position {self.position}, token {self.got:.0f} instead of {self.expected:.0f}"
+        return f"position {self.position}, {self.what} {self.element}: {self.got!r} instead of {self.expected!r}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class PathResult:
     positions: int = 0  # that were compared
     different: int = 0  # of these
     largest: float = 0.0  # difference of two logits
+    other_tokens: int = 0  # positions at which another token is the likeliest, by more than a near-tie
     difference: Difference | None = None
 
     @property
@@ -93,27 +98,33 @@ def compare(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int = 32,
     *,
+    seed: int = 0,
     cache_dtype: str = "auto",
     threads: Sequence[int] = (),
+    diagnose: bool = True,
 ) -> Iterator[PathResult]:
     """Every path with all prompts (token ids) and their greedy continuations, against one pass without a cache.
+
+    seed: of the sampled texts. diagnose: find out where the runs of a path that differs diverge.
 
     cache_dtype: as for `verify`. threads: other numbers of them to try, on a CPU.
     """
     check(model.config, prompts, max_new_tokens)
     runs = Runs(model, prompts, max_new_tokens, cache_dtype)
     for path in runs.paths(threads):
-        yield runs.compare(path)
+        yield runs.compare(path, diagnose)
     yield runs.chosen("generate", [text.tokens for text in runs.texts])
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
     if len(prompts) > 1:
-        params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         results = generate_batch(model, tokenizer, prompts, params, cache_dtype=cache_dtype)
         yield runs.chosen("generate_batch", [result.prompt_token_ids + result.token_ids for result in results])
+    yield from runs.sampled(tokenizer, replace(params, temperature=0.8, top_p=0.95, seed=seed))
 
 
 def number_of_paths(prompts: Sequence[Sequence[int]], threads: Sequence[int] = ()) -> int:
     """How many `compare` will go."""
-    return len(_chunkings(prompts)) * len(CACHES) + len(CACHES) + 4 + len(threads) + (4 if len(prompts) > 1 else 1)
+    together = 5 if len(prompts) > 1 else 1
+    return len(_chunkings(prompts)) * len(CACHES) + 2 * len(CACHES) + 6 + len(threads) + together
 
 
 class Runs:
@@ -282,7 +293,7 @@ class Runs:
 
     # Comparing
 
-    def compare(self, path: Path) -> PathResult:
+    def compare(self, path: Path, diagnose: bool = True) -> PathResult:
         result = PathResult(path.name, len(path.prompts))
         for together in [path.prompts] if path.together else [[i] for i in path.prompts]:
             pieces = path.run(together, _unwatched)
@@ -296,8 +307,8 @@ class Runs:
                 ):
                     first = found
             if result.difference is None and first is not None:
-                origin = self.origin(path.run, together, first)
-                result = replace(result, difference=replace(first, origin=origin))
+                divergence = self.divergence(path.run, together, first) if diagnose else None
+                result = replace(result, difference=replace(first, divergence=divergence))
         return result
 
     def _add(self, result: PathResult, piece: Piece) -> tuple[PathResult, Difference | None]:
@@ -310,7 +321,11 @@ class Runs:
         if not count:
             return result, None
         apart = (expected.double() - got.double()).abs().masked_fill(~differs, 0.0)
-        result = replace(result, largest=max(result.largest, float(apart.nan_to_num(nan=math.inf).max())))
+        result = replace(
+            result,
+            largest=max(result.largest, float(apart.nan_to_num(nan=math.inf).max())),
+            other_tokens=result.other_tokens + _other_tokens(expected, got.argmax(-1)),
+        )
         row, element = (int(at) for at in differs.nonzero()[0])
         pair = float(expected[row, element]), float(got[row, element])
         return result, Difference(prompt, start + row, "logits", element, *pair)
@@ -321,30 +336,74 @@ class Runs:
         for i, (tokens, (known, prompt_len)) in enumerate(zip(texts, self.texts, strict=True)):
             parted = first_difference(tokens, known)  # what follows is another text
             end = len(tokens) if parted is None else parted + 1
-            told = self.kept_reference(i)[prompt_len - 1 : end - 1]  # [new, V]
-            picked = told[range(len(told)), tokens[prompt_len:end]]
-            wrong = (picked != told.max(-1).values).nonzero().flatten().tolist()
-            result = replace(result, positions=result.positions + len(told), different=result.different + len(wrong))
+            expected = self.kept_reference(i)[prompt_len - 1 : end - 1]  # [new, V]
+            picked = torch.tensor(tokens[prompt_len:end], device=expected.device)
+            wrong = (expected.gather(1, picked[:, None])[:, 0] != expected.max(-1).values).nonzero().flatten().tolist()
+            result = replace(
+                result,
+                positions=result.positions + len(expected),
+                different=result.different + len(wrong),
+                other_tokens=result.other_tokens + _other_tokens(expected, picked),
+            )
             if wrong and result.difference is None:
                 at = prompt_len + wrong[0]
-                pair = float(told[wrong[0]].argmax()), float(tokens[at])
+                pair = float(expected[wrong[0]].argmax()), float(tokens[at])
                 result = replace(result, difference=Difference(i, at, "token", None, *pair))
         return result
 
-    def origin(self, run: Run, prompts: Sequence[int], difference: Difference) -> Origin:
-        """Of a difference in the logits."""
+    def sampled(self, tokenizer: Decodes, params: SamplingParams) -> Iterator[PathResult]:
+        """The same seed, with every kind of cache, in chunks, traced and in a batch: against runs without a cache."""
+        prompts = [tokens[:prompt_len] for tokens, prompt_len in self.texts]
+
+        def texts(make: Callable[[int], dict[str, Any]]) -> list[list[int]]:
+            runs = ((prompt, make(i)) for i, prompt in enumerate(prompts))
+            return [generate(self.model, tokenizer, prompt, params, **options).token_ids for prompt, options in runs]
+
+        def reference(i: int) -> Cache:
+            return reference_cache(self.model, len(self.texts[i].tokens), self.cache_dtype)
+
+        expected = texts(lambda i: {"cache": reference(i)})
+        for kind in CACHES:
+            found = texts(lambda i, kind=kind: {"cache": self.empty(kind, i)})  # type: ignore[misc]
+            yield self._same_texts(f"sampled, {kind.__name__}", found, expected)
+        options: dict[str, Any] = {"cache_dtype": self.cache_dtype}
+        chunked = texts(lambda _: options | {"prefill_chunk": CHUNKS[1]})
+        yield self._same_texts(f"sampled, chunks of {CHUNKS[1]}", chunked, expected)
+        yield self._same_texts("sampled, traced", texts(lambda _: options | {"trace": Trace()}), expected)
+        if len(prompts) > 1:
+            together = generate_batch(self.model, tokenizer, prompts, params, **options)
+            yield self._same_texts("sampled, generate_batch", [result.token_ids for result in together], expected)
+
+    def _same_texts(self, name: str, found: Sequence[list[int]], expected: Sequence[list[int]]) -> PathResult:
+        result = PathResult(name, len(found), sum(map(len, expected)))
+        for i, (got, right) in enumerate(zip(found, expected, strict=True)):
+            if (at := first_difference(got, right)) is not None:
+                position = self.texts[i].prompt_len + at
+                first = Difference(i, position, "token", None, float(right[at]), float(got[at]))
+                result = replace(result, different=result.different + 1, difference=result.difference or first)
+        return result
+
+    def divergence(self, run: Run, prompts: Sequence[int], difference: Difference) -> Divergence:
+        """Where the runs behind a difference in the logits diverge."""
         calls: list[Call] = []
-        told: list[Call] = []
+        reference: list[Call] = []
         pieces = list(run(prompts, lambda rows, cache: RecordingCache(cache, rows, calls)))
-        expected = self.reference(difference.prompt, lambda rows, cache: RecordingCache(cache, rows, told))
-        if (found := first_parting(told, calls, difference.prompt, difference.position)) is not None:
+        expected = self.reference(difference.prompt, lambda rows, cache: RecordingCache(cache, rows, reference))
+        if (found := first_divergence(reference, calls, difference.prompt, difference.position)) is not None:
             return found
         right = bits(expected[difference.position])
         for prompt, start, logits in pieces:
             at = difference.position - start
             if prompt == difference.prompt and 0 <= at < len(logits) and not torch.equal(right, bits(logits[at])):
-                return Origin("head")
-        return Origin("whole step")
+                return Divergence("head")
+        return Divergence("whole step")
+
+
+def _other_tokens(expected: Tensor, picked: Tensor) -> int:
+    """How many of the tokens picked [n] are less likely than the likeliest by expected [n, V], near-ties aside."""
+    wide = expected.double()
+    behind = wide.max(-1).values - wide.gather(1, picked[:, None])[:, 0]
+    return int((behind > NEAR_TIE[expected.element_size()] * wide.std(-1)).sum())
 
 
 def _unwatched(rows: Sequence[int], cache: Cache) -> Cache:

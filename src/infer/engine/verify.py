@@ -1,22 +1,24 @@
-"""Does a cache, a chunk or a batch change what is generated? Compare with the run that recomputes everything."""
+"""What `infer verify` compares with: its prompts, its caches, and what may be expected of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, cycle, islice, product
+import os
+from collections.abc import Sequence
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
 
+from infer import kernels
 from infer.cache import BaseCache, GrowingCache, KVCache, NoCache, SlidingCache
 from infer.cache.base import resolve_cache_dtype
 from infer.config import ModelConfig
-from infer.engine.batch import generate_batch
-from infer.engine.generate import Model, generate, model_device, model_dtype
+from infer.engine.generate import Model, model_device, model_dtype
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_request
-from infer.engine.text import Decodes, Encodes, encode_readable
+from infer.engine.text import Encodes, encode_readable
+from infer.models.common import Decoder
+from infer.ops import fused
 
 CACHES: tuple[type[BaseCache], ...] = (KVCache, GrowingCache, SlidingCache)
 LONG_EXTRA = 48  # tokens that the long prompt has beyond the window
@@ -33,33 +35,8 @@ PROMPTS = (
 )
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One prompt generated with a cache and without. `margin` is between the two best logits where they part."""
-
-    prompt: int  # its index
-    mode: str  # "greedy" | "seeded"
-    cache: str
-    chunk: int | None = None  # of the prefill; None: whole
-    batch: int = 1  # rows generated together
-    tokens: int = 0
-    first_difference: int | None = None
-    margin: float | None = None
-
-    @property
-    def equal(self) -> bool:
-        return self.first_difference is None
-
-    @property
-    def path(self) -> str:
-        """Which way through the engine this was, in words."""
-        chunks = "" if self.chunk is None else f", chunks of {self.chunk}"
-        batch = "" if self.batch == 1 else f", batch of {self.batch}"
-        return f"{self.cache}{chunks}{batch}"
-
-
 def check(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Refuse what cannot be generated, as `verify` would: for asking before the weights are read."""
+    """Refuse what cannot be generated, before the weights are read."""
     for prompt in prompts:
         check_request(config, prompt, SamplingParams(max_new_tokens=max_new_tokens))
 
@@ -71,15 +48,10 @@ def own_prompts(config: ModelConfig, tokenizer: Encodes, max_new_tokens: int) ->
     return {text: ids for text, ids in prompts.items() if ids}
 
 
-def with_long_prompt(
-    config: ModelConfig, prompts: Sequence[list[int]], max_new_tokens: int, *, always: bool = False
-) -> list[list[int]]:
-    """The prompts, and where a model has windows, all of them in a row, over and over, until they pass the window.
-
-    always: a longer one where there is no window too.
-    """
+def with_long_prompt(config: ModelConfig, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """The prompts, and if the context has room, all of them in a row, repeated until they are longer than a window."""
     length = (config.sliding_window or 0 if config.has_windows else LONG_EXTRA) + LONG_EXTRA
-    if not (config.has_windows or always) or length + max_new_tokens > config.max_position_embeddings:
+    if length + max_new_tokens > config.max_position_embeddings:
         return list(prompts)
     return [*prompts, list(islice(cycle(chain(*prompts)), length))]
 
@@ -90,55 +62,6 @@ class Recomputing(KVCache):
     def advance(self, n: int) -> None:
         super().advance(n)
         self.reset()
-
-
-def verify(
-    model: Model,
-    tokenizer: Decodes,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int = 32,
-    seed: int = 0,
-    cache_dtype: str = "auto",
-) -> Iterator[Comparison]:
-    """Every prompt (token ids) on every path, against the run that recomputes everything.
-
-    Greedy: each kind of cache, prefilled whole and in chunks. Seeded: each kind of cache. Both: all prompts in a batch.
-    cache_dtype: "int8" compares caches of 8 bits, with a run that rounds keys and values as they do.
-    """
-    check(model.config, prompts, max_new_tokens)
-    modes = {
-        "greedy": SamplingParams(max_new_tokens=max_new_tokens),
-        "seeded": SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_new_tokens=max_new_tokens),
-    }
-    references = [reference_cache(model, len(prompt) + max_new_tokens, cache_dtype) for prompt in prompts]
-    for mode, params in modes.items():
-        expected = []
-        for index, prompt in enumerate(prompts):
-            expected.append(generate(model, tokenizer, prompt, params, cache=references[index]).token_ids)
-            chunks = chunkings(model.config, len(prompt)) if mode == "greedy" else [None]
-            for kind, chunk in product(CACHES, chunks):
-                cache = empty_cache(kind, model, len(prompt) + max_new_tokens, chunk, cache_dtype)
-                got = generate(model, tokenizer, prompt, params, cache=cache, prefill_chunk=chunk).token_ids
-                where = Comparison(index, mode, kind.__name__, chunk)
-                yield _compare(where, model, prompt, got, expected[index], references[index])
-        if len(prompts) > 1:
-            for index, result in enumerate(generate_batch(model, tokenizer, prompts, params, cache_dtype=cache_dtype)):
-                where = Comparison(index, mode, "default cache", batch=len(prompts))
-                yield _compare(where, model, prompts[index], result.token_ids, expected[index], references[index])
-
-
-def number_of_comparisons(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
-    """How many `verify` will make."""
-    alone = len(CACHES) * sum(len(chunkings(config, len(prompt))) + 1 for prompt in prompts)
-    return alone + (2 * len(prompts) if len(prompts) > 1 else 0)
-
-
-def chunkings(config: ModelConfig, length: int) -> list[int | None]:
-    """Whole, and chunks that end before, at and behind the edge of a window; short ones only for short prompts."""
-    sizes = [1, 3] if length < LONG_EXTRA else [LONG_EXTRA]
-    if config.has_windows and config.sliding_window is not None:
-        sizes += [config.sliding_window, config.sliding_window + 1]
-    return [None, *(size for size in dict.fromkeys(sizes) if size < length)]
 
 
 def reference_cache(model: Model, max_seq_len: int, cache_dtype: str) -> BaseCache:
@@ -157,28 +80,28 @@ def empty_cache(
     return kind.from_model_config(model.config, max_seq_len, dtype=dtype, device=model_device(model), **layout)
 
 
-def _compare(
-    where: Comparison,
-    model: Model,
-    prompt: Sequence[int],
-    got: Sequence[int],
-    expected: Sequence[int],
-    reference: BaseCache,
-) -> Comparison:
-    at = first_difference(got, expected)
-    margin = None if at is None else logit_margin(model, [*prompt, *expected[:at]], reference)
-    return replace(where, tokens=len(expected), first_difference=at, margin=margin)
-
-
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     if a == b:
         return None
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-@torch.inference_mode()
-def logit_margin(model: Model, token_ids: Sequence[int], cache: BaseCache | None = None) -> float:
-    """How far the best logit for the next token is ahead of the second best. cache: an empty one to run through."""
-    ids = torch.tensor([token_ids], device=model_device(model))
-    best, second = model(ids, kv_cache=cache)[0, -1].float().topk(2).values
-    return float(best - second)
+def why_plain_torch(model: Decoder) -> str | None:
+    """Why passes of this model are plain torch, so that no bits are promised; None if they go through kernels."""
+    device = model.device
+    if device.type not in ("cpu", "cuda"):
+        return f"there are no kernels for {device.type}"
+    if os.environ.get("INFER_KERNELS") == "0":
+        return "INFER_KERNELS=0"
+    with torch.no_grad():
+        if device.type == "cuda":
+            if not fused.available(device, {}):
+                return "this GPU has no kernels"
+            planned = model.fused_plan() is not None
+        else:
+            if not kernels.has_cpu():
+                return "numba is not installed"
+            if kernels.cpu() is None:
+                return "numba cannot compile the kernels"
+            planned = model.cpu_plan() is not None or model.dtype in (torch.bfloat16, torch.float16)
+    return None if planned else "a module was changed or hooked, or has a dtype without kernels"

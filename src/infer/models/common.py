@@ -340,17 +340,21 @@ class Decoder(Module):
             if fused_plan is None or not fused_plan.takes(x) or (tables := step.cache.table(self.config, x)) is None:
                 return None
             return exact_gpu.step(fused_plan, x, tables)
-        self._look_at_layers()
-        plan = self.step_planner(self.modules_within, self.plan)
+        plan = self.cpu_plan()
         if plan is None or not plan.takes(x) or (tables := step.cache.table(self.config, x)) is None:
             return None
         rows = {kind: compiled.addresses(step.rope(kind)) for kind in dict.fromkeys(self.config.layer_types)}
         ropes = np.array([rows[kind] for kind in self.config.layer_types])
         return compiled.step(plan, x, ropes, tables)
 
+    def cpu_plan(self) -> compiled.Plan | None:
+        """A decode step for the kernels of a CPU; None where they stand for nothing like this model."""
+        self._look_at_layers()
+        return self.step_planner(self.modules_within, self.plan)
+
     def _look_at_layers(self) -> None:
-        if self.planned != [*self.layers]:  # a list of modules tells nobody when it changes
-            self.planned = [*self.layers]  # as an attribute of a module does
+        if self.planned != [*self.layers]:  # ModuleList does not bump `Module.changes`; assigning an attribute does
+            self.planned = [*self.layers]
 
     def modules_within(self) -> list[nn.Module] | None:
         """All that kernels stand for in a step, but the embedding; None where they stand for nothing like them."""

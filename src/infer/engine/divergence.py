@@ -1,4 +1,4 @@
-"""Where two runs part: the first layer, and what in it, whose bits are not the same."""
+"""Where two runs diverge: the first layer, and what in it, whose bits are not the same."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from infer.cache.wrapped import WrappedCache
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The first thing in which two runs part: all that it is computed from is equal."""
+class Divergence:
+    """The first thing in which two runs differ: all that it is computed from is equal."""
 
-    what: str  # "query" | "key" | "value" | "attended", of a layer; "head"; "whole step": apart only while unwatched
+    what: (
+        str  # "query" | "key" | "value" | "attended", of a layer; "head"; "whole step": different only while unwatched
+    )
     layer: int | None = None
     position: int | None = None
     element: int | None = None  # with the heads side by side
@@ -59,18 +61,18 @@ class RecordingCache(WrappedCache):
         return out
 
 
-def first_parting(reference: Sequence[Call], calls: Sequence[Call], prompt: int, last: int) -> Origin | None:
+def first_divergence(reference: Sequence[Call], calls: Sequence[Call], prompt: int, last: int) -> Divergence | None:
     """By layer, then by what comes first in it, then by position, of those up to the last.
 
     reference: one pass over all positions.
     """
-    told = {call.layer: call.tensors for call in reference}
-    found: list[tuple[tuple[int, bool, int], Origin]] = []
+    references = {call.layer: call.tensors for call in reference}
+    found: list[tuple[tuple[int, bool, int], Divergence]] = []
     for call in calls:
         for row in [at for at, index in enumerate(call.rows) if index == prompt]:
             for what, got in call.tensors.items():
                 n = max(0, min(got.shape[2], last + 1 - call.start))
-                expected = _by_position(told[call.layer][what][0, :, call.start : call.start + n])  # [n, H * D]
+                expected = _by_position(references[call.layer][what][0, :, call.start : call.start + n])  # [n, H * D]
                 mine = _by_position(got[row, :, :n])
                 differs = bits(expected) != bits(mine)
                 if differs.any():
@@ -78,7 +80,7 @@ def first_parting(reference: Sequence[Call], calls: Sequence[Call], prompt: int,
                     position = call.start + at
                     pair = float(expected[at, element]), float(mine[at, element])
                     rank = call.layer, what == "attended", position
-                    found.append((rank, Origin(what, call.layer, position, element, *pair)))
+                    found.append((rank, Divergence(what, call.layer, position, element, *pair)))
     return min(found, key=lambda entry: entry[0])[1] if found else None
 
 
