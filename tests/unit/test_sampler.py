@@ -18,9 +18,11 @@ from transformers import (
 )
 
 from infer import SamplingParams
-from infer.engine.sampler import filtered, penalise, sample, uniform
+from infer.engine.sampler import penalise, sample
+from infer.ops.draw import MAX_VOCAB, Filters, draw, masses, uniform, weights
 
 VOCAB = 50
+NAN, INF = float("nan"), float("inf")
 
 
 def random_logits(seed: int, scale: float = 3.0) -> Tensor:
@@ -38,6 +40,15 @@ def reference(logits: Tensor, *processors: Any) -> Tensor:
     for processor in processors:
         scores = processor(torch.zeros(1, 1, dtype=torch.long), scores)
     return scores.softmax(-1)[0]
+
+
+def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities after the filters."""
+    filters = Filters.of(params.temperature, params.top_k, params.top_p, params.min_p)
+    tokens, mass = weights(logits.numpy(), filters)
+    probabilities = torch.zeros(len(logits), dtype=torch.float64)
+    probabilities[list(tokens)] = torch.from_numpy(mass / mass.sum())
+    return probabilities.float()
 
 
 class TestFilters:
@@ -89,6 +100,28 @@ class TestFilters:
         warpers = TemperatureLogitsWarper(0.8), TopKLogitsWarper(20), TopPLogitsWarper(0.9), MinPLogitsWarper(0.05)
         torch.testing.assert_close(filtered(logits, params), reference(logits, *warpers))
 
+    @pytest.mark.parametrize("options", [{"top_k": 37}, {"top_p": 36.5 / 200}], ids=str)
+    def test_the_least_that_filters_tell(self, options: dict) -> None:
+        """Neighbours 2^-16 octaves apart, or more, are told apart; of those in the same step, all are kept or none."""
+        order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
+        octave, params = np.log(2), SamplingParams(temperature=1.0, **options)
+        apart = filtered(order * (1.25 * 2**-16 * octave), params)
+        assert (apart > 0).sum() == 37
+        assert order[apart > 0].min() == 200 - 37
+        close = filtered(order * (2**-18 * octave), params)
+        assert 37 <= (close > 0).sum() <= 37 + 4
+        assert order[close > 0].min() == 200 - (close > 0).sum()
+
+    @pytest.mark.parametrize("options", [{"top_k": 60}, {"top_k": 60, "min_p": 0.3}, {"top_p": 0.6}], ids=str)
+    @pytest.mark.parametrize("size", [99, 1000, 2**14 + 1, 3 * 2**14])
+    def test_large_vocabularies(self, size: int, options: dict) -> None:
+        """Logits 1/1000 apart, so that no rounding decides; more tokens than are looked at together."""
+        logits = torch.randperm(size, generator=torch.Generator().manual_seed(0)) / 1000
+        params = SamplingParams(temperature=1.0, **options)
+        warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
+        expected = reference(logits.double(), *(warpers[name](value) for name, value in options.items()))
+        torch.testing.assert_close(filtered(logits, params), expected.float(), rtol=1e-6, atol=0)
+
     def test_input_is_not_changed(self) -> None:
         logits = random_logits(0)
         before = logits.clone()
@@ -105,6 +138,10 @@ class TestFilters:
         assert torch.equal(logits, before)
 
 
+def penalised(logits: Tensor, tokens: list[int], prompt_len: int, **options: Any) -> Tensor:
+    return torch.from_numpy(penalise(logits.numpy(), tokens, prompt_len, SamplingParams(**options)))
+
+
 class TestPenalties:
     @pytest.mark.parametrize("seed", range(4))
     @pytest.mark.parametrize("penalty", [0.5, 1.3, 10.0])
@@ -113,13 +150,13 @@ class TestPenalties:
         tokens = [3, 7, 7, 0, VOCAB - 1]
         expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits[None])[0]
         for prompt_len in (1, 3, 5):  # prompt and output alike
-            got = penalise(logits, tokens, prompt_len, SamplingParams(repetition_penalty=penalty))
+            got = penalised(logits, tokens, prompt_len, repetition_penalty=penalty)
             torch.testing.assert_close(got, expected)
 
     def test_presence_and_frequency(self) -> None:
         logits = random_logits(0)
         tokens = [1, 2, 3, 3, 4, 3, 1]  # the first two are the prompt
-        got = penalise(logits, tokens, 2, SamplingParams(presence_penalty=0.5, frequency_penalty=0.25))
+        got = penalised(logits, tokens, 2, presence_penalty=0.5, frequency_penalty=0.25)
         expected = logits.clone()
         for token, count in Counter(tokens[2:]).items():
             expected[token] -= 0.5 + 0.25 * count
@@ -129,10 +166,8 @@ class TestPenalties:
     @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
     def test_the_prompt_is_not_penalised(self, penalty: str) -> None:
         logits = random_logits(0)
-        assert torch.equal(penalise(logits, [1, 2], 2, SamplingParams(**{penalty: 2.0})), logits)
-        assert penalise(logits, [1, 2, 5], 2, SamplingParams(**{penalty: 2.0}))[5] == pytest.approx(
-            float(logits[5]) - 2
-        )
+        assert torch.equal(penalised(logits, [1, 2], 2, **{penalty: 2.0}), logits)
+        assert penalised(logits, [1, 2, 5], 2, **{penalty: 2.0})[5] == logits[5] - 2
 
     def test_negative_penalties_encourage(self) -> None:
         logits = torch.zeros(4)
@@ -140,7 +175,7 @@ class TestPenalties:
 
     def test_logit_bias(self) -> None:
         logits = random_logits(0)
-        got = penalise(logits, [1], 1, SamplingParams(logit_bias={4: 2.5, 9: -1.0}))
+        got = penalised(logits, [1], 1, logit_bias={4: 2.5, 9: -1.0})
         expected = logits.clone()
         expected[4] += 2.5
         expected[9] -= 1.0
@@ -154,7 +189,7 @@ class TestPenalties:
 
     def test_nothing_asked_nothing_done(self) -> None:
         logits = random_logits(0)
-        assert torch.equal(penalise(logits, [1, 2, 3], 1, SamplingParams()), logits)
+        assert torch.equal(penalised(logits, [1, 2, 3], 1), logits)
 
 
 class TestUniform:
@@ -180,6 +215,19 @@ class TestUniform:
         draws = torch.tensor([[uniform(seed, at) for at in range(200)] for seed in range(20)], dtype=torch.float64)
         for left, right in ((draws[:, :-1], draws[:, 1:]), (draws[:-1], draws[1:]), (draws[:-1, 1:], draws[1:, :-1])):
             assert abs(torch.corrcoef(torch.stack((left.flatten(), right.flatten())))[0, 1]) < 0.06
+
+
+class TestMasses:
+    def test_halve_with_every_octave(self) -> None:
+        octaves = np.arange(46)
+        np.testing.assert_array_equal(masses(octaves.astype(np.int32) << 25), 2**44 >> octaves)
+
+    def test_are_exponential_and_never_rise(self) -> None:
+        """Two octaves: the steps from one line to the next, and from one octave to the next, are among them."""
+        depth = (np.arange(0, 2**26, 2**8)[:, None] + [-1, 0, 1]).flatten().clip(0).astype(np.int32)
+        mass = masses(depth)
+        assert np.abs(mass / np.exp2(44 - depth / 2**25) - 1).max() < 7e-9
+        assert (np.diff(mass)[1:] < 0).all()
 
 
 class TestSample:
@@ -223,13 +271,40 @@ class TestSample:
         logits = torch.tensor([-torch.inf, 1.0, 2.0, -torch.inf])
         assert sample(logits, [0], 1, SamplingParams(temperature=1.0), 0) == (1 if draw == 0 else 2)
 
+    def test_top_k_1_takes_the_first_of_equals(self) -> None:
+        logits = torch.tensor([0.0, 2.0, 2.0])
+        assert {sample(logits, [1], 1, SamplingParams(temperature=1.0, top_k=1), seed) for seed in range(20)} == {1}
+
+    @pytest.mark.parametrize("temperature", [0.0, 1e-9, 1.0, 1e35])
+    def test_infinities_and_nan(self, temperature: float) -> None:
+        params = SamplingParams(temperature=temperature)
+        logits = torch.tensor([-INF, 3.0, INF, -1.0, INF])
+        drawn = {sample(logits, [1], 1, params, seed) for seed in range(20)}
+        assert drawn == ({2, 4} if temperature else {2})
+        assert sample(torch.full((5,), -INF), [1], 1, params, 0) == -1
+        assert sample(torch.tensor([1.0, INF, NAN]), [1], 1, params, 0) == -1
+        assert sample(torch.tensor([-INF, -3e38, -INF]), [1], 1, params, 0) == 1
+        assert sample(torch.tensor([7.0]), [1], 1, params, 0) == 0
+
+    def test_a_huge_temperature_is_uniform(self) -> None:
+        logits = torch.tensor([30.0, -30.0, 0.0, -INF])
+        counts = Counter(sample(logits, [1], 1, SamplingParams(temperature=1e300), seed) for seed in range(600))
+        assert all(150 < counts[token] < 250 for token in range(3))
+        assert counts[3] == 0
+
+    @pytest.mark.parametrize("size", [MAX_VOCAB, MAX_VOCAB + 1, 5 * MAX_VOCAB])
+    def test_any_vocabulary(self, size: int) -> None:
+        """All tokens alike: their masses are as large as can be, and where a draw lies says which it takes."""
+        logits = np.zeros(size, np.float32)
+        for options in ({}, {"top_p": 0.25}):
+            filters = Filters.of(**({"temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0} | options))
+            for at in (0.0, 0.1, 0.75, 1 - 2**-53):
+                assert draw(logits, filters, at) == int(at * size)
+
     @pytest.mark.parametrize("temperature", [1e-6, 1e-40])
     def test_a_tiny_temperature_is_greedy(self, temperature: float) -> None:
         logits = random_logits(0)
         assert sample(logits, [1], 1, SamplingParams(temperature=temperature), 3) == int(logits.argmax())
-
-
-NAN, INF = float("nan"), float("inf")
 
 
 BAD_VALUES: dict[str, list[Any]] = {

@@ -1,7 +1,7 @@
 """From logits to a token: pure functions.
 
 A draw is a function of (seed, position) and the logits, so it does not depend on the cache, the batch, or how many
-draws came before.
+draws came before; nor on the device, as `ops/choice.py` computes the same numbers on a GPU.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from infer.engine.params import SamplingParams
-from infer.ops.uniform import uniform
+from infer.ops.draw import Filters, Floats, draw, is_sampled, uniform
 
 
 def sample(logits: Tensor, tokens: Sequence[int], prompt_len: int, params: SamplingParams, seed: int) -> int:
@@ -21,52 +21,32 @@ def sample(logits: Tensor, tokens: Sequence[int], prompt_len: int, params: Sampl
 
     -1: none can be chosen, because a logit is NaN or all are -inf.
     """
-    logits = penalise(logits.float(), tokens, prompt_len, params)
-    if params.temperature == 0:
-        # numpy's argmax is four times as fast as torch's on a CPU.
-        best = int(logits.numpy().argmax() if logits.is_cpu else logits.argmax())
-        return best if float(logits[best]) > -torch.inf else -1  # a NaN is the largest to both
-    probabilities = filtered(logits, params).double()
-    # Invert the cumulative distribution. Tokens of probability 0 end where they begin, so `right` passes over them.
-    cumulative = probabilities.cumsum(0)
-    if not float(cumulative[-1]) > 0:
+    scores = penalise(logits.detach().cpu().float().numpy(), tokens, prompt_len, params)
+    best = int(scores.argmax())
+    if not scores[best] > -np.inf:  # NaN is the largest to argmax
         return -1
-    draw = uniform(seed, len(tokens)) * cumulative[-1]
-    token = int(torch.searchsorted(cumulative, draw.reshape(1), right=True))
-    return min(token, int(probabilities.nonzero()[-1]))
+    if not is_sampled(params.temperature, params.top_k):
+        return best
+    filters = Filters.of(params.temperature, params.top_k, params.top_p, params.min_p)
+    return draw(scores, filters, uniform(seed, len(tokens)))
 
 
-def penalise(logits: Tensor, tokens: Sequence[int], prompt_len: int, params: SamplingParams) -> Tensor:
+def penalise(logits: Floats, tokens: Sequence[int], prompt_len: int, params: SamplingParams) -> Floats:
     """Apply penalties and bias. Repetition looks at prompt and output, presence and frequency at the output alone."""
-    if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(tokens)), device=logits.device)
-        scores = logits[seen]
-        scores = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
-        logits = logits.index_put((seen,), scores)
-    if (params.presence_penalty or params.frequency_penalty) and len(tokens) > prompt_len:
-        counts = Counter(tokens[prompt_len:])
-        index = torch.tensor(list(counts), device=logits.device)
-        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
-        logits = logits.index_add(0, index, -(params.presence_penalty + params.frequency_penalty * times))
-    if params.logit_bias:
-        index = torch.tensor(list(params.logit_bias), device=logits.device)
-        bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
-        logits = logits.index_add(0, index, bias)
-    return logits
-
-
-def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities [V] after temperature, top_k, top_p and min_p."""
-    logits = (logits - logits.max()) / params.temperature  # at most 0: a tiny temperature overflows to -inf alone
-    if params.top_k and params.top_k < logits.shape[-1]:
-        kth = logits.topk(params.top_k).values[-1]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    probabilities = logits.softmax(-1)
-    if params.top_p < 1:
-        ranked = probabilities.sort(descending=True).values
-        before = ranked.cumsum(-1) - ranked  # probability of all likelier tokens
-        last = ranked[(before < params.top_p).sum() - 1]
-        probabilities = probabilities.masked_fill(probabilities < last, 0)  # its equals stay, as with top_k
-    if params.min_p > 0:
-        probabilities = probabilities.masked_fill(probabilities < params.min_p * probabilities.max(), 0)
-    return probabilities / probabilities.sum()
+    wanted = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    if wanted == (1, 0, 0) and not params.logit_bias:
+        return logits
+    scores = logits.copy()
+    with np.errstate(all="ignore"):  # penalties beyond float32 are infinite, on a device too
+        repetition, presence, frequency = np.array(wanted).astype(np.float32)
+        if repetition != 1:
+            seen = list(set(tokens))
+            x = scores[seen]
+            scores[seen] = np.where(x > 0, x / repetition, x * repetition)
+        if presence != 0 or frequency != 0:
+            counts = Counter(tokens[prompt_len:])
+            times = np.array(list(counts.values()), np.float32)
+            scores[list(counts)] -= presence + frequency * times
+        if params.logit_bias:
+            scores[list(params.logit_bias)] += np.array(list(params.logit_bias.values())).astype(np.float32)
+    return scores

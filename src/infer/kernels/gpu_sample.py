@@ -13,9 +13,9 @@ Each kernel boundary is the synchronisation that the next one needs. A row's set
 the model ran: they are read before the wait, and then all that is waited for at once. What is summed are whole
 numbers, so the order in which atomics arrive changes nothing, and a row gets the same token alone or among others.
 
-A token's depth is (max - x) / temperature in units of 2^-26 nats. Its mass is 2^44 times exp(-depth), rounded down:
-from 31 nats on it is nothing. The filters look at depths in steps of 2^-17 nats (2048 coarse bins of 2048 fine ones):
-tokens that are closer than that count as equally likely.
+`draw.py` says what a depth and a mass are. The filters look at depths in steps of 2^-16 octaves (coarse bins of 2048
+fine ones): tokens that are closer than that count as equally likely. `ops/draw.py` computes the same numbers on the
+host, so launch these kernels with enable_fp_fusion=False: the penalties are float32, each operation rounded.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from infer.kernels import draw as units
 from infer.kernels.gpu_launch import let_next_start, wait_for_previous
 
 SLICE = tl.constexpr(1024)  # tokens per program
 BINS = tl.constexpr(2048)  # of a histogram
-COARSE = tl.constexpr(20)  # bits of a depth below its coarse bin
-FINE = tl.constexpr(9)  # bits of a depth below its fine bin
-
-DEPTH_UNIT = tl.constexpr(2.0**26)  # per nat
-MAX_NATS = tl.constexpr(31.0)
-MAX_DEPTH = tl.constexpr(31 << 26)  # of all tokens that have no mass
-_MASS_UNIT = tl.constexpr(2.0**44)  # 2^18 tokens of it fit 63 bits
-_DEPTH_TO_LOG2 = tl.constexpr(-1.4426950408889634 / 2**26)
+COARSE = tl.constexpr(units.COARSE)
+FINE = tl.constexpr(units.FINE)
+MAX_DEPTH = tl.constexpr(units.MAX_DEPTH)
+_OCTAVE = tl.constexpr(units.OCTAVE)
+_LINE = tl.constexpr(units.LINE)
+_LINE_MASK = tl.constexpr((1 << units.LINE) - 1)
+_SLOPE = tl.constexpr(units.SLOPE)
+_MASS = tl.constexpr(units.MASS)
+_C1, _C2, _C3, _C4, _C5, _C6 = (tl.constexpr(c) for c in units.HALVING)
 
 # Columns of the settings of a row: whole numbers, then fractions.
 FLAGS = tl.constexpr(0)
@@ -376,14 +378,22 @@ def _best(best, best_at, row, SLICES: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _depth(x, highest, per_temperature):
-    nats = tl.where(x == highest, 0.0, (highest - x) * per_temperature)  # the likeliest may be infinite
-    nats = tl.where(nats < MAX_NATS, nats, MAX_NATS)  # NaN too
-    return (nats * DEPTH_UNIT).to(tl.int32)
+    depth = tl.where(x == highest, 0.0, (highest - x) * per_temperature)  # the likeliest may be infinite
+    return tl.where(depth < MAX_DEPTH, depth, MAX_DEPTH).to(tl.int32)  # of NaN too
 
 
 @triton.jit
 def _mass(depth):
-    return (tl.exp2(depth.to(tl.float32) * _DEPTH_TO_LOG2) * _MASS_UNIT).to(tl.int64)
+    depth = depth.to(tl.uint32, bitcast=True)
+    f = (depth >> _LINE) << (32 - _OCTAVE + _LINE)  # the bits between the octaves and the line, as a fraction of 2^32
+    x = _C5 - tl.umulhi(f, _C6)
+    x = _C4 - tl.umulhi(f, x)
+    x = _C3 - tl.umulhi(f, x)
+    x = _C2 - tl.umulhi(f, x)
+    x = _C1 - tl.umulhi(f, x)
+    x = (1 << 31) - tl.umulhi(f >> 1, x)
+    line = (1 << 30) - ((depth & _LINE_MASK) * _SLOPE >> 13)
+    return ((x.to(tl.uint64) * line.to(tl.uint64)) >> ((depth >> _OCTAVE) + (61 - _MASS)).to(tl.uint64)).to(tl.int64)
 
 
 @triton.jit

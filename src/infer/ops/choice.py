@@ -1,7 +1,6 @@
 """The next token of each row, chosen on a GPU: launches that can be captured, and what they keep on the device.
 
-The reference is `engine/sampler.py`. Beside it, tokens within 2^-17 nats of each other count as equally likely where
-top_k and top_p cut, top_k=1 takes the first of the likeliest tokens, and a logit of +inf is no error.
+From the same logits, `engine/sampler.py` chooses the same tokens on the host.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from torch import Tensor
 
 from infer import kernels
 from infer.kernels import gpu_sample
-from infer.ops.uniform import U64, mix
+from infer.ops import draw
 
-MAX_VOCAB = 2**18  # beyond that the mass of all tokens might not fit 63 bits
+MAX_VOCAB = draw.MAX_VOCAB
 WARPS = 4
-_LEAST_TEMPERATURE = 1e-30  # its inverse fits float32; with less, too, only the likeliest have any mass
 
 
 class Greedy:
@@ -35,7 +33,9 @@ class Greedy:
         self._best = torch.empty(rows, self._slices, dtype=torch.float32, device=device)
         self._best_at = torch.empty(rows, self._slices, dtype=torch.int32, device=device)
         self._padded = triton.next_power_of_2(self._slices)
-        self._options: dict[str, Any] = {"PDL": pdl, "num_warps": WARPS} | ({"launch_pdl": True} if pdl else {})
+        self._options: dict[str, Any] = {"PDL": pdl, "num_warps": WARPS, "enable_fp_fusion": False}
+        if pdl:
+            self._options["launch_pdl"] = True
 
     def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, sent: Tensor, steps: Tensor) -> None:
         """Write the token of each row to tokens [R] int64: -1 where a logit is NaN, or none is above -inf.
@@ -123,20 +123,21 @@ class Choice(Greedy):
 
         Tokens chosen by `launch` are added to them on the device.
         """
-        sampled = temperature > 0 and top_k != 1
+        sampled = draw.is_sampled(temperature, top_k)
+        filters = draw.Filters.of(temperature, top_k, top_p, min_p)
         penalised = repetition_penalty != 1 or presence_penalty != 0 or frequency_penalty != 0
         flags = sampled * gpu_sample.SAMPLED.value + penalised * gpu_sample.PENALISED.value
         whole = {
             gpu_sample.FLAGS: flags + bool(logit_bias) * gpu_sample.BIASED.value,
-            gpu_sample.TOP_K: top_k if top_k and top_k < self.vocab else 0,
-            gpu_sample.TOP_P: max(int(top_p * 2**64), 1) if top_p < 1 else 0,
-            gpu_sample.MIN_P_DEPTH: _depth(-math.log(min_p)) if min_p > 0 else gpu_sample.MAX_DEPTH.value,
+            gpu_sample.TOP_K: filters.top_k if filters.top_k < self.vocab else 0,
+            gpu_sample.TOP_P: filters.top_p,
+            gpu_sample.MIN_P_DEPTH: filters.min_p_depth,
             # V tokens this far down have less than 1 - top_p of the likeliest's mass; 0.01 is more than any rounding.
-            gpu_sample.TAIL_DEPTH: _depth(math.log(self.vocab / (1 - top_p)) + 0.01) if top_p < 1 else 0,
-            gpu_sample.SEED_KEY: mix(seed & U64),
+            gpu_sample.TAIL_DEPTH: draw.to_depth(math.log2(self.vocab / (1 - top_p)) + 0.01) if top_p < 1 else 0,
+            gpu_sample.SEED_KEY: draw.mix(seed & draw.U64),
         }
         fractions = {
-            gpu_sample.PER_TEMPERATURE: 1 / max(temperature, _LEAST_TEMPERATURE),
+            gpu_sample.PER_TEMPERATURE: filters.per_temperature,
             gpu_sample.REPETITION: repetition_penalty,
             gpu_sample.PRESENCE: presence_penalty,
             gpu_sample.FREQUENCY: frequency_penalty,
@@ -212,10 +213,6 @@ class Choice(Greedy):
 def _fill(out: Tensor, values: Mapping[int, float]) -> None:
     """One copy to the device."""
     out.copy_(torch.tensor([values.get(i, 0) for i in range(len(out))], dtype=out.dtype))
-
-
-def _depth(nats: float) -> int:
-    return int(min(nats * gpu_sample.DEPTH_UNIT.value, gpu_sample.MAX_DEPTH.value))
 
 
 def _signed(bits: int) -> int:
