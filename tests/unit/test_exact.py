@@ -1,4 +1,4 @@
-"""Exact mode: the same bits at every position, whichever way the tokens were fed."""
+"""The same bits at every position, whichever way the tokens are fed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from conftest import make_tiny_model
 from mocks import CACHES, RoundingNoCache
 from torch import Tensor
 
-from infer import KVCache, SlidingCache, kernels
+from infer import GrowingCache, KVCache, SlidingCache, kernels
 from infer.cache import BatchCache, Cache
 from infer.cache.traced import TracedCache
+from infer.config import RopeConfig
 from infer.models.common import Decoder
-from infer.ops import compiled, exact
+from infer.ops import rowwise
 from infer.ops.activation import ACTIVATIONS, activated, gated
 from infer.ops.attention import ring_attention, ring_span, softmax_attention, span_attention
 from infer.ops.linear import Linear
 from infer.ops.norm import LayerNorm, RMSNorm, ZeroCentredRMSNorm
 from infer.ops.parts import ACTIVATION_CODES
 from infer.ops.quantized import QuantizedWeight
-from infer.ops.rope import apply_rope
+from infer.ops.rope import Rope, apply_rope
 
-needs_kernels = pytest.mark.skipif(kernels.cpu() is None, reason="numba is not installed, or INFER_KERNELS=0")
+pytestmark = pytest.mark.skipif(kernels.cpu() is None, reason="plain torch promises no bits")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 any_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -74,19 +75,13 @@ def inference() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "cpu", lambda: None)
-
-
-def make_model(name: str, form: str) -> Decoder:
+def make_model(name: str, form: str, **changes: Any) -> Decoder:
     weights, _, dtype = form.partition(" in ") if " in " in form else (form, "", form)
-    model = make_tiny_model(seed=1, dtype=DTYPES.get(dtype, torch.float32), **MODELS[name])
+    model = make_tiny_model(seed=1, dtype=DTYPES.get(dtype, torch.float32), **MODELS[name] | changes)
     if weights in ("int8", "int4"):
         for module in model.modules():
             if isinstance(module, Linear):
                 module.weight = QuantizedWeight.of(module.weight.float(), int(weights[-1]))
-    model.exact = True
     return model
 
 
@@ -192,6 +187,49 @@ def test_the_same_bits_whatever_the_path(name: str, form: str) -> None:
     assert torch.equal(model(batch, kv_cache=cache)[4:, 0], expected[-1:].expand(2, -1))
 
 
+# Prompt lengths around every number of rows at which some kernel, of whatever device, is another.
+LENGTHS = (1, 2, 8, 9, 16, 17, 128, 129, 256, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "cache"),
+    [
+        ("llama", "float32", KVCache),
+        ("odd llama", "int8", GrowingCache),
+        ("qwen3", "bfloat16", SlidingCache),
+        ("gemma3", "float32", SlidingCache),
+        ("wide gemma3", "float16", KVCache),
+        ("gpt2", "int4", KVCache),
+        ("nanogpt", "bfloat16", GrowingCache),
+        ("rope_gpt", "float32", GrowingCache),
+    ],
+)
+def test_prompts_of_any_length(name: str, form: str, cache: Any) -> None:
+    """As a whole with a cache and without, then one token more; against the longest in one pass."""
+    model = make_model(name, form, max_position_embeddings=1024)
+    ids = tokens(model, LENGTHS[-1] + 1)
+    expected = model(ids)[0]
+    for length in LENGTHS:
+        held = cache.from_model_config(model.config, length + 1, dtype=model.dtype, device="cpu")
+        got = feed(model, ids[:, :length], held, length), feed(model, ids[:, length : length + 1], held)
+        assert torch.equal(torch.cat(got), expected[: length + 1]), length
+        assert torch.equal(model(ids[:, :length])[0], expected[:length]), length
+
+
+@pytest.mark.parametrize(("name", "form"), [("llama", "float32"), ("gemma3", "bfloat16"), ("qwen3", "int4")])
+def test_batches_of_any_size(name: str, form: str) -> None:
+    """A prompt of three tokens in one pass, then one token of each row: alone, and among up to 255 others."""
+    model = make_model(name, form)
+    rows = torch.cat([tokens(model, 4, seed=i) for i in range(256)])
+    alone = [feed(model, rows[i : i + 1], make_cache(KVCache, model), 3) for i in (0, 1, 7)]
+    for count in (2, 8, 9, 16, 17, 128, 129, 256):
+        cache = KVCache.from_model_config(model.config, 4, batch_size=count, dtype=model.dtype, device="cpu")
+        first = model(rows[:count, :3], kv_cache=cache, all_logits=True)
+        together = torch.cat((first, model(rows[:count, 3:], kv_cache=cache, all_logits=True)), 1)
+        for i, expected in zip((0, 1, 7), alone, strict=True):
+            assert i >= count or torch.equal(together[i], expected), (count, i)
+
+
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2"])
 def test_caches_of_8_bits_among_themselves(name: str, form: str) -> None:
@@ -204,27 +242,6 @@ def test_caches_of_8_bits_among_themselves(name: str, form: str) -> None:
     torch.testing.assert_close(expected, rounding, atol=0.3, rtol=0.1)
 
 
-@pytest.mark.usefixtures("no_kernels")
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        ("odd llama", "float32"),
-        ("odd llama", "float16"),
-        ("qwen3", "int4"),
-        ("gemma3", "float32"),
-        ("gemma3", "bfloat16"),
-        ("nanogpt", "float32"),
-    ],
-)
-def test_without_kernels(name: str, form: str) -> None:
-    model = make_model(name, form)
-    ids = tokens(model, 14)
-    check(model, ids, {"SlidingCache": partial(make_cache, SlidingCache, model)}, model(ids)[0])
-    if model.config.computed_head_dim % 2 == 0:
-        stored = partial(make_cache, KVCache, model, "int8")
-        check(model, ids, {"int8": stored}, feed(model, ids, stored()))
-
-
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
@@ -232,16 +249,10 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kernels_there", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int4"])
-def test_any_number_of_threads(
-    form: str, kernels_there: bool, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not kernels_there:
-        monkeypatch.setattr(kernels, "cpu", lambda: None)
+def test_any_number_of_threads(form: str, threads: Callable[[int], None]) -> None:
     # Large enough that torch shares the work.
     model = make_tiny_model(dtype=DTYPES.get(form, torch.float32), hidden_size=512, head_dim=64, intermediate_size=1536)
-    model.exact = True
     ids, results = tokens(model, 20), []
     for count in (1, 2, 3):
         threads(count)
@@ -273,30 +284,30 @@ def test_another_process() -> None:
     assert run.stdout.strip() == digests()
 
 
-@needs_kernels
 @pytest.mark.parametrize("name", MODELS)
-def test_modules_somebody_looks_into(name: str) -> None:
-    """A hook keeps the kernels of blocks away; those of single operations give the same bits."""
-    model = make_model(name, "float32")
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+def test_a_module_somebody_looks_into(name: str, form: str) -> None:
+    """In 16 bits each module keeps to the kernels. In float32 its block is plain torch, equal within rounding."""
+    model = make_model(name, form)
     ids = tokens(model)
-    expected = model(ids)[0]
-    seen = []
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.register_forward_hook(lambda *_: seen.append(1))
-    assert torch.equal(model(ids)[0], expected)
-    assert torch.equal(feed(model, ids, make_cache(KVCache, model), 1), expected)
-    assert len(seen) >= 4
+    expected, seen = model(ids)[0], []
+    model.layers[1].self_attn.o_proj.register_forward_hook(lambda *_: seen.append(1))
+    got = model(ids)[0], feed(model, ids, make_cache(KVCache, model), 1)
+    assert len(seen) == 1 + ids.shape[1]
+    for logits in got:
+        if form == "bfloat16":
+            assert torch.equal(logits, expected)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@needs_kernels
-def test_nothing_is_changed_by_asking_for_it() -> None:
-    """A decode step takes the same way in both modes, and gives the same bits."""
-    model = make_model("llama", "float32")
-    ids = tokens(model)
-    with exact.mode(False):
-        normal = feed(model, ids, make_cache(KVCache, model), 1)
-    assert torch.equal(normal, feed(model, ids, make_cache(KVCache, model), 1))
+def test_with_gradients_plain_torch_runs() -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        model = make_model("gpt2", "float32").requires_grad_(True)
+        ids = tokens(model, 40)
+        logits = model(ids)
+        logits.sum().backward()
+        assert all(weight.grad is not None for weight in model.parameters())
+    torch.testing.assert_close(logits, model(ids), atol=1e-4, rtol=1e-4)
 
 
 def close_to(dtype: torch.dtype) -> dict[str, float]:
@@ -306,12 +317,12 @@ def close_to(dtype: torch.dtype) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", MODELS)
 @any_dtype
-def test_the_same_model_as_in_normal_mode(name: str, dtype: torch.dtype) -> None:
+def test_the_same_model_as_in_plain_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(name, str(dtype).removeprefix("torch."))
     ids = tokens(model)
     got = model(ids).float()
-    with exact.mode(False):
-        expected = model.float()(ids)
+    monkeypatch.setattr(kernels, "cpu", lambda: None)
+    expected = model.float()(ids)
     scale = expected.std().item()
     assert (got - expected).abs().mean() < 20 * scale * close_to(dtype)["atol"]
 
@@ -327,21 +338,20 @@ SHAPES = [(1, 1), (3, 2), (5, 7), (16, 8), (17, 9), (33, 64), (64, 95), (70, 576
 def test_products(rows: int, columns: int, bias: bool, dtype: torch.dtype) -> None:
     weight, offset = torch.randn(rows, columns).to(dtype), torch.randn(rows).to(dtype) if bias else None
     x = (torch.randn(70, columns) * columns**-0.5).to(dtype)
-    whole = exact.linear(x, weight, offset)
+    whole = rowwise.linear(x, weight, offset)
     expected = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
     torch.testing.assert_close(whole.double(), expected, **close_to(dtype))
     for count in (1, 2, 3, 4, 5, 8, 16, 23, 64):
         for start in (0, 1, 6):
-            assert torch.equal(exact.linear(x[start : start + count], weight, offset), whole[start : start + count])
+            assert torch.equal(rowwise.linear(x[start : start + count], weight, offset), whole[start : start + count])
 
 
-@needs_kernels
 @any_dtype
 def test_weights_of_a_product_are_read_as_they_are(dtype: torch.dtype) -> None:
     """All numbers of 16 bits, the smallest and infinite ones too."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16 if dtype.itemsize > 2 else dtype)
     values = values.to(dtype)[:, None]
-    got = exact.linear(torch.ones(1, 1, dtype=dtype), values, None)[0]
+    got = rowwise.linear(torch.ones(1, 1, dtype=dtype), values, None)[0]
     assert torch.equal(got.nan_to_num(0.25), (values[:, 0] + 0.0).nan_to_num(0.25))
 
 
@@ -353,12 +363,11 @@ def test_norms(kind: Any, size: int, dtype: torch.dtype) -> None:
     for parameter in norm.parameters():
         parameter.copy_(torch.randn(size))
     x = torch.randn(2, 3, 17, size).to(dtype)
-    expected = norm(x)
-    with exact.mode(True):
-        whole = norm(x)
-        assert all(torch.equal(norm(x[:, :, i : i + 1]), whole[:, :, i : i + 1]) for i in range(17))
-        assert torch.equal(norm(x.transpose(1, 2)), whole.transpose(1, 2))
-    torch.testing.assert_close(whole, expected, **close_to(dtype))
+    whole = rowwise.norm(x, norm)
+    assert all(torch.equal(rowwise.norm(x[:, :, i : i + 1], norm), whole[:, :, i : i + 1]) for i in range(17))
+    assert torch.equal(rowwise.norm(x.transpose(1, 2), norm), whole.transpose(1, 2))
+    assert dtype is torch.float32 or torch.equal(norm(x), whole)
+    torch.testing.assert_close(whole, norm.plain(x), **close_to(dtype))
 
 
 @any_dtype
@@ -366,12 +375,12 @@ def test_norms(kind: Any, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str, inner: int, dtype: torch.dtype) -> None:
     x = (torch.randn(19, 2 * inner) * 4).to(dtype)
-    for function in (partial(gated, activation=activation), partial(activated, activation=activation)):
-        expected = function(x)
-        with exact.mode(True):
-            whole = function(x)
-            assert all(torch.equal(function(x[i : i + 3]), whole[i : i + 3]) for i in range(17))
-        torch.testing.assert_close(whole, expected, **close_to(dtype))
+    for module, size in ((gated, inner), (activated, 2 * inner)):
+        function = partial(rowwise.activate, inner=size, code=ACTIVATION_CODES[activation])
+        whole = function(x)
+        assert all(torch.equal(function(x[i : i + 3]), whole[i : i + 3]) for i in range(17))
+        assert dtype is torch.float32 or torch.equal(module(x, activation), whole)
+        torch.testing.assert_close(whole, module(x.float(), activation).to(dtype), **close_to(dtype))
 
 
 def test_every_activation_has_a_kernel() -> None:
@@ -386,95 +395,53 @@ def test_attention(heads: int, kv_heads: int, head_dim: int, window: int | None,
     q = torch.randn(2, keys, heads, head_dim).to(dtype).transpose(1, 2)
     k, v = (torch.randn(2, keys, kv_heads, head_dim).to(dtype).transpose(1, 2) for _ in range(2))
     expected, _ = softmax_attention(q, k, v, scale=0.3, window=window)
-    with exact.mode(True):
-        attend = partial(span_attention, scale=0.3, window=window, masks={})
-        whole = attend(q, k, v)
-        for start, end in [(0, 1), (0, 7), (1, 2), (7, 30), (39, 40), (5, 40)]:
-            part = attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end])
-            assert torch.equal(part, whole[:, :, start:end])
-            first = 0 if window is None else max(0, start - window + 1)
-            cut = attend(q[:, :, start:end], k[:, :, first:end].contiguous(), v[:, :, first:end].contiguous(), end=end)
-            assert torch.equal(cut, part)
-            assert torch.equal(attend(q[1:, :, start:end], k[1:, :, :end], v[1:, :, :end]), part[1:])
+    attend = partial(span_attention, scale=0.3, window=window, masks={})
+    whole = attend(q, k, v)
+    for start, end in [(0, 1), (0, 7), (1, 2), (7, 30), (39, 40), (5, 40)]:
+        part = attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end])
+        assert torch.equal(part, whole[:, :, start:end])
+        first = 0 if window is None else max(0, start - window + 1)
+        cut = attend(q[:, :, start:end], k[:, :, first:end].contiguous(), v[:, :, first:end].contiguous(), end=end)
+        assert torch.equal(cut, part)
+        assert torch.equal(attend(q[1:, :, start:end], k[1:, :, :end], v[1:, :, :end]), part[1:])
     torch.testing.assert_close(whole, expected, **close_to(dtype))
 
 
 @pytest.mark.parametrize("head_dim", [6, 7, 8])
 def test_rings_are_read_as_spans(head_dim: int) -> None:
-    """In the kernels of a decode step, which walk around a ring, and in exact attention."""
     slots = 13
     q = torch.randn(1, 4, 1, head_dim)
     k, v = (torch.randn(1, 2, slots, head_dim) for _ in range(2))
     for first in range(slots):
         for count in range(1, slots + 1):
             keys, values = ring_span(k, first, first + count), ring_span(v, first, first + count)
-            expected = exact.attend(q, keys, values, scale=0.3, window=None)
-            with exact.mode(True):
-                assert torch.equal(ring_attention(q, k, v, first, first + count, scale=0.3), expected)
-            if compiled.can_attend(q, k, v):
-                assert torch.equal(compiled.attend(q, k, v, 0.3, first, count), expected)
+            expected = rowwise.attend(q, keys, values, scale=0.3, window=None)
+            assert torch.equal(ring_attention(q, k, v, first, first + count, scale=0.3), expected)
 
 
 @any_dtype
 def test_rotation(dtype: torch.dtype) -> None:
     x = torch.randn(1, 3, 29, 10).to(dtype)
     cos, sin = torch.randn(1, 1, 29, 10), torch.randn(1, 1, 29, 10)
-    expected = apply_rope(x, cos, sin)
-    with exact.mode(True):
-        whole = apply_rope(x, cos, sin)
-        for i in range(29):
-            part = slice(i, i + 1)
-            assert torch.equal(apply_rope(x[:, :, part], cos[:, :, part], sin[:, :, part]), whole[:, :, part])
-    torch.testing.assert_close(whole, expected, **close_to(dtype))
+    whole = apply_rope(x, cos, sin)
+    for i in range(29):
+        part = slice(i, i + 1)
+        assert torch.equal(apply_rope(x[:, :, part], cos[:, :, part], sin[:, :, part]), whole[:, :, part])
 
 
-# What is asked for, and what is refused
-
-
-def test_the_mode_asked_for() -> None:
-    assert not exact.wanted()
-    assert exact.resolve(True)
-    assert not exact.resolve(False)
-    with exact.mode(True):
-        assert exact.wanted()
-        with exact.mode(False):
-            assert not exact.wanted()
-            assert not exact.resolve(True)
-        with exact.mode(None):
-            assert exact.resolve(True)
-        assert exact.resolve(False)
-    assert not exact.wanted()
-    with pytest.raises(KeyError), exact.mode(True):
-        raise KeyError
-    assert not exact.wanted()
-
-
-def test_a_model_is_exact_if_loaded_so_or_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, seen = make_model("llama", "float32"), []
-    monkeypatch.setattr(model, "embed", lambda *args: (seen.append(exact.wanted()), Decoder.embed(model, *args))[1])
-    for own, asked in [(True, None), (False, None), (True, False), (False, True)]:
-        model.exact = own
-        with exact.mode(asked):
-            model(tokens(model, 3))
-    assert seen == [True, False, False, True]
-    assert not exact.wanted()
-
-
-def test_gradients_and_dropout_are_refused() -> None:
-    model = make_model("gpt2", "float32")
-    ids = tokens(model, 3)
-    with torch.inference_mode(False), torch.enable_grad():
-        assert not make_model("gpt2", "float32")(ids.clone()).requires_grad
-        model = make_model("gpt2", "float32").requires_grad_(True)
-        with pytest.raises(ValueError, match=r"no gradients: run the model under torch\.no_grad"):
-            model(ids)
-        with torch.no_grad():
-            model(ids)
-    dropping = make_tiny_model(model_type="gpt2", dropout=0.5).train()
-    dropping.exact = True
-    with pytest.raises(ValueError, match=r"training mode, and drops out at random: call model\.eval"):
-        dropping(ids)
-    dropping.eval()(ids)
+@pytest.mark.parametrize("head_dim", [6, 10, 64, 256])
+def test_cos_and_sin_of_a_position(head_dim: int, threads: Callable[[int], None]) -> None:
+    """Whichever positions are asked for together, in whichever order the table grows, on any number of threads."""
+    everything = torch.arange(300)[None]
+    expected = Rope(RopeConfig(), head_dim)(everything)
+    angles = everything[0, :, None].double() * Rope(RopeConfig(), head_dim).inv_freq.double()
+    torch.testing.assert_close(expected[0][0, 0].double(), angles.cos(), atol=1e-4, rtol=1e-4)
+    for count in (1, 3):
+        threads(count)
+        rope = Rope(RopeConfig(), head_dim)
+        for positions in ([7], [40, 3], [299, 0, 5], list(range(17, 250))):
+            got = rope(torch.tensor([positions]))
+            assert all(torch.equal(a, b[:, :, positions]) for a, b in zip(got, expected, strict=True))
 
 
 # These tests can fail: where one operation looks at how many rows there are, the comparison above says so.
@@ -490,10 +457,10 @@ def linear_by_count(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (total if bias is None else total + bias).to(x.dtype)
 
 
-def norm_by_count(x: Tensor, norm: Any, plain: Callable[[Tensor], Tensor]) -> Tensor:
+def norm_by_count(x: Tensor, norm: Any) -> Tensor:
     """One digit less where there is more than one row."""
-    out = plain(x)
-    return out if x.numel() == x.shape[-1] else (out.double() * (1 + 1e-7)).to(x.dtype)
+    out = norm.plain(x.float()).double()
+    return (out if x.numel() == x.shape[-1] else out * (1 + 2**-9)).to(x.dtype)
 
 
 def attention_by_count(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
@@ -512,11 +479,10 @@ def attention_by_count(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window:
     [
         ("linear", linear_by_count, "bfloat16"),
         ("linear", linear_by_count, "float16"),
-        ("norm", norm_by_count, "float32"),
+        ("norm", norm_by_count, "bfloat16"),
         ("attend", attention_by_count, "float32"),
     ],
 )
-@pytest.mark.usefixtures("no_kernels")
 def test_an_operation_that_looks_at_the_batch_is_found(
     name: str, mutant: Any, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -524,6 +490,6 @@ def test_an_operation_that_looks_at_the_batch_is_found(
     ids = tokens(model, 14)
     caches = {"KVCache": partial(make_cache, KVCache, model)}
     check(model, ids, caches, model(ids)[0])
-    monkeypatch.setattr(exact, name, mutant)
+    monkeypatch.setattr(rowwise, name, mutant)
     with pytest.raises(AssertionError, match=r"KVCache .*: position \[\d+\] differs"):
         check(model, ids, caches, model(ids)[0])

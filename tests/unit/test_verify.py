@@ -1,163 +1,448 @@
-"""`verify` finds what it should: nothing in caches that are right, the exact step in those that are not."""
+"""`infer verify` finds what it should: nothing where all bits agree, and the very place where one does not."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mocks import CACHES, MockTokenizer, naive_logits
+from commands import Run, assert_refused
+from mocks import CACHES, Letters
 from torch import Tensor, nn
 
-from infer import ModelConfig, SamplingParams, SlidingCache, generate
-from infer.cache import BaseCache, BatchCache
-from infer.engine import generate as engine
+from infer import GrowingCache, KVCache, ModelConfig, SlidingCache, generate, generate_batch, kernels
+from infer.cache import BaseCache, Cache, NoCache
+from infer.engine import paths
 from infer.engine import verify as module
-from infer.engine.verify import (
-    LONG_EXTRA,
-    Comparison,
-    chunkings,
-    first_difference,
-    logit_margin,
-    verify,
-    with_long_prompt,
-)
+from infer.engine.divergence import Divergence, bits
+from infer.engine.paths import PathResult, compare, number_of_paths
+from infer.engine.verify import first_difference, why_plain_torch, with_long_prompt
 from infer.models.common import Decoder
 
-PROMPTS = [[5, 9, 2], [33], list(range(20))]
-LETTERS = MockTokenizer([chr(33 + i) for i in range(64)])
-MODES = ["greedy", "seeded"]
-CHUNKS = {3: [None, 1], 1: [None], 20: [None, 1, 3]}  # by the prompt's length
+PROMPTS = [[5, 9, 2], list(range(20)), [33, 7, 7, 1, 30, 2, 8, 9, 40]]
+NEW = 5
 WINDOW = 6
 WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": WINDOW}
 
 
-class Counted:
-    """A model that counts its passes."""
+class ExactModel:
+    """Every number in it is whole, and values are 0, so that no sum depends on anything's order.
 
-    def __init__(self, model: Decoder) -> None:
-        self.model = model
-        self.config = model.config
+    `plant` may change what a layer sees: (layer, what, numbers [B, n, ...], positions [B, n], cache) -> numbers.
+    """
+
+    def __init__(self, config: ModelConfig, plant: Callable[..., Tensor] | None = None) -> None:
+        self.config = config
+        self.plant = plant or (lambda layer, what, x, positions, cache: x)
+        self.weight = nn.Parameter(torch.zeros(1))
         self.calls = 0
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        return self.model.parameters()
+        return iter([self.weight])
 
-    def __call__(self, input_ids: Tensor, kv_cache: Any = None) -> Tensor:
+    def __call__(self, input_ids: Tensor, kv_cache: Cache | None = None, *, all_logits: bool = False) -> Tensor:
         self.calls += 1
-        return self.model(input_ids, kv_cache)
-
-
-class WrongAt(Counted):
-    """With one kind of cache, this model likes best what it should like least, from a position on."""
-
-    def __init__(self, model: Decoder, kind: type[BaseCache], position: int) -> None:
-        super().__init__(model)
-        self.kind = kind
-        self.position = position
-
-    def __call__(self, input_ids: Tensor, kv_cache: Any = None) -> Tensor:
-        logits = super().__call__(input_ids, kv_cache)
-        wrong = isinstance(kv_cache, self.kind) and kv_cache.seq_len >= self.position
-        return -logits if wrong else logits
+        config = self.config
+        cache = NoCache(len(input_ids)) if kv_cache is None else kv_cache
+        positions = cache.positions(input_ids.shape[1])
+        x = (input_ids * 7 + positions * 3) % 11  # [B, n]
+        for layer in range(config.num_hidden_layers):
+            shape = (config.num_key_value_heads, config.computed_head_dim)
+            heads = (x[..., None] * (layer + 1) + torch.arange(shape[0] * shape[1])).float().view(*x.shape, *shape)
+            key = self.plant(layer, "key", heads, positions, cache).transpose(1, 2)  # [B, H, n, D]
+            q = key.repeat_interleave(config.num_attention_heads // shape[0], 1)
+            out = cache.attend(layer, q, key, torch.zeros_like(key), scale=1.0, window=config.window(layer))
+            x = (x + out.sum((1, 3))).long()
+        cache.advance(input_ids.shape[1])
+        logits = ((x[..., None] + torch.arange(config.vocab_size) * 5) % 61).float()
+        logits = self.plant(config.num_hidden_layers, "logits", logits, positions, cache)
+        return logits if kv_cache is None or all_logits else logits[:, -1:]
 
 
 @pytest.fixture
-def model(tiny_model: Callable[..., Decoder]) -> Decoder:
-    return tiny_model()
+def config(tiny_config: Callable[..., ModelConfig]) -> ModelConfig:
+    kinds = ("sliding_attention", "full_attention", "full_attention")
+    return tiny_config(num_hidden_layers=3, layer_types=kinds, sliding_window=WINDOW)
 
 
-def check(model: Any, prompts: list[list[int]] = PROMPTS, new: int = 10, seed: int = 0) -> list[Comparison]:
-    return list(verify(model, LETTERS, prompts, new, seed))
+def check(model: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> dict[str, PathResult]:
+    results = list(compare(model, Letters(), prompts, NEW, **options))
+    assert len(results) == number_of_paths(prompts, options.get("threads", ()))
+    found = {result.path: result for result in results}
+    assert len(found) == len(results)
+    return found
 
 
-def naive_margin(model: Decoder, tokens: list[int]) -> float:
-    """Between the two best next logits, from textbook formulas."""
-    best, second = naive_logits(model, torch.tensor([tokens]))[0, -1].sort(descending=True).values[:2]
-    return float(best - second)
+def single_row_is_other(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    """Layer 1 adds a thousandth where more than one row is fed."""
+    return x + 1e-3 if (layer, what) == (1, "key") and positions.numel() > 1 else x
 
 
-def paths(rows: list[Comparison], *, equal: bool) -> set[str]:
-    return {row.path for row in rows if row.equal == equal}
+class TestEqual:
+    def test_every_path(self, config: ModelConfig) -> None:
+        model = ExactModel(config)
+        found = check(model, threads=[1])
+        names = [cls.__name__ for cls in CACHES]
+        assert list(found) == [
+            "no cache, stopped early",
+            *(f"{name}{chunk}" for name in names for chunk in ("", ", chunks of 1", ", chunks of 7")),
+            *(f"{name}, truncated" for name in names),
+            "default cache, last logits alone",
+            "default cache, traced",
+            "no cache, traced",
+            "default cache, batch of 3",
+            "KVCache of 3 rows",
+            "KVCache, 1 thread",
+            "generate",
+            "generate_batch",
+            *(f"sampled, {name}" for name in names),
+            "sampled, chunks of 7",
+            "sampled, traced",
+            "sampled, generate_batch",
+        ]
+        assert all(result.equal and result.difference is None for result in found.values())
+
+    def test_what_is_compared(self, config: ModelConfig) -> None:
+        found = check(ExactModel(config))
+        everything = sum(len(prompt) + NEW for prompt in PROMPTS)
+        assert found["KVCache"].positions == found["KVCache, chunks of 1"].positions == everything
+        assert (found["KVCache, chunks of 7"].prompts, found["KVCache, chunks of 7"].positions) == (2, 20 + 9 + 2 * NEW)
+        assert found["default cache, last logits alone"].positions == 3 * (1 + NEW)
+        assert found["default cache, batch of 3"].positions == everything
+        assert found["KVCache of 3 rows"].positions == 3 * (3 + NEW)
+        assert found["generate"].positions == found["generate_batch"].positions == 3 * NEW
+        for name in ("KVCache, truncated", "no cache, stopped early"):
+            assert found[name].positions > everything
+
+    def test_chunks_of_512(self, tiny_config: Callable[..., ModelConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+        assert paths.CHUNKS == (1, 7, 64, 512)
+        monkeypatch.setattr(paths, "CHUNKS", (64, 512, 513))
+        model = ExactModel(tiny_config(max_position_embeddings=1024))
+        found = check(model, [[i % 64 for i in range(513)]])
+        assert found["SlidingCache, chunks of 512"].positions == 513 + NEW
+        assert found["SlidingCache, chunks of 64"].equal
+        assert "SlidingCache, chunks of 513" not in found
+        assert "generate_batch" not in found
+
+    def test_references_that_are_not_kept(self, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        kept = check(ExactModel(config))
+        monkeypatch.setattr(paths, "KEPT_BYTES", 0)
+        assert check(ExactModel(config)) == kept
+
+    def test_threads_are_put_back(self, config: ModelConfig) -> None:
+        before = torch.get_num_threads()
+        check(ExactModel(config), threads=[1])
+        assert torch.get_num_threads() == before
+
+    def test_int8(self, config: ModelConfig) -> None:
+        assert all(result.equal for result in check(ExactModel(config), cache_dtype="int8").values())
+
+    def test_refused_before_work(self, config: ModelConfig) -> None:
+        model = ExactModel(config)
+        with pytest.raises(ValueError, match="token id 64 in the prompt"):
+            check(model, [[1], [64]])
+        assert not model.calls
 
 
-def drop_first_position(monkeypatch: pytest.MonkeyPatch, kind: type[BaseCache], after: int) -> None:
-    """Let a cache take its first position for nothing once it holds more than so many."""
-    attend = kind.attend
+class TestDifferences:
+    def test_layer_and_position(self, config: ModelConfig) -> None:
+        """Whatever decodes a single token differs from the pass over all; and it is layer 1's keys."""
 
-    def forgetful(cache: Any, layer_idx: int, *args: Any, **options: Any) -> Tensor:
-        if cache.seq_len > after:
-            cache.k[layer_idx][:, :, 0] = cache.v[layer_idx][:, :, 0] = 0
-        return attend(cache, layer_idx, *args, **options)
+        def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+            changed = single_row_is_other(layer, what, x, positions, cache)
+            if what == "logits":  # what a layer's keys would do to them
+                return x + 0.5 * (positions.numel() > 1)
+            return changed
 
-    monkeypatch.setattr(kind, "attend", forgetful)
+        found = check(ExactModel(config, plant))
+        result = found["KVCache"]
+        assert (result.different, result.largest) == (3 * NEW, 0.5)
+        difference = result.difference
+        assert difference is not None
+        assert (difference.prompt, difference.position, difference.what, difference.element) == (0, 3, "logits", 0)
+        assert difference.got + 0.5 == difference.expected
+        divergence = difference.divergence
+        assert divergence is not None
+        assert (divergence.layer, divergence.what, divergence.position, divergence.element) == (1, "query", 3, 0)
+        assert divergence.expected == pytest.approx(divergence.got + 1e-3)
+        assert str(divergence).startswith("layer 1, query, position 3, element 0: ")
+        assert "position 3, logits 0: " in str(difference)
+        # All rows in one cache, and all at once, are more than one.
+        assert found["no cache, traced"].equal
+        assert found["KVCache of 3 rows"].equal
+
+    @pytest.mark.parametrize("kind", CACHES)
+    def test_a_kind_of_cache(self, config: ModelConfig, kind: type[BaseCache]) -> None:
+        def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+            while hasattr(cache, "cache"):
+                cache = cache.cache
+            if not isinstance(cache, kind) or (layer, what) not in ((2, "key"), (3, "logits")):
+                return x
+            late = (positions >= 4).view(*positions.shape, *[1] * (x.dim() - 2))
+            return torch.where(late, x + 1, x)
+
+        found = check(ExactModel(config, plant), PROMPTS[1:2])
+        wrong = {name for name, result in found.items() if not result.equal}
+        own = {name for name in found if name.startswith(kind.__name__)}
+        default = {name for name in found if name.startswith("default cache")} if kind is SlidingCache else set()
+        assert wrong - {"generate"} == own | default
+        for name in own:
+            difference = found[name].difference
+            assert difference is not None
+            assert difference.position == 4
+            assert difference.divergence is not None
+            assert (difference.divergence.layer, difference.divergence.what) == (2, "query")
+            assert difference.divergence.position == 4
+
+    def test_one_row_of_a_batch(self, config: ModelConfig) -> None:
+        def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+            if len(x) == 3 and positions.shape[1] == 1 and (layer, what) in ((0, "key"), (3, "logits")):
+                x = x.clone()
+                x[2] += 1
+            return x
+
+        found = check(ExactModel(config, plant))
+        wrong = {name for name, result in found.items() if not result.equal}
+        assert wrong - {"generate_batch"} == {"default cache, batch of 3", "KVCache of 3 rows"}
+        for name, position in (("default cache, batch of 3", 9), ("KVCache of 3 rows", 4)):
+            difference = found[name].difference
+            assert difference is not None
+            assert (difference.prompt, difference.position) == (2, position)
+            assert difference.divergence is not None
+            assert (difference.divergence.layer, difference.divergence.position) == (0, position)
+
+    def test_the_head(self, config: ModelConfig) -> None:
+        def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+            if what == "logits" and positions.shape[1] == 1:
+                x = x.clone()
+                x[..., 17] = -1.0
+            return x
+
+        difference = next(compare(ExactModel(config, plant), Letters(), [[1, 2, 3]], 4)).difference
+        assert difference is not None
+        assert (difference.position, difference.element, difference.divergence) == (0, 17, Divergence("head"))
+        assert "head" in str(difference.divergence)
+
+    def test_only_while_unwatched(self, config: ModelConfig) -> None:
+        """A recording cache has no table, so that a kernel for whole steps is not asked."""
+
+        def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+            return x + 1 if what == "logits" and type(cache) is GrowingCache else x
+
+        difference = check(ExactModel(config, plant))["GrowingCache"].difference
+        assert difference is not None
+        assert difference.divergence == Divergence("whole step")
+        assert "in one call" in str(difference.divergence)
+
+    def test_another_token(self, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        def other(*args: Any, **options: Any) -> list[Any]:
+            results = generate_batch(*args, **options)
+            results[1].token_ids[2] = (results[1].token_ids[2] + 1) % 64
+            return results
+
+        monkeypatch.setattr(paths, "generate_batch", other)
+        found = check(ExactModel(config))
+        result = found["generate_batch"]
+        assert (result.different, result.positions) == (1, 3 * NEW - 2)  # what follows is another text
+        assert result.difference is not None
+        assert (result.difference.prompt, result.difference.position, result.difference.what) == (1, 22, "token")
+        assert found["generate"].equal
+
+    def test_nothing_is_run_again_where_bits_are_not_promised(self, config: ModelConfig) -> None:
+        result = check(ExactModel(config, single_row_is_other), diagnose=False)
+        assert all(found.difference is None or found.difference.divergence is None for found in result.values())
+
+    def test_another_sampled_text(self, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        def other(*args: Any, **options: Any) -> Any:
+            result = generate(*args, **options)
+            if "trace" in options:
+                result.token_ids[2] = (result.token_ids[2] + 1) % 64
+            return result
+
+        monkeypatch.setattr(paths, "generate", other)
+        found = check(ExactModel(config))
+        assert {name for name, result in found.items() if not result.equal} == {"sampled, traced"}
+        result = found["sampled, traced"]
+        assert (result.different, result.positions, result.other_tokens) == (3, 3 * NEW, 0)
+        assert result.difference is not None
+        assert (result.difference.prompt, result.difference.position) == (0, 5)
+        assert "position 5, token " in str(result.difference)
+
+    @pytest.mark.parametrize(("by", "others"), [(1e-4, 0), (3.0, 3 * NEW)])
+    def test_other_likeliest_tokens(self, config: ModelConfig, by: float, others: int) -> None:
+        """Two tokens as likely as each other, of which the other comes first: a near-tie, or not."""
+
+        def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+            if what != "logits":
+                return x
+            x = x.clone()
+            x[..., 3] = 100.0
+            x[..., 5] = 100.0 + (by if positions.shape[1] == 1 else -by)
+            return x
+
+        result = check(ExactModel(config, plant), [prompt for prompt in PROMPTS if len(prompt) > 1])["KVCache"]
+        assert (result.different, result.other_tokens) == (3 * NEW, others)
+        assert result.largest == pytest.approx(2 * by, abs=1e-4)
 
 
-def test_equal(model: Decoder) -> None:
-    rows = check(model)
-    expected = []
-    for mode in MODES:
-        for prompt, ids in enumerate(PROMPTS):
-            chunks = CHUNKS[len(ids)] if mode == "greedy" else [None]
-            expected += [Comparison(prompt, mode, kind.__name__, chunk, 1, 10) for kind in CACHES for chunk in chunks]
-        expected += [Comparison(prompt, mode, "default cache", None, 3, 10) for prompt in range(3)]
-    assert rows == expected
-    assert all(row.equal and row.margin is None for row in rows)
+class TestBits:
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    def test_all_of_them(self, dtype: torch.dtype) -> None:
+        x = torch.tensor([1.0, torch.nan, 0.0, torch.inf], dtype=dtype)
+        assert torch.equal(bits(x), bits(x.clone()))
+        assert (bits(x) != bits(torch.tensor([1.0, torch.nan, -0.0, torch.inf], dtype=dtype))).tolist() == [0, 0, 1, 0]
+        next_up = torch.nextafter(x[:1].float(), torch.tensor(2.0)).to(dtype)
+        assert (bits(next_up) == bits(x[:1])).item() == (dtype in (torch.bfloat16, torch.float16))
 
 
-def test_every_cache_is_checked() -> None:
-    assert list(module.CACHES) == CACHES
+class TestCommand:
+    @pytest.fixture
+    def prompts(self, tmp_path: Path) -> Path:
+        file = tmp_path / "prompts.txt"
+        file.write_text("hello\nonce upon a time")
+        return file
+
+    def found(self, monkeypatch: pytest.MonkeyPatch, *results: PathResult) -> list[dict[str, Any]]:
+        """Let the command find this."""
+        asked: list[dict[str, Any]] = []
+
+        def compare(*args: Any, **options: Any) -> Iterator[PathResult]:
+            asked.append(options | {"prompts": len(args[2]), "new": args[3]})
+            return iter(results)
+
+        monkeypatch.setattr(paths, "compare", compare)
+        return asked
+
+    EQUAL = PathResult("KVCache", 2, 40)
+    DIVERGENCE = Divergence("key", 1, 3, 12, 0.5, 0.75)
+    OTHER = PathResult("GrowingCache", 2, 40, 7, 0.25, 2, paths.Difference(1, 5, "logits", 17, 1.5, 1.25, DIVERGENCE))
+
+    def test_equal(self, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = self.found(monkeypatch, self.EQUAL)
+        done = run("verify", "--prompts", prompts, "--max-new-tokens", "4", "--also-threads", "1")
+        settings = {"seed": 0, "cache_dtype": "auto", "threads": [1], "diagnose": True}
+        assert asked == [settings | {"prompts": 2, "new": 4}]
+        promise, header, line = done.out.splitlines()
+        assert promise == "kernels: every path must give the same bits"
+        assert header.split() == ["path", "prompts", "positions"]
+        assert line.split() == ["KVCache", "2", "40", "equal"]
+        assert done.err.splitlines()[-1] == "1 of 1 paths give the same bits as one pass without a cache"
+        assert done.status == 0
+
+    def test_other_bits(self, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found(monkeypatch, self.EQUAL, self.OTHER)
+        done = run("verify", "--prompts", prompts)
+        assert done.status == 1
+        assert done.out.splitlines()[3:] == [
+            f"{'GrowingCache':<34}       2        40  DIFFERS at 7 positions; first in "
+            '"once upon a time", position 5, logits 17: 1.25 instead of 1.5',
+            "    from layer 1, key, position 3, element 12: 0.75 instead of 0.5",
+        ]
+        assert "1 of 2 paths" in done.err
+
+    def test_json(self, run: Run, folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found(monkeypatch, self.EQUAL, self.OTHER)
+        output = json.loads(run("verify", "--prompts", prompts, "--json").out)
+        assert (output["model"], output["kernels"], output["passed"]) == (str(folder), True, False)
+        assert [path["equal"] for path in output["paths"]] == [True, False]
+        difference = output["paths"][1]["difference"]
+        assert (difference["prompt"], difference["divergence"]["layer"]) == ("once upon a time", 1)
+
+    def test_a_longer_text_joins_the_built_in_ones(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = self.found(monkeypatch, self.EQUAL)
+        assert run("verify", "--max-new-tokens", "4").status == 0
+        assert asked[0]["prompts"] == 9
+
+    @pytest.mark.parametrize("count", ["0", "99999"])
+    def test_threads_are_checked(self, run: Run, count: str, untouched: None) -> None:
+        assert_refused(run("verify", "--also-threads", count), "--also-threads must be from 1 to 256")
+
+    CLOSE = PathResult("KVCache", 2, 40, 7, 0.25, 0, paths.Difference(1, 5, "logits", 17, 1.5, 1.25))
+    WRONG = PathResult("GrowingCache", 2, 40, 7, 0.25, 2, paths.Difference(1, 5, "logits", 17, 1.5, 1.25))
+    OTHER_TEXT = PathResult("sampled, traced", 2, 40, 1, 0.0, 0, paths.Difference(1, 5, "token", None, 3.0, 4.0))
+
+    def test_without_kernels(self, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It says so, and how far the paths are apart; only other tokens are an error."""
+        monkeypatch.setenv("INFER_KERNELS", "0")
+        asked = self.found(monkeypatch, self.EQUAL, self.CLOSE, self.OTHER_TEXT)
+        done = run("verify", "--prompts", prompts)
+        assert asked[0]["diagnose"] is False
+        promise, _, *lines = done.out.splitlines()
+        assert promise == "plain torch (INFER_KERNELS=0): paths agree within rounding"
+        assert [line[54:] for line in lines] == [
+            "equal",
+            "apart by 2.5e-01 at most, at 7 positions",
+            '1 other tokens; first in "once upon a time", position 5, token 4 instead of 3',
+        ]
+        assert "the likeliest token is the same everywhere, near-ties aside" in done.err
+        assert done.status == 0
+        self.found(monkeypatch, self.EQUAL, self.WRONG)
+        done = run("verify", "--prompts", prompts)
+        assert "DIFFERS at 7 positions; another likeliest token at 2; first in" in done.out
+        assert done.status == 1
+
+    def test_a_model_is_loaded_for_it(self, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The whole of it on a small model."""
+        done = run("verify", "--prompts", prompts, "--max-new-tokens", "2", "--json")
+        output = json.loads(done.out)
+        assert len(output["paths"]) == number_of_paths(["hello", "once upon a time"])
+        assert all(path["equal"] for path in output["paths"])
+        assert done.status == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_windows(tiny_model: Callable[..., Decoder], family: str) -> None:
-    """Prompts at the window's edge, and one well past it, in chunks that end before, at and behind it."""
-    model = tiny_model(model_type=family, **WINDOWS, num_hidden_layers=2)
-    prompts = with_long_prompt(model.config, [list(range(WINDOW)), list(range(WINDOW + 1))], 4)
-    rows = check(model, prompts, new=4)
-    assert all(row.equal for row in rows)
-    whole = {kind.__name__ for kind in CACHES}
-    long = {row.path for row in rows if row.prompt == 2 and row.mode == "greedy"}
-    assert long == whole | {f"{name}, chunks of {size}" for name in whole for size in (48, 6, 7)} | {
-        "default cache, batch of 3"
-    }
+class TestWhyPlainTorch:
+    """What `infer verify` says instead of promising bits."""
+
+    @pytest.fixture
+    def model(self, tiny_model: Callable[..., Decoder]) -> Decoder:
+        return tiny_model()
+
+    def test_kernels(self, tiny_model: Callable[..., Decoder]) -> None:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert why_plain_torch(tiny_model(dtype=dtype)) is None
+
+    def test_switched_off(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("INFER_KERNELS", "0")
+        assert why_plain_torch(model) == "INFER_KERNELS=0"
+
+    def test_no_numba(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "has_cpu", lambda: False)
+        assert why_plain_torch(model) == "numba is not installed"
+
+    def test_numba_that_cannot(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "cpu", lambda: None)
+        assert why_plain_torch(model) == "numba cannot compile the kernels"
+
+    def test_a_hook(self, model: Decoder) -> None:
+        model.layers[0].mlp.register_forward_hook(lambda *_: None)
+        assert "hooked" in str(why_plain_torch(model))
+
+    def test_another_dtype(self, model: Decoder) -> None:
+        assert "a dtype without kernels" in str(why_plain_torch(model.double()))
+
+    def test_another_device(self, tiny_model: Callable[..., Decoder]) -> None:
+        assert why_plain_torch(tiny_model().to("meta")) == "there are no kernels for meta"
 
 
-@pytest.mark.parametrize(
-    ("window", "length", "expected"),
-    [
-        (None, 1, []),
-        (None, 3, [1]),
-        (None, 4, [1, 3]),
-        (None, LONG_EXTRA, []),
-        (None, LONG_EXTRA + 1, [LONG_EXTRA]),
-        (1, 20, [1, 3, 2]),
-        (6, 6, [1, 3]),
-        (6, 7, [1, 3, 6]),
-        (6, 8, [1, 3, 6, 7]),
-        (100, 20, [1, 3]),
-        (100, 148, [48, 100, 101]),
-    ],
-)
-def test_chunkings(tiny_config: Callable[..., ModelConfig], window: int | None, length: int, expected: list) -> None:
-    config = tiny_config(**(WINDOWS | {"sliding_window": window} if window else {}))
-    assert chunkings(config, length) == [None, *expected]
+def test_every_cache_is_gone_through() -> None:
+    assert list(module.CACHES) == CACHES == [KVCache, GrowingCache, SlidingCache]
 
 
 @pytest.mark.parametrize(
     ("changes", "length"),
     [
-        ({}, None),
-        ({"sliding_window": 6}, None),  # which no layer has
+        ({}, 96),
+        ({"sliding_window": 6}, 96),  # which no layer has
+        ({"max_position_embeddings": 105}, None),
         (WINDOWS, 54),
         (WINDOWS | {"sliding_window": 198}, 246),  # the last that leaves room for 10 more
         (WINDOWS | {"sliding_window": 199}, None),
     ],
 )
-def test_a_long_prompt_where_there_are_windows(
-    tiny_config: Callable[..., ModelConfig], changes: dict, length: int | None
-) -> None:
+def test_a_longer_prompt(tiny_config: Callable[..., ModelConfig], changes: dict, length: int | None) -> None:
     prompts = with_long_prompt(tiny_config(**changes), PROMPTS, 10)
     assert prompts[:3] == PROMPTS
     if length is None:
@@ -168,173 +453,12 @@ def test_a_long_prompt_where_there_are_windows(
         assert long == (row * 12)[:length]
 
 
-def test_path() -> None:
-    assert Comparison(0, "greedy", "KVCache").path == "KVCache"
-    assert Comparison(0, "greedy", "KVCache", 3).path == "KVCache, chunks of 3"
-    assert Comparison(0, "greedy", "default cache", batch=4).path == "default cache, batch of 4"
-
-
-def test_one_prompt_is_no_batch(model: Decoder) -> None:
-    assert {row.batch for row in check(model, PROMPTS[:1], new=3)} == {1}
-
-
-def test_end_of_sequence_shortens_both(tiny_model: Callable[..., Decoder]) -> None:
-    free = generate(tiny_model(), LETTERS, PROMPTS[0], SamplingParams(max_new_tokens=10)).token_ids
-    rows = check(tiny_model(eos_token_ids=(free[3],)), PROMPTS[:1])
-    assert {row.tokens for row in rows if row.mode == "greedy"} == {free.index(free[3]) + 1}
-    assert all(row.equal for row in rows)
-
-
-class TestPlantedBugs:
-    """Each is reported on exactly the paths that it lies on."""
-
-    @pytest.fixture
-    def model(self, tiny_model: Callable[..., Decoder]) -> Decoder:
-        return tiny_model(**WINDOWS)
-
-    @pytest.fixture
-    def prompts(self, model: Decoder) -> list[list[int]]:
-        return with_long_prompt(model.config, [PROMPTS[0], PROMPTS[2]], 6)
-
-    @pytest.mark.parametrize("off", [-1, 1])
-    def test_a_ring_off_by_one(
-        self, model: Decoder, prompts: list[list[int]], off: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def wrong(cache: SlidingCache, layer_idx: int) -> int:
-            window = cache.windows[layer_idx]
-            return 0 if window is None else max(0, cache.seq_len - window + 1 + off)
-
-        monkeypatch.setattr(SlidingCache, "_first_seen", wrong)
-        rows = check(model, prompts, new=6)
-        assert paths(rows, equal=False) == {row.path for row in rows if row.cache in ("SlidingCache", "default cache")}
-        assert all(row.equal for row in rows if row.cache in ("KVCache", "GrowingCache"))
-        assert all(row.margin is not None for row in rows if not row.equal)
-
-    def test_chunks_that_lose_their_seam(
-        self, model: Decoder, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        cut = engine.chunks
-
-        def wrong(tokens: Tensor, size: int | None) -> list[Tensor]:
-            first, *rest = cut(tokens, size)
-            return [first, *((chunk + 1) % 64 for chunk in rest)]
-
-        monkeypatch.setattr(engine, "chunks", wrong)
-        rows = check(model, prompts, new=6)
-        assert paths(rows, equal=False) == {row.path for row in rows if row.chunk is not None}
-        assert all(row.equal for row in rows if row.chunk is None)
-
-    def test_rows_mixed_up(self, model: Decoder, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-        attend = BatchCache.attend
-
-        def wrong(cache: BatchCache, *args: Any, **options: Any) -> Tensor:
-            return attend(cache, *args, **options).roll(1, 0)
-
-        monkeypatch.setattr(BatchCache, "attend", wrong)
-        rows = check(model, prompts, new=6)
-        assert paths(rows, equal=False) == {"default cache, batch of 3"}
-        assert {(row.prompt, row.mode) for row in rows if not row.equal} == {(i, m) for i in range(3) for m in MODES}
-        assert all(row.equal for row in rows if row.batch == 1)
-
-
-@pytest.mark.parametrize("step", [0, 1, 9])
-@pytest.mark.parametrize("kind", CACHES)
-def test_the_first_wrong_step_and_its_margin(model: Decoder, kind: type[BaseCache], step: int) -> None:
-    prompt = PROMPTS[0]
-    rows = check(WrongAt(model, kind, len(prompt) + step), [prompt], seed=3)
-    seeded = SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_new_tokens=10)
-    expected = {
-        "greedy": generate(model, LETTERS, prompt, SamplingParams(max_new_tokens=10), use_kv_cache=False).token_ids,
-        "seeded": generate(model, LETTERS, prompt, seeded, use_kv_cache=False).token_ids,
-    }
-    for row in rows:
-        if row.cache == kind.__name__:
-            assert row.first_difference == step
-            assert not row.equal
-            assert row.margin == pytest.approx(naive_margin(model, prompt + expected[row.mode][:step]), abs=1e-4)
-        else:
-            assert row.equal
-            assert row.margin is None
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_a_cache_that_loses_a_position(model: Decoder, kind: type[BaseCache], monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt, params = PROMPTS[2], SamplingParams(max_new_tokens=10)
-    right = generate(model, LETTERS, prompt, params, use_kv_cache=False).token_ids
-    drop_first_position(monkeypatch, kind, len(prompt) + 2)
-    cache = kind.from_model_config(model.config, 40, dtype="float32", device="cpu")
-    wrong = generate(model, LETTERS, prompt, params, cache=cache).token_ids
-    at = [a == b for a, b in zip(right, wrong, strict=True)].index(False)
-    assert at >= 4  # tokens 0 to 3 come from passes that still saw everything
-    rows = [row for row in check(model, [prompt]) if row.mode == "greedy"]
-    assert {row.first_difference for row in rows if row.cache == kind.__name__} == {at}
-    margins = [row.margin for row in rows if row.cache == kind.__name__]
-    assert margins == pytest.approx([naive_margin(model, prompt + right[:at])] * 3, abs=1e-4)
-    assert all(row.equal for row in rows if row.cache != kind.__name__)
-
-
-def test_seed(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seeded run is sampled, with the seed that was asked for."""
-    seen: list[SamplingParams] = []
-
-    def noted(model: Any, tokenizer: Any, prompt: Any, params: SamplingParams, **options: Any) -> Any:
-        seen.append(params)
-        return generate(model, tokenizer, prompt, params, **options)
-
-    monkeypatch.setattr(module, "generate", noted)
-    check(model, PROMPTS[:1], new=4, seed=77)
-    greedy, seeded = SamplingParams(max_new_tokens=4), SamplingParams(0.8, top_p=0.95, seed=77, max_new_tokens=4)
-    assert seen == [greedy] * (1 + 2 * len(CACHES)) + [seeded] * (1 + len(CACHES))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "new", "message"),
-    [
-        ([1] * 250, 7, r"250 prompt tokens \+ 7 new tokens = 257 positions exceed the model's context of 256"),
-        ([], 7, "the prompt is empty"),
-        ([64], 7, "token id 64 in the prompt is outside the vocabulary"),
-        ([1], 0, "max_new_tokens must be"),
-    ],
-)
-def test_refused_before_work(model: Decoder, prompt: list[int], new: int, message: str) -> None:
-    """Although the first prompt would do."""
-    counted = Counted(model)
-    with pytest.raises(ValueError, match=message):
-        check(counted, [PROMPTS[0], prompt], new)
-    assert counted.calls == 0
-
-
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([1, 2], [1], 1), ([], [4], 0)],
 )
 def test_first_difference(a: list[int], b: list[int], expected: int | None) -> None:
     assert first_difference(a, b) == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_margin_is_a_plain_number(tiny_model: Callable[..., Decoder], dtype: torch.dtype) -> None:
-    model = tiny_model(dtype=dtype)
-    margin = logit_margin(model, [3, 1, 4])
-    assert type(margin) is float
-    best, second = model(torch.tensor([[3, 1, 4]]))[0, -1].float().sort(descending=True).values[:2]
-    assert margin == pytest.approx(float(best - second), abs=1e-5 if dtype is torch.float32 else 0)
-    assert margin > 0
-
-
-def test_caches_of_the_models_dtype(tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[str, int, torch.dtype]] = []
-    for kind in CACHES:
-
-        def noted(*args: Any, make: Any = kind.from_model_config, **options: Any) -> BaseCache:
-            cache = make(*args, **options)
-            made.append((type(cache).__name__, cache.capacity, cache.dtype))
-            return cache
-
-        monkeypatch.setattr(kind, "from_model_config", noted)
-    check(tiny_model(dtype=torch.bfloat16), [[5, 9, 2]], new=4)
-    assert set(made) == {(kind.__name__, 7, torch.bfloat16) for kind in CACHES}
-    assert len(made) == len(CACHES) * 3  # greedy whole, greedy in chunks of 1, seeded
 
 
 def test_rings_are_as_narrow_as_their_chunks_allow(tiny_model: Callable[..., Decoder]) -> None:

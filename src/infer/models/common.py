@@ -323,7 +323,7 @@ class Decoder(Module):
             x = layer(x, step)
         cache.advance(n)
         if kv_cache is not None and not all_logits:
-            x = x.view(batch, n, -1)[:, -1]  # [B, C]: generation samples from the last position alone
+            x = x.view(batch, n, -1)[:, -1].contiguous()  # [B, C]: generation samples from the last position alone
         return self.head(x, step).view(batch, -1, self.config.vocab_size)
 
     def _gpu_positions(self, x: Tensor, positions: Tensor) -> GpuPositions | None:
