@@ -23,10 +23,10 @@ from infer.cache.int8 import encode
 from infer.cache.traced import TracedCache
 from infer.config import RopeConfig
 from infer.models.common import MLP, Block, Decoder, UngatedMLP
-from infer.ops import compiled
+from infer.ops import compiled, rowwise
 from infer.ops.activation import ACTIVATIONS
 from infer.ops.attention import ring_attention, ring_span
-from infer.ops.linear import FEW_ROWS, Linear
+from infer.ops.linear import Linear
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
 from infer.ops.parts import BlockParts
 from infer.ops.rope import Rope, apply_rope
@@ -79,12 +79,13 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, int]:
         return part(*args, **options)
 
     for name in names:
-        monkeypatch.setattr(compiled, name, partial(counted, name, getattr(compiled, name)))
+        module = rowwise if name.startswith("attend") else compiled
+        monkeypatch.setattr(module, name, partial(counted, name, getattr(module, name)))
     return calls
 
 
 def head_plan(norm: Norm, linear: Linear) -> compiled.Plan:
-    return compiled.Plan(compiled.head_record(norm, linear), False, linear.weight.shape[1])
+    return compiled.Plan(compiled.head_record(norm, linear), linear.weight.shape[1])
 
 
 def block_plan(hidden: int, **parts: Any) -> compiled.Plan:
@@ -94,7 +95,7 @@ def block_plan(hidden: int, **parts: Any) -> compiled.Plan:
         "before_mlp": RMSNorm(hidden, 1e-5),
     }
     shape = {"heads": 1, "kv_heads": 1, "head_dim": 2, "scale": 1.0, "window": None, "activation": "silu"}
-    return compiled.Plan(compiled.block_record(BlockParts(**(missing | shape | parts))), False, hidden)
+    return compiled.Plan(compiled.block_record(BlockParts(**(missing | shape | parts))), hidden)
 
 
 NORMS = [RMSNorm, ZeroCentredRMSNorm, LayerNorm, partial(LayerNorm, bias=False)]
@@ -238,9 +239,9 @@ HEADS = [(1, 1, 2), (2, 1, 10), (6, 2, 6), (9, 3, 64), (4, 4, 12), (3, 1, 9), (8
 def test_attend(heads: int, kv_heads: int, head_dim: int, keys: int, batch: int) -> None:
     q = randn(batch, heads + 3, 1, head_dim, std=3)[:, :heads]  # as it is cut out of q, k and v together
     k, v = (randn(batch, kv_heads, keys + 9, head_dim)[:, :, 4 : keys + 4] for _ in range(2))
-    assert compiled.can_attend(q, k, v)
+    assert rowwise.can_attend(q, k, v)
     expected = F.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(compiled.attend(q, k, v, 0.3), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rowwise.attend(q, k, v, scale=0.3, window=None), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("ratio", range(1, 9))
@@ -254,7 +255,7 @@ def test_attend_around_a_ring(slots: int, ratio: int) -> None:
         for count in {1, (slots + 1) // 2, max(1, slots - 1), slots}:
             read = torch.tensor([(first + i) % slots for i in range(count)])
             poisoned = [torch.full_like(ring, torch.nan).index_copy_(2, read, ring[:, :, read]) for ring in (k, v)]
-            got = compiled.attend(q, *poisoned, 0.3, first, count)
+            got = rowwise.attend_ring(q, *poisoned, first, count, scale=0.3)
             expected = F.scaled_dot_product_attention(q, k[:, :, read], v[:, :, read], scale=0.3, enable_gqa=True)
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
@@ -264,29 +265,31 @@ def test_ring_attention_is_compiled(heads: int, kv_heads: int, head_dim: int, mo
     q = randn(1, heads, 1, head_dim, std=3)
     k, v = (randn(1, kv_heads, 11, head_dim) for _ in range(2))
     spans = [(0, 1), (0, 11), (3, 9), (7, 14), (10, 12), (21, 32), (22, 30)]
-    calls = count_calls(monkeypatch, "attend")
+    calls = count_calls(monkeypatch, "attend_ring")
     attended = [ring_attention(q, k, v, first, end, scale=0.3) for first, end in spans]
-    assert calls == {"attend": len(spans)}
+    assert calls == {"attend_ring": len(spans)}
     without_kernels(monkeypatch)
     for (first, end), got in zip(spans, attended, strict=True):
         torch.testing.assert_close(got, ring_attention(q, k, v, first, end, scale=0.3), atol=1e-5, rtol=1e-5)
         keys, values = ring_span(k, first, end), ring_span(v, first, end)
         expected = F.scaled_dot_product_attention(q, keys, values, scale=0.3, enable_gqa=True)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    assert calls == {"attend": len(spans)}
+    assert calls == {"attend_ring": len(spans)}
 
 
-def test_attend_leaves_other_layouts_to_torch() -> None:
-    q, k, v = randn(1, 4, 1, 8), randn(1, 2, 5, 8), randn(1, 2, 5, 8)
-    assert compiled.can_attend(q, k, v)
-    many = FEW_ROWS + 1
-    assert not compiled.can_attend(randn(many, 4, 1, 8), randn(many, 2, 5, 8), randn(many, 2, 5, 8))
-    assert not compiled.can_attend(randn(1, 1, 4, 8).transpose(1, 2)[..., ::2], k[..., :4], v[..., :4])
-    assert not compiled.can_attend(randn(1, 4, 2, 8), k, v)
-    assert not compiled.can_attend(q, randn(1, 2, 8, 5).transpose(2, 3), v)
-    assert not compiled.can_attend(q.double(), k.double(), v.double())
-    with torch.inference_mode(False):
-        assert not compiled.can_attend(q, k, v)
+def test_what_is_left_to_torch_to_attend() -> None:
+    q, k, v = randn(2, 4, 3, 8), randn(2, 2, 5, 8), randn(2, 2, 5, 8)
+    assert rowwise.can_attend(q, k, v)
+    assert rowwise.can_attend(q, k, randn(2, 2, 8, 5).transpose(2, 3))  # copied
+    assert not rowwise.can_attend(q.double(), k.double(), v.double())
+    assert not rowwise.can_attend(q, k.bfloat16(), v.bfloat16())
+    assert not rowwise.can_attend(q, k[:1], v[:1])
+    assert not rowwise.can_attend(q, k, v[..., :4])
+    assert not rowwise.can_attend(q, k[..., :4], v[..., :4])
+    assert not rowwise.can_attend(randn(2, 3, 3, 8), k, v)
+    assert not rowwise.can_attend(q, k[:, :, :2], v[:, :, :2])
+    with torch.inference_mode(False), torch.enable_grad():
+        assert not rowwise.can_attend(q.clone().requires_grad_(), k, v)
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -937,12 +940,11 @@ class TestIsPlain:
 
     def test_several_tokens(self, tiny_model: Callable, blocks: list[int]) -> None:
         model = tiny_model()
-        for tokens in ([[3] * (FEW_ROWS + 1)], [[3]] * (FEW_ROWS + 1)):
-            model(torch.tensor(tokens))
-            assert sum(blocks) == 0
-        few = torch.tensor([[3, 4, 5], [6, 7, 8]])
-        torch.testing.assert_close(model(few), plain_logits(model, few), atol=1e-4, rtol=1e-4)
-        assert sum(blocks) == 2
+        for tokens in ([[3, 4, 5], [6, 7, 8]], [[3, 5, 8] * 40], [[3]] * 40):
+            blocks.clear()
+            ids = torch.tensor(tokens)
+            torch.testing.assert_close(model(ids), plain_logits(model, ids), atol=1e-4, rtol=1e-4)
+            assert sum(blocks) == 2
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1080,9 +1082,74 @@ def test_more_layers_than_the_cache_has(tiny_model: Callable) -> None:
     assert decoded(model).isfinite().all()
 
 
-def test_queries_that_torch_must_take() -> None:
-    q, k = randn(2, 4, 1, 8), randn(2, 2, 5, 8)
-    assert compiled.can_attend(q, k, k)
-    assert not compiled.can_attend(q, k[:1], k[:1])
-    assert not compiled.can_attend(randn(2, 3, 1, 8), k, k)
-    assert not compiled.can_attend(q, k[:, :, :0], k[:, :, :0])
+# Around every switch: one row after the other, tiles, panels of each size, packed weights, more parts.
+ROW_COUNTS = [1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 31, 32, 33, 64, 127, 128, 129, 255, 256, 257, 512]
+
+
+def multiplied(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """x [T, columns] -> [T, rows], by the kernel of products."""
+    head, out = np.zeros(1, kernels.cpu().HEAD), torch.full((len(x), len(weight)), torch.nan)
+    kind = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 116}[weight.dtype]
+    head["weight"] = kind, weight.data_ptr(), 0 if bias is None else bias.data_ptr(), *weight.shape
+    kernels.cpu().head(head, x.contiguous().numpy(), out.numpy())
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "columns", "biased"),
+    [(1, 1, True), (5, 7, False), (7, 8, False), (33, 65, True), (130, 577, True), (48, 576, False), (9, 8203, False)],
+)
+def test_rows_beside_it_do_not_change_a_row(rows: int, columns: int, biased: bool, dtype: torch.dtype) -> None:
+    """A row of x gives the same bits alone as among any number of others, and wherever it stands."""
+    weight, bias = randn(rows, columns).to(dtype), randn(rows) if biased else None
+    x = randn(max(ROW_COUNTS), columns)
+    alone = torch.cat([multiplied(weight, bias, row) for row in x.split(1)])
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(alone.double(), expected, atol=1e-5 * columns**0.5, rtol=1e-5)
+    for count in ROW_COUNTS:
+        assert torch.equal(multiplied(weight, bias, x[:count]), alone[:count]), count
+        assert torch.equal(multiplied(weight, bias, x[-count:]), alone[-count:]), count
+
+
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, seen: np.ndarray) -> torch.Tensor:
+    """q [Q, Hq D] over k, v [1, Hkv, S, D] -> [Q, Hq D], by the kernel of attention."""
+    size = k.shape[3]
+    block, out = np.zeros(1, kernels.cpu().BLOCK), torch.full(q.shape, torch.nan)
+    block["heads"], block["kv_heads"], block["head_dim"], block["scale"] = heads, k.shape[1], size, size**-0.5
+    kernels.cpu().attend(block, q.contiguous().numpy(), Table([k], [v]).at(0), seen, out.numpy())
+    return out
+
+
+@pytest.mark.parametrize("size", [4, 8, 20, 64, 80])
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+def test_queries_beside_it_do_not_change_a_query(size: int, window: int | None) -> None:
+    """A query gives the same bits alone as among any number of others, whether they see the same keys or not."""
+    heads, kv_heads, keys = 4, 2, max(ROW_COUNTS)
+    k, v = randn(1, kv_heads, keys, size), randn(1, kv_heads, keys, size)
+    q = randn(keys, heads * size)
+    k[:, :, -1], v[:, :, -1] = torch.nan, torch.inf  # no query but the last may see it
+    ends = np.arange(keys) + 1
+    counts = ends if window is None else np.minimum(ends, window)
+    seen = np.stack((ends - counts, counts), 1)
+    alone = torch.cat([attended(q[t : t + 1], k, v, heads, seen[t : t + 1].copy()) for t in range(keys)])
+    assert alone[:-1].isfinite().all()
+    for count in ROW_COUNTS:
+        assert torch.equal(attended(q[:count], k, v, heads, seen[:count].copy())[:511], alone[:count][:511]), count
+        last = slice(keys - 1 - count, keys - 1) if count < keys else slice(0, keys - 1)
+        assert torch.equal(attended(q[last], k, v, heads, seen[last].copy()), alone[last]), count
+    at = keys // 2
+    past = slice(seen[at, 0], at + 1)
+    own = q[at].view(1, heads, 1, size), k[:, :, past], v[:, :, past]
+    expected = F.scaled_dot_product_attention(*own, enable_gqa=True).view(-1)
+    torch.testing.assert_close(alone[at], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [2, 4, 7, 12])
+def test_queries_of_a_ring_beside_each_other(count: int) -> None:
+    """Some go around its end, some do not: each as alone."""
+    heads, size, slots = 3, 64, 16
+    k, v, q = randn(1, 1, slots, size), randn(1, 1, slots, size), randn(count, heads * size)
+    seen = np.array([((10 + t) % slots, 6 + t % 3) for t in range(count)])
+    alone = [attended(q[t : t + 1], k, v, heads, seen[t : t + 1].copy()) for t in range(count)]
+    assert torch.equal(attended(q, k, v, heads, seen), torch.cat(alone))

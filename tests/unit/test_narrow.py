@@ -38,7 +38,7 @@ from infer.loader import load as loader
 from infer.loader.describe import describe
 from infer.models.common import Decoder
 from infer.ops import compiled, linear
-from infer.ops.linear import FEW_ROWS, Linear
+from infer.ops.linear import Linear
 
 pytestmark = pytest.mark.skipif(not kernels.has_cpu(), reason="needs numba")
 _one_thread = pytest.fixture(autouse=True)(single_threaded)
@@ -93,18 +93,15 @@ def test_as_transformers_in_float32(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("exact", [False, True])
-def test_bit_for_bit_what_widened_weights_give(family: str, exact: bool, tmp_path: Path) -> None:
-    """Through the kernels, as a decode step goes; in exact mode all else too."""
+@pytest.mark.parametrize("chunk", [1, 40])
+def test_bit_for_bit_what_widened_weights_give(family: str, chunk: int, tmp_path: Path) -> None:
     path = save(rounded(family), tmp_path)
     ids = random_ids(2, 40)
     found = []
     for model in (load(path), widened(path)):
-        model.exact = exact
         cache = KVCache.from_model_config(model.config, 40, batch_size=2, dtype="float32", device="cpu")
-        chunk = 40 if exact else 1
         found.append(logits_in_chunks(model, ids, cache, chunk))
-        assert not exact or torch.equal(model(ids), found[-1])
+        assert torch.equal(model(ids), found[-1])
     assert torch.equal(*found)
 
 
@@ -144,11 +141,14 @@ def test_what_is_stacked_of_several_dtypes_is_widened(tmp_path: Path) -> None:
     assert difference(model(ids), widened(path)(ids)) <= 2e-5
 
 
-@pytest.mark.parametrize("rows", [1, 4, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("there", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("rows", [1, 4, 33, 200])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In kernels and in pieces: 5 rows of a weight at a time, and 2 in the end."""
+def test_products(rows: int, bias: bool, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In kernels; or in pieces: 5 rows of a weight at a time, and 2 in the end."""
     monkeypatch.setattr(linear, "AT_ONCE", 5 * 24)
+    if not there:
+        monkeypatch.setattr(kernels, "cpu", lambda: None)
     product = Linear(24, 37, bias=bias)
     for weight in product.parameters():
         weight.normal_()
@@ -227,13 +227,11 @@ class TestWithoutKernels:
         with pytest.raises(ValueError, match="in float32, but"):
             load(path)
 
-    @pytest.mark.parametrize("exact", [False, True])
-    def test_gone_once_it_is_loaded(self, path: Path, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gone_once_it_is_loaded(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As in a process that was forked."""
         ids, model = random_ids(), load(path)
         expected = model(ids)
         monkeypatch.setattr(kernels, "cpu", lambda: None)
-        model.exact = exact
         assert difference(model(ids), expected) <= 1e-4
         cache = CACHES["KVCache"][0].from_model_config(model.config, 60, batch_size=2, dtype="float32", device="cpu")
         assert difference(logits_in_chunks(model, ids, cache, 1), expected) <= 1e-4

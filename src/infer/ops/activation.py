@@ -20,14 +20,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activated(x: Tensor, activation: str) -> Tensor:
     """activation(x [T, I])"""
-    if rowwise.takes_narrow(x):
+    if activation in ACTIVATION_CODES and rowwise.takes_narrow(x):
         return rowwise.activate(x, x.shape[1], ACTIVATION_CODES[activation])
     return ACTIVATIONS[activation](x)
 
 
 def gated(x: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, where x [T, 2 I] holds the gates, then what they are multiplied with."""
-    if rowwise.takes_narrow(x):
+    if activation in ACTIVATION_CODES and rowwise.takes_narrow(x):
         return rowwise.activate(x, x.shape[1] // 2, ACTIVATION_CODES[activation])
     gate, up = x.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * up

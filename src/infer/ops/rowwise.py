@@ -105,6 +105,7 @@ def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and v.is_cpu
         and k.shape == v.shape
         and k.shape[0] == q.shape[0]
+        and (k.dtype is torch.int8 or k.shape[3] == q.shape[3])
         and k.shape[2] >= q.shape[2] > 0
         and q.shape[1] % k.shape[1] == 0
     )
