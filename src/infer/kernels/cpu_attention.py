@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit, prange
 
 from infer.kernels.cpu_memory import bytes_at, vector
-from infer.kernels.cpu_product import GROUP
+from infer.kernels.cpu_product import GROUP, panel_rows
 from infer.kernels.cpu_simd import (
     add,
     exponential,
@@ -21,6 +21,7 @@ from infer.kernels.cpu_simd import (
     fused_one,
     lane,
     load_codes,
+    load_eight,
     load_float,
     load_floats,
     load_half,
@@ -28,9 +29,11 @@ from infer.kernels.cpu_simd import (
     raise_half,
     splat,
     store_as_half,
+    store_eight,
     store_floats,
     summed,
 )
+from infer.kernels.cpu_tile import LANES, MIXED, W_ROWS, X_ROWS, mix_tile, multiply_tile
 from infer.kernels.table import BITS, SLOTS, STRIDE, K, V
 
 
@@ -45,40 +48,48 @@ def _score(q: Any, k_at: int, bits: int, scale: Any, out: Any) -> Any:
     """out [keys] = scale q k; returns the highest."""
     size, row, keys, q_at = q.shape[0], _row_bytes(q.shape[0], bits), out.shape[0], q.ctypes.data
     if bits == 32:
-        whole = keys // 4 * 4
-        for j in range(0, whole, 4):
-            out[j], out[j + 1], out[j + 2], out[j + 3] = _dot_four(q_at, k_at + j * row, size, row)
-        for j in range(whole, keys):
-            out[j] = _dot_four(q_at, k_at + j * row, size, 0)[0]
+        _score_panel(1, q_at, q_at, 0, size, k_at, out.reshape(1, keys))
     else:
         for j in range(keys):
             out[j] = _dot_codes(q_at, k_at + j * row, size)
-    highest = np.float32(-np.inf)
-    for j in range(keys):
-        out[j] *= scale
-        highest = max(highest, out[j])
-    return highest
+    return _scaled(out, scale)
 
 
 @njit(forceinline=True)
-def _dot_four(q_at: int, k_at: int, size: int, stride: int) -> Any:
-    """Of q with four keys, so many bytes apart: a load of q serves them all."""
-    a, b, c, d = no_floats(), no_floats(), no_floats(), no_floats()
-    whole = size // 4 * 4
-    for i in range(0, whole, 4):
-        q, at = load_floats(q_at + i * 4), k_at + i * 4
-        a = fused(load_floats(at), q, a)
-        b = fused(load_floats(at + stride), q, b)
-        c = fused(load_floats(at + 2 * stride), q, c)
-        d = fused(load_floats(at + 3 * stride), q, d)
-    e, f, g, h = summed(a), summed(b), summed(c), summed(d)
-    for i in range(whole, size):
-        x, at = load_float(q_at + i * 4), k_at + i * 4
-        e = fused_one(load_float(at), x, e)
-        f = fused_one(load_float(at + stride), x, f)
-        g = fused_one(load_float(at + 2 * stride), x, g)
-        h = fused_one(load_float(at + 3 * stride), x, h)
-    return e, f, g, h
+def _scaled(scores: Any, scale: Any) -> Any:
+    """scores *= scale, the highest of which it returns."""
+    highest = np.float32(-np.inf)
+    for j in range(scores.shape[0]):
+        scores[j] *= scale
+        highest = max(highest, scores[j])
+    return highest
+
+
+@njit
+def _score_panel(rows: int, panel: int, q_at: int, q_row: int, size: int, k_at: int, out: Any) -> None:
+    """out [rows, keys] = q k, in the order of a product. panel: where these queries are packed."""
+    keys, steps, row = out.shape[1], size // LANES, size * 4
+    spare = np.empty((X_ROWS, W_ROWS), np.float32)
+    for j in range(0, keys, W_ROWS):
+        if steps == 0:
+            out[:, j : j + W_ROWS] = 0
+        elif keys >= W_ROWS:  # some of the last tile's keys may be of the one before it
+            at = min(j, keys - W_ROWS)
+            multiply_tile(
+                rows, k_at + at * row, row, 32, panel, steps, 0, 1, 1, out.ctypes.data + at * 4, out.strides[0]
+            )
+        else:
+            for i in range(keys):
+                multiply_tile(rows, k_at + i * row, 0, 32, panel, steps, 0, 1, 1, spare.ctypes.data, W_ROWS * 4)
+                for t in range(rows):
+                    out[t, i] = spare[t, 0]
+    if steps * LANES < size:
+        for t in range(rows):
+            for j in range(keys):
+                for i in range(steps * LANES, size):
+                    out[t, j] = fused_one(
+                        load_float(k_at + j * row + i * 4), load_float(q_at + t * q_row + i * 4), out[t, j]
+                    )
 
 
 @njit(forceinline=True)
@@ -184,6 +195,67 @@ def _attend_head(
         out[i] /= total
 
 
+@njit
+def _attend_panel(
+    rows: int, q_at: int, q_row: int, k_at: int, v_at: int, seen: Any, size: int, scale: Any, out_at: int, out_row: int
+) -> None:
+    """The same as `_attend_head`, of several queries of a head whose keys do not go around the end of a ring.
+
+    A load of a key or a value serves all queries that see it.
+    """
+    first, last = seen[0, 0], seen[0, 0] + seen[0, 1]
+    shared, until = first, last  # keys that all see
+    for t in range(1, rows):
+        first, last = min(first, seen[t, 0]), max(last, seen[t, 0] + seen[t, 1])
+        shared, until = max(shared, seen[t, 0]), min(until, seen[t, 0] + seen[t, 1])
+    until = max(shared, until)
+    row, steps, mixed = size * 4, size // LANES, size // MIXED * MIXED
+    panel, scores = np.empty(rows * size, np.float32), np.empty((rows, last - first), np.float32)
+    for t in range(rows):
+        for step in range(steps):
+            store_eight(panel.ctypes.data + (step * rows + t) * 32, load_eight(q_at + t * q_row + step * 32))
+    _score_panel(rows, panel.ctypes.data, q_at, q_row, size, k_at + first * row, scores)
+    totals = np.empty(rows, np.float32)
+    for t in range(rows):
+        own, start = scores[t, seen[t, 0] - first :][: seen[t, 1]], seen[t, 0]
+        totals[t] = exponentials(own, _scaled(own, scale))
+        out = vector(out_at + t * out_row, size)
+        out[:] = 0
+        _mix(own[: shared - start], v_at + start * row, 32, out)
+    if shared < until:
+        for column in range(0, mixed, MIXED):
+            mix_tile(
+                rows,
+                scores.ctypes.data + (shared - first) * 4,
+                scores.strides[0],
+                v_at + shared * row + column * 4,
+                row,
+                until - shared,
+                out_at + column * 4,
+                out_row,
+            )
+    for t in range(rows):
+        out, end = vector(out_at + t * out_row, size), seen[t, 0] + seen[t, 1]
+        for i in range(mixed, size):
+            for j in range(shared, until):
+                out[i] = fused_one(load_float(v_at + j * row + i * 4), scores[t, j - first], out[i])
+        _mix(scores[t, until - first : end - first], v_at + until * row, 32, out)
+        for i in range(size):
+            out[i] /= totals[t]
+    panel[0] = 0  # still there, which numba would not know from its address
+
+
+@njit
+def _can_share(seen: Any, slots: int) -> Any:
+    """Whether there are keys that all of these queries see, and none goes around the end of a ring."""
+    shared, until = 0, slots
+    for t in range(seen.shape[0]):
+        shared, until = max(shared, seen[t, 0]), min(until, seen[t, 0] + seen[t, 1])
+        if seen[t, 0] + seen[t, 1] > slots:
+            return False
+    return shared < until
+
+
 @njit(parallel=True)
 def attend_rows(blocks: Any, x: Any, table: Any, seen: Any, out: Any) -> None:
     """The heads of q are the first of each line of x: as many lines, one after the other, for each row of the table.
@@ -191,23 +263,44 @@ def attend_rows(blocks: Any, x: Any, table: Any, seen: Any, out: Any) -> None:
     seen: of each line, its first slot and how many keys.
     """
     heads, size, scale = blocks[0].heads, blocks[0].head_dim, np.float32(blocks[0].scale)
-    group, lines = heads // blocks[0].kv_heads, out.shape[0]
-    for item in prange(lines * heads):
-        # Head by head: the last queries of a prompt see the most keys, and no thread should have them all.
-        h, line = item // lines, item % lines
-        row = line * table.shape[0] // lines
-        offset = h // group * table[row, STRIDE]
-        _attend_head(
-            x[line, h * size : (h + 1) * size],
-            table[row, K] + offset,
-            table[row, V] + offset,
-            table[row, BITS],
-            table[row, SLOTS],
-            seen[line, 0],
-            scale,
-            np.empty(seen[line, 1], np.float32),
-            out[line, h * size : (h + 1) * size],
-        )
+    group, lines = heads // blocks[0].kv_heads, out.shape[0] // max(1, table.shape[0])
+    parts = (lines + X_ROWS - 1) // X_ROWS
+    for item in prange(table.shape[0] * heads * parts):
+        # The last queries of a prompt see the most keys, and no thread should have them all: first, last, second, ...
+        row, h, part = item // (heads * parts), item // parts % heads, item % parts
+        part = parts - 1 - part // 2 if part % 2 else part // 2
+        offset, bits, slots = h // group * table[row, STRIDE], table[row, BITS], table[row, SLOTS]
+        line, stop = row * lines + part * X_ROWS, row * lines + min(part * X_ROWS + X_ROWS, lines)
+        while line < stop:
+            count = panel_rows(stop - line)
+            own = seen[line : line + count]
+            if count > 1 and bits == 32 and _can_share(own, slots):
+                _attend_panel(
+                    count,
+                    x[line].ctypes.data + h * size * 4,
+                    x.strides[0],
+                    table[row, K] + offset,
+                    table[row, V] + offset,
+                    own,
+                    size,
+                    scale,
+                    out[line].ctypes.data + h * size * 4,
+                    out.strides[0],
+                )
+            else:
+                for t in range(line, line + count):
+                    _attend_head(
+                        x[t, h * size : (h + 1) * size],
+                        table[row, K] + offset,
+                        table[row, V] + offset,
+                        bits,
+                        slots,
+                        seen[t, 0],
+                        scale,
+                        np.empty(seen[t, 1], np.float32),
+                        out[t, h * size : (h + 1) * size],
+                    )
+            line += count
 
 
 @njit

@@ -73,9 +73,12 @@ from infer.kernels.cpu_tile import LANES, PANELS, W_ROWS, X_ROWS, multiply_tile
 WEIGHT = np.dtype([(name, np.int64) for name in ("kind", "at", "bias", "rows", "columns")])
 INT4, INT8, BFLOAT16, FLOAT32, FLOAT16 = 4, 8, 16, 32, 116
 NEAR, FAR = 32768, 262144  # bytes that stay in the first and in the second cache of most cores, with room to spare
-MANY = 64  # rows of x that are worth packing W for
-AT_ONCE = 128 // X_ROWS * X_ROWS  # rows of x in a part of the work
-PARTS = 64  # so many at least, for threads to have about the same
+MANY = 256  # rows of x that are worth packing W for
+MOST = 512  # rows of x in a part of the work
+PARTS, FEW_PARTS = (
+    64,
+    256,
+)  # of the work, at least: so many that threads have about the same, so few that each is worth it
 GROUP, TILE = 32, 4
 INT4_BYTES, INT8_BYTES = 80, 136  # of a group of a tile
 X_BYTES = 2 * GROUP  # of a group of x
@@ -122,7 +125,7 @@ _float16_row_by_row = _row_by_row(load_eight_halves, load_half, 2)
 
 
 @njit
-def _panel(rows: int) -> int:
+def panel_rows(rows: Any) -> Any:
     """How many of these rows of x the next panel has."""
     for size in PANELS:
         if size <= rows:
@@ -131,11 +134,11 @@ def _panel(rows: int) -> int:
 
 
 @njit
-def _pack_panels(x: Any, first: int, last: int, panels: Any) -> None:
+def _pack_panels(x: Any, first: Any, last: Any, panels: Any) -> None:
     """Put rows of x into panels: eight columns of each row of a panel, then the next eight."""
     columns, steps, t = x.shape[1], x.shape[1] // LANES, first
     while t < last:
-        size = _panel(last - t)
+        size = panel_rows(last - t)
         for i in range(size):
             at, to = x.ctypes.data + (t + i) * columns * 4, panels.ctypes.data + (t * steps + i) * 32
             for step in range(steps):
@@ -144,7 +147,7 @@ def _pack_panels(x: Any, first: int, last: int, panels: Any) -> None:
 
 
 @njit
-def _pack_weights(kind: int, at: int, width: int, rows: int, steps: int, packed_at: int) -> None:
+def _pack_weights(kind: Any, at: Any, width: Any, rows: Any, steps: Any, packed_at: Any) -> None:
     """Put rows of W, so many bytes wide, into tiles of float32: eight columns of each row of a tile, then the next."""
     for row in range((rows + W_ROWS - 1) // W_ROWS * W_ROWS):
         w = at + min(row, rows - 1) * width  # a last tile that lacks rows is filled up
@@ -169,46 +172,77 @@ def _load_weight(kind: int, at: int, index: int) -> Any:
 
 @njit
 def _multiply_part(
-    kind: int, at: int, columns: int, first: int, last: int, panels: Any, start: int, stop: int, depth: int, out: Any
+    kind: int, at: int, columns: int, first: int, last: int, panels_at: int, start: int, stop: int, depth: int, out: Any
 ) -> None:
     """Rows `first` to `last` of W with rows `start` to `stop` of x: `depth` eights of columns, then as many more."""
     steps, rows, tiles = columns // LANES, last - first, (last - first + W_ROWS - 1) // W_ROWS
-    size = 4 if kind == FLOAT32 else 2
+    size, w_row = 4 if kind == FLOAT32 else 2, columns * 4
+    w, w_tile = at + first * columns * size, W_ROWS * w_row
     packs = kind != FLOAT32 or stop - start >= MANY or tiles * W_ROWS != rows
+    if depth >= steps and not packs:
+        _multiply_tiles(w, w_row, 32, w_tile, steps, first, last, panels_at, start, stop, 0, depth, 0, out)
+        return
     packed = np.empty(tiles * W_ROWS * depth * LANES if packs else 0, np.float32)
     carry = np.empty((stop - start) * tiles * W_ROWS * LANES if depth < steps else 0, np.float32)
-    spare = np.empty((X_ROWS, W_ROWS), np.float32)
     for step in range(0, steps, depth):
-        now, is_last = min(depth, steps - step), step + depth >= steps
-        w, w_row, w_step, w_tile = at + (first * columns + step * LANES) * size, columns * 4, 32, W_ROWS * columns * 4
+        now, piece, w_step = min(depth, steps - step), w + step * LANES * size, 32
         if packs:
-            _pack_weights(kind, w, columns * size, rows, now, packed.ctypes.data)
-            w, w_row, w_step, w_tile = packed.ctypes.data, 32, W_ROWS * 32, W_ROWS * now * 32
-        t = start
-        while t < stop:
-            panel = _panel(stop - t)
-            for tile in range(tiles):
-                row = first + tile * W_ROWS
-                whole = row + W_ROWS <= last
+            _pack_weights(kind, piece, columns * size, rows, now, packed.ctypes.data)
+            piece, w_row, w_step, w_tile = packed.ctypes.data, 32, W_ROWS * 32, W_ROWS * now * 32
+        carry_at = carry.ctypes.data
+        _multiply_tiles(
+            piece, w_row, w_step, w_tile, steps, first, last, panels_at, start, stop, step, depth, carry_at, out
+        )
+    _keep(packed, carry)
+
+
+@njit
+def _multiply_tiles(
+    w: int,
+    w_row: int,
+    w_step: int,
+    w_tile: int,
+    steps: int,
+    first: int,
+    last: int,
+    panels_at: int,
+    start: int,
+    stop: int,
+    step: int,
+    depth: int,
+    carry_at: int,
+    out: Any,
+) -> None:
+    """A part's columns from `step` on. The strides of W as `multiply_tile` takes them, and that from tile to tile."""
+    tiles, is_last, t = (last - first + W_ROWS - 1) // W_ROWS, step + depth >= steps, start
+    while t < stop:
+        panel = panel_rows(stop - t)
+        x_at, out_at = panels_at + (t * steps + step * panel) * 32, out[t].ctypes.data
+        for tile in range(tiles):
+            row, w_at = first + tile * W_ROWS, w + tile * w_tile
+            carried, now = carry_at + ((t - start) * tiles + tile * panel) * W_ROWS * 32, min(depth, steps - step)
+            if row + W_ROWS <= last or not is_last:
                 multiply_tile(
                     panel,
-                    w + tile * w_tile,
+                    w_at,
                     w_row,
                     w_step,
-                    panels.ctypes.data + (t * steps + step * panel) * 32,
+                    x_at,
                     now,
-                    carry.ctypes.data + ((t - start) * tiles + tile * panel) * W_ROWS * 32,
+                    carried,
                     int(step == 0),
                     int(is_last),
-                    out[t].ctypes.data + row * 4 if whole else spare.ctypes.data,
-                    out.strides[0] if whole else W_ROWS * 4,
+                    out_at + row * 4,
+                    out.strides[0],
                 )
-                if is_last and not whole:
-                    for i in range(panel):
-                        for j in range(last - row):
-                            out[t + i, row + j] = spare[i, j]
-            t += panel
-    _keep(packed, carry)
+            else:
+                spare = np.empty((panel, W_ROWS), np.float32)
+                to = spare.ctypes.data
+                multiply_tile(panel, w_at, w_row, w_step, x_at, now, carried, int(step == 0), 1, to, W_ROWS * 4)
+                for i in range(panel):
+                    for j in range(last - row):
+                        out[t + i, row + j] = spare[i, j]
+        t += panel
 
 
 @njit
@@ -236,7 +270,8 @@ def _in_tiles(weight: Any, x: Any, out: Any) -> None:
     kind, at, bias_at, rows, columns = weight.kind, weight.at, weight.bias, weight.rows, weight.columns
     count, steps = x.shape[0], columns // LANES
     panels = np.empty(count * steps * LANES, np.float32)
-    if count < MANY // 2:
+    panels_at = panels.ctypes.data
+    if count < 32:
         _pack_panels(x, 0, count, panels)
     else:
         for part in prange((count + 2 * X_ROWS - 1) // (2 * X_ROWS)):
@@ -245,16 +280,22 @@ def _in_tiles(weight: Any, x: Any, out: Any) -> None:
     # of that part for all panels.
     pieces = max(1, (X_ROWS * steps * 32 + NEAR - 1) // NEAR)
     depth = max(1, (steps + pieces - 1) // pieces)
-    together = (NEAR if count * steps * 32 <= FAR else FAR) // (depth * 32)
-    x_parts = (count + AT_ONCE - 1) // AT_ONCE
-    w_rows = max(1, min(together, rows * x_parts // PARTS) // W_ROWS) * W_ROWS
+    x_panels, x_parts, parts, room = (count + X_ROWS - 1) // X_ROWS, 1, FEW_PARTS, NEAR
+    if count * steps * 32 > FAR:
+        parts, room = PARTS, FAR
+        while x_parts * MOST < count or (rows * x_parts < 32 * PARTS and x_parts < x_panels):
+            x_parts *= 2
+    w_rows = min(room // (depth * 32), (rows * x_parts + parts - 1) // parts)
+    w_rows = max(1, (w_rows + W_ROWS - 1) // W_ROWS) * W_ROWS
     for part in prange((rows + w_rows - 1) // w_rows * x_parts):
-        first, start = part // x_parts * w_rows, part % x_parts * AT_ONCE
-        last, stop = min(first + w_rows, rows), min(start + AT_ONCE, count)
+        first, x_part = part // x_parts * w_rows, part % x_parts
+        last, start = min(first + w_rows, rows), x_part * x_panels // x_parts * X_ROWS
+        stop = min((x_part + 1) * x_panels // x_parts * X_ROWS, count)
         if steps > 0:
-            _multiply_part(kind, at, columns, first, last, panels, start, stop, depth, out)
+            _multiply_part(kind, at, columns, first, last, panels_at, start, stop, depth, out)
         if bias_at != 0 or columns % LANES != 0:
             _finish_part(kind, at, bias_at, columns, first, last, x, start, stop, out)
+    _keep(panels, panels)
 
 
 @njit

@@ -13,14 +13,15 @@ and meets the same eight columns of W in both halves.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic
 
-from infer.kernels.cpu_simd import FLOAT, INT32, _all, _call, _load, _pick, _store
+from infer.kernels.cpu_simd import FLOAT, INT32, _all, _call, _load, _pick, _store, _typed_intrinsic
 
 INT64 = ir.IntType(64)
 LANES = 8
@@ -31,7 +32,7 @@ def _shape() -> tuple[int, int, int]:
     if "INFER_TILE" in os.environ:
         width, w_rows, x_rows = map(int, os.environ["INFER_TILE"].split(","))
         return width, w_rows, x_rows
-    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    features = cpu_target.target_context.codegen().magic_tuple()[2]
     if "+avx512f" in features:
         return 16, 4, 12
     return (8 if "+avx" in features else 4), 3, 4
@@ -40,9 +41,10 @@ def _shape() -> tuple[int, int, int]:
 WIDTH, W_ROWS, X_ROWS = _shape()
 # Rows of x are cut into panels: as many as possible of the largest size, then smaller ones.
 PANELS = (X_ROWS, *(rows for rows in (8, 4, 2, 1) if rows < X_ROWS))
+MIXED = 32 if WIDTH == 16 else 16  # columns that `mix_tile` sums in registers, for all rows of a panel
 
 
-@intrinsic
+@_typed_intrinsic
 def multiply_tile(
     context: Any,
     x_rows: Any,
@@ -64,6 +66,30 @@ def multiply_tile(
     the last leaves it in `carry`, where one that is not the first finds it.
     """
 
+    return types.void(*[types.int64] * 11), _by_panel("infer_tile", lambda b, rows: _Tile(b, rows).emit)
+
+
+@_typed_intrinsic
+def mix_tile(
+    context: Any, rows: Any, weights: Any, weights_row: Any, v: Any, v_row: Any, count: Any, out: Any, out_row: Any
+) -> Any:
+    """out [rows, MIXED] += weights [rows, count] v [count, MIXED], one v after the other; rows: one of PANELS."""
+    return types.void(*[types.int64] * 8), _by_panel("infer_mix", lambda b, rows: partial(_mix, b, rows))
+
+
+def _by_panel(name: str, make: Callable[[Any, int], Callable[..., None]]) -> Callable[..., Any]:
+    """Code that calls one of several functions, by its first argument. make: what emits that of so many rows."""
+
+    def emitted(module: Any, rows: int, arity: int) -> Any:
+        if (made := module.globals.get(f"{name}_{rows}")) is None:
+            made = ir.Function(module, ir.FunctionType(ir.VoidType(), [INT64] * arity), f"{name}_{rows}")
+            made.linkage = "linkonce_odr"
+            made.attributes.add("noinline")
+            builder = ir.IRBuilder(made.append_basic_block())
+            make(builder, rows)(*made.args)
+            builder.ret_void()
+        return made
+
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         end = builder.append_basic_block()
         choice = builder.switch(args[0], end)
@@ -71,31 +97,56 @@ def multiply_tile(
             block = builder.append_basic_block()
             choice.add_case(INT64(rows), block)
             builder.position_at_end(block)
-            builder.call(_function(builder.module, rows), args[1:])
+            builder.call(emitted(builder.module, rows, len(args) - 1), args[1:])
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 11), codegen
+    return codegen
 
 
-def _function(module: Any, x_rows: int) -> Any:
-    name = f"infer_tile_{W_ROWS}x{x_rows}"
-    if (function := module.globals.get(name)) is None:
-        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [INT64] * 10), name)
-        function.linkage = "linkonce_odr"
-        function.attributes.add("noinline")
-        builder = ir.IRBuilder(function.append_basic_block())
-        width = min(WIDTH, LANES) if x_rows % max(1, WIDTH // LANES) else WIDTH
-        _Tile(builder, W_ROWS, x_rows, width).emit(*function.args)
-        builder.ret_void()
-    return function
+def _mix(
+    b: Any, rows: int, weights: Any, weights_row: Any, v: Any, v_row: Any, count: Any, out: Any, out_row: Any
+) -> None:
+    vector, start = ir.VectorType(FLOAT, WIDTH), b.block
+    names = [(t, column) for t in range(rows) for column in range(0, MIXED, WIDTH)]
+    outs = {(t, column): b.add(b.add(out, b.mul(out_row, INT64(t))), INT64(column * 4)) for t, column in names}
+    before = {name: _load(b, outs[name], vector) for name in names}
+    loop, end = b.append_basic_block(), b.append_basic_block()
+    b.branch(loop)
+    b.position_at_end(loop)
+    left, weights_at, v_at = (b.phi(INT64) for _ in range(3))
+    sums = {name: b.phi(vector) for name in names}
+    after = {}
+    values = [_load(b, b.add(v_at, INT64(column * 4)), vector) for column in range(0, MIXED, WIDTH)]
+    for t in range(rows):
+        weight = _load(b, b.add(weights_at, b.mul(weights_row, INT64(t))), FLOAT)
+        first = b.insert_element(ir.Constant(vector, ir.Undefined), weight, INT32(0))
+        splat = _pick(b, first, [0] * WIDTH)
+        for column in range(0, MIXED, WIDTH):
+            fma = f"llvm.fma.v{WIDTH}f32"
+            after[t, column] = _call(b, fma, vector, values[column // WIDTH], splat, sums[t, column])
+    fewer = b.sub(left, INT64(1))
+    for phi, value, following in (
+        (left, count, fewer),
+        (weights_at, weights, b.add(weights_at, INT64(4))),
+        (v_at, v, b.add(v_at, v_row)),
+        *((sums[name], before[name], after[name]) for name in names),
+    ):
+        phi.add_incoming(value, start)
+        phi.add_incoming(following, loop)
+    b.cbranch(b.icmp_signed(">", fewer, INT64(0)), loop, end)
+    b.position_at_end(end)
+    for name in names:
+        _store(b, outs[name], after[name])
 
 
 class _Tile:
     """Emits a tile's code."""
 
-    def __init__(self, builder: Any, w_rows: int, x_rows: int, width: int) -> None:
+    def __init__(self, builder: Any, x_rows: int, w_rows: int = W_ROWS, width: int = WIDTH) -> None:
+        if x_rows % max(1, width // LANES):  # nothing to put beside the last row
+            width = LANES
         self.builder, self.w_rows, self.x_rows, self.width = builder, w_rows, x_rows, width
         self.beside = max(1, width // LANES)  # rows of x in a register
         self.parts = max(1, LANES // width)  # registers that eight lanes take

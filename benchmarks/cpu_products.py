@@ -1,0 +1,152 @@
+"""The kernels' float products and attention on the CPU beside torch's: times, ratios, and bits that rows do not change.
+
+    PYTHONPATH=src python benchmarks/cpu_products.py [--threads N] [--quick]
+
+Each line is one shape, with the fastest of several alternating runs of both. "equal" says that some rows come out with
+the same bits alone, among 8, and among all. Ratios under 1 mean that the kernels take less time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infer import kernels
+from infer.ops.table import Table
+
+SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)]
+LLAMA_1B = [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)]
+KINDS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 116}
+SECONDS = 0.3  # of each measurement
+
+
+def fastest(*functions: Callable[[], object]) -> list[float]:
+    """Of each the fewest milliseconds. In turns of several runs: in the first, another pool's threads may spin."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(3):
+        for function, its in zip(functions, times, strict=True):
+            function()
+            end = time.perf_counter() + SECONDS / 3
+            while time.perf_counter() < end or not its:
+                start = time.perf_counter()
+                function()
+                its.append(time.perf_counter() - start)
+    return [min(its) * 1e3 for its in times]
+
+
+def product(weight: Tensor, x: Tensor, out: Tensor) -> Callable[[], None]:
+    head = np.zeros(1, kernels.cpu().HEAD)
+    head["weight"] = KINDS[weight.dtype], weight.data_ptr(), 0, *weight.shape
+    return lambda: kernels.cpu().head(head, x.numpy(), out.numpy())
+
+
+def multiplied(weight: Tensor, x: Tensor) -> Tensor:
+    out = torch.full((len(x), len(weight)), torch.nan)
+    product(weight, x, out)()
+    return out
+
+
+def rows_are_equal(weight: Tensor, x: Tensor) -> bool:
+    """Whether the first, the last and other rows have the same bits in every company."""
+    whole = multiplied(weight, x)
+    for start in {0, len(x) // 3, max(0, len(x) - 8)}:
+        among = slice(start, start + 8)
+        if not torch.equal(multiplied(weight, x[among].clone()), whole[among]):
+            return False
+        if not torch.equal(multiplied(weight, x[start : start + 1].clone())[0], whole[start]):
+            return False
+    return True
+
+
+def measure_products(shapes: list[tuple[int, int]], counts: list[int]) -> None:
+    print("\nproducts: milliseconds of the kernels and of F.linear in float32, and of the kernels with a bf16 weight")
+    print(f"{'shape':>13} {'rows':>5} {'ours':>9} {'torch':>9} {'ratio':>6} {'GFLOP/s':>8} {'bf16':>9}  bits")
+    for rows, columns in shapes:
+        weight = torch.randn(rows, columns)
+        narrow, half = weight.bfloat16(), weight.half()
+        for count in counts:
+            x = torch.randn(count, columns)
+            out = torch.empty(count, rows)
+            theirs = partial(F.linear, x, weight)
+            ours, torchs, bf16 = fastest(product(weight, x, out), theirs, product(narrow, x, out))
+            equal = all(rows_are_equal(w, x) for w in (weight, narrow, half))
+            close = torch.allclose(multiplied(weight, x), F.linear(x, weight), atol=1e-2, rtol=1e-3)
+            rate = 2e-6 * rows * columns * count / ours
+            print(
+                f"{f'{rows}x{columns}':>13} {count:>5} {ours:>9.3f} {torchs:>9.3f} {ours / torchs:>6.2f} {rate:>8.0f} "
+                f"{bf16:>9.3f}  {'equal' if equal else 'NOT EQUAL'}{'' if close else ', WRONG'}",
+                flush=True,
+            )
+
+
+def measure_attention(heads: int, kv_heads: int, size: int, count: int, keys: int) -> None:
+    """The last `count` of so many positions attend to all before them."""
+    q = torch.randn(1, heads, count, size)
+    k, v = torch.randn(1, kv_heads, keys, size), torch.randn(1, kv_heads, keys, size)
+    block = np.zeros(1, kernels.cpu().BLOCK)
+    block["heads"], block["kv_heads"], block["head_dim"], block["scale"] = heads, kv_heads, size, size**-0.5
+    seen = np.array([(0, keys - count + 1 + t) for t in range(count)])
+    lines = q.transpose(1, 2).reshape(count, -1).contiguous()
+    table = Table([k], [v]).at(0)
+
+    def attend(part: slice) -> Tensor:
+        out = torch.full((len(seen[part]), heads * size), torch.nan)
+        kernels.cpu().attend(block, lines[part].numpy(), table, seen[part].copy(), out.numpy())
+        return out
+
+    def torchs() -> Tensor:
+        causal = count == keys and count > 1
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != kv_heads)
+
+    ours, theirs = fastest(lambda: attend(slice(None)), torchs)
+    whole = attend(slice(None))
+    equal = all(torch.equal(attend(slice(t, t + 1))[0], whole[t]) for t in range(count))
+    close = torch.allclose(whole, torchs()[0].transpose(0, 1).reshape(count, -1), atol=1e-4)
+    print(
+        f"{heads:>6} {kv_heads:>8} {size:>5} {count:>8} {keys:>6} {ours:>9.3f} {theirs:>9.3f} {ours / theirs:>6.2f}  "
+        f"{'equal' if equal else 'NOT EQUAL'}{'' if close else ', WRONG'}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--quick", action="store_true", help="SmolLM2's shapes, without its head, and less time for each"
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 512])
+    arguments = parser.parse_args()
+    global SECONDS
+    SECONDS = 0.1 if arguments.quick else SECONDS
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    if kernels.cpu() is None:
+        raise SystemExit("there are no kernels")
+    kernels.cpu().use_threads(arguments.threads)
+    from infer.kernels import cpu_tile
+
+    shape = f"{cpu_tile.W_ROWS} rows of W x {cpu_tile.X_ROWS} of x, registers of {cpu_tile.WIDTH} floats"
+    print(f"{arguments.threads} threads, torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()})")
+    print(f"kernels ready after {time.perf_counter() - start:.1f} s; tiles of {shape}")
+    with torch.inference_mode():
+        measure_products(SMOLLM2[:4] if arguments.quick else SMOLLM2 + LLAMA_1B, arguments.rows)
+        print("\nattention: milliseconds of the kernels and of SDPA; bits: of each query alone and among all")
+        print(
+            f"{'heads':>6} {'kv_heads':>8} {'size':>5} {'queries':>8} {'keys':>6} {'ours':>9} {'torch':>9} {'ratio':>6}"
+        )
+        for heads, kv_heads, size in ((9, 3, 64),) if arguments.quick else ((9, 3, 64), (32, 8, 64), (16, 8, 128)):
+            for count, keys in ((512, 512), (1, 512), (1, 4096)):
+                measure_attention(heads, kv_heads, size, count, keys)
+
+
+if __name__ == "__main__":
+    main()
