@@ -137,8 +137,14 @@ class TestAttend:
         assert_close(rest, naive_attention(q, k, v, scale=SCALE, window=window)[:, :, 4:])
 
 
+@pytest.fixture
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "cpu", lambda: None)
+
+
+@pytest.mark.usefixtures("plain_torch")
 class TestBlocks:
-    """A window layer's queries attend in blocks, each to its own window's keys."""
+    """In plain torch a window layer's queries attend in blocks, each to its own window's keys."""
 
     @staticmethod
     def check(n: int, cached: int, window: int, masks: ops.Masks) -> None:
@@ -236,8 +242,8 @@ class TestAttentionLayer:
     def feed(layer: Attention, x: Tensor, cache: BaseCache, tiny_config: Callable) -> Tensor:
         """x [1, n, C] -> [1, n, C], without the residual."""
         n = x.shape[1]
-        rope = {"full_attention": Rope(tiny_config().rope, 8)(cache.positions(n))}
-        out = layer(x[0], torch.zeros(n, 32), Pass(1, n, rope, cache))
+        ropes = {"full_attention": Rope(tiny_config().rope, 8)}
+        out = layer(x[0], torch.zeros(n, 32), Pass(1, n, cache.positions(n), ropes, {}, cache))
         cache.advance(n)
         return out[None]
 
@@ -258,6 +264,7 @@ class TestAttentionLayer:
             assert_close(out[:, 0], self.feed(layer, x[:, : i + 1], NoCache(), tiny_config)[:, i])
 
 
+@pytest.mark.usefixtures("plain_torch")
 class TestMaskIsBuiltRarely:
     KINDS = {  # noqa: RUF012
         "full": {},

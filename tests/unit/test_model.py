@@ -13,7 +13,7 @@ import torch
 from mocks import LAYOUT_NAMES, LAYOUTS, naive_logits
 from torch import Tensor
 
-from infer import KVCache
+from infer import KVCache, kernels
 from infer.cache import BaseCache
 from infer.config import RopeConfig
 from infer.models.common import Decoder
@@ -141,6 +141,7 @@ class TestForward:
             return attention(q, k, v, **options)
 
         monkeypatch.setattr(ops, "attention", spy)
+        monkeypatch.setattr(kernels, "cpu", lambda: None)
         cache = make_cache(model, 2)
         for n in (5, 1):
             model(random_ids(2, n), kv_cache=cache)
@@ -501,7 +502,7 @@ def test_no_token_ids(tiny_model: Callable[..., Decoder], ids: Tensor, what: str
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 class TestSixteenBitsOnTheCPU:
-    """torch is slow in them where the CPU has no such instructions: there they are widened."""
+    """The kernels compute in float32. torch is slow in them where the CPU has no such instructions."""
 
     @pytest.fixture(autouse=True)
     def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
@@ -522,18 +523,10 @@ class TestSixteenBitsOnTheCPU:
             monkeypatch.setattr(f"infer.ops.{module}.F", SimpleNamespace(**vars(functional) | changed))
         return asked
 
-    @staticmethod
-    def have_instructions(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-        for module in ("linear", "attention"):
-            monkeypatch.setattr(f"infer.ops.{module}.cpu_multiplies", lambda _: there)
-
     @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
     @pytest.mark.parametrize("rows", [1, 3, 40])
-    def test_products(
-        self, dtype: torch.dtype, rows: int, bias: bool, asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_products(self, dtype: torch.dtype, rows: int, bias: bool, asked: list[torch.dtype]) -> None:
         """As close as 16 bits can hold, also of sums that would have been rounded on the way."""
-        self.have_instructions(monkeypatch, False)
         generator = torch.Generator().manual_seed(rows)
         linear = Linear(300, 70, bias=bias).requires_grad_(False)
         for weight in linear.parameters():
@@ -547,17 +540,13 @@ class TestSixteenBitsOnTheCPU:
         torch.testing.assert_close(got, wide.to(dtype) + residual, atol=2e-3, rtol=2 * torch.finfo(dtype).eps)
         assert not asked
 
-    @pytest.mark.parametrize(("there", "gradients"), [(True, False), (False, True)])
+    @pytest.mark.parametrize("gradients", [False, True])
     def test_products_that_torch_has(
-        self,
-        dtype: torch.dtype,
-        there: bool,
-        gradients: bool,
-        asked: list[torch.dtype],
-        monkeypatch: pytest.MonkeyPatch,
+        self, dtype: torch.dtype, gradients: bool, asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Where it is fast, and where it must go back through them."""
-        self.have_instructions(monkeypatch, there)
+        """Without kernels, and where it must go back through them."""
+        if not gradients:
+            monkeypatch.setattr(kernels, "cpu", lambda: None)
         linear = Linear(8, 4).to(dtype)
         torch.nn.init.ones_(linear.weight)
         with torch.set_grad_enabled(gradients):
@@ -575,7 +564,7 @@ class TestSixteenBitsOnTheCPU:
         asked: list[torch.dtype],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        self.have_instructions(monkeypatch, there)
+        monkeypatch.setattr("infer.ops.attention.cpu_multiplies", lambda _: there)
         q, k, v = (torch.randn(1, heads, 5, 8).to(dtype) for heads in (4, 2, 2))
         got = ops.attention(q, k, v, scale=0.3, mask=mask)
         assert got.dtype is dtype
