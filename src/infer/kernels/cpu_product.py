@@ -1,9 +1,13 @@
 """Products of a few or many rows with a weight, in floats or quantised, on the CPU.
 
 An output depends on its row of x and its row of W alone, down to the last bit: not on the rows beside them, nor on
-threads. A row of floats is multiplied in eight lanes along the columns, which are added up in one order; whether that
-happens in a tile of several rows or for a single one changes nothing. (Eight: with four, one row of x would wait for
-its own sums rather than for memory.) So nothing here may be compiled with `fastmath`, which reorders sums as it likes.
+threads. A row of floats is multiplied in eight lanes along the columns, which are added up in one order
+(`cpu_tile.py`); whether that happens for a single row, in a tile of several, or in pieces of the columns whose sums are
+carried on changes nothing. (Eight: with four, one row of x would wait for its own sums rather than for memory.) So
+nothing here may be compiled with `fastmath`, which reorders sums as it likes.
+
+Up to three rows read each row of W front to back, at the speed of memory. More are packed into panels, whose tiles with
+rows of W run at the speed of arithmetic. Weights of 16 bits are then widened once for all panels of a part.
 
 A quantised weight lies in tiles of four rows. A tile is a sequence of groups, each of 32 columns:
 
@@ -21,6 +25,7 @@ tenths of a logit.) What remains in floating point goes group by group in one or
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -73,12 +78,9 @@ from infer.kernels.cpu_tile import LANES, PANELS, W_ROWS, X_ROWS, multiply_tile
 WEIGHT = np.dtype([(name, np.int64) for name in ("kind", "at", "bias", "rows", "columns")])
 INT4, INT8, BFLOAT16, FLOAT32, FLOAT16 = 4, 8, 16, 32, 116
 NEAR, FAR = 32768, 262144  # bytes that stay in the first and in the second cache of most cores, with room to spare
-MANY = 256  # rows of x that are worth packing W for
+MANY = int(os.environ.get("INFER_PACK", "256"))  # rows of x that are worth packing W for
 MOST = 512  # rows of x in a part of the work
-PARTS, FEW_PARTS = (
-    64,
-    256,
-)  # of the work, at least: so many that threads have about the same, so few that each is worth it
+PARTS, FEW_PARTS = 64, 256  # of the work: so many that all threads have as much, so few that each is worth handing out
 GROUP, TILE = 32, 4
 INT4_BYTES, INT8_BYTES = 80, 136  # of a group of a tile
 X_BYTES = 2 * GROUP  # of a group of x
@@ -278,7 +280,7 @@ def _in_tiles(weight: Any, x: Any, out: Any) -> None:
             _pack_panels(x, part * 2 * X_ROWS, min((part + 1) * 2 * X_ROWS, count), panels)
     # What is used again stays in a core's caches: a piece of a panel for all tiles of a part of W, and the same columns
     # of that part for all panels.
-    pieces = max(1, (X_ROWS * steps * 32 + NEAR - 1) // NEAR)
+    pieces = max(1, (X_ROWS * steps * 32 + NEAR - 1) // NEAR) if count > X_ROWS else 1
     depth = max(1, (steps + pieces - 1) // pieces)
     x_panels, x_parts, parts, room = (count + X_ROWS - 1) // X_ROWS, 1, FEW_PARTS, NEAR
     if count * steps * 32 > FAR:
