@@ -25,8 +25,10 @@ from torch import Tensor
 from infer import KVCache, SamplingParams, SlidingCache, generate, generate_batch, load_model, stream
 from infer.cache import BatchCache, Cache
 from infer.engine import graph
+from infer.engine.sampler import penalise, sample
 from infer.models.common import Decoder
 from infer.ops import compiled, fused, gpu_attention
+from infer.ops.draw import Filters, weights
 from infer.ops.norm import RMSNorm
 from infer.trace.record import Trace
 
@@ -745,3 +747,60 @@ print(*generate(model, Letters(), {prompt_of(80)!r}, SamplingParams(max_new_toke
     assert (done.returncode, done.stderr) == (0, "")
     expected = plainly(make_model("gemma3"), prompt_of(80), SamplingParams(max_new_tokens=12))
     assert done.stdout.split() == list(map(str, expected))
+
+
+@pytest.mark.parametrize("vocab", [128_256, 262_144])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_host_and_device_draw_the_same(vocab: int, dtype: torch.dtype) -> None:
+    """The device's sampler against the host's, token for token: over settings, seeds, positions and a growing text."""
+    from infer.ops.choice import Choice
+
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+        {"top_p": 0.9},
+        {"top_p": 0.999, "temperature": 1.5},
+        {"top_k": 50},
+        {"top_k": 5000, "top_p": 0.8, "min_p": 0.001},
+        {"min_p": 0.02, "temperature": 1.3},
+        {"temperature": 1e-3},
+        {"temperature": 50.0},
+        {"top_p": 0.97, "repetition_penalty": 1.3, "presence_penalty": 0.1, "frequency_penalty": 0.7},
+        {"top_k": 100, "presence_penalty": -1.1, "logit_bias": {0: 4.0, 7: float("-inf"), 99_990: 5.5}},
+        {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.3},
+    ]
+    rows, steps, prompt_len = 4 * len(settings), 12, 3
+    params = [SamplingParams(**({"temperature": 1.0} | settings[row % len(settings)])) for row in range(rows)]
+    # Of different lengths; of tokens with these counts, fused penalties would have other bits.
+    texts = [[1, 2, 3] + [0] * 3 + [1] * 5 + [2] * 7 + [9] * (row % 5) for row in range(rows)]
+    choice = Choice(rows, vocab, "cuda")
+    for row, own in enumerate(params):
+        choice.set_row(
+            row,
+            temperature=own.temperature,
+            top_k=own.top_k,
+            top_p=own.top_p,
+            min_p=own.min_p,
+            repetition_penalty=own.repetition_penalty,
+            presence_penalty=own.presence_penalty,
+            frequency_penalty=own.frequency_penalty,
+            logit_bias=own.logit_bias,
+            seed=row,
+            tokens=texts[row],
+            prompt_len=prompt_len,
+        )
+    generator = torch.Generator("cuda").manual_seed(0)
+    tokens = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    sent = torch.zeros(1, rows, dtype=torch.int64, device="cuda")
+    for step in range(steps):
+        logits = torch.randn(rows, vocab, generator=generator, device="cuda").mul(1 + step % 4).to(dtype)
+        positions = torch.tensor([len(text) for text in texts], dtype=torch.int32, device="cuda")
+        choice.launch(logits, positions, tokens, sent, torch.zeros(1, dtype=torch.int32, device="cuda"))
+        on_host, chosen, kept = logits.cpu(), tokens.tolist(), choice._weights.sum(1).tolist()
+        for row, (own, text, param) in enumerate(zip(on_host, texts, params, strict=True)):
+            assert chosen[row] == sample(own, text, prompt_len, param, row), (row, step)
+            if param.temperature > 0:
+                filters = Filters.of(param.temperature, param.top_k, param.top_p, param.min_p)
+                _, mass = weights(penalise(own.float().numpy(), text, prompt_len, param), filters)
+                assert kept[row] == int(mass.sum()), (row, step)
+            text.append(chosen[row])
