@@ -142,7 +142,7 @@ class BaseCache(ABC):
     ) -> Tensor:
         """Store k and v, then attend from q [B, Hq, n, D] to every key the rule makes visible."""
         keys, values = self._store(layer_idx, k, v)
-        if self.quantized and not rowwise.takes(q):
+        if self.quantized and not rowwise.takes_queries(q):
             seen = keys.shape[2] if window is None else min(keys.shape[2], window + q.shape[2] - 1)
             keys, values = decode(keys[:, :, -seen:], k.dtype), decode(values[:, :, -seen:], v.dtype)
         end = self.seq_len + q.shape[2]

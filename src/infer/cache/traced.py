@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import Tensor
 
 from infer.cache.base import Cache
-from infer.cache.wrapped import WrappedCache
+from infer.cache.wrapped import WrappedCache, innermost
 from infer.ops.attention import softmax_attention
 
 
@@ -34,7 +34,7 @@ class TracedCache(WrappedCache):
         if layer_idx not in self.layers:
             return super().attend(layer_idx, q, k, v, scale=scale, window=window)
         out = super().attend(layer_idx, q, k, v, scale=scale, window=window)
-        keys, values = self.update(layer_idx, k, v)  # stores the same again, which changes nothing
+        keys, values = innermost(self).update(layer_idx, k, v)  # stores the same again, which changes nothing
         q = q if self.all_rows else q[:, :, -1:]
         _, weights = softmax_attention(q, keys, values, scale=scale, window=window, rows=q.shape[2])
         self.rows[layer_idx] = weights if self.all_rows else weights[:, :, -1]

@@ -10,6 +10,13 @@ from infer.cache.base import Cache
 from infer.config import ModelConfig
 
 
+def innermost(cache: Cache) -> Cache:
+    """Without what is wrapped around it."""
+    while isinstance(cache, WrappedCache):
+        cache = cache.cache
+    return cache
+
+
 class WrappedCache:
     """A cache that leaves all to the one inside."""
 

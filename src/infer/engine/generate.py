@@ -18,7 +18,7 @@ from infer.cache.debug import debugged
 from infer.cache.simple import KVCache
 from infer.cache.sliding import PREFILL_CHUNK, SlidingCache
 from infer.cache.traced import TracedCache
-from infer.cache.wrapped import WrappedCache
+from infer.cache.wrapped import innermost
 from infer.config import ModelConfig
 from infer.engine import graph
 from infer.engine.params import SamplingParams
@@ -277,8 +277,7 @@ def check_cache_dtype(cache_dtype: str, cache: Cache | None, use_kv_cache: bool 
         return
     if not use_kv_cache:
         raise ValueError(f"cache_dtype={cache_dtype!r} needs a cache, but use_kv_cache=False: leave one out")
-    while isinstance(cache, WrappedCache):
-        cache = cache.cache
+    cache = None if cache is None else innermost(cache)
     if cache is not None and not (isinstance(cache, BaseCache) and cache.dtype is asked):
         held = cache.dtype if isinstance(cache, BaseCache) else type(cache).__name__
         raise ValueError(f"cache_dtype={cache_dtype!r} was asked for, but the cache that was given is {held}")

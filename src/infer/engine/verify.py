@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from infer import kernels
 from infer.cache import BaseCache, GrowingCache, KVCache, NoCache, SlidingCache
 from infer.cache.base import resolve_cache_dtype
 from infer.config import ModelConfig
@@ -18,7 +17,7 @@ from infer.engine.params import SamplingParams
 from infer.engine.request import check_request
 from infer.engine.text import Encodes, encode_readable
 from infer.models.common import Decoder
-from infer.ops import fused
+from infer.ops import compiled, fused
 
 CACHES: tuple[type[BaseCache], ...] = (KVCache, GrowingCache, SlidingCache)
 LONG_EXTRA = 48  # tokens that the long prompt has beyond the window
@@ -99,9 +98,9 @@ def why_plain_torch(model: Decoder) -> str | None:
                 return "this GPU has no kernels"
             planned = model.fused_plan() is not None
         else:
-            if not kernels.has_cpu():
+            if not compiled.expected():
                 return "numba is not installed"
-            if kernels.cpu() is None:
+            if not compiled.prepare():
                 return "numba cannot compile the kernels"
             planned = model.cpu_plan() is not None or model.dtype in (torch.bfloat16, torch.float16)
     return None if planned else "a module was changed or hooked, or has a dtype without kernels"

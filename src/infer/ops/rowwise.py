@@ -20,7 +20,7 @@ How it is kept. On a CPU the kernels that numba compiles (`kernels/cpu_*.py`) co
 in a fixed order. In float32 they take whole blocks and whole decode steps (`ops/compiled.py`). The functions below are
 the same kernels one by one: attention, which caches ask for, and every part of a model whose activations have 16 bits.
 Those are widened to float32, computed and rounded at the end. What torch adds, multiplies, copies or rounds element by
-element has no order to get wrong. On a GPU, `ops/exact_gpu.py` keeps the rule.
+element has no order to get wrong. On a GPU, `ops/gpu_prompt.py` keeps the rule.
 
 Without kernels (INFER_KERNELS=0, no numba, another device), with gradients, and in modules that somebody hooked or
 replaced, plain torch runs: paths then agree within rounding, and no bits are promised.
@@ -95,10 +95,15 @@ def activate(x: Tensor, inner: int, code: int) -> Tensor:
     return out.to(x.dtype)
 
 
+def takes_queries(q: Tensor) -> bool:
+    """Whether `attend` takes such queries; keys and values in 8 bits it then takes as they are stored."""
+    return takes(q) and not torch.is_grad_enabled()
+
+
 def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `attend` takes queries [B, Hq, n, D] over k and v [B, Hkv, S, D], in floats or as 8-bit caches store."""
     return (
-        takes(q, k, v)
+        takes_queries(q)
         and k.dtype in (q.dtype, torch.int8)
         and k.dtype is v.dtype
         and k.is_cpu
