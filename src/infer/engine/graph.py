@@ -25,7 +25,7 @@ from infer.engine.params import SamplingParams
 from infer.engine.request import Request
 from infer.models.common import Decoder
 from infer.models.registry import MODELS
-from infer.ops import exact_gpu, fused
+from infer.ops import fused
 from infer.ops.linear import Embedding
 from infer.ops.table import empty_tables
 
@@ -122,7 +122,7 @@ def _compile(step: Captured, model: Decoder) -> None:
     """What a step needs; and where that was not on disk, what steps of other rows and settings will."""
 
     def others() -> None:
-        for rows in exact_gpu.ROWS_COMPILED:
+        for rows in fused.ROWS_COMPILED:
             # How a token is chosen does not depend on how many are.
             Captured(model, step.plan, rows, rows == 1).run()
 
@@ -174,8 +174,7 @@ class Captured:
         """Kernel by kernel."""
         # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
         fed = fused.begin(self.plan, self.embedding, self.tokens, self.positions, self.moves, self.steps)
-        # Not by fed.turned: a prompt's rotation is of the kernel `turns`, and another might round otherwise.
-        logits = exact_gpu.launch(self.plan, fed.x, self.tables, fed.positions, self._finished)
+        logits = fused.launch(self.plan, fed, self.tables, self._finished)
         self.choice.launch(logits, self.positions, self.tokens, self.sent, self.steps)
 
     def load(self, requests: Sequence[Request], tables: np.ndarray[Any, Any]) -> None:

@@ -93,7 +93,6 @@ def gpu_modules() -> Any:
 def _gpu_modules() -> SimpleNamespace:
     from infer.kernels import (
         gpu_attention,
-        gpu_exact,
         gpu_launch,
         gpu_product,
         gpu_rows,
@@ -103,7 +102,6 @@ def _gpu_modules() -> SimpleNamespace:
 
     return SimpleNamespace(
         attention=gpu_attention,
-        exact=gpu_exact,
         launch=gpu_launch,
         product=gpu_product,
         rows=gpu_rows,

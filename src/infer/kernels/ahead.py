@@ -75,6 +75,11 @@ def _different(futures: list[Any]) -> list[Any]:
     return [kernel for kernel in kernels.values() if kernel is not None]  # None: a hook of Triton's took it over
 
 
+def recording() -> bool:
+    """Whether launches are compiled here and now instead: nothing runs on the device."""
+    return _compiled.get() is not None
+
+
 def seen(modules: SimpleNamespace) -> Any:
     """Modules of kernels, as they are to be seen here and now: within `compile_all`, what is launched is compiled."""
     compiled = _compiled.get()

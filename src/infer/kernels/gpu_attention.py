@@ -1,8 +1,13 @@
-"""Attention of one new token a row: norm its heads, rotate them, store its key and value, and look at all before it.
+"""Attention on a GPU: of one new token a row, and of the many queries of a prompt, with the same bits.
 
-Keys are split among programs, because one row's would keep only a few of a GPU's processors busy. How long a row is
-lies on the device, so the same launch serves every length: programs that a row does not need end at once. The last
-one to finish for a KV head puts the pieces together, in their order.
+A query goes through its keys in blocks counted from position 0, so what a pass was cut into, or a ring, changes no sum.
+Blocks are taken together in groups, whose size follows from the position of the query and the window. A group has its
+largest score, the sum of its weights, and its values by weight; groups are folded into each other in order. So programs
+can share the keys of one query (`attend_one`, and `gpu_warps.py`), and a prompt's queries can go through theirs one
+block after the other (`attend_many`).
+
+Scores and values are matrix products, whose elements add up 16 columns after 16, whatever the tile. The weights of a
+block are added up by one tree (`sum_of_weights`). What a query does not see weighs exactly 0, if it is finite.
 """
 
 from __future__ import annotations
@@ -12,12 +17,12 @@ import triton.language as tl
 
 from infer.kernels import table as columns
 from infer.kernels.gpu_launch import is_last, let_next_start, wait_for_previous
-from infer.kernels.gpu_product import added, load_parts, store_parts
+from infer.kernels.gpu_product import added, load_parts, norm_scale, squared, store_parts, tree_sum, weighted
 
 COLUMNS = tl.constexpr(columns.COLUMNS)
 KEYS, VALUES = tl.constexpr(columns.K), tl.constexpr(columns.V)
 STRIDE, SLOTS = tl.constexpr(columns.STRIDE), tl.constexpr(columns.SLOTS)
-MERGED = tl.constexpr(16)  # pieces that are put together at a time
+FOLDED = tl.constexpr(8)  # groups that are loaded together
 
 
 @triton.jit
@@ -32,12 +37,16 @@ def begin(
     fed_positions,  # int32 [B]: as they were
     x,  # [B, C]
     turned,  # float32 [KINDS, B, 2, D]
+    norm_weight,  # [C]: of the norm that x is prepared for; None: it is not
+    prepared,  # [B, C]
+    squares,  # float32 [B]
     FACTOR: tl.constexpr,  # of the tokens' vectors
     C: tl.constexpr,
     PARTS: tl.constexpr,
     KINDS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """What a step is fed: the vectors of its tokens, their positions, and how far these turn.
 
@@ -58,6 +67,10 @@ def begin(
     if learned is not None:
         own = added(own, load_parts(learned + tl.maximum(position, 0).to(tl.int64) * C, PARTS, C), dtype, PARTS)
     store_parts(x + row.to(tl.int64) * C, own, PARTS, C)
+    if norm_weight is not None:
+        tl.store(squares + row, squared(own, PARTS))
+        ready = weighted(own, load_parts(norm_weight, PARTS, C), dtype, PARTS, OFFSET)
+        store_parts(prepared + row.to(tl.int64) * C, ready, PARTS, C)
     for kind in tl.static_range(KINDS):
         line = turned + (kind * tl.num_programs(0) + row) * 2 * D
         turn(position, frequencies + kind * D, line, D, BLOCK_D)
@@ -127,23 +140,12 @@ def rotated(
     dtype = x.dtype
     if NORM:
         wide = x.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + EPS)[:, None]
+        scale = norm_scale(tree_sum(tl.trans(wide * wide)), D, EPS)[:, None]
         x = (wide * scale * weight[None, :]).to(dtype)
         y = (y.to(tl.float32) * scale * other_weight[None, :]).to(dtype)
     if ROPE:
         x = (x.to(tl.float32) * cosine[None, :] + y.to(tl.float32) * sine[None, :]).to(dtype)
     return x
-
-
-@triton.jit
-def own_keys(position, window, split, splits, BLOCK: tl.constexpr):
-    """Which of a row's keys a program has, in blocks: the first position, the one behind; and how many have any."""
-    seen = tl.maximum(position + 1, 1)  # keys, the token's own among them
-    if window > 0:
-        seen = tl.minimum(seen, window)
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(seen, splits), BLOCK), 1) * BLOCK
-    start = position + 1 - seen + split * chunk
-    return start, tl.minimum(start + chunk, position + 1), tl.cdiv(seen, chunk)
 
 
 @triton.jit
@@ -156,54 +158,41 @@ def cache_of(table, row, head, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     return keys, values, tl.load(line + SLOTS).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["window"])
-def attend(
-    qkv,  # [B, (Hq + 2 Hkv) D]
-    out,  # [B, Hq D]
-    pieces,  # float32 [B, Hq, splits, D + 4]: values by weight, the largest score, the sum of the weights, two unused
-    finished,  # int32 [B, Hkv]: programs that are done, 0 before and after
-    table,  # int64 [B, COLUMNS]
-    positions,  # int32 [B]: of the new tokens; -1: no token in this row
+@triton.jit(do_not_specialize=["tabled", "q_out", "k_out", "v_out"])
+def prepare_heads(
+    qkv,  # [T, (Hq + 2 Hkv) D]
+    table,  # int64 [T, COLUMNS], where `tabled`
+    positions,  # int32 [T]; -1: no token
     q_norm,
     k_norm,
-    turned,  # float32 [B, 2, D], from `turns`
-    scale,
-    window,  # 0: none
+    turned,  # float32 [T, 2, D], from `turns`
+    tabled,  # 1: keys and values go where the table says; 0: to k_out and v_out
+    q_out,  # addresses of [T, Hq, D]
+    k_out,  # of [T, Hkv, D]
+    v_out,
+    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of a KV head
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,  # GROUP, up to what a matrix product takes
-    MERGE_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
     ROPE: tl.constexpr,
-    ALIGNED: tl.constexpr,  # bytes that the addresses of all keys and values are a multiple of
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
-    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits = tl.num_programs(1)
-    # Where the token and the cache are has been settled by `begin`, and what earlier steps stored can be read before
-    # this one's q, k and v are there.
-    position = tl.load(positions + row, cache_modifier=".cg")
-    start, end, used = own_keys(position, window, split, splits, BLOCK_S)
-    if split >= used:
-        return
+    """Norm a token's heads, rotate them, and put them where attention looks for them.
 
-    dtype = qkv.dtype.element_ty
-    keys, values, slots = cache_of(table, row, head, dtype, ALIGNED)
-    g, d, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
-    within, real = g < GROUP, d < D
-    at = start + s
-    cached = (at < tl.minimum(end, position))[:, None] & real[None, :]
-    places = (at % slots).to(tl.int64)[:, None] * D + d[None, :]
-    first_k = tl.load(keys + places, cached, 0.0)
-    first_v = tl.load(values + places, cached, 0.0)
-    cosine, sine = d, d
+    Where that is, it is told as numbers, so that one compiled kernel serves a step and a prompt: the sum over a head
+    is a tree of threads, and might be another in another kernel.
+    """
+    let_next_start(PDL)
+    token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    size: tl.constexpr = dtype.primitive_bitwidth // 8
+    position = tl.load(positions + token)
+    is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
     q_weight, q_other, k_weight, k_other = d, d, d, d
     if NORM:
         q_weight, q_other = norm_weights(q_norm, d, D, OFFSET)
@@ -211,92 +200,480 @@ def attend(
     wait_for_previous(PDL)
     if position < 0:
         return
-    # All that is waited for, at once: each load takes longer than what is done with it.
-    heads = qkv + row * (KV_HEADS * (GROUP + 2) * D)
-    one = tl.arange(0, 1)
-    q, q_swapped = load_heads(heads, (head * GROUP + g) * D, within, d, D)
-    k, k_swapped = load_heads(heads, (KV_HEADS * GROUP + head + one) * D, one == 0, d, D)
-    v = tl.load(heads + (KV_HEADS * (GROUP + 1) + head) * D + d, real, 0.0)
+    there = head < HEADS + 2 * KV_HEADS
+    own, swapped = load_heads(qkv + token * ((HEADS + 2 * KV_HEADS) * D), head * D, there, d, D)
+    cosine, sine = d, d
     if ROPE:
-        cosine = tl.load(turned + row * 2 * D + d, real, 0.0)
-        sine = tl.load(turned + (row * 2 + 1) * D + d, real, 0.0)
-    q = rotated(q, q_swapped, q_weight, q_other, cosine, sine, D, NORM, EPS, ROPE)
-    k = rotated(k, k_swapped, k_weight, k_other, cosine, sine, D, NORM, EPS, ROPE)
-    own = (at == position)[:, None]
-    first_k = tl.where(own, k, first_k)
-    first_v = tl.where(own, v[None, :], first_v)
-    if split == used - 1:
-        slot = (position % slots).to(tl.int64) * D
-        tl.store(keys + slot + d[None, :], k, real[None, :])
-        tl.store(values + slot + d, v, real)
-        tl.debug_barrier()  # a later block may hold them
-    highest = tl.full((BLOCK_G,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_G,), tl.float32)
-    sums = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    highest, total, sums = looked(q, first_k, first_v, at < end, highest, total, sums, scale)
-    for first in tl.range(start + BLOCK_S, end, BLOCK_S, num_stages=STAGES):
-        there = first + s < end
-        places = ((first + s) % slots).to(tl.int64)[:, None] * D + d[None, :]
-        next_k = tl.load(keys + places, there[:, None] & real[None, :], 0.0)
-        next_v = tl.load(values + places, there[:, None] & real[None, :], 0.0)
-        highest, total, sums = looked(q, next_k, next_v, there, highest, total, sums, scale)
+        cosine = tl.load(turned + token * 2 * D + d, d < D, 0.0)
+        sine = tl.load(turned + (token * 2 + 1) * D + d, d < D, 0.0)
+    as_q = rotated(own, swapped, q_weight, q_other, cosine, sine, D, NORM, EPS, ROPE)
+    as_k = rotated(own, swapped, k_weight, k_other, cosine, sine, D, NORM, EPS, ROPE)
+    done = tl.where(is_q[:, None], as_q, tl.where(is_v[:, None], own, as_k))
 
-    query = row * (KV_HEADS * GROUP) + head * GROUP
-    if used == 1:
-        outputs = (query + g)[:, None] * D + d[None, :]
-        tl.store(out + outputs, (sums / total[:, None]).to(dtype), within[:, None] & real[None, :])
-        return
-    piece = pieces + ((query + g) * splits + split) * (D + 4)
-    tl.store(piece[:, None] + d[None, :], sums, within[:, None] & real[None, :])
-    tl.store(piece + D, highest, within)
-    tl.store(piece + D + 1, total, within)
-    if is_last(finished + row * KV_HEADS + head, used):
-        merge(pieces, out, query, used, splits, GROUP, MERGE_G, D, BLOCK_D)
+    keys, values = k_out + token * (KV_HEADS * D * size), v_out + token * (KV_HEADS * D * size)
+    stride = tl.full((), D * size, tl.int64)
+    if tabled != 0:
+        line = table + token * COLUMNS
+        slot = position % tl.load(line + SLOTS) * (D * size)
+        keys, values = tl.load(line + KEYS) + slot, tl.load(line + VALUES) + slot
+        stride = tl.load(line + STRIDE)
+    kept = tl.where(is_v, values + (head - HEADS - KV_HEADS) * stride, keys + (head - HEADS) * stride)
+    place = tl.where(is_q, q_out + (token * HEADS + head) * (D * size), kept).to(tl.pointer_type(dtype))
+    tl.store(place[:, None] + d[None, :], done, there[:, None] & (d < D)[None, :])
 
 
 @triton.jit
-def looked(q, k, v, there, highest, total, sums, scale):
-    """One block of keys and values more: the largest score so far, the sum of the weights, the values by weight."""
-    scores = tl.dot(q, k.T, input_precision="ieee") * scale
-    scores = tl.where(there[None, :], scores, -float("inf"))
+def blocks_of_a_group(position, window, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+    """Blocks of keys that a query at this position takes together before it folds them into the rest.
+
+    As few as make about GROUPS groups of all that it can see: as many programs share a long row.
+    """
+    blocks = position // BLOCK + 1
+    if window > 0:
+        blocks = tl.minimum(blocks, tl.cdiv(window, BLOCK) + 1)
+    return tl.cdiv(blocks, GROUPS)
+
+
+@triton.jit
+def sum_of_weights(weights):
+    """[Q, BLOCK] -> [Q], by a tree: keys eight apart first, then the eight that remain."""
+    Q: tl.constexpr = weights.shape[0]
+    x = tl.reshape(weights, (Q, weights.shape[1] // 8, 8))
+    for _ in tl.static_range(8):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (Q, x.shape[1] // 2, 2, 8)), 2)
+    x = tl.sum(tl.reshape(x, (Q, 4, 2)), 2)
+    x = tl.sum(tl.reshape(x, (Q, 2, 2)), 2)
+    return tl.sum(x, 1)
+
+
+@triton.jit
+def weighed(scores, seen, highest, dtype: tl.constexpr):
+    """Scores [Q, BLOCK] as weights: the largest so far [Q], what it shrinks earlier ones by, weights, and their sum.
+
+    seen: None where all keys are. Where a query sees nothing of a block, nothing changes.
+    """
+    if seen is not None:
+        scores = tl.where(seen, scores, -float("inf"))
     top = tl.maximum(highest, tl.max(scores, 1))
-    shrink = tl.exp(highest - top)
-    weights = tl.exp(scores - top[:, None])
-    sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
-    return top, total * shrink + tl.sum(weights, 1), sums
+    base = tl.where(top == -float("inf"), 0.0, top)
+    weights = tl.exp2(scores - base[:, None]).to(dtype)
+    return top, tl.exp2(highest - base), weights, sum_of_weights(weights.to(tl.float32))
 
 
 @triton.jit
-def merge(
-    pieces,
-    out,
-    query,
-    used,
-    splits,
-    GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+def looked(q, k, v, seen, highest, total, sums, scale):
+    """One block of keys more: the largest score so far [Q], the sum of the weights [Q], the values by weight [Q, D].
+
+    q [Q, D]; k, v [BLOCK, D]; seen [Q, BLOCK].
+    """
+    scores = tl.dot(q, k.T, input_precision="ieee") * scale
+    top, shrink, weights, added_up = weighed(scores, seen, highest, v.dtype)
+    sums = tl.dot(weights, v, sums * shrink[:, None], input_precision="ieee")
+    return top, total * shrink + added_up, sums
+
+
+@triton.jit
+def folded(highest, total, sums, group_highest, group_total, group_sums):
+    """What a query has of the groups so far, and of one more: largest score [Q], sum of weights [Q], values [Q, D]."""
+    top = tl.maximum(highest, group_highest)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    kept, share = tl.exp2(highest - base), tl.exp2(group_highest - base)
+    sums = sums * kept[:, None] + group_sums * share[:, None]
+    return top, total * kept + group_total * share, sums
+
+
+@triton.jit(do_not_specialize=["end", "keys", "window"])
+def attend_one(
+    q,  # [B, Hq, 1, D]
+    k,  # [B, Hkv, keys, D], where not TABLE
+    v,
+    out,  # [B, Hq, D]
+    pieces,  # float32 [B, Hkv, GROUPS + 1, MERGE_G, BLOCK_D + 2]: values by weight, largest score, sum of the weights
+    finished,  # int32 [B, Hkv]: programs that are done, 0 before and after
+    table,  # int64 [B, COLUMNS], where TABLE
+    positions,  # int32 [B], where TABLE; -1: no token
+    end,  # else the position of the query and 1
+    keys,
+    scale,
+    window,  # 0: none
+    q_row,  # strides
+    q_head,
+    k_row,
+    k_head,
+    k_token,
+    v_row,
+    v_head,
+    v_token,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,  # GROUP, up to what a matrix product takes
+    MERGE_G: tl.constexpr,
+    BLOCK: tl.constexpr,  # keys
+    GROUPS: tl.constexpr,
+    TABLE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # bytes that all addresses in a table are a multiple of
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Put the pieces of a KV head's queries together. Other programs wrote them: past the processor's own cache."""
-    g, d, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, MERGED)
+    """A single query a row. Programs share its groups of keys; the last one to finish folds them, in order."""
+    let_next_start(PDL)
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    dtype: tl.constexpr = q.dtype.element_ty
+    # Where the token and the cache are was settled before the step began.
+    if TABLE:
+        position = tl.load(positions + row, cache_modifier=".cg")
+        own_k, own_v, slots = cache_of(table, row, head, dtype, ALIGNED)
+        offset, step_k, step_v = 0, D, D
+    else:
+        position, slots, offset = end - 1, keys, end - keys
+        own_k, own_v = k + row * k_row + head.to(tl.int64) * k_head, v + row * v_row + head.to(tl.int64) * v_head
+        step_k, step_v = k_token, v_token
+    size = blocks_of_a_group(tl.maximum(position, 0), window, BLOCK, GROUPS)
+    first = 0
+    if window > 0:
+        first = tl.maximum(position - window + 1, 0)
+    first_group, last_group = first // BLOCK // size, tl.maximum(position, 0) // BLOCK // size
+    used = last_group - first_group + 1
+    if split >= used:
+        return
+    wait_for_previous(PDL)
+    if position < 0:
+        return
+
+    g, d, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     within, real = g < GROUP, d < D
-    highest = tl.full((BLOCK_G,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_G,), tl.float32)
-    sums = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    for first in range(0, used, MERGED):
-        there = within[:, None] & (first + s < used)[None, :]
-        piece = pieces + ((query + g)[:, None] * splits + (first + s)[None, :]) * (D + 4)
-        tops = tl.load(piece + D, there, -float("inf"), cache_modifier=".cg")
-        totals = tl.load(piece + D + 1, there, 0.0, cache_modifier=".cg")
-        inside = there[:, :, None] & real[None, None, :]
-        parts = tl.load(piece[:, :, None] + d[None, None, :], inside, 0.0, cache_modifier=".cg")
-        top = tl.maximum(highest, tl.max(tops, 1))
-        top = tl.where(within, top, 0.0)
-        share = tl.exp(tops - top[:, None])
-        shrink = tl.exp(highest - top)
-        total = total * shrink + tl.sum(totals * share, 1)
-        sums = sums * shrink[:, None] + tl.sum(parts * share[:, :, None], 1)
-        highest = top
-    at = (query + g)[:, None] * D + d[None, :]
-    tl.store(out + at, (sums / total[:, None]).to(out.dtype.element_ty), within[:, None] & real[None, :])
+    heads = q + row * q_row + (head * GROUP + g)[:, None].to(tl.int64) * q_head
+    queries = tl.load(heads + d[None, :], within[:, None] & real[None, :], 0.0)
+    pieces += (row * KV_HEADS + head) * ((GROUPS + 1) * (BLOCK_D + 2) * MERGE_G)
+    for group in range(first_group + split, last_group + 1, tl.num_programs(0)):
+        highest = tl.full((BLOCK_G,), -float("inf"), tl.float32)
+        total = tl.zeros((BLOCK_G,), tl.float32)
+        sums = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        start, stop = tl.maximum(group * size, first // BLOCK), tl.minimum((group + 1) * size, position // BLOCK + 1)
+        for block in tl.range(start, stop, num_stages=STAGES):
+            at = block * BLOCK + s
+            there = (at >= first) & (at <= position)
+            slot = ((at - offset) % slots).to(tl.int64)[:, None]
+            inside = there[:, None] & real[None, :]
+            next_k = tl.load(own_k + slot * step_k + d[None, :], inside, 0.0)
+            next_v = tl.load(own_v + slot * step_v + d[None, :], inside, 0.0)
+            highest, total, sums = looked(queries, next_k, next_v, there[None, :], highest, total, sums, scale)
+        piece = pieces + ((group - first_group) * MERGE_G + g) * (BLOCK_D + 2)
+        merged = g < MERGE_G
+        tl.store(piece[:, None] + d[None, :], sums, merged[:, None])
+        tl.store(piece + BLOCK_D, highest, merged)
+        tl.store(piece + BLOCK_D + 1, total, merged)
+    if is_last(finished + row * KV_HEADS + head, tl.minimum(used, tl.num_programs(0))):
+        fold_pieces(pieces, out + (row * KV_HEADS + head) * (GROUP * D), used, GROUP, MERGE_G, D, BLOCK_D)
+
+
+@triton.jit
+def fold_pieces(pieces, out, used, GROUP: tl.constexpr, MERGE_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The groups of a KV head's queries, in order. Other programs wrote them: past the processor's own cache."""
+    g, d = tl.arange(0, MERGE_G), tl.arange(0, BLOCK_D)
+    highest = tl.full((MERGE_G,), -float("inf"), tl.float32)
+    total = tl.zeros((MERGE_G,), tl.float32)
+    sums = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
+    for first in range(0, used, FOLDED):
+        # Several at once: a load takes longer than what is done with it. Beyond the last there is nothing to be seen.
+        tops, totals, values = (), (), ()
+        for i in tl.static_range(FOLDED):
+            line = (first + i) * MERGE_G + g
+            there, piece = line < used * MERGE_G, pieces + line * (BLOCK_D + 2)
+            tops = tops + (tl.load(piece + BLOCK_D, there, -float("inf"), cache_modifier=".cg"),)
+            totals = totals + (tl.load(piece + BLOCK_D + 1, there, 0.0, cache_modifier=".cg"),)
+            values = values + (tl.load(piece[:, None] + d[None, :], there[:, None], 0.0, cache_modifier=".cg"),)
+        for i in tl.static_range(FOLDED):
+            highest, total, sums = folded(highest, total, sums, tops[i], totals[i], values[i])
+    inside = (g < GROUP)[:, None] & (d < D)[None, :]
+    total = tl.where(g < GROUP, total, 1.0)
+    tl.store(out + g[:, None] * D + d[None, :], (sums / total[:, None]).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def one_block(
+    q,
+    own_k,
+    own_v,
+    block,
+    step_k,
+    step_v,
+    offset,
+    first,
+    last,
+    position,
+    span,
+    scale,
+    state,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """`looked`, of the next block of a prompt's keys. state: as it returns it."""
+    d, at = tl.arange(0, BLOCK_D), block * BLOCK + tl.arange(0, BLOCK)
+    slot = (at - offset).to(tl.int64)[:, None]
+    if MASKED:
+        inside = ((at >= first) & (at <= last))[:, None] & (d < D)[None, :]
+        k, v = (
+            tl.load(own_k + slot * step_k + d[None, :], inside, 0.0),
+            tl.load(own_v + slot * step_v + d[None, :], inside, 0.0),
+        )
+        distance = position[:, None] - at[None, :]
+        seen = (distance >= 0) & (distance < span)
+    elif D == BLOCK_D:
+        k, v = tl.load(own_k + slot * step_k + d[None, :]), tl.load(own_v + slot * step_v + d[None, :])
+        seen = None
+    else:
+        real = (d < D)[None, :]
+        k, v = (
+            tl.load(own_k + slot * step_k + d[None, :], real, 0.0),
+            tl.load(own_v + slot * step_v + d[None, :], real, 0.0),
+        )
+        seen = None
+    return looked(q, k, v, seen, state[0], state[1], state[2], scale)
+
+
+@triton.jit
+def fold_block(
+    q,
+    own_k,
+    own_v,
+    block,
+    step_k,
+    step_v,
+    offset,
+    first,
+    last,
+    position,
+    span,
+    scale,
+    size,
+    highest,
+    total,
+    sums,
+    group_highest,
+    group_total,
+    group_sums,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One block more, in a group of its own where SINGLE; a group that is complete is folded into the rest."""
+    ROWS: tl.constexpr = q.shape[0]
+    if SINGLE:
+        empty = (
+            tl.full((ROWS,), -float("inf"), tl.float32),
+            tl.zeros((ROWS,), tl.float32),
+            tl.zeros((ROWS, BLOCK_D), tl.float32),
+        )
+        new_highest, new_total, new_sums = one_block(
+            q,
+            own_k,
+            own_v,
+            block,
+            step_k,
+            step_v,
+            offset,
+            first,
+            last,
+            position,
+            span,
+            scale,
+            empty,
+            D,
+            BLOCK_D,
+            BLOCK,
+            MASKED,
+        )
+        highest, total, sums = folded(highest, total, sums, new_highest, new_total, new_sums)
+    else:
+        if block % size == 0:
+            highest, total, sums = folded(highest, total, sums, group_highest, group_total, group_sums)
+            group_highest = tl.full((ROWS,), -float("inf"), tl.float32)
+            group_total = tl.zeros((ROWS,), tl.float32)
+            group_sums = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        group_highest, group_total, group_sums = one_block(
+            q,
+            own_k,
+            own_v,
+            block,
+            step_k,
+            step_v,
+            offset,
+            first,
+            last,
+            position,
+            span,
+            scale,
+            (group_highest, group_total, group_sums),
+            D,
+            BLOCK_D,
+            BLOCK,
+            MASKED,
+        )
+    return highest, total, sums, group_highest, group_total, group_sums
+
+
+@triton.jit(do_not_specialize=["n", "end", "keys", "window"])
+def attend_many(
+    q,  # [B, Hq, n, D]
+    k,  # [B, Hkv, keys, D], of the positions before `end`
+    v,
+    out,  # [B, n, Hq, D]
+    n,
+    end,
+    keys,
+    scale,
+    window,  # 0: none
+    q_row,  # strides
+    q_head,
+    q_token,
+    k_row,
+    k_head,
+    k_token,
+    v_row,
+    v_head,
+    v_token,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,  # GROUP, up to a power of two
+    QUERIES: tl.constexpr,  # positions that a program takes, each with BLOCK_G heads
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SINGLE: tl.constexpr,  # whether all queries take their blocks one by one
+    WINDOWED: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The queries of a prompt, at its last n positions: what `attend_one` gives each of them.
+
+    Tiles of queries are counted from position 0, so that all in one take as many blocks to a group.
+    """
+    let_next_start(PDL)
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    start = end - n
+    # Those with the most keys first, so that none of them is the last to run.
+    tile = (start // QUERIES + tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    first_query, last_query = tl.maximum(tile, start), tl.minimum(tile + QUERIES, end) - 1
+    wait_for_previous(PDL)
+    if first_query > last_query:
+        return
+    ROWS: tl.constexpr = QUERIES * BLOCK_G
+    c, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    position, member = tile + c // BLOCK_G, c % BLOCK_G
+    within = (position >= start) & (position < end) & (member < GROUP)
+    real = d < D
+    token, query_head = (position - start).to(tl.int64), (head * GROUP + member).to(tl.int64)
+    heads = q + row * q_row + token * q_token + query_head * q_head
+    queries = tl.load(heads[:, None] + d[None, :], within[:, None] & real[None, :], 0.0)
+    own_k, own_v = k + row * k_row + head.to(tl.int64) * k_head, v + row * v_row + head.to(tl.int64) * v_head
+
+    size = blocks_of_a_group(last_query, window, BLOCK, GROUPS)
+    span, first, offset = end, 0, end - keys  # as many positions as can be seen
+    # Blocks of which all queries see all keys need no mask.
+    whole = 0
+    if WINDOWED:
+        span = window
+        first = tl.maximum(first_query - window + 1, 0)
+        whole = tl.minimum(tl.cdiv(tl.maximum(last_query - window + 1, 0), BLOCK), last_query // BLOCK + 1)
+    partial = tl.maximum((first_query + 1) // BLOCK, whole)
+    highest = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    group_highest, group_total, group_sums = highest, total, sums
+    if WINDOWED:
+        for block in tl.range(first // BLOCK, whole, num_stages=STAGES):
+            highest, total, sums, group_highest, group_total, group_sums = fold_block(
+                queries,
+                own_k,
+                own_v,
+                block,
+                k_token,
+                v_token,
+                offset,
+                first,
+                last_query,
+                position,
+                span,
+                scale,
+                size,
+                highest,
+                total,
+                sums,
+                group_highest,
+                group_total,
+                group_sums,
+                D,
+                BLOCK_D,
+                BLOCK,
+                SINGLE,
+                True,
+            )
+    for block in tl.range(whole, partial, num_stages=STAGES):
+        highest, total, sums, group_highest, group_total, group_sums = fold_block(
+            queries,
+            own_k,
+            own_v,
+            block,
+            k_token,
+            v_token,
+            offset,
+            first,
+            last_query,
+            position,
+            span,
+            scale,
+            size,
+            highest,
+            total,
+            sums,
+            group_highest,
+            group_total,
+            group_sums,
+            D,
+            BLOCK_D,
+            BLOCK,
+            SINGLE,
+            False,
+        )
+    for block in tl.range(partial, last_query // BLOCK + 1, num_stages=STAGES):
+        highest, total, sums, group_highest, group_total, group_sums = fold_block(
+            queries,
+            own_k,
+            own_v,
+            block,
+            k_token,
+            v_token,
+            offset,
+            first,
+            last_query,
+            position,
+            span,
+            scale,
+            size,
+            highest,
+            total,
+            sums,
+            group_highest,
+            group_total,
+            group_sums,
+            D,
+            BLOCK_D,
+            BLOCK,
+            SINGLE,
+            True,
+        )
+    if not SINGLE:
+        highest, total, sums = folded(highest, total, sums, group_highest, group_total, group_sums)
+    total = tl.where(within, total, 1.0)
+    place = out + ((row * n + token) * (KV_HEADS * GROUP) + query_head) * D
+    inside = within[:, None] & real[None, :]
+    tl.store(place[:, None] + d[None, :], (sums / total[:, None]).to(out.dtype.element_ty), inside)

@@ -1,7 +1,15 @@
-"""The product of one row with a matrix, and all that stands between two of them in a block.
+"""What GPU kernels compute row by row: norms, activations, and what becomes of a product.
 
-A decode step reads every weight once and does little with it, so what counts is that the memory bus never idles: each
-program asks for its weights before it waits for its input. The products of several rows are in `gpu_rows.py`.
+Kernels that compute the same numbers for few rows and for many share these functions, so that each number is made by
+the same operations in the same order:
+
+- A sum over a vector is a balanced binary tree over its elements, padded with zeros (`tree_sum`). Each step adds two
+  numbers, so neither the compiler's layout nor a cut of the vector into aligned pieces changes a bit.
+- A product is rounded to the model's dtype, as torch's is, before anything else is done with it.
+- An RMSNorm in front of a product is split: `prepared` vectors are multiplied by the norm's weight alone, and the
+  product is scaled afterwards, so that no kernel has to wait for the whole vector.
+
+All kernels are launched without fused multiplication and addition (`UNFUSED` in `ops/gpu_product.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +33,19 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def tree_sum(x):
+    """[N, M] -> [M]: a balanced tree over the first dimension, a power of two, of neighbours first."""
+    M: tl.constexpr = x.shape[1]
+    for _ in tl.static_range(LEVELS):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0] // 2, 2, M)), 1)
+    return tl.reshape(x, (M,))
+
+
+LEVELS = tl.constexpr(20)  # more than any vector has
+
+
+@triton.jit
 def load_parts(vector, PARTS: tl.constexpr, K: tl.constexpr):
     """[K] in float32, cut into parts whose sizes are powers of two; 0 where it is over."""
     parts = ()
@@ -42,39 +63,35 @@ def store_parts(out, parts, PARTS: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def load_rows(weight, row, exists, PARTS: tl.constexpr, K: tl.constexpr):
-    """Whole rows of a matrix, cut likewise. Read once, they would only drive from the L2 cache what is read again."""
-    tiles = ()
-    for i in tl.static_range(len(PARTS)):
-        at = PARTS[i][0] + tl.arange(0, PARTS[i][1])
-        places = row[:, None].to(tl.int64) * K + at[None, :]
-        inside = exists[:, None] & (at < K)[None, :]
-        tiles = tiles + (tl.load(weight + places, inside, 0.0, eviction_policy="evict_first"),)
-    return tiles
-
-
-@triton.jit
-def multiplied(tiles, parts, PARTS: tl.constexpr):
-    y = tl.sum(tiles[0].to(tl.float32) * parts[0][None, :], 1)
-    for i in tl.static_range(1, len(PARTS)):
-        y += tl.sum(tiles[i].to(tl.float32) * parts[i][None, :], 1)
-    return y
+def sum_of_parts(x, PARTS: tl.constexpr):
+    """The tree over a vector in parts: each part is aligned and at least as long as all that follow it."""
+    LAST: tl.constexpr = len(PARTS) - 1
+    total = tl.sum(tree_sum(tl.reshape(x[LAST], (PARTS[LAST][1], 1))), 0)
+    for i in tl.static_range(LAST):
+        total = tl.sum(tree_sum(tl.reshape(x[LAST - 1 - i], (PARTS[LAST - 1 - i][1], 1))), 0) + total
+    return total
 
 
 @triton.jit
 def squared(x, PARTS: tl.constexpr):
     """The sum of all squares."""
-    squares = tl.sum(x[0] * x[0])
-    for i in tl.static_range(1, len(PARTS)):
-        squares += tl.sum(x[i] * x[i])
-    return squares
+    squares = ()
+    for i in tl.static_range(len(PARTS)):
+        squares = squares + (x[i] * x[i],)
+    return sum_of_parts(squares, PARTS)
 
 
 @triton.jit
-def weighted(x, weight, PARTS: tl.constexpr, OFFSET: tl.constexpr):
+def norm_scale(squares, K: tl.constexpr, EPS: tl.constexpr):
+    """What an RMSNorm multiplies with."""
+    return tl.rsqrt(squares / K + EPS)
+
+
+@triton.jit
+def weighted(x, weight, dtype, PARTS: tl.constexpr, OFFSET: tl.constexpr):
     out = ()
     for i in tl.static_range(len(PARTS)):
-        out = out + (x[i] * (weight[i] + OFFSET),)
+        out = out + ((x[i] * (weight[i] + OFFSET)).to(dtype).to(tl.float32),)
     return out
 
 
@@ -92,23 +109,29 @@ def normed(
     BIAS: tl.constexpr,
 ):
     """x in parts, scaled to unit root mean square, or first centred; rounded to dtype."""
+    centred = x
     if CENTRED:
-        mean = tl.sum(x[0])
-        for i in tl.static_range(1, len(PARTS)):
-            mean += tl.sum(x[i])
+        mean = sum_of_parts(x, PARTS) / K
         centred = ()
         for i in tl.static_range(len(PARTS)):
             at = PARTS[i][0] + tl.arange(0, PARTS[i][1])
-            centred = centred + (tl.where(at < K, x[i] - mean / K, 0.0),)
-    else:
-        centred = x
-    scale = tl.rsqrt(squared(centred, PARTS) / K + EPS)
+            centred = centred + (tl.where(at < K, x[i] - mean, 0.0),)
+    scale = norm_scale(squared(centred, PARTS), K, EPS)
     out = ()
     for i in tl.static_range(len(PARTS)):
         y = centred[i] * scale * (weight[i] + OFFSET)
         if BIAS:
             y += bias[i]
         out = out + (y.to(dtype).to(tl.float32),)
+    return out
+
+
+@triton.jit
+def normed_by(x, weight, scale, dtype, PARTS: tl.constexpr, OFFSET: tl.constexpr):
+    """An RMSNorm whose scale is known."""
+    out = ()
+    for i in tl.static_range(len(PARTS)):
+        out = out + ((x[i] * scale * (weight[i] + OFFSET)).to(dtype).to(tl.float32),)
     return out
 
 
@@ -121,120 +144,109 @@ def added(x, carried, dtype, PARTS: tl.constexpr):
 
 
 @triton.jit
-def one_row(
-    x,  # [K]
-    weight,  # [N, K]; where GATED [2 N, K], the gate's rows first
-    bias,  # like weight's rows
-    residual,  # [N]
-    out,  # [N]
-    norm_weight,  # [K]
-    norm_bias,
-    after_weight,  # [K]
-    carried,  # [K]: the residual that x, normed by after_weight, is added to
-    carried_out,  # [K]: where the sum is kept for later
-    N,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,  # where each begins, and its size
-    ROWS: tl.constexpr,
-    NORM: tl.constexpr,
-    AFTER: tl.constexpr,
-    EPS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CENTRED: tl.constexpr,
-    NORM_BIAS: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """out = activation(W norm(x) + b) [* (W' norm(x) + b')] [+ residual], ROWS of it in each program."""
-    # The scale of an RMSNorm is the same for all of x: behind the product, it is summed up while that is.
-    SCALED_BEHIND: tl.constexpr = NORM and not CENTRED and not NORM_BIAS
-    let_next_start(PDL)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = row < N
-    first = load_rows(weight, row, exists, PARTS, K)
-    if GATED:
-        second = load_rows(weight + tl.cast(N, tl.int64) * K, row, exists, PARTS, K)
-    dtype = x.dtype.element_ty
-    if NORM:
-        norm_weights = load_parts(norm_weight, PARTS, K)
-        norm_biases = norm_weights
-        if NORM_BIAS:
-            norm_biases = load_parts(norm_bias, PARTS, K)
-    if AFTER:
-        after_weights = load_parts(after_weight, PARTS, K)
-    if BIAS:
-        first_bias = tl.load(bias + row, exists, 0.0).to(tl.float32)
-        if GATED:
-            second_bias = tl.load(bias + N + row, exists, 0.0).to(tl.float32)
-    wait_for_previous(PDL)
-    # All that is waited for, at once: each load takes longer than what is done with it.
-    vector = load_parts(x, PARTS, K)
-    if AFTER:
-        before = load_parts(carried, PARTS, K)
-    if RESIDUAL:
-        addend = tl.load(residual + row, exists, 0.0).to(tl.float32)
-    if AFTER:
-        vector = normed(vector, after_weights, after_weights, dtype, PARTS, K, EPS, OFFSET, CENTRED, False)
-        vector = added(vector, before, dtype, PARTS)
-        if tl.program_id(0) == 0:
-            store_parts(carried_out, vector, PARTS, K)
-    scale = 1.0
-    if SCALED_BEHIND:
-        scale = tl.rsqrt(squared(vector, PARTS) / K + EPS)
-        vector = weighted(vector, norm_weights, PARTS, OFFSET)
-    elif NORM:
-        vector = normed(vector, norm_weights, norm_biases, dtype, PARTS, K, EPS, OFFSET, CENTRED, NORM_BIAS)
-    y = multiplied(first, vector, PARTS) * scale
-    if BIAS:
-        y += first_bias
-    y = activated(y, ACTIVATION)
-    if GATED:
-        up = multiplied(second, vector, PARTS) * scale
-        if BIAS:
-            up += second_bias
-        y *= up
-    if RESIDUAL:
-        y += addend
-    tl.store(out + row, y.to(out.dtype.element_ty), exists)
-
-
-@triton.jit
 def norm_rows(
-    x,  # [B, K]
-    out,  # [B, K]
-    norm_weight,
-    norm_bias,
-    after_weight,
-    carried,  # [B, K]
-    carried_out,
+    x,  # [T, K]
+    residual,  # [T, K], to which x is added; None: x is the residual
+    after_weight,  # [K]: of a norm of x before that; None: there is none
+    residual_out,  # [T, K]: the sum
+    norm_weight,  # [K]
+    norm_bias,  # [K] or None
+    out,  # [T, K]: normed; where PREPARED, by the weight alone
+    squares,  # float32 [T]: of the residual, where PREPARED
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    AFTER: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
     CENTRED: tl.constexpr,
-    NORM_BIAS: tl.constexpr,
+    PREPARED: tl.constexpr,
+    NORM: tl.constexpr,  # False: nothing but the residual
     PDL: tl.constexpr,
 ):
-    """What `one_row` does before its product, a row in each program."""
+    """What stands between two products, a row in each program: x added to the residual, and that normed."""
     let_next_start(PDL)
-    start = tl.program_id(0).to(tl.int64) * K
+    row = tl.program_id(0).to(tl.int64)
+    start = row * K
     dtype = x.dtype.element_ty
-    weights = load_parts(norm_weight, PARTS, K)
-    biases = weights
-    if NORM_BIAS:
-        biases = load_parts(norm_bias, PARTS, K)
-    if AFTER:
+    if NORM:
+        weights = load_parts(norm_weight, PARTS, K)
+        biases = weights
+        if norm_bias is not None:
+            biases = load_parts(norm_bias, PARTS, K)
+    if after_weight is not None:
         after_weights = load_parts(after_weight, PARTS, K)
     wait_for_previous(PDL)
     vector = load_parts(x + start, PARTS, K)
-    if AFTER:
-        before = load_parts(carried + start, PARTS, K)
-        vector = normed(vector, after_weights, after_weights, dtype, PARTS, K, EPS, OFFSET, CENTRED, False)
+    if residual is not None:
+        before = load_parts(residual + start, PARTS, K)
+        if after_weight is not None:
+            vector = normed(vector, after_weights, after_weights, dtype, PARTS, K, EPS, OFFSET, False, False)
         vector = added(vector, before, dtype, PARTS)
-        store_parts(carried_out + start, vector, PARTS, K)
-    vector = normed(vector, weights, biases, dtype, PARTS, K, EPS, OFFSET, CENTRED, NORM_BIAS)
-    store_parts(out + start, vector, PARTS, K)
+        store_parts(residual_out + start, vector, PARTS, K)
+    if NORM:
+        if PREPARED:
+            tl.store(squares + row, squared(vector, PARTS))
+            vector = weighted(vector, weights, dtype, PARTS, OFFSET)
+        else:
+            BIAS: tl.constexpr = norm_bias is not None
+            vector = normed(vector, weights, biases, dtype, PARTS, K, EPS, OFFSET, CENTRED, BIAS)
+        store_parts(out + start, vector, PARTS, K)
+
+
+@triton.jit
+def finished_sums(sums, dtype: tl.constexpr, scale, biases, addend, ACTIVATION: tl.constexpr):
+    """What becomes of a product, or of two of which the first is the other's gate.
+
+    scale, addend: None if there is none; biases: ().
+    """
+    y = sums[0].to(dtype).to(tl.float32)
+    if scale is not None:
+        y *= scale
+    if len(biases) > 0:
+        y += biases[0]
+    y = activated(y, ACTIVATION)
+    if len(sums) > 1:
+        up = sums[1].to(dtype).to(tl.float32)
+        if scale is not None:
+            up *= scale
+        if len(biases) > 0:
+            up += biases[1]
+        y *= up
+    if addend is not None:
+        y += addend
+    return y
+
+
+@triton.jit
+def finish_rows(
+    x,  # [T, N]: products; where GATED [T, 2 N], the gates first
+    squares,  # float32 [T]: those of the vectors that were multiplied, or None
+    bias,  # like a row of x, or None
+    out,  # [T, N]
+    N,
+    K: tl.constexpr,  # size of the vectors
+    EPS: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`finished_sums` of the products of many rows."""
+    let_next_start(PDL)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype: tl.constexpr = x.dtype.element_ty
+    inside = at < N
+    own = x + row * (2 * N if GATED else N) + at
+    biases = ()
+    if bias is not None:
+        biases = (tl.load(bias + at, inside, 0.0).to(tl.float32),)
+        if GATED:
+            biases = biases + (tl.load(bias + N + at, inside, 0.0).to(tl.float32),)
+    wait_for_previous(PDL)
+    scale = None
+    if squares is not None:
+        scale = norm_scale(tl.load(squares + row), K, EPS)
+    sums = (tl.load(own, inside, 0.0),)
+    if GATED:
+        sums = sums + (tl.load(own + N, inside, 0.0),)
+    y = finished_sums(sums, dtype, scale, biases, None, ACTIVATION)
+    tl.store(out + row * N + at, y.to(dtype), inside)

@@ -1,7 +1,12 @@
-"""Products of several rows with a matrix: `eight_rows` for up to eight of 16 bits, `few_rows` for any.
+"""Products with a matrix: `eight_rows` for up to eight rows of 16 bits, `few_rows` for more, `many_rows` for prompts.
 
-Both are W x^T: the matrix units take many rows of their first factor, and only W has as many. Of an RMSNorm in front,
-the product before has multiplied the weight and added up the squares: the scale comes last.
+All three give a row the same bits. The columns K are cut into SLICES of LENGTH columns, a property of the matrix. Within
+a slice the matrix units add up 16 columns after 16 into one accumulator, whatever the tile; that a small and a large
+matrix instruction agree on this is not documented, so it is checked on each device (`ops/gpu_check.py`). The sums of
+the slices are added one after the other.
+
+The first two are W x^T: the matrix units take many rows of their first factor, and only W has as many. What becomes of
+the sums is the same in each: `finished_sums`.
 """
 
 from __future__ import annotations
@@ -10,7 +15,16 @@ import triton
 import triton.language as tl
 
 from infer.kernels.gpu_launch import is_last, let_next_start, wait_for_previous
-from infer.kernels.gpu_product import activated
+from infer.kernels.gpu_product import (
+    added,
+    finished_sums,
+    load_parts,
+    norm_scale,
+    normed_by,
+    squared,
+    store_parts,
+    tree_sum,
+)
 
 
 @triton.jit
@@ -33,37 +47,27 @@ def load_biases(bias, column, exists, N, GATED: tl.constexpr):
 
 @triton.jit
 def load_squares(squares, row, fed, SQUARES: tl.constexpr, PADDED: tl.constexpr):
+    """[PADDED, B]: partial sums of squares of these rows."""
     part = tl.arange(0, PADDED)
-    return tl.load(squares + row[:, None] * SQUARES + part[None, :], fed[:, None] & (part < SQUARES)[None, :], 0.0)
-
-
-@triton.jit
-def finished_sums(sums, scale, biases, addend, ACTIVATION: tl.constexpr):
-    """What becomes of W x^T, and of W' x^T where it is gated. scale, addend: None if there is none, biases ()."""
-    y = sums[0]
-    if scale is not None:
-        y *= scale
-    if len(biases) > 0:
-        y += biases[0]
-    y = activated(y, ACTIVATION)
-    if len(sums) > 1:
-        up = sums[1]
-        if scale is not None:
-            up *= scale
-        if len(biases) > 0:
-            up += biases[1]
-        y *= up
-    if addend is not None:
-        y += addend
-    return y
+    return tl.load(squares + row[None, :] * SQUARES + part[:, None], fed[None, :] & (part < SQUARES)[:, None], 0.0)
 
 
 @triton.jit
 def store_prepared(y, weights, next_out, next_squares, places, inside, row, fed):
     """What is stored of out [N, B] for its norm: by the norm's weights, and the sum of this program's squares."""
-    tl.store(next_out + places, (y * weights).to(next_out.dtype.element_ty), inside)
-    of_row = tl.sum(tl.where(inside, y * y, 0.0), 0)
+    if next_out is not None:
+        tl.store(next_out + places, (y * weights).to(next_out.dtype.element_ty), inside)
+    of_row = tree_sum(tl.where(inside, y * y, 0.0))
     tl.store(next_squares + row * tl.num_programs(0) + tl.program_id(0), of_row, fed)
+
+
+@triton.jit
+def joined(sums, inside, step, SLICES: tl.constexpr):
+    """The sums of all slices, `step` apart, as other programs wrote them: past the processor's own cache."""
+    y = tl.load(sums, inside, 0.0, cache_modifier=".cg")
+    for i in tl.static_range(1, SLICES):
+        y += tl.load(sums + i * step, inside, 0.0, cache_modifier=".cg")
+    return y
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -73,23 +77,24 @@ def few_rows(
     bias,
     residual,  # [B, N]
     out,  # [B, N]
-    sums,  # float32 [SPLIT, B, N]
+    sums,  # float32 [SLICES, B, N]
     finished,  # int32, one for each block of out: programs that are done, 0 before and after
     B,
     N,
     K: tl.constexpr,
+    SLICES: tl.constexpr,  # each has a program of its own
+    LENGTH: tl.constexpr,  # columns of a slice
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,  # programs that share K, where blocks of out alone would not keep all processors busy
-    EVEN: tl.constexpr,  # whether blocks divide N and K
+    BLOCK_K: tl.constexpr,  # divides LENGTH
+    EVEN: tl.constexpr,  # whether blocks divide N, and slices K
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,  # not with SPLIT
+    GATED: tl.constexpr,  # not with SLICES
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
-    squares=None,  # float32 [B, SQUARES]: those of the vectors that x are, before their norm's weight, in parts
+    squares=None,  # float32 [B, SQUARES]: partial sums of squares of the vectors, before their norm's weight
     SQUARES: tl.constexpr = 0,
     PADDED: tl.constexpr = 0,  # SQUARES, up to a power of two
     EPS: tl.constexpr = 0.0,
@@ -99,20 +104,19 @@ def few_rows(
     OFFSET: tl.constexpr = 0.0,
     EARLY: tl.constexpr = False,  # whether the first weights are loaded before the wait; not with GATED
 ):
-    """`one_row` for several, without its norms."""
     let_next_start(PDL)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = (tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
     exists, fed = column < N, row < B
     at = tl.arange(0, BLOCK_K)
-    split = tl.program_id(2)
+    piece = tl.program_id(2)
     first = weight + column[:, None].to(tl.int64) * K + at[None, :]
     second = first + tl.cast(N, tl.int64) * K
     vectors = x + row[:, None] * K + at[None, :]
     places = row[None, :] * N + column[:, None]
     inside = fed[None, :] & exists[:, None]
-    STEPS: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
-    begin = split * STEPS
+    STEPS: tl.constexpr = LENGTH // BLOCK_K
+    begin = piece * STEPS
     if EARLY:
         early_k = begin * BLOCK_K
         early = load_block(first + early_k, exists, early_k + at < K, EVEN)
@@ -129,85 +133,81 @@ def few_rows(
         addend = tl.load(residual + places, inside, 0.0).to(tl.float32)
     if squares is not None:
         squares_of = load_squares(squares, row, fed, SQUARES, PADDED)
-    if EARLY:
-        early_vectors = tl.load(vectors + early_k, fed[:, None] & (early_k + at < K)[None, :], 0.0)
     y = tl.zeros((BLOCK_N, BLOCK_B), tl.float32)
     up = y
-    for step in tl.range(begin, (split + 1) * STEPS, num_stages=STAGES):
+    if EARLY:
+        early_vectors = tl.load(vectors + early_k, fed[:, None] & (early_k + at < K)[None, :], 0.0)
+        y = tl.dot(early, early_vectors.T, y, input_precision="ieee")
+    for step in tl.range(begin, (piece + 1) * STEPS, num_stages=STAGES):
         k = step * BLOCK_K
         real = k + at < K
         turned = tl.load(vectors + k, fed[:, None] & real[None, :], 0.0).T
         y = tl.dot(load_block(first + k, exists, real, EVEN), turned, y, input_precision="ieee")
         if GATED:
             up = tl.dot(load_block(second + k, exists, real, EVEN), turned, up, input_precision="ieee")
-    if EARLY:
-        y = tl.dot(early, early_vectors.T, y, input_precision="ieee")
-    if SPLIT > 1:
-        tl.store(sums + split * B * N + places, y, inside)
-        if not is_last(finished + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), SPLIT):
+    if SLICES > 1:
+        tl.store(sums + piece * B * N + places, y, inside)
+        if not is_last(finished + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), SLICES):
             return
-        # Others wrote them: past the processor's own cache, and in one order.
-        y = tl.load(sums + places, inside, 0.0, cache_modifier=".cg")
-        for i in tl.static_range(1, SPLIT):
-            y += tl.load(sums + i * B * N + places, inside, 0.0, cache_modifier=".cg")
+        y = joined(sums + places, inside, B * N, SLICES)
     if squares is not None:
-        scale = tl.rsqrt(tl.sum(squares_of, 1) / K + EPS)[None, :]
+        scale = norm_scale(tree_sum(squares_of), K, EPS)[None, :]
     summed = (y, up) if GATED else (y,)
-    rounded = finished_sums(summed, scale, biases, addend, ACTIVATION).to(out.dtype.element_ty)
+    dtype: tl.constexpr = out.dtype.element_ty
+    rounded = finished_sums(summed, dtype, scale, biases, addend, ACTIVATION).to(dtype)
     tl.store(out + places, rounded, inside)
     if next_weight is not None:
         store_prepared(rounded.to(tl.float32), next_weights, next_out, next_squares, places, inside, row, fed)
 
 
 @triton.jit
-def load_tiles(
-    tiles,
-    matrices,
+def as_first_factor(tile, STEPS: tl.constexpr, WARPS: tl.constexpr):
+    """[STEPS * 16 WARPS, 32] -> [WARPS, 16, 32 STEPS], columns in another order within each 16.
+
+    Of a tile that is loaded, four threads have a row, 16 bytes each, eight rows are a warp's, and a thread's other row
+    is half a tile below. A matrix instruction takes four columns of each row from each of the four threads. So threads
+    that are two apart exchange half of what they have; which column is called which within the 16 is chosen so that
+    nothing else changes hands. The instruction adds up all 16 at once: their order does not matter.
+    """
+    parts = tl.reshape(tile, (STEPS, 2, WARPS, 8, 2, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(parts, (2, 1, 3, 0, 4, 7, 6, 5, 8)), (WARPS, 16, 32 * STEPS))
+
+
+@triton.jit
+def as_second_factor(tile, STEPS: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr):
+    """[STEPS * ROWS * WARPS, 32] -> [WARPS, 32 STEPS, ROWS], columns in the same order; rows in eights, by warp."""
+    parts = tl.reshape(tile, (STEPS, ROWS // 8, WARPS, 8, 2, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(parts, (2, 0, 4, 7, 6, 5, 8, 1, 3)), (WARPS, 32 * STEPS, ROWS))
+
+
+@triton.jit
+def load_chunks(
+    chunks,
+    first,
     exists,
     k,
     K: tl.constexpr,
-    STRIDE: tl.constexpr,
+    SIZE: tl.constexpr,
     EVEN: tl.constexpr,
     FROM: tl.constexpr,
     TO: tl.constexpr,
 ):
-    """Tiles, and those FROM to TO of each matrix, STRIDE columns apart. As with `load_rows`, others stay in L2."""
+    """Chunks, and those FROM to TO of the matrix. Read once, they would only drive others from the L2 cache."""
     for i in tl.static_range(FROM, TO):
-        for j in tl.static_range(len(matrices)):
-            if EVEN:
-                tile = tl.load(matrices[j] + i * STRIDE, eviction_policy="evict_first")
-            else:
-                inside = exists & (i * STRIDE + k < K)
-                tile = tl.load(matrices[j] + i * STRIDE, inside, 0.0, eviction_policy="evict_first")
-            tiles = tiles + (tile,)
-    return tiles
+        if EVEN:
+            chunk = tl.load(first + i * SIZE, eviction_policy="evict_first")
+        else:
+            chunk = tl.load(first + i * SIZE, exists & (i * SIZE + k < K), 0.0, eviction_policy="evict_first")
+        chunks = chunks + (chunk,)
+    return chunks
 
 
 @triton.jit
-def load_vectors(vectors, x, fed, k, K: tl.constexpr, STRIDE: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr):
+def load_vectors(vectors, x, fed, k, K: tl.constexpr, SIZE: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr):
     """The same of the rows that they are multiplied with."""
     for i in tl.static_range(FROM, TO):
-        vectors = vectors + (tl.load(x + i * STRIDE, fed & (i * STRIDE + k < K), 0.0),)
+        vectors = vectors + (tl.load(x + i * SIZE, fed & (i * SIZE + k < K), 0.0),)
     return vectors
-
-
-@triton.jit
-def as_first_factor(tile, WARPS: tl.constexpr):
-    """[2 * WARPS * 8, 32] -> [WARPS, 16, 32], columns in another order.
-
-    Of a tile that is loaded, four threads have a row, eight rows are a warp's, and a thread's other row is half a tile
-    below. Its 16 bytes of both are what a matrix instruction takes from this very thread, if their columns are called
-    0, 1, 8, 9, 16, 17, 24, 25, and those of the next 2, 3, 10, and so on.
-    """
-    parts = tl.reshape(tile, (2, WARPS, 8, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(parts, (1, 0, 2, 4, 5, 3, 6)), (WARPS, 16, 32))
-
-
-@triton.jit
-def as_second_factor(tile, WARPS: tl.constexpr, ROWS: tl.constexpr):
-    """[ROWS * WARPS, 32] -> [WARPS, 32, ROWS], columns in the same order; rows in eights, of each warp in turn."""
-    parts = tl.reshape(tile, (ROWS // 8, WARPS, 8, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(parts, (1, 4, 5, 3, 6, 0, 2)), (WARPS, 32, ROWS))
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -220,83 +220,219 @@ def eight_rows(
     B,
     N,
     K: tl.constexpr,
-    TILES: tl.constexpr,  # of the matrix, that each warp multiplies with
-    HELD: tl.constexpr,  # tiles that are loaded before the wait
-    AHEAD: tl.constexpr,  # tiles that are on their way, or there, when one is used
+    SLICES: tl.constexpr,  # each has a warp of its own
+    LENGTH: tl.constexpr,  # columns of a slice
+    HIGH: tl.constexpr,  # rows of the matrix that a warp has, 8 or 16: as its instruction's second factor, or first
+    BLOCKS: tl.constexpr,  # of so many rows, in a program: each has warps of its own
+    STEPS: tl.constexpr,  # loads of a chunk of columns: 32 STEPS divides LENGTH
+    HELD: tl.constexpr,  # chunks that are loaded before the wait
+    AHEAD: tl.constexpr,  # chunks that are on their way, or there, when one is used
     VECTORS_AHEAD: tl.constexpr,  # the same of x
-    CHAINS: tl.constexpr,  # sums that take turns: what adds to one has to wait until the last has been added
-    WARPS: tl.constexpr,
-    EVEN: tl.constexpr,  # whether tiles divide N and K
+    EVEN: tl.constexpr,  # whether blocks divide N, and slices K
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
-    squares=None,  # float32 [B, SQUARES]: those of the vectors that x are, before their norm's weight, in parts
+    squares=None,  # as for `few_rows`; with after_weight, those of x
     SQUARES: tl.constexpr = 0,
-    PADDED: tl.constexpr = 0,  # SQUARES, up to a power of two
+    PADDED: tl.constexpr = 0,
     EPS: tl.constexpr = 0.0,
-    next_weight=None,  # [N]: of the norm of out
-    next_out=None,  # [B, N]: out by that weight
-    next_squares=None,  # float32 [B, blocks of N]
+    next_weight=None,
+    next_out=None,
+    next_squares=None,
     OFFSET: tl.constexpr = 0.0,
+    after_weight=None,  # [K]: x is normed by it, added to `carried`, and that prepared for the norm of norm_weight
+    carried=None,  # [K]; for a single row
+    carried_out=None,  # [K]: where the sum is kept for later
+    norm_weight=None,  # [K]
+    PARTS: tl.constexpr = None,
 ):
-    """`few_rows` for at most eight, of 16 bits an element.
+    """For at most eight rows, of 16 bits an element.
 
-    Matrix instructions take 16 rows of W, a program's, and 8 of x. The weights are loaded straight into the registers
-    that they are taken from, and wait there for x, as in `one_row`. Of all columns each warp has 32 at a time.
+    Matrix instructions take 16 rows of W and 8 of x. The weights are loaded straight into the registers that they are
+    taken from, and wait there for x.
     """
-    STRIDE: tl.constexpr = 32 * WARPS
     MATRICES: tl.constexpr = 2 if GATED else 1
+    WARPS: tl.constexpr = MATRICES * BLOCKS * SLICES
+    SIZE: tl.constexpr = 32 * STEPS
+    CHUNKS: tl.constexpr = LENGTH // SIZE
     let_next_start(PDL)
-    line, at = tl.arange(0, 16 * WARPS)[:, None], tl.arange(0, 32)[None, :]
-    place = tl.program_id(0) * 16 + line // (8 * WARPS) * 8 + line % 8
-    k = line // 8 % WARPS * 32 + at
-    matrices = (weight + place.to(tl.int64) * K + k,)
-    if GATED:
-        matrices = matrices + (matrices[0] + tl.cast(N, tl.int64) * K,)
-    tiles = load_tiles((), matrices, place < N, k, K, STRIDE, EVEN, 0, HELD)
-    column, row = tl.program_id(0) * 16 + tl.arange(0, 16), tl.arange(0, 8)
-    exists, fed = column < N, row < B
+    line, at = tl.arange(0, STEPS * HIGH * WARPS)[:, None], tl.arange(0, 32)[None, :]
+    warp, step = line // 8 % WARPS, line // (HIGH * WARPS) * 32
+    place = (
+        (tl.program_id(0) * BLOCKS + warp // SLICES % BLOCKS) * HIGH + line // (8 * WARPS) % (HIGH // 8) * 8 + line % 8
+    )
+    from_k = warp % SLICES * LENGTH + at
+    first = weight + (place + warp // (SLICES * BLOCKS) * N).to(tl.int64) * K + from_k + step
+    exists, k = place < N, from_k + step
+    chunks = load_chunks((), first, exists, k, K, SIZE, EVEN, 0, HELD)
+    ROWS: tl.constexpr = HIGH * BLOCKS
+    column, row = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 8)
+    present, fed = column < N, row < B
     places = row[None, :] * N + column[:, None]
-    inside = fed[None, :] & exists[:, None]
+    inside = fed[None, :] & present[:, None]
     biases = ()
     if BIAS:
-        biases = load_biases(bias, column, exists, N, GATED)
+        biases = load_biases(bias, column, present, N, GATED)
+    next_weights = None
     if next_weight is not None:
-        next_weights = tl.load(next_weight + column, exists, 0.0).to(tl.float32)[:, None] + OFFSET
+        next_weights = tl.load(next_weight + column, present, 0.0).to(tl.float32)[:, None] + OFFSET
     wait_for_previous(PDL)
-    line = tl.arange(0, 8 * WARPS)[:, None]
-    of_x, x_k = line % 8, line // 8 * 32 + at
+    line = tl.arange(0, STEPS * 8 * WARPS)[:, None]
+    of_x, x_k = line % 8, line // 8 % SLICES * LENGTH + at + line // (8 * WARPS) * 32
     from_x = x + of_x * K + x_k
-    vectors = load_vectors((), from_x, of_x < B, x_k, K, STRIDE, 0, VECTORS_AHEAD)
+    vectors = load_vectors((), from_x, of_x < B, x_k, K, SIZE, 0, VECTORS_AHEAD)
     addend, scale = None, None
     if RESIDUAL:
         addend = tl.load(residual + places, inside, 0.0).to(tl.float32)
     if squares is not None:
         squares_of = load_squares(squares, row, fed, SQUARES, PADDED)
-    tiles = load_tiles(tiles, matrices, place < N, k, K, STRIDE, EVEN, HELD, AHEAD)
-    sums = ()
-    for _ in tl.static_range(CHAINS * MATRICES):
-        sums = sums + (tl.zeros((WARPS, 16, 8), tl.float32),)
-    for i in tl.static_range(TILES):
-        if i + VECTORS_AHEAD < TILES:
-            vectors = load_vectors(vectors, from_x, of_x < B, x_k, K, STRIDE, i + VECTORS_AHEAD, i + VECTORS_AHEAD + 1)
-        if i + AHEAD >= HELD and i + AHEAD < TILES:
-            tiles = load_tiles(tiles, matrices, place < N, k, K, STRIDE, EVEN, i + AHEAD, i + AHEAD + 1)
-        turned = as_second_factor(vectors[i], WARPS, 8)
-        for j in tl.static_range(MATRICES):
-            factor = as_first_factor(tiles[i * MATRICES + j], WARPS)
-            sums = sums + (tl.dot(factor, turned, sums[i * MATRICES + j]),)
-    totals = ()
-    for j in tl.static_range(MATRICES):
-        total = sums[TILES * MATRICES + j]
-        for chain in tl.static_range(1, CHAINS):
-            total += sums[(TILES + chain) * MATRICES + j]
-        totals = totals + (tl.sum(total, 0),)
-    if squares is not None:
-        scale = tl.rsqrt(tl.sum(squares_of, 1) / K + EPS)[None, :]
-    rounded = finished_sums(totals, scale, biases, addend, ACTIVATION).to(out.dtype.element_ty)
+    dtype: tl.constexpr = x.dtype.element_ty
+    if after_weight is not None:
+        after_scale = norm_scale(tl.sum(tl.where(row == 0, tree_sum(squares_of), 0.0), 0), K, EPS)
+        whole = normed_by(
+            load_parts(x, PARTS, K), load_parts(after_weight, PARTS, K), after_scale, dtype, PARTS, OFFSET
+        )
+        whole = added(whole, load_parts(carried, PARTS, K), dtype, PARTS)
+        if tl.program_id(0) == 0:
+            store_parts(carried_out, whole, PARTS, K)
+        scale = norm_scale(squared(whole, PARTS), K, EPS)
+    chunks = load_chunks(chunks, first, exists, k, K, SIZE, EVEN, HELD, AHEAD)
+    sums = tl.zeros((WARPS, 16, 8), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        if i + VECTORS_AHEAD < CHUNKS:
+            vectors = load_vectors(vectors, from_x, of_x < B, x_k, K, SIZE, i + VECTORS_AHEAD, i + VECTORS_AHEAD + 1)
+        if i + AHEAD >= HELD and i + AHEAD < CHUNKS:
+            chunks = load_chunks(chunks, first, exists, k, K, SIZE, EVEN, i + AHEAD, i + AHEAD + 1)
+        vector = vectors[i]
+        if after_weight is not None:
+            real = (of_x < B) & (i * SIZE + x_k < K)
+            own = tl.load(after_weight + i * SIZE + x_k, real, 0.0).to(tl.float32)
+            before = tl.load(carried + i * SIZE + x_k, real, 0.0).to(tl.float32)
+            following = tl.load(norm_weight + i * SIZE + x_k, real, 0.0).to(tl.float32)
+            vector = (vector.to(tl.float32) * after_scale * (own + OFFSET)).to(dtype).to(tl.float32)
+            vector = (vector + before).to(dtype).to(tl.float32)
+            vector = (vector * (following + OFFSET)).to(dtype)
+        if HIGH == 16:
+            sums = tl.dot(as_first_factor(chunks[i], STEPS, WARPS), as_second_factor(vector, STEPS, WARPS, 8), sums)
+        else:
+            twice = as_first_factor(repeated(vector, STEPS), STEPS, WARPS)
+            sums = tl.dot(twice, as_second_factor(chunks[i], STEPS, WARPS, 8), sums)
+    if HIGH == 8:
+        once = tl.max(tl.reshape(sums, (WARPS, 2, 8, 8)), 1)  # of two that are the same, in one thread
+        sums = tl.permute(once, (0, 2, 1))
+    totals = join_warps(sums, MATRICES * BLOCKS, SLICES, HIGH)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(totals, (2, ROWS, 8)), (1, 2, 0)))
+        summed = (gate, up)
+    else:
+        summed = (tl.reshape(totals, (ROWS, 8)),)
+    if squares is not None and after_weight is None:
+        scale = norm_scale(tree_sum(squares_of), K, EPS)[None, :]
+    rounded = finished_sums(summed, dtype, scale, biases, addend, ACTIVATION).to(dtype)
     tl.store(out + places, rounded, inside)
-    if next_weight is not None:
+    if next_squares is not None:
         store_prepared(rounded.to(tl.float32), next_weights, next_out, next_squares, places, inside, row, fed)
+
+
+@triton.jit
+def join_warps(sums, OTHERS: tl.constexpr, SLICES: tl.constexpr, HIGH: tl.constexpr):
+    """`joined`, of slices that warps have: [OTHERS * SLICES, HIGH, 8] -> [OTHERS, HIGH, 8]."""
+    beside = tl.permute(tl.reshape(sums, (OTHERS, SLICES, HIGH, 8)), (0, 2, 3, 1))
+    parts = unstacked(beside, SLICES)
+    total = parts[0]
+    for i in tl.static_range(1, SLICES):
+        total += parts[i]
+    return total
+
+
+@triton.jit
+def unstacked(x, COUNT: tl.constexpr):
+    """The elements of the last dimension, 1 to 8, each as a tensor."""
+    A: tl.constexpr = x.shape[0]
+    B: tl.constexpr = x.shape[1]
+    C: tl.constexpr = x.shape[2]
+    if COUNT == 1:
+        parts = (tl.reshape(x, (A, B, C)),)
+    elif COUNT == 2:
+        parts = tl.split(x)
+    elif COUNT == 4:
+        even, odd = tl.split(tl.reshape(x, (A, B, C, 2, 2)))
+        even, odd = tl.split(even), tl.split(odd)
+        parts = (even[0], odd[0], even[1], odd[1])
+    else:
+        even, odd = tl.split(tl.reshape(x, (A, B, C, 4, 2)))
+        even, odd = unstacked_four(even), unstacked_four(odd)
+        parts = (even[0], odd[0], even[1], odd[1], even[2], odd[2], even[3], odd[3])
+    return parts
+
+
+@triton.jit
+def unstacked_four(x):
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 2, 2)))
+    even, odd = tl.split(even), tl.split(odd)
+    return (even[0], odd[0], even[1], odd[1])
+
+
+@triton.jit
+def repeated(tile, GROUPS: tl.constexpr):
+    """Each group of rows twice, which each thread has already: an instruction's first factor has 16 rows."""
+    LINES: tl.constexpr = tile.shape[0] // GROUPS
+    once = tl.reshape(tile, (GROUPS, 1, LINES, 32))
+    return tl.reshape(tl.broadcast_to(once, (GROUPS, 2, LINES, 32)), (2 * GROUPS * LINES, 32))
+
+
+@triton.jit(do_not_specialize=["B"])
+def many_rows(
+    x,  # [B, K]
+    weight,  # [N, K]
+    out,  # [B, N]
+    B,
+    N,
+    K: tl.constexpr,
+    SLICES: tl.constexpr,
+    LENGTH: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # divides LENGTH
+    BESIDE: tl.constexpr,  # blocks of x that follow each other before the next block of the matrix
+    EVEN: tl.constexpr,  # whether blocks divide N, and slices K
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The product alone, x W^T: what becomes of it is left to `finish_rows` and `norm_rows`."""
+    let_next_start(PDL)
+    # Programs that run at the same time share blocks of both factors.
+    blocks_n, blocks_b = tl.cdiv(N, BLOCK_N), tl.cdiv(B, BLOCK_B)
+    program = tl.program_id(0)
+    first_b = program // (BESIDE * blocks_n) * BESIDE
+    beside = tl.minimum(blocks_b - first_b, BESIDE)
+    within = program % (BESIDE * blocks_n)
+    column = within // beside * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = ((first_b + within % beside) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
+    exists, fed = column < N, row < B
+    at = tl.arange(0, BLOCK_K)
+    first = weight + column[:, None].to(tl.int64) * K + at[None, :]
+    # Rows beyond the last read the last again: no mask for what is not stored.
+    vectors = x + tl.minimum(row, B - 1)[:, None] * K + at[None, :]
+    wait_for_previous(PDL)
+    STEPS: tl.constexpr = LENGTH // BLOCK_K
+    total = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
+    y = total
+    for step in tl.range(0, SLICES * STEPS, num_stages=STAGES):
+        k = step * BLOCK_K
+        real = k + at < K
+        if EVEN:
+            rows = tl.load(vectors + k)
+        else:
+            rows = tl.load(vectors + k, real[None, :], 0.0)
+        y = tl.dot(rows, load_block(first + k, exists, real, EVEN).T, y, input_precision="ieee")
+        if SLICES > 1:
+            if step % STEPS == STEPS - 1:
+                total += y
+                y = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
+    if SLICES == 1:
+        total = y
+    dtype: tl.constexpr = out.dtype.element_ty
+    tl.store(out + row[:, None] * N + column[None, :], total.to(dtype), fed[:, None] & exists[None, :])

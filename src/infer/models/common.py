@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from infer.cache.base import Cache, NoCache
 from infer.config import ModelConfig
-from infer.ops import compiled, exact_gpu, fused
+from infer.ops import compiled, fused, gpu_prompt
 from infer.ops.activation import activated, gated
 from infer.ops.linear import Embedding, FusedLinear, Linear
 from infer.ops.module import Module
@@ -37,7 +37,7 @@ class Pass(NamedTuple):
     made: dict[str, tuple[Tensor, Tensor]]  # what `rope` has returned so far
     cache: Cache
     compiled: bool = False  # whether ops/compiled.py runs the blocks that it can
-    gpu: GpuPositions | None = None  # whether ops/exact_gpu.py does, and what it asks for
+    gpu: GpuPositions | None = None  # whether ops/gpu_prompt.py does, and what it asks for
 
     def rope(self, layer_type: str) -> tuple[Tensor, Tensor] | None:
         """cos and sin [B, 1, n, D] for layers of this type; None where positions are learned."""
@@ -152,7 +152,7 @@ class Block(Module):
         self.mlp = self.make_mlp(config)
         self.dropout = config.dropout  # of what each half adds, while a model is trained
         self.planner: Planner[compiled.Plan] = Planner(PLAIN, compiled.readable)
-        self.gpu_planner: Planner[exact_gpu.BlockPlan] = Planner(PLAIN, fused.readable)
+        self.gpu_planner: Planner[gpu_prompt.BlockPlan] = Planner(PLAIN, fused.readable)
 
     @classmethod
     def make_norm(cls, config: ModelConfig) -> Norm:
@@ -233,9 +233,9 @@ class Block(Module):
         parts = self.parts()
         return None if parts is None else compiled.plan_block(parts)
 
-    def plan_gpu(self) -> exact_gpu.BlockPlan | None:
+    def plan_gpu(self) -> gpu_prompt.BlockPlan | None:
         parts = self.parts()
-        return None if parts is None else exact_gpu.plan_block(parts)
+        return None if parts is None else gpu_prompt.plan_block(parts)
 
     def through_kernels(self, x: Tensor, step: Pass, plan: compiled.Plan) -> Tensor:
         """The same through the CPU's kernels, in two parts around the cache."""
@@ -246,12 +246,12 @@ class Block(Module):
         out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
         return compiled.behind_attention(plan, out.transpose(1, 2).reshape(x.shape[0], -1), x)
 
-    def through_gpu_kernels(self, x: Tensor, step: Pass, gpu: GpuPositions, plan: exact_gpu.BlockPlan) -> Tensor:
+    def through_gpu_kernels(self, x: Tensor, step: Pass, gpu: GpuPositions, plan: gpu_prompt.BlockPlan) -> Tensor:
         attn = self.self_attn
-        heads = exact_gpu.before_attention(plan, x, gpu.positions, gpu.rope_cos_sin.get(attn.layer_type))
+        heads = gpu_prompt.before_attention(plan, x, gpu.positions, gpu.rope_cos_sin.get(attn.layer_type))
         q, k, v = (each.view(step.batch, step.n, -1, attn.head_dim).transpose(1, 2) for each in heads)
         out = step.cache.attend(attn.layer_idx, q, k, v, scale=attn.scale, window=attn.window)
-        return exact_gpu.behind_attention(plan, out.transpose(1, 2).reshape(x.shape[0], -1), x)
+        return gpu_prompt.behind_attention(plan, out.transpose(1, 2).reshape(x.shape[0], -1), x)
 
 
 # What the kernels stand for.
@@ -288,7 +288,7 @@ class Decoder(Module):
         self.step_planner: Planner[compiled.Plan] = Planner(PLAIN, compiled.readable)
         self.head_planner: Planner[compiled.Plan] = Planner(PLAIN, compiled.readable)
         self.fused_planner: Planner[fused.Plan] = Planner(PLAIN, fused.readable)
-        self.gpu_head_planner: Planner[exact_gpu.HeadPlan] = Planner(PLAIN, fused.readable)
+        self.gpu_head_planner: Planner[gpu_prompt.HeadPlan] = Planner(PLAIN, fused.readable)
         self.ropes = {kind: Rope(rope, config.computed_head_dim) for kind, rope in config.ropes().items()}
         self.tie_weights()
 
@@ -331,7 +331,7 @@ class Decoder(Module):
         if not fused.available(x.device, PLAIN):
             return None
         at = positions.flatten().to(torch.int32)
-        return GpuPositions(at, {kind: exact_gpu.turns(rope.inv_freq, at) for kind, rope in self.ropes.items()})
+        return GpuPositions(at, {kind: gpu_prompt.turns(rope.inv_freq, at) for kind, rope in self.ropes.items()})
 
     def decode(self, x: Tensor, step: Pass) -> Tensor | None:
         """Logits [B, V] for the next token of each row, in one call; None where the modules or the cache must run."""
@@ -339,7 +339,7 @@ class Decoder(Module):
             fused_plan = self.fused_plan()
             if fused_plan is None or not fused_plan.takes(x) or (tables := step.cache.table(self.config, x)) is None:
                 return None
-            return exact_gpu.step(fused_plan, x, tables)
+            return fused.step(fused_plan, x, tables)
         plan = self.cpu_plan()
         if plan is None or not plan.takes(x) or (tables := step.cache.table(self.config, x)) is None:
             return None
@@ -407,12 +407,12 @@ class Decoder(Module):
         if step.gpu is not None:
             gpu_plan = self.gpu_head_planner(lambda: (self.norm, self.lm_head), self.plan_gpu_head)
             if gpu_plan is not None and gpu_plan.takes(x):
-                return exact_gpu.head(gpu_plan, x)
+                return gpu_prompt.head(gpu_plan, x)
         return self.lm_head(self.norm(x))  # type: ignore[no-any-return]
 
-    def plan_gpu_head(self) -> exact_gpu.HeadPlan | None:
+    def plan_gpu_head(self) -> gpu_prompt.HeadPlan | None:
         head = HeadParts(self.norm, self.lm_head)
-        return exact_gpu.plan_head(head) if head.fit() else None
+        return gpu_prompt.plan_head(head) if head.fit() else None
 
     def plan_head(self) -> compiled.Plan | None:
         head = HeadParts(self.norm, self.lm_head)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infer.machine import cpu_multiplies
-from infer.ops import exact_gpu, rowwise
+from infer.ops import gpu_prompt, rowwise
 
 # None: every query sees every key. "causal": query i sees keys 0..i. A tensor: True where visible.
 Mask = Tensor | Literal["causal"] | None
@@ -72,8 +72,8 @@ def span_attention(
     """
     if not dropout and rowwise.can_attend(q, k, v):
         return rowwise.attend(q, k, v, scale=scale, window=window)
-    if not dropout and exact_gpu.can_attend(q, k, v):
-        return exact_gpu.attend(q, k, v, scale=scale, window=window, end=k.shape[2] if end is None else end)
+    if not dropout and gpu_prompt.can_attend(q, k, v):
+        return gpu_prompt.attend(q, k, v, scale=scale, window=window, end=k.shape[2] if end is None else end)
     n, keys = q.shape[2], k.shape[2]
     if n == 1:  # sees all that its window holds
         if window is not None and keys > window:
@@ -146,6 +146,6 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, first: int, end: int, *, sca
     if rowwise.can_attend(q, k, v):
         return rowwise.attend_ring(q, k, v, first % k.shape[2], end - first, scale=scale)
     keys, values = ring_span(k, first, end), ring_span(v, first, end)
-    if exact_gpu.can_attend(q, keys, values):
-        return exact_gpu.attend(q, keys, values, scale=scale, window=end - first, end=end)
+    if gpu_prompt.can_attend(q, keys, values):
+        return gpu_prompt.attend(q, keys, values, scale=scale, window=end - first, end=end)
     return attention(q, keys, values, scale=scale, mask=None)

@@ -20,22 +20,25 @@ from torch import Tensor, nn
 from infer import kernels
 from infer.kernels import ahead
 from infer.kernels.table import FILLED
-from infer.ops.gpu_attention import attend
+from infer.ops.gpu_attention import attend_step
 from infer.ops.gpu_product import (
     BLOCK_N,
-    MAX_BLOCK_B,
+    UNFUSED,
+    Normed,
     Residual,
     added_product,
     in_parts,
     next_power,
     normed_product,
+    scales_behind,
+    slices_of,
 )
 from infer.ops.linear import Embedding, Linear
 from infer.ops.norm import Norm
 from infer.ops.parts import BlockParts, EmbeddingParts, HeadParts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROWS_COMPILED = (1, 8, 16, 32, 64, 128)  # a step of any number of rows has the kernels of one of these
+ROWS_COMPILED = (1, 8, 16, 32, 64, 128, 256)  # a step of any number of rows has the kernels of one of these
 
 
 def available(device: torch.device, forwards: Mapping[type[nn.Module], Any]) -> bool:
@@ -104,7 +107,10 @@ def _norms_agree(blocks: Sequence[BlockParts], head: HeadParts) -> bool:
 
 
 def _constants(block: BlockParts) -> list[Any]:
-    return [_kind(part) if isinstance(part, Norm) else part for part in block if not isinstance(part, Linear)]
+    return [
+        _kind(part) if isinstance(part, Norm) else slices_of(part) if isinstance(part, Linear) else part
+        for part in block
+    ]
 
 
 def _kind(norm: Norm) -> tuple[float, float, bool]:
@@ -116,14 +122,15 @@ def step(plan: Plan, x: Tensor, tables: np.ndarray[Any, Any]) -> Tensor:
     positions = torch.from_numpy(tables[0, :, FILLED].astype(np.int32)).to(x.device)
     with on(x.device):
         turned = [turns(each, positions) for each in plan.frequencies if each.numel()]
-    return launch(plan, x, torch.from_numpy(tables).to(x.device), positions, turned, counters(plan, x.shape[0]))
+    fed = Fed(x, positions, turned)
+    return launch(plan, fed, torch.from_numpy(tables).to(x.device), counters(plan, x.shape[0]))
 
 
 def counters(plan: Plan, rows: int) -> Tensor:
     """For programs that share work to count who is done: all zero before a launch and after."""
     linears = [plan.head.linear, *(linear for block in plan.blocks for linear in block.linears)]
     blocks = max(-(-linear.weight.shape[0] // BLOCK_N) for linear in linears)
-    count = max(rows * plan.blocks[0].kv_heads, blocks * -(-rows // MAX_BLOCK_B))
+    count = max(rows * plan.blocks[0].kv_heads, blocks)
     return torch.zeros(count, dtype=torch.int32, device=plan.head.norm.weight.device)
 
 
@@ -132,7 +139,8 @@ class Fed(NamedTuple):
 
     x: Tensor  # [B, C]: the vectors of its tokens; of any where a row has none
     positions: Tensor  # int32 [B]; -1 where there is none
-    turned: Tensor  # [kinds, B, 2, D], from `turns`
+    turned: Sequence[Tensor] | Tensor  # of each kind of RoPE [B, 2, D], from `turns`
+    normed: Normed | None = None  # for the first norm
 
 
 def can_look_up(embedding: EmbeddingParts, dtype: torch.dtype) -> bool:
@@ -154,11 +162,13 @@ def begin(
     vectors, learned = embedding.tokens.weight, embedding.positions
     assert isinstance(vectors, Tensor)
     rows, (kinds, head_dim), size = tokens.shape[0], plan.frequencies.shape, vectors.shape[1]
-    fed = Fed(
-        torch.empty(rows, size, dtype=vectors.dtype, device=tokens.device),
-        torch.empty_like(positions),
-        torch.empty(kinds, rows, 2, head_dim, dtype=torch.float32, device=tokens.device),
-    )
+    norm = plan.blocks[0].before_attention
+    x = torch.empty(rows, size, dtype=vectors.dtype, device=tokens.device)
+    normed = None
+    if scales_behind(norm, x.dtype):
+        normed = Normed(torch.empty_like(x), torch.empty(rows, 1, dtype=torch.float32, device=tokens.device))
+    turned = torch.empty(kinds, rows, 2, head_dim, dtype=torch.float32, device=tokens.device)
+    fed = Fed(x, torch.empty_like(positions), turned, normed)
     with on(tokens.device):
         kernels.gpu_modules().attention.begin[(rows,)](
             tokens,
@@ -169,46 +179,46 @@ def begin(
             None if learned is None else learned.weight,
             plan.frequencies,
             fed.positions,
-            fed.x,
-            fed.turned,
+            x,
+            turned,
+            None if normed is None else norm.weight,
+            None if normed is None else normed.x,
+            None if normed is None else normed.squares,
             FACTOR=embedding.factor,
             C=size,
             PARTS=in_parts(size),
             KINDS=kinds if head_dim else 0,
             D=head_dim,
             BLOCK_D=next_power(head_dim),
+            OFFSET=norm.offset,
+            **UNFUSED,
         )
     return fed
 
 
-def launch(
-    plan: Plan, x: Tensor, tables: Tensor, positions: Tensor, turned: Sequence[Tensor] | Tensor, finished: Tensor
-) -> Tensor:
-    """The same with everything on the device: tables int64 [layers, B, COLUMNS]; positions int32 [B], -1: no token.
-
-    turned: of each kind of RoPE, from `turns`. finished: from `counters`.
-    """
-    with on(x.device):
-        return _launch(plan, x, tables, positions, turned, finished)
-
-
-def _launch(
-    plan: Plan, x: Tensor, tables: Tensor, positions: Tensor, turned: Sequence[Tensor] | Tensor, finished: Tensor
-) -> Tensor:
-    residual = Residual(x)
-    norms = [*(block.before_attention for block in plan.blocks[1:]), plan.head.norm]
-    for block, norm, kind, table in zip(plan.blocks, norms, plan.kinds, tables, strict=True):
-        qkv, residual = normed_product(block.qkv, residual, block.before_attention, finished, pdl=plan.pdl)
-        rotation = None if kind is None else turned[kind]
-        attended = attend(block, qkv, table, positions, finished, rotation, pdl=plan.pdl)
-        residual = added_product(
-            block.o, attended, residual, block.after_attention, block.before_mlp, finished, pdl=plan.pdl
-        )
-        inner, residual = normed_product(
-            block.up, residual, block.before_mlp, finished, activation=block.activation, gated=block.gated, pdl=plan.pdl
-        )
-        residual = added_product(block.down, inner, residual, block.after_mlp, norm, finished, pdl=plan.pdl)
-    return normed_product(plan.head.linear, residual, plan.head.norm, finished, pdl=plan.pdl)[0]
+def launch(plan: Plan, fed: Fed, tables: Tensor, finished: Tensor) -> Tensor:
+    """The same with everything on the device: tables int64 [layers, B, COLUMNS]. finished: from `counters`."""
+    with on(fed.x.device):
+        residual = Residual(fed.x, normed=fed.normed)
+        norms = [*(block.before_attention for block in plan.blocks[1:]), plan.head.norm]
+        for block, norm, kind, table in zip(plan.blocks, norms, plan.kinds, tables, strict=True):
+            qkv, residual = normed_product(block.qkv, residual, block.before_attention, finished, pdl=plan.pdl)
+            turned = None if kind is None else fed.turned[kind]
+            attended = attend_step(block, qkv, table, fed.positions, finished, turned, pdl=plan.pdl)
+            residual = added_product(
+                block.o, attended, residual, block.after_attention, block.before_mlp, finished, pdl=plan.pdl
+            )
+            inner, residual = normed_product(
+                block.up,
+                residual,
+                block.before_mlp,
+                finished,
+                activation=block.activation,
+                gated=block.gated,
+                pdl=plan.pdl,
+            )
+            residual = added_product(block.down, inner, residual, block.after_mlp, norm, finished, pdl=plan.pdl)
+        return normed_product(plan.head.linear, residual, plan.head.norm, finished, pdl=plan.pdl)[0]
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -231,6 +241,6 @@ def turns(frequencies: Tensor, positions: Tensor) -> Tensor:
     batch, head_dim = positions.shape[0], frequencies.shape[0]
     out = torch.empty(batch, 2, head_dim, dtype=torch.float32, device=positions.device)
     kernels.gpu_modules().attention.turns[(batch,)](
-        positions, frequencies, out, D=head_dim, BLOCK_D=next_power(head_dim)
+        positions, frequencies, out, D=head_dim, BLOCK_D=next_power(head_dim), **UNFUSED
     )
     return out

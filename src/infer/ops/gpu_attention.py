@@ -1,59 +1,31 @@
-"""Attention of a decode step on a GPU.
+"""Attention on a GPU: of a decode step, over keys where a table says they are, and of passes that bring theirs along.
 
-The kernels are `attend_by_warps` in `kernels/gpu_warps.py`, where it was faster, and `attend` in
-`kernels/gpu_attention.py`. Their sizes are what was fastest on an H200, by the time of whole steps.
+The kernels are in `kernels/gpu_attention.py` and `kernels/gpu_warps.py`; all give a query the same bits. Their sizes
+are what was fastest on an H200, by the time of whole steps and prompts.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infer import kernels
-from infer.ops.gpu_product import late, next_power
+from infer.ops import gpu_check
+from infer.ops.gpu_product import UNFUSED, late, next_power, padded, shared_memory
 from infer.ops.parts import BlockParts
 from infer.ops.table import alignment
 
-
-class Shape(NamedTuple):
-    """Of `attend`."""
-
-    keys: int  # that a program looks at together
-    stages: int  # blocks of them under way
-    warps: int
-    programs: int  # an H200 should hold all at once, beside those of the next kernel: more would take turns
-    splits: int = 64  # programs that share a row's keys, at most
+GROUPS = 64  # of blocks of keys, about: what a query's keys are folded in
+BLOCK = {2: 64, 4: 32}  # keys of a block, by bytes of a number
+QUERIES = {2: 128, 4: 32}  # heads of queries that a program attends with, where a prompt has as many
+BUSY = 1024  # programs that keep a GPU busy with keys
+HEADS = 8  # that a program prepares
 
 
-class WarpsShape(NamedTuple):
-    """Of `attend_by_warps`."""
-
-    block: int  # keys that a warp looks at together
-    warps: int
-    share: int  # warps that have the same keys
-    programs: int
-    splits: int = 96
-
-    @property
-    def keys(self) -> int:
-        return self.block * self.warps // self.share
-
-
-def shape(head_dim: int, group: int, batch: int, dtype: torch.dtype) -> Shape | WarpsShape:
-    """group: query heads of a KV head."""
-    if dtype.itemsize == 2 and group <= 8:
-        if head_dim == 64:
-            return WarpsShape(32, 2, 1, 384 if batch <= 8 else 512)
-        if head_dim == 128 and batch <= 8:
-            return WarpsShape(32, 2, 2, 768)
-    if head_dim > 64:
-        return Shape(32, 2, 2 if head_dim <= 128 else 4, 512)
-    return Shape(64, 3, 4, 384) if batch <= 8 else Shape(128, 2, 4, 256)
-
-
-def attend(
+def attend_step(
     block: BlockParts,
     qkv: Tensor,
     table: Tensor,
@@ -64,47 +36,246 @@ def attend(
     pdl: bool = False,
 ) -> Tensor:
     """Store the new keys and values where the table says, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
-    batch, group, head_dim, norm = qkv.shape[0], block.heads // block.kv_heads, block.head_dim, block.q_norm
-    sizes = shape(head_dim, group, batch, qkv.dtype)
-    splits = min(sizes.splits, max(1, sizes.programs // (batch * block.kv_heads)))
-    out = torch.empty(batch, block.heads * head_dim, dtype=qkv.dtype, device=qkv.device)
-    pieces = torch.empty(batch, block.heads, splits, head_dim + 4, dtype=torch.float32, device=qkv.device)
-    options: dict[str, Any] = {
-        "KV_HEADS": block.kv_heads,
-        "GROUP": group,
-        "D": head_dim,
-        "NORM": norm is not None,
-        "EPS": 0.0 if norm is None else norm.eps,
-        "OFFSET": 0.0 if norm is None else norm.offset,
-        "ROPE": turned is not None,
-        "ALIGNED": alignment(head_dim, qkv.dtype),
-        "num_warps": sizes.warps,
-        **late(pdl),
-    }
-    if isinstance(sizes, WarpsShape):
-        kernel = kernels.gpu_modules().warps.attend_by_warps
-        options |= {"JOIN_G": next_power(group), "BLOCK": sizes.block, "WARPS": sizes.warps, "SHARE": sizes.share}
-    else:
-        kernel = kernels.gpu_modules().attention.attend
-        options |= {
-            "BLOCK_D": max(16, next_power(head_dim)),
-            "BLOCK_G": max(16, next_power(group)),
-            "MERGE_G": next_power(group),
-            "BLOCK_S": sizes.keys,
-            "STAGES": sizes.stages,
-        }
-    kernel[(block.kv_heads, splits, batch)](
+    batch, size, group = qkv.shape[0], block.head_dim, next_power(block.heads // block.kv_heads)
+    shape = _shape(block.heads, block.kv_heads, size, qkv.dtype, qkv.device)
+    if not _by_warps(shape, qkv):
+        q, _, _ = prepare(block, qkv, positions, turned, table, pdl=pdl)
+        return _attend_table(block, q, table, positions, finished, shape, group, pdl)
+    out = torch.empty(batch, block.heads * size, dtype=qkv.dtype, device=qkv.device)
+    norm = block.q_norm
+    kernels.gpu_modules().warps.attend_by_warps[(_programs(batch * block.kv_heads), block.kv_heads, batch)](
         qkv,
         out,
-        pieces,
+        _pieces(batch, block.kv_heads, shape, group, qkv.device),
         finished,
         table,
         positions,
-        qkv if block.q_norm is None else block.q_norm.weight,
-        qkv if block.k_norm is None else block.k_norm.weight,
-        qkv if turned is None else turned,
-        block.scale,
+        None if block.q_norm is None else block.q_norm.weight,
+        None if block.k_norm is None else block.k_norm.weight,
+        turned,
+        _scale(block.scale),
         block.window or 0,
-        **options,
+        KV_HEADS=block.kv_heads,
+        GROUP=shape["GROUP"],
+        MERGE_G=group,
+        D=size,
+        BLOCK=shape["BLOCK"],
+        GROUPS=GROUPS,
+        EPS=0.0 if norm is None else norm.eps,
+        OFFSET=0.0 if norm is None else norm.offset,
+        ALIGNED=alignment(size, qkv.dtype),
+        num_warps=size // 64,
+        **UNFUSED,
+        **late(pdl),
     )
     return out
+
+
+def _by_warps(shape: dict[str, int], qkv: Tensor) -> bool:
+    """Whether keys and values can wait in registers."""
+    return (
+        qkv.element_size() == 2
+        and shape["D"] in (64, 128)
+        and shape["GROUP"] <= 8
+        and shape["BLOCK"] == 64
+        and gpu_check.instructions_agree(qkv.device, qkv.dtype)
+    )
+
+
+def prepare(
+    block: BlockParts,
+    qkv: Tensor,
+    positions: Tensor,
+    turned: Tensor | None,
+    table: Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, Hq, D], k and v [T, Hkv, D], normed and rotated; with a table, k and v are where it says instead."""
+    count, size, norm = qkv.shape[0], block.head_dim, block.q_norm
+    q = torch.empty(count, block.heads, size, dtype=qkv.dtype, device=qkv.device)
+    k, v = q, q
+    if table is None:
+        k, v = (torch.empty(count, block.kv_heads, size, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
+    if count:
+        kernels.gpu_modules().attention.prepare_heads[(count, -(-(block.heads + 2 * block.kv_heads) // HEADS))](
+            qkv,
+            torch.empty(1, dtype=torch.int64, device=qkv.device) if table is None else table,
+            positions,
+            qkv if block.q_norm is None else block.q_norm.weight,
+            qkv if block.k_norm is None else block.k_norm.weight,
+            qkv if turned is None else turned,
+            0 if table is None else 1,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            HEADS=block.heads,
+            KV_HEADS=block.kv_heads,
+            D=size,
+            BLOCK_D=next_power(size),
+            BLOCK_H=HEADS,
+            NORM=norm is not None,
+            EPS=0.0 if norm is None else norm.eps,
+            OFFSET=0.0 if norm is None else norm.offset,
+            ROPE=turned is not None,
+            num_warps=2,
+            **UNFUSED,
+            **late(pdl),
+        )
+    return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int, pdl: bool = False) -> Tensor:
+    """q [B, Hq, n, D] at the n positions before `end`, as k and v [B, Hkv, S, D] are at the S before -> [B, Hq, n, D].
+
+    Keys that no query sees may be left out.
+    """
+    batch, heads, n, size = q.shape
+    rows = torch.empty(padded(batch * n), heads * size, dtype=q.dtype, device=q.device)
+    out = rows[: batch * n].view(batch, n, heads, size)
+    strides = [stride for each in (q, k, v) for stride in each.stride()[:3]]
+    kv_heads = k.shape[1]
+    shape = _shape(heads, kv_heads, size, q.dtype, q.device)
+    group = next_power(heads // kv_heads)
+    if n == 1:
+        pieces = _pieces(batch, kv_heads, shape, group, q.device)
+        finished = torch.zeros(batch * kv_heads, dtype=torch.int32, device=q.device)
+        kernels.gpu_modules().attention.attend_one[(_programs(batch * kv_heads), kv_heads, batch)](
+            q,
+            k,
+            v,
+            out,
+            pieces,
+            finished,
+            finished,
+            finished,
+            end,
+            k.shape[2],
+            _scale(scale),
+            window or 0,
+            *strides[:2],
+            *strides[3:],
+            TABLE=False,
+            **_options_of_one(shape, group, q),
+            **late(pdl),
+        )
+    elif out.numel():
+        most = QUERIES[q.element_size()] // (2 if shape["BLOCK_D"] > 128 and q.element_size() == 2 else 1)
+        queries = max(1, min(most // group, shape["BLOCK"] * GROUPS))  # so that all fold as many blocks
+        kernels.gpu_modules().attention.attend_many[(-(-n // queries) + 1, kv_heads, batch)](
+            q,
+            k,
+            v,
+            out,
+            n,
+            end,
+            k.shape[2],
+            _scale(scale),
+            window or 0,
+            *strides,
+            BLOCK_G=group,
+            QUERIES=queries,
+            SINGLE=_blocks(end, window, shape["BLOCK"]) <= GROUPS,
+            WINDOWED=window is not None,
+            STAGES=_stages(queries * group, shape, q),
+            num_warps=4 if q.element_size() == 4 else 8,
+            **shape,
+            **UNFUSED,
+            **late(pdl),
+        )
+    return out.transpose(1, 2)
+
+
+def _attend_table(
+    block: BlockParts,
+    q: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    finished: Tensor,
+    shape: dict[str, int],
+    group: int,
+    pdl: bool,
+) -> Tensor:
+    """q [B, Hq, D] of one token a row, whose own key and value are where the table says too -> [B, Hq D]"""
+    batch, heads, size = q.shape
+    out = torch.empty(batch, heads * size, dtype=q.dtype, device=q.device)
+    kernels.gpu_modules().attention.attend_one[(_programs(batch * block.kv_heads), block.kv_heads, batch)](
+        q,
+        q,
+        q,
+        out,
+        _pieces(batch, block.kv_heads, shape, group, q.device),
+        finished,
+        table,
+        positions,
+        0,
+        0,
+        _scale(block.scale),
+        block.window or 0,
+        *q.stride()[:2],
+        *(0,) * 6,
+        TABLE=True,
+        **_options_of_one(shape, group, q),
+        **late(pdl),
+    )
+    return out
+
+
+def _scale(scale: float) -> float:
+    """For powers of two."""
+    return scale * math.log2(math.e)
+
+
+def _blocks(end: int, window: int | None, block: int) -> int:
+    """Of keys that the last query sees, at most."""
+    blocks = -(-end // block)
+    return blocks if window is None else min(blocks, -(-window // block) + 1)
+
+
+def _shape(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """What decides in which order keys are added up: the same for one query and many."""
+    width = max(16, next_power(size))
+    block = BLOCK[dtype.itemsize]
+    if width > 128 and shared_memory(device) < 2**17:
+        block //= 2
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "D": size,
+        "BLOCK_D": width,
+        "BLOCK": block,
+        "GROUPS": GROUPS,
+    }
+
+
+def _options_of_one(shape: dict[str, int], group: int, q: Tensor) -> dict[str, Any]:
+    small = q.element_size() == 4 or gpu_check.instructions_agree(q.device, q.dtype)
+    rows = max(group, 16 if small else 64)  # that the matrix units take, of a prompt's many too
+    return {
+        **shape,
+        "BLOCK_G": rows,
+        "MERGE_G": group,
+        "ALIGNED": alignment(shape["D"], q.dtype),
+        "STAGES": _stages(rows, shape, q),
+        "num_warps": 4,
+        **UNFUSED,
+    }
+
+
+def _stages(rows: int, shape: dict[str, int], q: Tensor) -> int:
+    """Blocks of keys on their way at once: as many as a program's memory holds beside queries and weights."""
+    size = q.element_size()
+    kept = rows * (shape["BLOCK_D"] + shape["BLOCK"]) * size + 8192
+    block = 2 * shape["BLOCK"] * shape["BLOCK_D"] * size
+    return max(1, min(2, (shared_memory(q.device) - kept) // block))
+
+
+def _pieces(batch: int, kv_heads: int, shape: dict[str, int], group: int, device: torch.device) -> Tensor:
+    return torch.empty(
+        batch, kv_heads, shape["GROUPS"] + 1, group, shape["BLOCK_D"] + 2, dtype=torch.float32, device=device
+    )
+
+
+def _programs(heads: int) -> int:
+    """That share the keys of one of so many KV heads, of all rows."""
+    return max(1, min(GROUPS + 1, BUSY // heads))

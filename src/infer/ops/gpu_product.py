@@ -1,7 +1,7 @@
-"""Products of a decode step on a GPU, and what stands between them: norms in front, the residual behind.
+"""Products on a GPU, and what stands between them: norms in front, the residual behind.
 
-The kernels are in `kernels/gpu_product.py`, for a single row, and `kernels/gpu_rows.py`, for several. Their sizes are
-what was fastest on an H200, by the time of whole steps.
+The kernels are in `kernels/gpu_product.py` and `kernels/gpu_rows.py`. Which one runs depends on the number of rows, and
+what comes out does not. Their sizes are what was fastest on an H200, by the time of whole steps and prompts.
 """
 
 from __future__ import annotations
@@ -11,22 +11,55 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from infer import kernels
+from infer.ops import gpu_check
 from infer.ops.linear import Linear
 from infer.ops.norm import Norm
 
-BLOCK_N, MAX_BLOCK_B = 64, 128  # of the product of few rows
-WIDEST_OF_EIGHT = 3072  # the smaller side of a matrix that the product of eight rows is fastest with
-PROCESSORS = 132  # of an H200: more programs of a product take turns
+ROWS = 8192  # rows of a matrix, times its slices: with fewer, the chain of additions takes longer than reading it
+LONG = 4096  # columns beyond which it takes twice as many slices
+MOST_SLICES = 8
+BLOCK_N = 64  # of the product of few rows
+FEW = 128  # rows that it takes
+WIDEST_OF_EIGHT = 3072  # the smaller side of a matrix that two to eight rows are fastest with in `eight_rows`
+PADDED_TO = 128  # rows of a prompt: torch's products are checked once for each multiple
+FINISHED = 2048  # columns of a program of `finish_rows`
+# Contracted multiplications and additions would round otherwise, wherever the compiler sees fit. (Matrix products
+# of float32 are made of fused ones all the same.)
+UNFUSED = {"enable_fp_fusion": False}
 
 
-class Prepared(NamedTuple):
-    """Vectors [B, C] half way through an RMSNorm: by its weight, and of each the squares, in parts, that scale it."""
+def slices_of(linear: Linear) -> int:
+    """Into how many slices the columns of a matrix are cut: a property of the matrix, never of a pass.
+
+    A matrix instruction waits for the one before that adds to the same sum, 23 ns on an H200: 3 us for 2,048 columns.
+    Where a matrix has few rows, reading it would take less than that. `Linear.slices` overrules the shape.
+    """
+    if linear.slices is not None:
+        return linear.slices
+    n, k = linear.weight.shape
+    wanted = min(MOST_SLICES, next_power(-(-ROWS // n)) * (2 if k > LONG and n < ROWS else 1))
+    while k % (64 * wanted):
+        wanted //= 2
+        if wanted <= 1:
+            return 1
+    return wanted
+
+
+def length_of(linear: Linear) -> int:
+    """Columns of a slice."""
+    slices = slices_of(linear)
+    return -(-linear.weight.shape[1] // (32 * slices)) * 32
+
+
+class Normed(NamedTuple):
+    """Vectors [B, K] that a product takes; with squares, by their norm's weight alone: the product is scaled then."""
 
     x: Tensor
-    squares: Tensor  # float32 [B, parts]
+    squares: Tensor | None = None  # float32 [B, parts]: partial sums of squares, for the scale
 
 
 class Residual(NamedTuple):
@@ -35,7 +68,13 @@ class Residual(NamedTuple):
     x: Tensor
     added: Tensor | None = None
     after: Norm | None = None
-    prepared: Prepared | None = None  # for the norm that follows
+    added_squares: Tensor | None = None  # of `added`, as in `Normed`
+    normed: Normed | None = None  # for the norm that follows
+
+
+def scales_behind(norm: Norm, dtype: torch.dtype) -> bool:
+    """Whether a norm's scale comes after the product. Not in float16, which holds no large residual by its weight."""
+    return not norm.centred and norm.bias is None and dtype is not torch.float16
 
 
 def normed_product(
@@ -49,29 +88,25 @@ def normed_product(
     pdl: bool = False,
 ) -> tuple[Tensor, Residual]:
     """activation(W norm(residual) + b), where gated times the second half of W's rows; and the residual, complete."""
-    x, added, after, prepared = residual
-    if prepared is not None:
-        return _several_rows(linear, *prepared, finished, activation, gated, pdl, eps=norm.eps)[0], Residual(x)
-    complete = x if added is None else torch.empty_like(x)  # others still read x
-    vectors = x if added is None else added
-    weights = norm.weight, norm.weight if norm.bias is None else norm.bias, x if after is None else after.weight
-    options = {
-        "AFTER": after is not None,
-        "EPS": norm.eps,
-        "OFFSET": norm.offset,
-        "CENTRED": norm.centred,
-        "NORM_BIAS": norm.bias is not None,
-    }
-    if x.shape[0] == 1:
-        norms = (*weights, x, complete)
-        out = _one_row(linear, vectors, None, norms, activation, gated, pdl, NORM=True, **options)
-    else:
-        ready = torch.empty_like(x)
-        size = x.shape[1]
-        kernels.gpu_modules().product.norm_rows[(x.shape[0],)](
-            vectors, ready, *weights, x, complete, K=size, PARTS=in_parts(size), **options, **late(pdl)
-        )
-        out = _several_rows(linear, ready, None, finished, activation, gated, pdl)[0]
+    x, added, after, added_squares, normed = residual
+    if normed is not None:
+        out = product(linear, normed, finished, eps=norm.eps, activation=activation, gated=gated, pdl=pdl)[0]
+        return out, Residual(x)
+    if added is not None and after is not None and added_squares is not None and holds(linear, x, gated):
+        complete = torch.empty_like(x)
+        carried = {
+            "after_weight": after.weight,
+            "carried": x,
+            "carried_out": complete,
+            "norm_weight": norm.weight,
+            "PARTS": in_parts(x.shape[1]),
+            "OFFSET": norm.offset,
+        }
+        vectors = Normed(added, added_squares)
+        out = product(linear, vectors, finished, carried, eps=norm.eps, activation=activation, gated=gated, pdl=pdl)[0]
+        return out, Residual(complete)
+    normed, complete = normed_rows(x, norm, added, after, pdl=pdl)
+    out = product(linear, normed, finished, eps=norm.eps, activation=activation, gated=gated, pdl=pdl)[0]
     return out, Residual(complete)
 
 
@@ -86,184 +121,303 @@ def added_product(
     pdl: bool = False,
 ) -> Residual:
     """W x + b, added to the residual; or yet to be normed by `after`, and added then. norm: what follows."""
-    addend = residual.x if after is None else None
-    prepared = None
-    if x.shape[0] == 1:
-        options = {"NORM": False, "AFTER": False, "EPS": 0.0, "OFFSET": 0.0, "CENTRED": False, "NORM_BIAS": False}
-        out = _one_row(linear, x, addend, (x,) * 5, "", False, pdl, **options)
-    else:
-        # Not in float16: by the weight alone, before it is scaled, a large residual is beyond what that holds.
-        plain = not norm.centred and norm.bias is None and x.dtype is not torch.float16
-        following = norm if after is None and plain else None
-        out, prepared = _several_rows(linear, x, None, finished, "", False, pdl, addend=addend, norm=following)
-    return Residual(out, prepared=prepared) if after is None else Residual(residual.x, out, after)
+    behind = scales_behind(norm, x.dtype)
+    if after is not None:
+        squares = behind and x.shape[0] == 1 and holds(linear, x)
+        out, normed = product(linear, Normed(x), finished, squares=squares, pdl=pdl)
+        return Residual(residual.x, out, after, None if normed is None else normed.squares)
+    out, normed = product(linear, Normed(x), finished, addend=residual.x, norm=norm if behind else None, pdl=pdl)
+    return Residual(out, normed=normed)
 
 
-def _one_row(
+def normed_rows(
+    x: Tensor, norm: Norm | None, added: Tensor | None = None, after: Norm | None = None, *, pdl: bool = False
+) -> tuple[Normed, Tensor]:
+    """norm(x), and x; where something is added, after a norm of its own, of the sum. norm: None for the sum alone."""
+    x = aligned(x)
+    rows, size = x.shape
+    behind = norm is not None and scales_behind(norm, x.dtype)
+    complete = x if added is None else torch.empty_like(x)
+    out = x if norm is None else torch.empty(padded(rows), size, dtype=x.dtype, device=x.device)[:rows]
+    squares = torch.empty(rows, 1, dtype=torch.float32, device=x.device) if behind else None
+    kind = norm or after
+    if rows:
+        kernels.gpu_modules().product.norm_rows[(rows,)](
+            x if added is None else aligned(added),
+            None if added is None else x,
+            None if after is None else after.weight,
+            complete,
+            None if norm is None else norm.weight,
+            None if norm is None else norm.bias,
+            out,
+            squares,
+            K=size,
+            PARTS=in_parts(size),
+            EPS=0.0 if kind is None else kind.eps,
+            OFFSET=0.0 if kind is None else kind.offset,
+            CENTRED=norm is not None and norm.centred,
+            PREPARED=behind,
+            NORM=norm is not None,
+            **UNFUSED,
+            **late(pdl),
+        )
+    return Normed(out, squares), complete
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous, and where Triton may load several numbers at once."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def padded(rows: int) -> int:
+    """As many rows as a product of a prompt takes: what the last ones hold does not matter."""
+    return rows if rows <= FEW else -(-rows // PADDED_TO) * PADDED_TO
+
+
+def product(
     linear: Linear,
-    x: Tensor,
-    residual: Tensor | None,
-    norms: tuple[Tensor, ...],
-    activation: str,
-    gated: bool,
-    pdl: bool,
-    **options: Any,
-) -> Tensor:
-    """norms: what stands between `out` and `N` in the kernel's arguments."""
-    weight, bias = linear.weight, linear.bias
-    assert isinstance(weight, Tensor)
-    n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    out = torch.empty(1, n, dtype=x.dtype, device=x.device)
-    rows, warps = _rows_and_warps(n, k, gated)
-    kernels.gpu_modules().product.one_row[(-(-n // rows),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        x if residual is None else residual,
-        out,
-        *norms,
-        n,
-        K=k,
-        PARTS=in_parts(k),
-        ROWS=rows,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        GATED=gated,
-        ACTIVATION=activation,
-        num_warps=warps,
-        **options,
-        **late(pdl),
-    )
-    return out
-
-
-def _rows_and_warps(n: int, k: int, gated: bool) -> tuple[int, int]:
-    """Rows of a matrix that a program takes, and its warps: what was fastest on an H200 for sizes like these.
-
-    A thread holds 64 to 128 weights of them. Small matrices take small programs, so that all of them are there, with
-    their weights, before the kernel in front has ended.
-    """
-    if gated:
-        return 4, max(1, min(8, next_power(k + 1) // 1024))
-    if k > 8192:
-        return 1, 8
-    if k > 4096:
-        return (4, 4 if k <= 6144 else 8) if n >= 2048 else (2, 4)
-    if n <= 4096:
-        return 2, max(1, k // 2048)
-    return 8, 4 if k <= 2048 else 8
-
-
-def _several_rows(
-    linear: Linear,
-    x: Tensor,
-    squares: Tensor | None,
-    finished: Tensor,
-    activation: str,
-    gated: bool,
-    pdl: bool,
+    vectors: Normed,
+    finished: Tensor | None,
+    carried: dict[str, Any] | None = None,
     *,
     eps: float = 0.0,
     addend: Tensor | None = None,
     norm: Norm | None = None,
-) -> tuple[Tensor, Prepared | None]:
-    """squares: of what is `Prepared`. norm: to prepare the result for."""
+    squares: bool = False,
+    activation: str = "",
+    gated: bool = False,
+    pdl: bool = False,
+) -> tuple[Tensor, Normed | None]:
+    """activation(scale W x + b) [times the other half of W's rows] [+ addend]; and that again for the norm, or squares.
+
+    norm: that follows the result. squares: whether those of the result are asked for. carried: see `eight_rows`.
+    finished: counters, all zero; made here where there are none.
+    """
+    x = vectors.x
+    rows = x.shape[0]
+    if rows > FEW:
+        return _of_many(linear, vectors, eps, addend, norm, activation, gated, pdl)
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, Tensor)
-    batch, (n, k) = x.shape[0], (weight.shape[0] // (2 if gated else 1), weight.shape[1])
-    out = torch.empty(batch, n, dtype=x.dtype, device=x.device)
-    eight = batch <= 8 and x.element_size() == 2 and min(n, k) <= WIDEST_OF_EIGHT
-    blocks = -(-n // (16 if eight else BLOCK_N))
+    n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out, None
+    held = _held(linear, x, gated)
     options: dict[str, Any] = {
         "K": k,
+        "SLICES": slices_of(linear),
+        "LENGTH": length_of(linear),
         "BIAS": bias is not None,
         "RESIDUAL": addend is not None,
         "GATED": gated,
         "ACTIVATION": activation,
+        "EPS": eps,
+        **(carried or {}),
+        **UNFUSED,
         **late(pdl),
     }
-    if squares is not None:
-        parts = squares.shape[1]
-        options |= {"squares": squares, "SQUARES": parts, "PADDED": next_power(parts), "EPS": eps}
-    prepared = None
-    if norm is not None:
-        prepared = Prepared(torch.empty_like(out), torch.empty(batch, blocks, dtype=torch.float32, device=x.device))
-        options |= {"next_weight": norm.weight, "next_out": prepared.x, "next_squares": prepared.squares}
-        options["OFFSET"] = norm.offset
+    if vectors.squares is not None:
+        parts = vectors.squares.shape[1]
+        options |= {"squares": vectors.squares, "SQUARES": parts, "PADDED": next_power(parts)}
+    blocks = -(-n // (held.high * held.blocks if held is not None else BLOCK_N))
+    following = None
+    if norm is not None or squares:
+        following = Normed(
+            out if norm is None else torch.empty_like(out),
+            torch.empty(rows, blocks, dtype=torch.float32, device=x.device),
+        )
+        options["next_squares"] = following.squares
+    if norm is not None and following is not None:
+        options |= {"next_weight": norm.weight, "next_out": following.x, "OFFSET": norm.offset}
     tensors = x, weight, weight if bias is None else bias, x if addend is None else addend, out
-    if eight:
-        _eight_rows(tensors, n, k, blocks, options)
+    if held is not None:
+        _eight_rows(tensors, n, blocks, held, options)
     else:
-        _few_rows(tensors, finished, n, k, blocks, options)
-    return out, prepared
+        _few_rows(tensors, finished, n, blocks, options)
+    return out, following
 
 
-def _eight_rows(tensors: Sequence[Tensor], n: int, k: int, blocks: int, options: dict[str, Any]) -> None:
-    warps, held, ahead, chains = _tiles_of_eight(n, k, options["GATED"])
-    tiles = -(-k // (32 * warps))
+def holds(linear: Linear, x: Tensor, gated: bool = False) -> bool:
+    """Whether a single row, or few, are multiplied with weights that wait in registers."""
+    return _held(linear, x, gated) is not None
+
+
+class Held(NamedTuple):
+    """Sizes of `eight_rows`."""
+
+    high: int
+    blocks: int
+    steps: int
+    chunks: int  # that a warp holds
+
+
+def _held(linear: Linear, x: Tensor, gated: bool) -> Held | None:
+    n, k = linear.weight.shape
+    rows = x.shape[0]
+    if rows > 8 or x.element_size() != 2 or (rows > 1 and min(n, k) > WIDEST_OF_EIGHT):
+        return None
+    if not gpu_check.instructions_agree(x.device, x.dtype):
+        return None
+    slices, length = slices_of(linear), length_of(linear)
+    high = 8 if slices <= 2 and n * slices <= 2 * ROWS and k >= 2048 else 16
+    steps = 4
+    while length % (32 * steps):
+        steps //= 2
+    return Held(high, 1, steps, (1024 if high == 8 else 512) // (32 * steps))
+
+
+def _eight_rows(tensors: Sequence[Tensor], n: int, blocks: int, held: Held, options: dict[str, Any]) -> None:
+    chunks = options["LENGTH"] // (32 * held.steps)
     kernels.gpu_modules().rows.eight_rows[(blocks,)](
         *tensors,
         tensors[0].shape[0],
         n,
-        TILES=tiles,
-        HELD=min(held, tiles),
-        AHEAD=min(ahead, tiles),
-        VECTORS_AHEAD=min(8, tiles),
-        CHAINS=chains,
-        WARPS=warps,
-        EVEN=n % 16 == 0 and k % (32 * warps) == 0,
-        num_warps=warps,
+        HIGH=held.high,
+        BLOCKS=held.blocks,
+        STEPS=held.steps,
+        HELD=min(held.chunks, chunks),
+        AHEAD=min(held.chunks, chunks),
+        VECTORS_AHEAD=min(512 // (32 * held.steps), chunks),
+        EVEN=n % (held.high * held.blocks) == 0 and options["K"] == options["LENGTH"] * options["SLICES"],
+        num_warps=(2 if options["GATED"] else 1) * held.blocks * options["SLICES"],
         **options,
     )
 
 
-def _tiles_of_eight(n: int, k: int, gated: bool) -> tuple[int, int, int, int]:
-    """Warps of a program, tiles that each holds and has ahead, and chains: what was fastest for sizes like these.
-
-    More than some 32 tiles to a warp would take long to compile.
-    """
-    warps = next_power(k) // 1024
-    if gated:
-        return min(8, max(2, warps)), 10, 8, 2
-    if n > 16384:
-        return min(8, max(2, warps)), 16, 16, 2
-    warps = min(16, max(2 if k <= 1024 else 4, warps))
-    if k > 4096:
-        return warps, 14 if n >= 2048 else 16, 16, 1
-    return (warps, 16, 16, 1) if n <= 3072 else (warps, 8, 8, 1)  # more programs must leave others registers
-
-
-def _few_rows(
-    tensors: Sequence[Tensor], finished: Tensor, n: int, k: int, blocks: int, options: dict[str, Any]
-) -> None:
-    x, gated = tensors[0], options["GATED"]
+def _few_rows(tensors: Sequence[Tensor], finished: Tensor | None, n: int, blocks: int, options: dict[str, Any]) -> None:
+    x, gated, slices, length = tensors[0], options["GATED"], options["SLICES"], options["LENGTH"]
     batch = x.shape[0]
-    rows = min(MAX_BLOCK_B, max(16, next_power(batch)))
-    split = splits_of(blocks, k, gated)
-    size, stages = (256, 3) if split > 1 and rows <= 32 else (128, 4 if rows <= 32 else 3)
+    rows = max(16, next_power(batch))
+    size, stages = (256, 3) if slices > 1 and rows <= 32 else (128, 4 if rows <= 32 else 3)
     if x.element_size() == 4:
         size, stages = 32, 2
-    early = split > 1 and (not options["RESIDUAL"] or k > 1024 * split)  # what was fastest on an H200
+    while length % size:
+        size //= 2
+    early = slices > 1 and length > size and (not options["RESIDUAL"] or length > 1024)  # what was fastest on an H200
     column = (BLOCK_N * (2 if gated else 1) + rows) * x.element_size()
     while size * (stages + early) * column > shared_memory(x.device):
         size //= 2
-    sums = torch.empty(split if split > 1 else 0, batch, n, dtype=torch.float32, device=x.device)
-    kernels.gpu_modules().rows.few_rows[(blocks, -(-batch // rows), split)](
+    sums = torch.empty(slices if slices > 1 else 0, batch, n, dtype=torch.float32, device=x.device)
+    if finished is None:
+        finished = torch.zeros(blocks, dtype=torch.int32, device=x.device)
+    kernels.gpu_modules().rows.few_rows[(blocks, 1, slices)](
         *tensors,
-        sums if split > 1 else x,
+        sums if slices > 1 else x,
         finished,
         batch,
         n,
         BLOCK_B=rows,
         BLOCK_N=BLOCK_N,
         BLOCK_K=size,
-        SPLIT=split,
-        EVEN=n % BLOCK_N == 0 and k % (size * split) == 0,
+        EVEN=n % BLOCK_N == 0 and options["K"] == length * slices,
         STAGES=stages,
         EARLY=early,
         num_warps=4,
         **options,
     )
+
+
+def _of_many(
+    linear: Linear,
+    vectors: Normed,
+    eps: float,
+    addend: Tensor | None,
+    norm: Norm | None,
+    activation: str,
+    gated: bool,
+    pdl: bool,
+) -> tuple[Tensor, Normed | None]:
+    """The same for the many rows of a prompt, or of a large batch: a product alone, and what becomes of it."""
+    out = bare_product(linear, vectors.x, pdl=pdl)
+    if vectors.squares is not None or linear.bias is not None or activation:
+        n = out.shape[1] // (2 if gated else 1)
+        rows, last = out.shape[0], out
+        out = torch.empty(padded(rows), n, dtype=last.dtype, device=last.device)[:rows]
+        kernels.gpu_modules().product.finish_rows[(rows, -(-n // FINISHED))](
+            last,
+            vectors.squares,
+            linear.bias,
+            out,
+            n,
+            K=linear.weight.shape[1],
+            EPS=eps,
+            GATED=gated,
+            ACTIVATION=activation,
+            BLOCK=FINISHED,
+            **UNFUSED,
+            **late(pdl),
+        )
+    if addend is None:
+        return out, None
+    normed, complete = normed_rows(addend, norm, out, pdl=pdl)
+    return complete, None if norm is None else normed
+
+
+def bare_product(linear: Linear, x: Tensor, *, pdl: bool = False) -> Tensor:
+    """W x, rounded, of many rows: torch's own product where it adds up in our order, else `many_rows`."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    rows, whole = x.shape[0], _with_padding(x)
+    if slices_of(linear) == 1 and gpu_check.torch_agrees(
+        weight, whole.shape[0], lambda rows: _many_rows(rows, linear, False)
+    ):
+        return F.linear(whole, weight)[:rows]
+    return _many_rows(whole, linear, pdl)[:rows]
+
+
+def _with_padding(x: Tensor) -> Tensor:
+    """x [T, K] with as many rows as torch's products were checked for: those behind it in memory, or a copy."""
+    rows, size = x.shape
+    wanted = padded(rows)
+    if (
+        x.stride() == (size, 1)
+        and x.storage_offset() == 0
+        and x.untyped_storage().nbytes() >= wanted * size * x.itemsize
+    ):
+        return x.as_strided((wanted, size), (size, 1))
+    out = torch.empty(wanted, size, dtype=x.dtype, device=x.device)
+    out[:rows] = x
+    return out
+
+
+def _many_rows(x: Tensor, linear: Linear, pdl: bool) -> Tensor:
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    rows, (n, k) = x.shape[0], weight.shape
+    slices, length = slices_of(linear), length_of(linear)
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    block_b, block_n, block_k, stages, warps = 128, 128 if slices > 1 else 256, 64, 3, 8
+    if x.element_size() == 4:
+        block_b, block_n, block_k, stages, warps = 64, 64, 32, 2, 4
+    while length % block_k:
+        block_k //= 2
+    kernels.gpu_modules().rows.many_rows[(-(-n // block_n) * -(-rows // block_b),)](
+        x,
+        weight,
+        out,
+        rows,
+        n,
+        K=k,
+        SLICES=slices,
+        LENGTH=length,
+        BLOCK_B=block_b,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        BESIDE=8,
+        EVEN=n % block_n == 0 and k == length * slices,
+        STAGES=_stages(stages, block_k * (block_b + block_n) * x.element_size(), x.device),
+        num_warps=warps,
+        **UNFUSED,
+        **late(pdl),
+    )
+    return out
+
+
+def _stages(most: int, size: int, device: torch.device) -> int:
+    """Blocks that are on their way at once: as many of this size as a program's memory holds."""
+    return max(1, min(most, (shared_memory(device) - 4096) // size))
 
 
 @cache
@@ -272,14 +426,6 @@ def shared_memory(device: torch.device) -> int:
     if device.type == "cpu":
         return 2**31
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
-
-
-def splits_of(blocks: int, k: int, gated: bool) -> int:
-    """Programs that share the columns of a matrix, where it has few blocks of rows."""
-    split = 1
-    while not gated and 2 * split * blocks <= PROCESSORS and k >= 1024 * split:
-        split *= 2
-    return split
 
 
 def late(pdl: bool) -> dict[str, bool]:

@@ -42,6 +42,7 @@ class Linear(Module):
 
     weight: nn.Parameter | QuantizedWeight
     bias: Tensor | None
+    slices: int | None = None  # into which a GPU cuts the columns for its sums; None: as the shape asks for
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
