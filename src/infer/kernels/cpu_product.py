@@ -87,11 +87,8 @@ X_BYTES = 2 * GROUP  # of a group of x
 STEPS = 127 * 256 + 127  # of x, from 0 to the largest: so many its codes can count
 
 
-def _row_by_row(load: Any, load_one: Any, size: int) -> Any:
-    """The product of few rows, for weights of so many bytes, of which `load` takes eight as floats and `load_one` one.
-
-    Each row of W is read front to back, the way memory is fastest.
-    """
+def _dot_row(load: Any, load_one: Any, size: int) -> Any:
+    """Of a row of x with one of W, whose weights have so many bytes; `load` takes eight as floats, `load_one` one."""
 
     @njit(forceinline=True)
     def dot_row(w: int, x: int, columns: int) -> Any:
@@ -110,20 +107,28 @@ def _row_by_row(load: Any, load_one: Any, size: int) -> Any:
             result = fused_one(load_one(w + i * size), load_float(x + i * 4), result)
         return result
 
-    @njit(parallel=True)
-    def row_by_row(weight: Any, x: Any, out: Any) -> None:
-        at, bias_at, columns, x_at = weight.at, weight.bias, weight.columns, x.ctypes.data
-        for row in prange(weight.rows):
-            for t in range(x.shape[0]):
-                result = dot_row(at + row * columns * size, x_at + t * columns * 4, columns)
-                out[t, row] = result if bias_at == 0 else result + load_float(bias_at + row * 4)
-
-    return row_by_row
+    return dot_row
 
 
-_float32_row_by_row = _row_by_row(load_eight, load_float, 4)
-_bfloat16_row_by_row = _row_by_row(load_eight_bfloats, load_bfloat, 2)
-_float16_row_by_row = _row_by_row(load_eight_halves, load_half, 2)
+_dot_float32 = _dot_row(load_eight, load_float, 4)
+_dot_bfloat16 = _dot_row(load_eight_bfloats, load_bfloat, 2)
+_dot_float16 = _dot_row(load_eight_halves, load_half, 2)
+
+
+@njit(parallel=True)
+def _row_by_row(weight: Any, x: Any, out: Any) -> None:
+    """The product of few rows. Each row of W is read front to back, the way memory is fastest."""
+    kind, at, bias_at, columns, x_at = weight.kind, weight.at, weight.bias, weight.columns, x.ctypes.data
+    for row in prange(weight.rows):
+        for t in range(x.shape[0]):
+            other = x_at + t * columns * 4
+            if kind == FLOAT32:
+                result = _dot_float32(at + row * columns * 4, other, columns)
+            elif kind == BFLOAT16:
+                result = _dot_bfloat16(at + row * columns * 2, other, columns)
+            else:
+                result = _dot_float16(at + row * columns * 2, other, columns)
+            out[t, row] = result if bias_at == 0 else result + load_float(bias_at + row * 4)
 
 
 @njit
@@ -482,14 +487,10 @@ def unpack(weight: Any, row: int, out: Any) -> None:
 def product(weight: Any, x: Any, out: Any) -> None:
     """out [T, rows] = x [T, columns] W^T + b"""
     if weight.kind in (FLOAT32, BFLOAT16, FLOAT16):
-        if x.shape[0] >= 4:
-            _in_tiles(weight, x, out)
-        elif weight.kind == FLOAT32:
-            _float32_row_by_row(weight, x, out)
-        elif weight.kind == BFLOAT16:
-            _bfloat16_row_by_row(weight, x, out)
+        if x.shape[0] < 4:
+            _row_by_row(weight, x, out)
         else:
-            _float16_row_by_row(weight, x, out)
+            _in_tiles(weight, x, out)
         return
     groups = (weight.columns + GROUP - 1) // GROUP
     codes = np.empty((x.shape[0], groups * X_BYTES), np.int8)
