@@ -23,7 +23,7 @@ from infer.cache import BatchCache, Cache
 from infer.cache.traced import TracedCache
 from infer.config import RopeConfig
 from infer.models.common import Decoder
-from infer.ops import rowwise
+from infer.ops import compiled, rowwise
 from infer.ops.activation import ACTIVATIONS, activated, gated
 from infer.ops.attention import ring_attention, ring_span, softmax_attention, span_attention
 from infer.ops.linear import Linear
@@ -493,3 +493,18 @@ def test_an_operation_that_looks_at_the_batch_is_found(
     monkeypatch.setattr(rowwise, name, mutant)
     with pytest.raises(AssertionError, match=r"KVCache .*: position \[\d+\] differs"):
         check(model, ids, caches, model(ids)[0])
+
+
+@pytest.mark.parametrize("part", ["before_attention", "behind_attention", "head"])
+def test_a_part_of_a_block_that_looks_at_the_batch_is_found(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama", "float32")
+    ids = tokens(model, 14)
+    compute = getattr(compiled, part)
+
+    def mutant(plan: Any, x: Tensor, *args: Any) -> Tensor:
+        out = compute(plan, x, *args)
+        return out if len(x) == 1 else out * (1 + 2**-20)
+
+    monkeypatch.setattr(compiled, part, mutant)
+    with pytest.raises(AssertionError, match=r"KVCache .*: position \[\d+\] differs"):
+        check(model, ids, {"KVCache": partial(make_cache, KVCache, model)}, model(ids)[0])
