@@ -212,6 +212,8 @@ def finished_sums(sums, dtype: tl.constexpr, scale, biases, addend, ACTIVATION: 
             up += biases[1]
         y *= up
     if addend is not None:
+        if len(biases) > 0:
+            y = y.to(dtype).to(tl.float32)  # as `norm_rows` finds it
         y += addend
     return y
 
