@@ -1,0 +1,585 @@
+"""The Triton kernels: a token gets the same bits in a step, in a prompt, in chunks, and in a batch.
+
+Where there is no GPU they run in Triton's interpreter, with products that add up as matrix units do. That a GPU's do,
+and that the kernels compile, tests/integration/test_gpu.py shows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
+
+from interpreted import matrix_units, patched_once, poison  # noqa: E402
+
+from infer import kernels  # noqa: E402
+from infer.cache.base import BaseCache, Cache, NoCache  # noqa: E402
+from infer.cache.growing import GrowingCache  # noqa: E402
+from infer.cache.simple import KVCache  # noqa: E402
+from infer.cache.sliding import SlidingCache  # noqa: E402
+from infer.models.common import Block, Decoder  # noqa: E402
+from infer.ops import fused, gpu_attention, gpu_product, gpu_prompt  # noqa: E402
+from infer.ops.linear import Linear  # noqa: E402
+from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm  # noqa: E402
+from infer.ops.parts import BlockParts, HeadParts  # noqa: E402
+from infer.ops.table import Table  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU, or TRITON_INTERPRET=1"
+)
+BLOCK, GROUPS = 16, 2  # small, so that few keys are several groups of several blocks
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 4e-3), torch.bfloat16: (3e-2, 3e-2)}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
+    monkeypatch.setattr("infer.ops.rowwise.can_attend", lambda *_: False)
+    poison(monkeypatch, fused, gpu_attention, gpu_product)
+    if DEVICE.type == "cpu":
+        matrix_units(monkeypatch)
+        patched_once(monkeypatch)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_attention, "BLOCK", {2: BLOCK, 4: BLOCK})
+    monkeypatch.setattr(gpu_attention, "QUERIES", {2: 64, 4: 64})
+    monkeypatch.setattr(gpu_attention, "GROUPS", GROUPS)
+    monkeypatch.setattr(gpu_attention, "BUSY", 8)
+    if DEVICE.type == "cpu":  # what is compiled must not change
+        monkeypatch.setattr(kernels.gpu_modules().attention, "FOLDED", triton.language.constexpr(2))
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def randomised(module: Any, generator: torch.Generator, dtype: torch.dtype) -> Any:
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = noise / noise.shape[1] ** 0.5 if noise.dim() > 1 else parameter.data + noise * 0.3
+    return module.requires_grad_(False).to(DEVICE, dtype)
+
+
+def same(got: Tensor, expected: Tensor) -> None:
+    """The very same bits, but for the sign of a zero; and numbers."""
+    assert not expected.isnan().any()
+    torch.testing.assert_close(got, expected, atol=0, rtol=0)
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    atol, rtol = TOLERANCES[got.dtype]
+    torch.testing.assert_close(got, expected, atol=atol, rtol=rtol)
+
+
+class Products:
+    """Two products with a norm between them, as in a block: rows -> residual -> norm -> gated product."""
+
+    def __init__(
+        self,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+        slices: tuple[int, int],
+        rows: int,
+        *,
+        sizes: tuple[int, int, int] = (256, 64, 16),
+        norm: type[Norm] = RMSNorm,
+        bias: bool = False,
+        after: bool = False,
+        activation: str = "silu",
+        gated: bool = True,
+    ) -> None:
+        k, size, n = sizes
+        self.first = randomised(Linear(k, size, bias=bias), generator, dtype)
+        self.second = randomised(Linear(size, n * (2 if gated else 1), bias=bias), generator, dtype)
+        self.first.slices, self.second.slices = slices
+        self.norm = randomised(norm(size, 1e-5), generator, dtype)
+        self.after = randomised(norm(size, 1e-5), generator, dtype) if after else None
+        self.x, self.carried = random(generator, dtype, rows, k), random(generator, dtype, rows, size)
+        self.options: dict[str, Any] = {"activation": activation, "gated": gated}
+        self.finished = torch.zeros(16, dtype=torch.int32, device=DEVICE)
+
+    def run(self, rows: Sequence[int] | slice) -> tuple[Tensor, Tensor]:
+        """The last product, and the residual."""
+        residual = gpu_product.Residual(self.carried[rows])
+        residual = gpu_product.added_product(self.first, self.x[rows], residual, self.after, self.norm, self.finished)
+        out, residual = gpu_product.normed_product(self.second, residual, self.norm, self.finished, **self.options)
+        assert not self.finished.any()
+        return out, residual.x
+
+    def check(self, counts: Sequence[int]) -> None:
+        """So many of the last rows give what they give among all."""
+        many, residual = self.run(slice(None))
+        for count in counts:
+            out, after = self.run(slice(-count, None))
+            same(out, many[-count:])
+            same(after, residual[-count:])
+
+
+CASES: list[tuple[torch.dtype, tuple[int, int], dict[str, Any]]] = [
+    (torch.bfloat16, (2, 1), {"bias": True}),
+    (torch.bfloat16, (4, 2), {"gated": False, "activation": ""}),
+    (torch.bfloat16, (8, 2), {"sizes": (512, 64, 20), "activation": "gelu_tanh"}),
+    (torch.bfloat16, (2, 2), {"sizes": (272, 70, 9), "bias": True}),  # nothing divides it
+    (torch.bfloat16, (1, 1), {"sizes": (2048, 20, 5), "gated": False, "activation": "gelu"}),  # eight rows a warp
+    (torch.bfloat16, (2, 1), {"after": True, "norm": ZeroCentredRMSNorm}),
+    (torch.bfloat16, (1, 2), {"after": True, "sizes": (96, 48, 9)}),
+    (torch.bfloat16, (1, 2), {"norm": LayerNorm, "bias": True, "gated": False}),
+    (torch.float16, (2, 4), {"sizes": (256, 128, 8)}),
+    (torch.float16, (1, 1), {"after": True, "bias": True}),
+    (torch.float32, (1, 2), {"sizes": (96, 64, 9)}),
+    (torch.float32, (4, 1), {"sizes": (128, 40, 9), "bias": True}),
+    (torch.float32, (1, 1), {"sizes": (40, 33, 9), "norm": LayerNorm, "gated": False, "activation": "gelu"}),
+]
+
+
+class TestProducts:
+    @pytest.mark.parametrize(("dtype", "slices", "options"), CASES, ids=str)
+    @torch.inference_mode()
+    def test_any_number_of_rows(
+        self,
+        dtype: torch.dtype,
+        slices: tuple[int, int],
+        options: dict[str, Any],
+        generator: torch.Generator,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(gpu_product, "FEW", 17)
+        Products(generator, dtype, slices, 18, **options).check([1, 2, 8, 9, 16, 17])
+
+    @EVERY_DTYPE
+    @torch.inference_mode()
+    def test_around_what_few_rows_are(self, dtype: torch.dtype, generator: torch.Generator) -> None:
+        assert gpu_product.FEW == 128
+        Products(generator, dtype, (2, 1), 129, sizes=(128, 64, 8)).check([1, 128])
+
+    @torch.inference_mode()
+    def test_the_same_wherever_a_row_lies(self, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gpu_product, "FEW", 17)
+        case = Products(generator, torch.bfloat16, (2, 1), 18, sizes=(64, 32, 5))
+        many, _ = case.run(slice(None))
+        same(case.run([17, 3, 3])[0], many[[17, 3, 3]])
+
+    @pytest.mark.parametrize("rows", [0, 1, 18])
+    @torch.inference_mode()
+    def test_a_product_alone(self, rows: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without counters: what a head of a prompt asks for."""
+        monkeypatch.setattr(gpu_product, "FEW", 17)
+        linear = randomised(Linear(64, 9), generator, torch.float16)
+        linear.slices = 2
+        x = random(generator, torch.float16, rows, 64)
+        got, following = gpu_product.product(linear, gpu_product.Normed(x), None)
+        assert got.shape == (rows, 9)
+        assert following is None
+        close(got, linear(x))
+
+    @pytest.mark.parametrize("offset", [0, 1])
+    def test_a_norm_does_not_depend_on_where_a_row_lies(self, offset: int, generator: torch.Generator) -> None:
+        norm = randomised(LayerNorm(33, 1e-5), generator, torch.float32)
+        x = random(generator, torch.float32, 5 * 33 + offset)[offset:].view(5, 33)
+        got = gpu_product.normed_rows(x, norm)[0].x
+        close(got, norm(x))
+        same(gpu_product.normed_rows(x[3:4], norm)[0].x, got[3:4])
+        assert gpu_product.aligned(x[1:]).data_ptr() % 16 == 0
+
+
+class TestSlices:
+    @pytest.mark.parametrize(
+        ("n", "k", "expected"),
+        [
+            (128, 2048, 8),
+            (2048, 2048, 4),
+            (2048, 8192, 8),  # long
+            (4096, 4096, 2),
+            (8192, 2048, 1),
+            (128256, 2048, 1),
+            (1536, 1152, 2),  # as many as divide it into 64 columns
+            (640, 96, 1),
+            (8192, 8192, 1),
+        ],
+    )
+    def test_follow_from_the_shape(self, n: int, k: int, expected: int) -> None:
+        with torch.device("meta"):
+            linear = Linear(k, n)
+        assert gpu_product.slices_of(linear) == expected
+
+    def test_a_model_may_say_otherwise(self) -> None:
+        linear = Linear(96, 4)
+        linear.slices = 2
+        assert gpu_product.slices_of(linear) == 2
+        assert gpu_product.length_of(linear) == 64  # the second is padded
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("rows", [9, 129])
+    def test_are_never_of_a_single_round(
+        self, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Compiled, that is no loop, and the product's first term is what it is added to: other bits."""
+        launched: list[dict[str, Any]] = []
+
+        class Kernel:
+            def __getitem__(self, grid: Any) -> Callable[..., None]:
+                return lambda *_, **constants: launched.append(constants)
+
+        modules = SimpleNamespace(rows=SimpleNamespace(few_rows=Kernel(), many_rows=Kernel()))
+        monkeypatch.setattr("infer.kernels.gpu_modules", lambda: modules)
+        for k in (1, 24, 32, 33, 64, 128, 1152, 4096):
+            for slices in (None, 1, 2, 4, 8):
+                linear, x = Linear(k, 8).to(DEVICE, dtype), torch.zeros(rows, k, dtype=dtype, device=DEVICE)
+                linear.slices = slices
+                gpu_product.product(linear, gpu_product.Normed(x), None)
+                used = launched.pop()
+                assert used["LENGTH"] % used["BLOCK_K"] == 0
+                assert used["LENGTH"] >= 2 * used["BLOCK_K"]
+                assert used["LENGTH"] * used["SLICES"] >= k
+                assert used["BLOCK_K"] >= 16  # what a product of matrices takes at least
+
+
+class Attention:
+    """Queries, keys and values of all positions, and what each should give."""
+
+    def __init__(
+        self,
+        generator: torch.Generator,
+        dtype: torch.dtype = torch.float16,
+        positions: int = 2 * BLOCK * GROUPS + 5,  # three blocks to a group by then
+        *,
+        batch: int = 1,
+        heads: int = 3,
+        kv_heads: int = 1,
+        head_dim: int = 20,
+        window: int | None = None,
+    ) -> None:
+        self.window, self.positions = window, positions
+        self.q = random(generator, dtype, batch, heads, positions, head_dim)
+        self.k, self.v = (random(generator, dtype, batch, kv_heads, positions, head_dim) for _ in range(2))
+
+    def attend(self, start: int, end: int, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        k, v = self.k[:, :, :end] if k is None else k, self.v[:, :, :end] if v is None else v
+        return gpu_attention.attend(self.q[:, :, start:end], k, v, scale=0.4, window=self.window, end=end)
+
+    def expected(self) -> Tensor:
+        groups = self.q.shape[1] // self.k.shape[1]
+        k, v = (each.float().repeat_interleave(groups, 1) for each in (self.k, self.v))
+        at = torch.arange(self.positions, device=DEVICE)
+        distance = at[:, None] - at
+        seen = (distance >= 0) & (distance < (self.window or self.positions))
+        scores = (self.q.float() @ k.transpose(2, 3) * 0.4).masked_fill(~seen, -torch.inf)
+        return (scores.softmax(-1) @ v).to(self.q.dtype)
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"window": BLOCK + 3},
+    {"window": 3 * BLOCK, "heads": 2, "kv_heads": 2, "head_dim": 16},
+    {"window": 1},
+    {"heads": 4, "kv_heads": 2, "head_dim": 33, "batch": 2},
+]
+
+
+@pytest.mark.usefixtures("small")
+class TestAttention:
+    @pytest.mark.parametrize(
+        ("options", "dtype"),
+        [*((options, torch.float16) for options in SHAPES), ({}, torch.float32), ({}, torch.bfloat16)],
+        ids=str,
+    )
+    def test_a_prompt(self, options: dict[str, Any], dtype: torch.dtype, generator: torch.Generator) -> None:
+        case = Attention(generator, dtype, **options)
+        close(case.attend(0, case.positions), case.expected())
+
+    @pytest.mark.parametrize(
+        ("options", "dtype", "programs"),
+        [
+            *((options, torch.float16, count) for options, count in zip(SHAPES, [2, 1, 3, 100, 100], strict=True)),
+            ({"window": BLOCK + 3}, torch.float32, 2),
+            ({}, torch.bfloat16, 100),
+        ],
+        ids=str,
+    )
+    def test_each_query_alone(
+        self,
+        options: dict[str, Any],
+        dtype: torch.dtype,
+        programs: int,
+        generator: torch.Generator,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """At the edges of blocks and groups, and elsewhere; by however many programs share its keys."""
+        monkeypatch.setattr(gpu_attention, "BUSY", programs)
+        case = Attention(generator, dtype, **options)
+        whole = case.attend(0, case.positions)
+        for at in (0, *(edge + d for edge in (BLOCK, BLOCK * GROUPS, 2 * BLOCK * GROUPS) for d in (-1, 0)), 68):
+            same(case.attend(at, at + 1), whole[:, :, at : at + 1])
+
+    @pytest.mark.parametrize("options", SHAPES, ids=str)
+    def test_chunks(self, options: dict[str, Any], generator: torch.Generator) -> None:
+        case = Attention(generator, **options)
+        cuts = [0, 7, 9, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 2, case.positions]
+        chunks = [case.attend(start, end) for start, end in pairwise(cuts)]
+        same(torch.cat(chunks, 2), case.attend(0, case.positions))
+
+    @pytest.mark.parametrize("n", [1, 9])
+    def test_keys_that_nobody_sees_may_be_left_out(self, n: int, generator: torch.Generator) -> None:
+        case = Attention(generator, window=BLOCK + 3)
+        end = 66
+        first = end - n - BLOCK - 2
+        got = case.attend(end - n, end, case.k[:, :, first:end], case.v[:, :, first:end])
+        same(got, case.attend(0, case.positions)[:, :, end - n : end])
+
+    def test_what_comes_later_is_not_looked_at(self, generator: torch.Generator) -> None:
+        """Nor what lies before a window."""
+        case = Attention(generator, window=BLOCK + 3)
+        whole = case.attend(0, case.positions)
+        for each in (case.k, case.v):
+            each[:, :, 61:] = torch.nan
+            each[:, :, : 60 - BLOCK - 2] = torch.nan
+        same(case.attend(60, 61), whole[:, :, 60:61])
+
+    def test_however_they_lie(self, generator: torch.Generator) -> None:
+        """Heads beside each other, as products leave them."""
+        case = Attention(generator, heads=4, kv_heads=2)
+        whole = case.attend(0, case.positions)
+        for name in "qkv":
+            setattr(case, name, getattr(case, name).transpose(1, 2).contiguous().transpose(1, 2))
+        same(case.attend(0, case.positions), whole)
+        same(case.attend(33, 34), whole[:, :, 33:34])
+
+
+class Step:
+    """Attention of one new token a row, over keys and values where a table says."""
+
+    def __init__(
+        self,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+        positions: Sequence[int],
+        slots: int,
+        *,
+        head_dim: int = 64,
+        heads: int = 3,
+        window: int | None = None,
+        norm: type[Norm] | None = None,
+        rope: bool = True,
+    ) -> None:
+        rows = len(positions)
+        q_norm, k_norm = (
+            None if norm is None else randomised(norm(head_dim, 1e-6), generator, dtype) for _ in range(2)
+        )
+        unused: Any = None
+        self.block = BlockParts(
+            *(unused,) * 6,
+            heads=heads,
+            kv_heads=1,
+            head_dim=head_dim,
+            scale=0.1,
+            activation="",
+            window=window,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
+        self.positions = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
+        self.stored = [random(generator, dtype, rows, 1, slots, head_dim) for _ in range(2)]
+        for row, position in enumerate(positions):
+            seen = range(max(0, position - (window or 10**9) + 1), position)
+            for slot in set(range(slots)) - {at % slots for at in seen}:
+                for each in self.stored:
+                    each[row, :, slot] = torch.nan
+        self.qkv = random(generator, dtype, rows, (heads + 2) * head_dim)
+        frequencies = torch.rand(head_dim // 2, generator=generator).repeat(2).to(DEVICE)
+        self.turned = fused.turns(frequencies, self.positions) if rope else None
+
+    def run(self) -> list[Tensor]:
+        """The outcome, and what is stored afterwards."""
+        stored = [each.clone() for each in self.stored]
+        table = torch.from_numpy(Table(stored[:1], stored[1:]).at(0)[0]).to(DEVICE)
+        finished = torch.zeros(len(self.positions), dtype=torch.int32, device=DEVICE)
+        out = gpu_attention.attend_step(self.block, self.qkv, table, self.positions, finished, self.turned)
+        assert not finished.any()
+        return [out, *stored]
+
+
+class TestByWarps:
+    """`attend_by_warps` gives, and stores, what `prepare_heads` and `attend_one` do."""
+
+    @pytest.mark.parametrize(
+        ("positions", "slots", "dtype", "options"),
+        [
+            ([0, 130, 64], 192, torch.bfloat16, {"norm": RMSNorm}),
+            ([5, 300], 384, torch.float16, {"heads": 8}),
+            ([63, 65], 192, torch.bfloat16, {"head_dim": 128, "norm": ZeroCentredRMSNorm, "heads": 1}),
+            ([200], 128, torch.float16, {"head_dim": 128, "window": 70, "rope": False, "heads": 2}),  # a ring
+            ([200, 3], 70, torch.bfloat16, {"window": 70}),
+        ],
+        ids=str,
+    )
+    @torch.inference_mode()
+    def test_the_same(
+        self,
+        positions: list[int],
+        slots: int,
+        dtype: torch.dtype,
+        options: dict[str, Any],
+        generator: torch.Generator,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(gpu_attention, "GROUPS", 2)
+        monkeypatch.setattr(gpu_attention, "BUSY", 4)
+        case = Step(generator, dtype, positions, slots, **options)
+        got = case.run()
+        monkeypatch.setattr(gpu_attention, "_by_warps", lambda *_: False)
+        expected = case.run()
+        same(got[0], expected[0])
+        for one, other in zip(got[1:], expected[1:], strict=True):
+            torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
+
+    @pytest.mark.parametrize(
+        ("head_dim", "group", "dtype", "by_warps"),
+        [
+            (64, 8, torch.bfloat16, True),
+            (128, 1, torch.float16, True),
+            (64, 9, torch.bfloat16, False),
+            (64, 4, torch.float32, False),
+            (96, 4, torch.bfloat16, False),
+            (256, 4, torch.bfloat16, False),
+        ],
+    )
+    def test_which_attention_is_by_warps(
+        self, head_dim: int, group: int, dtype: torch.dtype, by_warps: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shape = gpu_attention._shape(group, 1, head_dim, dtype, DEVICE)
+        x = torch.empty(1, dtype=dtype, device=DEVICE)
+        assert gpu_attention._by_warps(shape, x) == by_warps
+        monkeypatch.setattr("infer.ops.gpu_check.instructions_agree", lambda *_: False)
+        assert not gpu_attention._by_warps(shape, x)
+
+
+def plan_of(model: Decoder) -> fused.Plan:
+    parts = model.parts()
+    assert parts is not None
+    frequencies = {kind: rope.inv_freq for kind, rope in model.ropes.items()}
+    plan = fused.plan(*parts, [frequencies.get(kind) for kind in model.config.layer_types])
+    assert plan is not None
+    return plan
+
+
+class Kernels:
+    """A model's passes through the kernels, as the model itself makes them on a GPU."""
+
+    def __init__(self, model: Decoder, kind: type[BaseCache]) -> None:
+        self.model, self.kind = model, kind
+
+    def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """[B, n] -> logits [B, n, V], in two parts around the cache."""
+        model, (batch, n) = self.model, tokens.shape
+        positions = cache.positions(n)
+        x = model.embed(tokens.flatten(), positions.flatten()).to(model.dtype)
+        at = positions.flatten().to(torch.int32)
+        turned = {kind: gpu_prompt.turns(rope.inv_freq, at) for kind, rope in model.ropes.items()}
+        for block in model.layers:
+            assert isinstance(block, Block)
+            plan = gpu_prompt.plan_block(block.parts())
+            attn = block.self_attn
+            parts = gpu_prompt.before_attention(plan, x, at, turned.get(attn.layer_type))
+            q, k, v = (each.view(batch, n, -1, attn.head_dim).transpose(1, 2) for each in parts)
+            keys, values = cache.update(attn.layer_idx, k, v)
+            end = cache.seq_len + n
+            out = gpu_prompt.attend(q, keys, values, scale=attn.scale, window=attn.window, end=end)
+            x = gpu_prompt.behind_attention(plan, out.transpose(1, 2).reshape(batch * n, -1), x)
+        cache.advance(n)
+        plan = gpu_prompt.plan_head(HeadParts(model.norm, model.lm_head))
+        return gpu_prompt.head(plan, x).view(batch, n, -1)
+
+    def step(self, tokens: Sequence[int], caches: Sequence[Any], *, begin: bool = True) -> Tensor:
+        """One token a row -> [B, V], in one go. begin: what is fed is looked up by a kernel too."""
+        model, plan = self.model, plan_of(self.model)
+        ids = torch.tensor(tokens, device=DEVICE)
+        positions = torch.tensor([cache.seq_len for cache in caches], dtype=torch.int32, device=DEVICE)
+        tables = np.concatenate([Table(list(cache.k), list(cache.v)).at(cache.seq_len) for cache in caches], 1)
+        if begin:
+            steps = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+            fed = fused.begin(plan, model.embedding_parts(), ids, positions, torch.ones_like(positions), steps)
+            finished = fused.counters(plan, len(caches))
+            logits = fused.launch(plan, fed, torch.from_numpy(tables).to(DEVICE), finished)
+            assert not finished.any()
+        else:
+            logits = fused.step(plan, model.embed(ids, positions).to(model.dtype), tables)
+        for cache in caches:
+            cache.advance(1)
+        return logits
+
+    def cache(self) -> Any:
+        options = {"prefill_chunk": 3} if self.kind is SlidingCache else {}
+        model = self.model
+        return self.kind.from_model_config(model.config, 32, dtype=model.dtype, device=DEVICE, **options)
+
+
+LENGTH = 11
+MODELS = [
+    ("llama", torch.float32, GrowingCache),
+    ("llama", torch.float16, KVCache),
+    ("qwen3", torch.float32, KVCache),
+    ("qwen3", torch.float16, KVCache),
+    ("gemma3", torch.float32, KVCache),
+    ("gemma3", torch.float16, SlidingCache),
+    ("gemma3", torch.bfloat16, SlidingCache),  # whose norm behind a sublayer is within the next product, of a row
+    ("gpt2", torch.float32, KVCache),
+    ("gpt2", torch.float16, KVCache),
+    ("rope_gpt", torch.float32, KVCache),
+    ("rope_gpt", torch.float16, GrowingCache),
+    ("llama", torch.bfloat16, KVCache),
+]
+
+
+@pytest.mark.usefixtures("small")
+class TestModels:
+    @pytest.fixture(params=MODELS, ids=str)
+    def kernels(
+        self, request: pytest.FixtureRequest, tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+    ) -> Kernels:
+        monkeypatch.setattr(gpu_product, "FEW", 5)
+        family, dtype, kind = request.param
+        layers = 2 if family == "gemma3" else 1
+        sizes = {"hidden_size": 24, "intermediate_size": 13, "vocab_size": 19}
+        model = tiny_model(model_type=family, dtype=dtype, num_hidden_layers=layers, **sizes).to(DEVICE)
+        return Kernels(model, kind)
+
+    @pytest.fixture
+    def tokens(self, generator: torch.Generator) -> Tensor:
+        return torch.randint(19, (1, LENGTH), generator=generator).to(DEVICE)
+
+    @torch.inference_mode()
+    def test_every_way_to_the_same_logits(self, kernels: Kernels, tokens: Tensor) -> None:
+        """A prompt in one pass, in chunks of many rows and few, in steps alone and beside others."""
+        whole = kernels(tokens, NoCache(1, DEVICE))
+        if kernels.model.dtype is torch.float32:
+            torch.testing.assert_close(whole, kernels.model(tokens), atol=1e-3, rtol=1e-3)
+        cache = kernels.cache()
+        chunks = [kernels(tokens[:, start:end], cache) for start, end in pairwise([0, 3, 4, LENGTH - 2])]
+        same(torch.cat(chunks, 1), whole[:, : LENGTH - 2])
+        if kernels.kind is GrowingCache:  # it has no table
+            same(kernels(tokens[:, -2:-1], cache)[:, 0], whole[:, -2])
+            return
+        same(kernels.step(tokens[0, -2:-1].tolist(), [cache]), whole[:, -2])
+        short = kernels.cache()
+        kernels(tokens[:, :2], short)
+        got = kernels.step([int(tokens[0, -1]), int(tokens[0, 2])], [cache, short], begin=False)
+        same(got, whole[0, [LENGTH - 1, 2]])
