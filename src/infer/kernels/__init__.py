@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from infer.kernels import ahead
+from infer.kernels import ahead, launcher
 from infer.machine import cache_folder
 
 _compiling = Lock()
@@ -100,7 +100,7 @@ def _gpu_modules() -> SimpleNamespace:
         gpu_warps,
     )
 
-    return SimpleNamespace(
+    modules = SimpleNamespace(
         attention=gpu_attention,
         launch=gpu_launch,
         product=gpu_product,
@@ -108,6 +108,7 @@ def _gpu_modules() -> SimpleNamespace:
         sample=gpu_sample,
         warps=gpu_warps,
     )
+    return launcher.quick(modules)
 
 
 def _fingerprint() -> str:

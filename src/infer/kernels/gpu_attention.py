@@ -394,129 +394,72 @@ def fold_pieces(pieces, out, used, GROUP: tl.constexpr, MERGE_G: tl.constexpr, D
 
 
 @triton.jit
-def one_block(
-    q,
-    own_k,
-    own_v,
+def load_keys(
+    keys,
     block,
-    step_k,
-    step_v,
+    step,
     offset,
     first,
     last,
-    position,
-    span,
-    scale,
-    state,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """`looked`, of the next block of a prompt's keys. state: as it returns it."""
-    d, at = tl.arange(0, BLOCK_D), block * BLOCK + tl.arange(0, BLOCK)
-    slot = (at - offset).to(tl.int64)[:, None]
+    """A block of a prompt's keys, or values: of those from first to last where MASKED."""
+    d, at = tl.arange(0, BLOCK_D)[None, :], block * BLOCK + tl.arange(0, BLOCK)
+    places = keys + (at - offset).to(tl.int64)[:, None] * step + d
     if MASKED:
-        inside = ((at >= first) & (at <= last))[:, None] & (d < D)[None, :]
-        k, v = (
-            tl.load(own_k + slot * step_k + d[None, :], inside, 0.0),
-            tl.load(own_v + slot * step_v + d[None, :], inside, 0.0),
-        )
-        distance = position[:, None] - at[None, :]
-        seen = (distance >= 0) & (distance < span)
+        loaded = tl.load(places, ((at >= first) & (at <= last))[:, None] & (d < D), 0.0)
     elif D == BLOCK_D:
-        k, v = tl.load(own_k + slot * step_k + d[None, :]), tl.load(own_v + slot * step_v + d[None, :])
-        seen = None
+        loaded = tl.load(places)
     else:
-        real = (d < D)[None, :]
-        k, v = (
-            tl.load(own_k + slot * step_k + d[None, :], real, 0.0),
-            tl.load(own_v + slot * step_v + d[None, :], real, 0.0),
-        )
-        seen = None
-    return looked(q, k, v, seen, state[0], state[1], state[2], scale)
+        loaded = tl.load(places, d < D, 0.0)
+    return loaded
+
+
+@triton.jit
+def visible(position, block, span, BLOCK: tl.constexpr):
+    """Which keys of a block queries at these positions see, of the last `span`: [Q, BLOCK]."""
+    distance = position[:, None] - (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+    return (distance >= 0) & (distance < span)
 
 
 @triton.jit
 def fold_block(
     q,
-    own_k,
-    own_v,
-    block,
-    step_k,
-    step_v,
-    offset,
-    first,
-    last,
-    position,
-    span,
+    k,
+    v,
+    seen,
     scale,
-    size,
+    is_first,
     highest,
     total,
     sums,
     group_highest,
     group_total,
     group_sums,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
     SINGLE: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
-    """One block more, in a group of its own where SINGLE; a group that is complete is folded into the rest."""
+    """One block more, in a group of its own where SINGLE; else a group that is complete is folded into the rest.
+
+    is_first: whether the block is a group's first.
+    """
     ROWS: tl.constexpr = q.shape[0]
     if SINGLE:
-        empty = (
-            tl.full((ROWS,), -float("inf"), tl.float32),
-            tl.zeros((ROWS,), tl.float32),
-            tl.zeros((ROWS, BLOCK_D), tl.float32),
-        )
-        new_highest, new_total, new_sums = one_block(
-            q,
-            own_k,
-            own_v,
-            block,
-            step_k,
-            step_v,
-            offset,
-            first,
-            last,
-            position,
-            span,
-            scale,
-            empty,
-            D,
-            BLOCK_D,
-            BLOCK,
-            MASKED,
-        )
-        highest, total, sums = folded(highest, total, sums, new_highest, new_total, new_sums)
+        # `looked`, where nothing has been seen before.
+        scores = tl.dot(q, k.T, input_precision="ieee") * scale
+        nothing = tl.full((ROWS,), -float("inf"), tl.float32)
+        top, _, weights, added_up = weighed(scores, seen, nothing, v.dtype)
+        new_sums = tl.dot(weights, v, input_precision="ieee")
+        highest, total, sums = folded(highest, total, sums, top, added_up, new_sums)
     else:
-        if block % size == 0:
+        if is_first:
             highest, total, sums = folded(highest, total, sums, group_highest, group_total, group_sums)
             group_highest = tl.full((ROWS,), -float("inf"), tl.float32)
             group_total = tl.zeros((ROWS,), tl.float32)
-            group_sums = tl.zeros((ROWS, BLOCK_D), tl.float32)
-        group_highest, group_total, group_sums = one_block(
-            q,
-            own_k,
-            own_v,
-            block,
-            step_k,
-            step_v,
-            offset,
-            first,
-            last,
-            position,
-            span,
-            scale,
-            (group_highest, group_total, group_sums),
-            D,
-            BLOCK_D,
-            BLOCK,
-            MASKED,
-        )
+            group_sums = tl.zeros((ROWS, v.shape[1]), tl.float32)
+        group_highest, group_total, group_sums = looked(q, k, v, seen, group_highest, group_total, group_sums, scale)
     return highest, total, sums, group_highest, group_total, group_sums
 
 
@@ -591,85 +534,58 @@ def attend_many(
     group_highest, group_total, group_sums = highest, total, sums
     if WINDOWED:
         for block in tl.range(first // BLOCK, whole, num_stages=STAGES):
+            next_k = load_keys(own_k, block, k_token, offset, first, last_query, D, BLOCK_D, BLOCK, True)
+            next_v = load_keys(own_v, block, v_token, offset, first, last_query, D, BLOCK_D, BLOCK, True)
             highest, total, sums, group_highest, group_total, group_sums = fold_block(
                 queries,
-                own_k,
-                own_v,
-                block,
-                k_token,
-                v_token,
-                offset,
-                first,
-                last_query,
-                position,
-                span,
+                next_k,
+                next_v,
+                visible(position, block, span, BLOCK),
                 scale,
-                size,
+                block % size == 0,
                 highest,
                 total,
                 sums,
                 group_highest,
                 group_total,
                 group_sums,
-                D,
-                BLOCK_D,
-                BLOCK,
                 SINGLE,
-                True,
             )
     for block in tl.range(whole, partial, num_stages=STAGES):
+        next_k = load_keys(own_k, block, k_token, offset, first, last_query, D, BLOCK_D, BLOCK, False)
+        next_v = load_keys(own_v, block, v_token, offset, first, last_query, D, BLOCK_D, BLOCK, False)
         highest, total, sums, group_highest, group_total, group_sums = fold_block(
             queries,
-            own_k,
-            own_v,
-            block,
-            k_token,
-            v_token,
-            offset,
-            first,
-            last_query,
-            position,
-            span,
+            next_k,
+            next_v,
+            None,
             scale,
-            size,
+            block % size == 0,
             highest,
             total,
             sums,
             group_highest,
             group_total,
             group_sums,
-            D,
-            BLOCK_D,
-            BLOCK,
             SINGLE,
-            False,
         )
     for block in tl.range(partial, last_query // BLOCK + 1, num_stages=STAGES):
+        next_k = load_keys(own_k, block, k_token, offset, first, last_query, D, BLOCK_D, BLOCK, True)
+        next_v = load_keys(own_v, block, v_token, offset, first, last_query, D, BLOCK_D, BLOCK, True)
         highest, total, sums, group_highest, group_total, group_sums = fold_block(
             queries,
-            own_k,
-            own_v,
-            block,
-            k_token,
-            v_token,
-            offset,
-            first,
-            last_query,
-            position,
-            span,
+            next_k,
+            next_v,
+            visible(position, block, span, BLOCK),
             scale,
-            size,
+            block % size == 0,
             highest,
             total,
             sums,
             group_highest,
             group_total,
             group_sums,
-            D,
-            BLOCK_D,
-            BLOCK,
             SINGLE,
-            True,
         )
     if not SINGLE:
         highest, total, sums = folded(highest, total, sums, group_highest, group_total, group_sums)

@@ -1,7 +1,7 @@
 """Products with a matrix: `eight_rows` for up to eight rows of 16 bits, `few_rows` for more, `many_rows` for prompts.
 
-All three give a row the same bits. The columns K are cut into SLICES of LENGTH columns, a property of the matrix. Within
-a slice the matrix units add up 16 columns after 16 into one accumulator, whatever the tile; that a small and a large
+All three give a row the same bits. The columns K are cut into SLICES of LENGTH columns, a property of the matrix. In a
+slice the matrix units add up 16 columns after 16 into one accumulator, whatever the tile; that a small and a large
 matrix instruction agree on this is not documented, so it is checked on each device (`ops/gpu_check.py`). The sums of
 the slices are added one after the other.
 
@@ -77,7 +77,7 @@ def few_rows(
     bias,
     residual,  # [B, N]
     out,  # [B, N]
-    sums,  # float32 [SLICES, B, N]
+    sums,  # float32 [SLICES, B, N]; where GATED, as much again for the other half
     finished,  # int32, one for each block of out: programs that are done, 0 before and after
     B,
     N,
@@ -90,7 +90,7 @@ def few_rows(
     EVEN: tl.constexpr,  # whether blocks divide N, and slices K
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,  # not with SLICES
+    GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -102,7 +102,7 @@ def few_rows(
     next_out=None,  # [B, N]: out by that weight
     next_squares=None,  # float32 [B, blocks of N]
     OFFSET: tl.constexpr = 0.0,
-    EARLY: tl.constexpr = False,  # whether the first weights are loaded before the wait; not with GATED
+    EARLY: tl.constexpr = False,  # whether the last weights are loaded before the wait; not with GATED
 ):
     let_next_start(PDL)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -116,11 +116,11 @@ def few_rows(
     places = row[None, :] * N + column[:, None]
     inside = fed[None, :] & exists[:, None]
     STEPS: tl.constexpr = LENGTH // BLOCK_K
-    begin = piece * STEPS
+    end = (piece + 1) * STEPS
     if EARLY:
-        early_k = begin * BLOCK_K
+        end -= 1
+        early_k = end * BLOCK_K
         early = load_block(first + early_k, exists, early_k + at < K, EVEN)
-        begin += 1
     biases = ()
     if BIAS:
         biases = load_biases(bias, column, exists, N, GATED)
@@ -137,19 +137,24 @@ def few_rows(
     up = y
     if EARLY:
         early_vectors = tl.load(vectors + early_k, fed[:, None] & (early_k + at < K)[None, :], 0.0)
-        y = tl.dot(early, early_vectors.T, y, input_precision="ieee")
-    for step in tl.range(begin, (piece + 1) * STEPS, num_stages=STAGES):
+    for step in tl.range(piece * STEPS, end, num_stages=STAGES):
         k = step * BLOCK_K
         real = k + at < K
         turned = tl.load(vectors + k, fed[:, None] & real[None, :], 0.0).T
         y = tl.dot(load_block(first + k, exists, real, EVEN), turned, y, input_precision="ieee")
         if GATED:
             up = tl.dot(load_block(second + k, exists, real, EVEN), turned, up, input_precision="ieee")
+    if EARLY:
+        y = tl.dot(early, early_vectors.T, y, input_precision="ieee")
     if SLICES > 1:
         tl.store(sums + piece * B * N + places, y, inside)
+        if GATED:
+            tl.store(sums + (SLICES + piece) * B * N + places, up, inside)
         if not is_last(finished + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), SLICES):
             return
         y = joined(sums + places, inside, B * N, SLICES)
+        if GATED:
+            up = joined(sums + SLICES * B * N + places, inside, B * N, SLICES)
     if squares is not None:
         scale = norm_scale(tree_sum(squares_of), K, EPS)[None, :]
     summed = (y, up) if GATED else (y,)

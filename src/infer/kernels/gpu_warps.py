@@ -44,8 +44,10 @@ def as_values(tile, BLOCK: tl.constexpr, WARPS: tl.constexpr):
 def load_halves(first, there, D: tl.constexpr):
     """The tiles of the first half of a head's columns, and of the second. there: None if all are."""
     if there is None:
-        return tl.load(first), tl.load(first + D // 2)
-    return tl.load(first, there, 0.0), tl.load(first + D // 2, there, 0.0)
+        halves = (tl.load(first), tl.load(first + D // 2))
+    else:
+        halves = (tl.load(first, there, 0.0), tl.load(first + D // 2, there, 0.0))
+    return halves
 
 
 @triton.jit

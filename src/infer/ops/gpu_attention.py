@@ -20,7 +20,8 @@ from infer.ops.table import alignment
 
 GROUPS = 64  # of blocks of keys, about: what a query's keys are folded in
 BLOCK = {2: 64, 4: 32}  # keys of a block, by bytes of a number
-QUERIES = {2: 128, 4: 32}  # heads of queries that a program attends with, where a prompt has as many
+QUERIES = {2: 64, 4: 32}  # heads of queries that a program attends with, where a prompt has as many
+STAGES = 3  # blocks of keys on their way at once, where memory allows
 BUSY = 1024  # programs that keep a GPU busy with keys
 HEADS = 8  # that a program prepares
 
@@ -160,8 +161,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None,
             **late(pdl),
         )
     elif out.numel():
-        most = QUERIES[q.element_size()] // (2 if shape["BLOCK_D"] > 128 and q.element_size() == 2 else 1)
-        queries = max(1, min(most // group, shape["BLOCK"] * GROUPS))  # so that all fold as many blocks
+        queries = max(
+            1, min(QUERIES[q.element_size()] // group, shape["BLOCK"] * GROUPS)
+        )  # so that all fold as many blocks
         kernels.gpu_modules().attention.attend_many[(-(-n // queries) + 1, kv_heads, batch)](
             q,
             k,
@@ -178,7 +180,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None,
             SINGLE=_blocks(end, window, shape["BLOCK"]) <= GROUPS,
             WINDOWED=window is not None,
             STAGES=_stages(queries * group, shape, q),
-            num_warps=4 if q.element_size() == 4 else 8,
+            num_warps=4 if size <= 128 else 8,
             **shape,
             **UNFUSED,
             **late(pdl),
@@ -267,7 +269,7 @@ def _stages(rows: int, shape: dict[str, int], q: Tensor) -> int:
     size = q.element_size()
     kept = rows * (shape["BLOCK_D"] + shape["BLOCK"]) * size + 8192
     block = 2 * shape["BLOCK"] * shape["BLOCK_D"] * size
-    return max(1, min(2, (shared_memory(q.device) - kept) // block))
+    return max(1, min(STAGES, (shared_memory(q.device) - kept) // block))
 
 
 def _pieces(batch: int, kv_heads: int, shape: dict[str, int], group: int, device: torch.device) -> Tensor:

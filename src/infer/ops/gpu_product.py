@@ -261,11 +261,11 @@ def _held(linear: Linear, x: Tensor, gated: bool) -> Held | None:
     if not gpu_check.instructions_agree(x.device, x.dtype):
         return None
     slices, length = slices_of(linear), length_of(linear)
-    high = 8 if slices <= 2 and n * slices <= 2 * ROWS and k >= 2048 else 16
-    steps = 4
+    high = 8 if n < 2048 or (slices <= 2 and n * slices <= 2 * ROWS and k >= 2048) else 16
+    steps, columns = (2, 512) if gated else (4, 1024 if high == 8 else 512)
     while length % (32 * steps):
         steps //= 2
-    return Held(high, 1, steps, (1024 if high == 8 else 512) // (32 * steps))
+    return Held(high, 1, steps, columns // (32 * steps))
 
 
 def _eight_rows(tensors: Sequence[Tensor], n: int, blocks: int, held: Held, options: dict[str, Any]) -> None:
@@ -293,13 +293,13 @@ def _few_rows(tensors: Sequence[Tensor], finished: Tensor | None, n: int, blocks
     size, stages = (256, 3) if slices > 1 and rows <= 32 else (128, 4 if rows <= 32 else 3)
     if x.element_size() == 4:
         size, stages = 32, 2
-    while length % size:
-        size //= 2
-    early = slices > 1 and length > size and (not options["RESIDUAL"] or length > 1024)  # what was fastest on an H200
+    size = _block(size, length)
+    early = slices > 1 and not gated and (not options["RESIDUAL"] or length > 1024)  # what was fastest on an H200
     column = (BLOCK_N * (2 if gated else 1) + rows) * x.element_size()
     while size * (stages + early) * column > shared_memory(x.device):
         size //= 2
-    sums = torch.empty(slices if slices > 1 else 0, batch, n, dtype=torch.float32, device=x.device)
+    kept = (2 if gated else 1) * slices if slices > 1 else 0
+    sums = torch.empty(kept, batch, n, dtype=torch.float32, device=x.device)
     if finished is None:
         finished = torch.zeros(blocks, dtype=torch.int32, device=x.device)
     kernels.gpu_modules().rows.few_rows[(blocks, 1, slices)](
@@ -388,11 +388,10 @@ def _many_rows(x: Tensor, linear: Linear, pdl: bool) -> Tensor:
     rows, (n, k) = x.shape[0], weight.shape
     slices, length = slices_of(linear), length_of(linear)
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    block_b, block_n, block_k, stages, warps = 128, 128 if slices > 1 else 256, 64, 3, 8
+    block_b, block_n, block_k, stages, warps = (128, 128, 64, 4, 8) if slices > 1 else (128, 256, 64, 3, 8)
     if x.element_size() == 4:
         block_b, block_n, block_k, stages, warps = 64, 64, 32, 2, 4
-    while length % block_k:
-        block_k //= 2
+    block_k = _block(block_k, length)
     kernels.gpu_modules().rows.many_rows[(-(-n // block_n) * -(-rows // block_b),)](
         x,
         weight,
@@ -413,6 +412,16 @@ def _many_rows(x: Tensor, linear: Linear, pdl: bool) -> Tensor:
         **late(pdl),
     )
     return out
+
+
+def _block(most: int, length: int) -> int:
+    """Columns that are multiplied at a time: at least two blocks are a slice.
+
+    Of a single one, Triton would make what the product is added to the first term of its sum: other bits.
+    """
+    while length % most or most == length:
+        most //= 2
+    return most
 
 
 def _stages(most: int, size: int, device: torch.device) -> int:

@@ -1,0 +1,75 @@
+"""GPU kernels launched again without Triton's own launcher, which takes tens of microseconds to look a kernel up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+
+def quick(modules: SimpleNamespace) -> SimpleNamespace:
+    """Modules of kernels that keep what was compiled. Triton's interpreter compiles nothing."""
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return modules
+    return SimpleNamespace(**{name: _Module(module) for name, module in vars(modules).items()})
+
+
+class _Module:
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if hasattr(found, "warmup"):  # a kernel
+            found = Kernel(found)
+            setattr(self, name, found)
+        return found
+
+
+class Kernel:
+    """A Triton kernel: kernel[grid](*args, **options) launches it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Any, Any] = {}
+        self._unspecialized = [parameter.do_not_specialize for parameter in kernel.params]
+        self._defaults = {p.name: p.default if p.has_default else None for p in kernel.params}
+        self._names = [parameter.name for parameter in kernel.params]
+
+    def warmup(self, *args: Any, **options: Any) -> Any:
+        return self._kernel.warmup(*args, **options)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            key = (
+                args[0].device.index,
+                *map(_kind, args, self._unspecialized),
+                *(
+                    (name, _kind(value, False) if isinstance(value, Tensor) else value)
+                    for name, value in options.items()
+                ),
+            )
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                found = self._kernel[grid](*args, **options)
+                if hasattr(found, "run"):  # else a hook of Triton's took it over
+                    self._compiled[key] = found
+                return
+            others = [options.get(name, self._defaults[name]) for name in self._names[len(args) :]]
+            compiled[(*grid, 1, 1)[:3]](*args, *others)
+
+        return launch
+
+
+def _kind(value: Any, unspecialized: bool) -> Any:
+    """What Triton compiles another kernel for."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        wide = not -(2**31) <= value < 2**31
+        return wide if unspecialized else (wide, value == 1, value % 16 == 0)
+    return type(value)
