@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ def matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products add up 16 columns at once, in any order, to what there is; of float32, one after the other.
 
     numpy's own order depends on the number of rows. In 16 bits, sums in float64 are as good as exact, so that those of
-    `eight_rows` may come in another order. bfloat16, which numpy does not have, is rounded as a GPU rounds it.
+    `eight_rows` may come in another order; then few digits are kept, so that another order of the 16s shows.
+    bfloat16, which numpy does not have, is rounded as a GPU rounds it.
     """
 
     def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
@@ -28,6 +30,8 @@ def matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
         for k in range(0, left.shape[-1], step):
             terms = left[..., k : k + step] @ right[..., k : k + step, :]
             out = (out.astype(np.float64) + terms).astype(np.float32)
+            if step > 1:
+                out = ((out.view(np.uint32) + 0x800) & 0xFFFFF000).view(np.float32)
         return interpreter.TensorHandle(out, d.dtype.scalar)
 
     def cast(self: Any, x: Any, to: Any) -> Any:
@@ -43,8 +47,12 @@ def matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
 
 
-def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without looking through all of Triton's language at each call of a function within a kernel: twice as fast."""
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without two habits that take most of the time.
+
+    At each call of a function within a kernel, all of Triton's language is looked through for what is yet to be
+    patched; and all additions of whole numbers are made twice, for the sake of overflows.
+    """
 
     def patch(fn: Any) -> Any:
         if any(tl.core.is_builtin(module.load) for module in seen(fn)):
@@ -57,6 +65,8 @@ def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     before = interpreter._patch_lang
     monkeypatch.setattr(interpreter, "_patch_lang", patch)
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
 
 
 def wide(x: Any) -> Any:
