@@ -127,15 +127,6 @@ def normed(
 
 
 @triton.jit
-def normed_by(x, weight, scale, dtype, PARTS: tl.constexpr, OFFSET: tl.constexpr):
-    """An RMSNorm whose scale is known."""
-    out = ()
-    for i in tl.static_range(len(PARTS)):
-        out = out + ((x[i] * scale * (weight[i] + OFFSET)).to(dtype).to(tl.float32),)
-    return out
-
-
-@triton.jit
 def added(x, carried, dtype, PARTS: tl.constexpr):
     out = ()
     for i in tl.static_range(len(PARTS)):

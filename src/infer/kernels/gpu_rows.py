@@ -15,16 +15,7 @@ import triton
 import triton.language as tl
 
 from infer.kernels.gpu_launch import is_last, let_next_start, wait_for_previous
-from infer.kernels.gpu_product import (
-    added,
-    finished_sums,
-    load_parts,
-    norm_scale,
-    normed_by,
-    squared,
-    store_parts,
-    tree_sum,
-)
+from infer.kernels.gpu_product import finished_sums, norm_scale, tree_sum
 
 
 @triton.jit
@@ -55,8 +46,7 @@ def load_squares(squares, row, fed, SQUARES: tl.constexpr, PADDED: tl.constexpr)
 @triton.jit
 def store_prepared(y, weights, next_out, next_squares, places, inside, row, fed):
     """What is stored of out [N, B] for its norm: by the norm's weights, and the sum of this program's squares."""
-    if next_out is not None:
-        tl.store(next_out + places, (y * weights).to(next_out.dtype.element_ty), inside)
+    tl.store(next_out + places, (y * weights).to(next_out.dtype.element_ty), inside)
     of_row = tree_sum(tl.where(inside, y * y, 0.0))
     tl.store(next_squares + row * tl.num_programs(0) + tl.program_id(0), of_row, fed)
 
@@ -239,7 +229,7 @@ def eight_rows(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
-    squares=None,  # as for `few_rows`; with after_weight, those of x
+    squares=None,  # as for `few_rows`
     SQUARES: tl.constexpr = 0,
     PADDED: tl.constexpr = 0,
     EPS: tl.constexpr = 0.0,
@@ -247,11 +237,6 @@ def eight_rows(
     next_out=None,
     next_squares=None,
     OFFSET: tl.constexpr = 0.0,
-    after_weight=None,  # [K]: x is normed by it, added to `carried`, and that prepared for the norm of norm_weight
-    carried=None,  # [K]; for a single row
-    carried_out=None,  # [K]: where the sum is kept for later
-    norm_weight=None,  # [K]
-    PARTS: tl.constexpr = None,
 ):
     """For at most eight rows, of 16 bits an element.
 
@@ -280,7 +265,6 @@ def eight_rows(
     biases = ()
     if BIAS:
         biases = load_biases(bias, column, present, N, GATED)
-    next_weights = None
     if next_weight is not None:
         next_weights = tl.load(next_weight + column, present, 0.0).to(tl.float32)[:, None] + OFFSET
     wait_for_previous(PDL)
@@ -294,15 +278,6 @@ def eight_rows(
     if squares is not None:
         squares_of = load_squares(squares, row, fed, SQUARES, PADDED)
     dtype: tl.constexpr = x.dtype.element_ty
-    if after_weight is not None:
-        after_scale = norm_scale(tl.sum(tl.where(row == 0, tree_sum(squares_of), 0.0), 0), K, EPS)
-        whole = normed_by(
-            load_parts(x, PARTS, K), load_parts(after_weight, PARTS, K), after_scale, dtype, PARTS, OFFSET
-        )
-        whole = added(whole, load_parts(carried, PARTS, K), dtype, PARTS)
-        if tl.program_id(0) == 0:
-            store_parts(carried_out, whole, PARTS, K)
-        scale = norm_scale(squared(whole, PARTS), K, EPS)
     chunks = load_chunks(chunks, first, exists, k, K, SIZE, EVEN, HELD, AHEAD)
     sums = tl.zeros((WARPS, 16, 8), tl.float32)
     for i in tl.static_range(CHUNKS):
@@ -310,19 +285,10 @@ def eight_rows(
             vectors = load_vectors(vectors, from_x, of_x < B, x_k, K, SIZE, i + VECTORS_AHEAD, i + VECTORS_AHEAD + 1)
         if i + AHEAD >= HELD and i + AHEAD < CHUNKS:
             chunks = load_chunks(chunks, first, exists, k, K, SIZE, EVEN, i + AHEAD, i + AHEAD + 1)
-        vector = vectors[i]
-        if after_weight is not None:
-            real = (of_x < B) & (i * SIZE + x_k < K)
-            own = tl.load(after_weight + i * SIZE + x_k, real, 0.0).to(tl.float32)
-            before = tl.load(carried + i * SIZE + x_k, real, 0.0).to(tl.float32)
-            following = tl.load(norm_weight + i * SIZE + x_k, real, 0.0).to(tl.float32)
-            vector = (vector.to(tl.float32) * after_scale * (own + OFFSET)).to(dtype).to(tl.float32)
-            vector = (vector + before).to(dtype).to(tl.float32)
-            vector = (vector * (following + OFFSET)).to(dtype)
         if HIGH == 16:
-            sums = tl.dot(as_first_factor(chunks[i], STEPS, WARPS), as_second_factor(vector, STEPS, WARPS, 8), sums)
+            sums = tl.dot(as_first_factor(chunks[i], STEPS, WARPS), as_second_factor(vectors[i], STEPS, WARPS, 8), sums)
         else:
-            twice = as_first_factor(repeated(vector, STEPS), STEPS, WARPS)
+            twice = as_first_factor(repeated(vectors[i], STEPS), STEPS, WARPS)
             sums = tl.dot(twice, as_second_factor(chunks[i], STEPS, WARPS, 8), sums)
     if HIGH == 8:
         once = tl.max(tl.reshape(sums, (WARPS, 2, 8, 8)), 1)  # of two that are the same, in one thread
@@ -333,11 +299,11 @@ def eight_rows(
         summed = (gate, up)
     else:
         summed = (tl.reshape(totals, (ROWS, 8)),)
-    if squares is not None and after_weight is None:
+    if squares is not None:
         scale = norm_scale(tree_sum(squares_of), K, EPS)[None, :]
     rounded = finished_sums(summed, dtype, scale, biases, addend, ACTIVATION).to(dtype)
     tl.store(out + places, rounded, inside)
-    if next_squares is not None:
+    if next_weight is not None:
         store_prepared(rounded.to(tl.float32), next_weights, next_out, next_squares, places, inside, row, fed)
 
 

@@ -68,7 +68,6 @@ class Residual(NamedTuple):
     x: Tensor
     added: Tensor | None = None
     after: Norm | None = None
-    added_squares: Tensor | None = None  # of `added`, as in `Normed`
     normed: Normed | None = None  # for the norm that follows
 
 
@@ -88,26 +87,11 @@ def normed_product(
     pdl: bool = False,
 ) -> tuple[Tensor, Residual]:
     """activation(W norm(residual) + b), where gated times the second half of W's rows; and the residual, complete."""
-    x, added, after, added_squares, normed = residual
-    if normed is not None:
-        out = product(linear, normed, finished, eps=norm.eps, activation=activation, gated=gated, pdl=pdl)[0]
-        return out, Residual(x)
-    if added is not None and after is not None and added_squares is not None and holds(linear, x, gated):
-        complete = torch.empty_like(x)
-        carried = {
-            "after_weight": after.weight,
-            "carried": x,
-            "carried_out": complete,
-            "norm_weight": norm.weight,
-            "PARTS": in_parts(x.shape[1]),
-            "OFFSET": norm.offset,
-        }
-        vectors = Normed(added, added_squares)
-        out = product(linear, vectors, finished, carried, eps=norm.eps, activation=activation, gated=gated, pdl=pdl)[0]
-        return out, Residual(complete)
-    normed, complete = normed_rows(x, norm, added, after, pdl=pdl)
-    out = product(linear, normed, finished, eps=norm.eps, activation=activation, gated=gated, pdl=pdl)[0]
-    return out, Residual(complete)
+    x, added, after, normed = residual
+    if normed is None:
+        normed, x = normed_rows(x, norm, added, after, pdl=pdl)
+    out, _ = product(linear, normed, finished, eps=norm.eps, activation=activation, gated=gated, pdl=pdl)
+    return out, Residual(x)
 
 
 def added_product(
@@ -121,12 +105,10 @@ def added_product(
     pdl: bool = False,
 ) -> Residual:
     """W x + b, added to the residual; or yet to be normed by `after`, and added then. norm: what follows."""
-    behind = scales_behind(norm, x.dtype)
     if after is not None:
-        squares = behind and x.shape[0] == 1 and holds(linear, x)
-        out, normed = product(linear, Normed(x), finished, squares=squares, pdl=pdl)
-        return Residual(residual.x, out, after, None if normed is None else normed.squares)
-    out, normed = product(linear, Normed(x), finished, addend=residual.x, norm=norm if behind else None, pdl=pdl)
+        return Residual(residual.x, product(linear, Normed(x), finished, pdl=pdl)[0], after)
+    following = norm if scales_behind(norm, x.dtype) else None
+    out, normed = product(linear, Normed(x), finished, addend=residual.x, norm=following, pdl=pdl)
     return Residual(out, normed=normed)
 
 
@@ -179,19 +161,16 @@ def product(
     linear: Linear,
     vectors: Normed,
     finished: Tensor | None,
-    carried: dict[str, Any] | None = None,
     *,
     eps: float = 0.0,
     addend: Tensor | None = None,
     norm: Norm | None = None,
-    squares: bool = False,
     activation: str = "",
     gated: bool = False,
     pdl: bool = False,
 ) -> tuple[Tensor, Normed | None]:
-    """activation(scale W x + b) [times the other half of W's rows] [+ addend]; and that again for the norm, or squares.
+    """activation(scale W x + b) [times the other half of W's rows] [+ addend]; and that for the norm that follows.
 
-    norm: that follows the result. squares: whether those of the result are asked for. carried: see `eight_rows`.
     finished: counters, all zero; made here where there are none.
     """
     x = vectors.x
@@ -214,7 +193,6 @@ def product(
         "GATED": gated,
         "ACTIVATION": activation,
         "EPS": eps,
-        **(carried or {}),
         **UNFUSED,
         **late(pdl),
     }
@@ -223,25 +201,17 @@ def product(
         options |= {"squares": vectors.squares, "SQUARES": parts, "PADDED": next_power(parts)}
     blocks = -(-n // (held.high * held.blocks if held is not None else BLOCK_N))
     following = None
-    if norm is not None or squares:
-        following = Normed(
-            out if norm is None else torch.empty_like(out),
-            torch.empty(rows, blocks, dtype=torch.float32, device=x.device),
-        )
-        options["next_squares"] = following.squares
-    if norm is not None and following is not None:
-        options |= {"next_weight": norm.weight, "next_out": following.x, "OFFSET": norm.offset}
+    if norm is not None:
+        squares = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
+        following = Normed(torch.empty_like(out), squares)
+        options |= {"next_weight": norm.weight, "next_out": following.x, "next_squares": squares}
+        options["OFFSET"] = norm.offset
     tensors = x, weight, weight if bias is None else bias, x if addend is None else addend, out
     if held is not None:
         _eight_rows(tensors, n, blocks, held, options)
     else:
         _few_rows(tensors, finished, n, blocks, options)
     return out, following
-
-
-def holds(linear: Linear, x: Tensor, gated: bool = False) -> bool:
-    """Whether a single row, or few, are multiplied with weights that wait in registers."""
-    return _held(linear, x, gated) is not None
 
 
 class Held(NamedTuple):
