@@ -9,8 +9,6 @@ the same bits alone, among 8, and among all. Ratios under 1 mean that the kernel
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -124,18 +122,12 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="SmolLM2's shapes, without its head, and less time for each"
     )
-    parser.add_argument("--tile", help="another shape: floats of a register, rows of W, rows of x, as 16,4,8")
-    parser.add_argument("--pack", help="from how many rows of x on W is packed in float32; 100000: never")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 512])
     arguments = parser.parse_args()
     global SECONDS
     SECONDS = 0.1 if arguments.quick else SECONDS
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    for name, value in (("INFER_TILE", arguments.tile), ("INFER_PACK", arguments.pack)):
-        if value is not None:
-            os.environ[name] = value
-            os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp()  # what others have compiled is of another shape
     start = time.perf_counter()
     if kernels.cpu() is None:
         raise SystemExit("there are no kernels")

@@ -25,7 +25,6 @@ tenths of a logit.) What remains in floating point goes group by group in one or
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -78,7 +77,7 @@ from infer.kernels.cpu_tile import LANES, PANELS, W_ROWS, X_ROWS, multiply_tile
 WEIGHT = np.dtype([(name, np.int64) for name in ("kind", "at", "bias", "rows", "columns")])
 INT4, INT8, BFLOAT16, FLOAT32, FLOAT16 = 4, 8, 16, 32, 116
 NEAR, FAR = 32768, 262144  # bytes that stay in the first and in the second cache of most cores, with room to spare
-MANY = int(os.environ.get("INFER_PACK", "256"))  # rows of x that are worth packing W for
+MANY = 256  # rows of x that are worth packing W for
 MOST = 512  # rows of x in a part of the work
 PARTS, FEW_PARTS = 64, 256  # of the work: so many that all threads have as much, so few that each is worth handing out
 GROUP, TILE = 32, 4

@@ -12,7 +12,6 @@ and meets the same eight columns of W in both halves.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,9 +28,6 @@ LANES = 8
 
 def _shape() -> tuple[int, int, int]:
     """Floats of a register; rows of W and rows of x of the largest tile whose sums fit into registers."""
-    if "INFER_TILE" in os.environ:
-        width, w_rows, x_rows = map(int, os.environ["INFER_TILE"].split(","))
-        return width, w_rows, x_rows
     features = cpu_target.target_context.codegen().magic_tuple()[2]
     if "+avx512f" in features:
         return 16, 4, 12

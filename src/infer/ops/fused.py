@@ -103,7 +103,10 @@ def _norms_agree(blocks: Sequence[BlockParts], head: HeadParts) -> bool:
             pairs.append((block.q_norm, block.k_norm))
             if any(norm.centred or norm.bias is not None for norm in (block.q_norm, block.k_norm)):
                 return False
-    return all(after is None or (after.bias is None and _kind(after) == _kind(norm)) for after, norm in pairs)
+    return all(
+        after is None or (after.bias is None and not after.centred and _kind(after) == _kind(norm))
+        for after, norm in pairs
+    )
 
 
 def _constants(block: BlockParts) -> list[Any]:

@@ -39,7 +39,7 @@ def attend_step(
     """Store the new keys and values where the table says, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
     batch, size, group = qkv.shape[0], block.head_dim, next_power(block.heads // block.kv_heads)
     shape = _shape(block.heads, block.kv_heads, size, qkv.dtype, qkv.device)
-    if not _by_warps(shape, qkv):
+    if not _by_warps(shape, qkv, block.window):
         q, _, _ = prepare(block, qkv, positions, turned, table, pdl=pdl)
         return _attend_table(block, q, table, positions, finished, shape, group, pdl)
     out = torch.empty(batch, block.heads * size, dtype=qkv.dtype, device=qkv.device)
@@ -72,13 +72,14 @@ def attend_step(
     return out
 
 
-def _by_warps(shape: dict[str, int], qkv: Tensor) -> bool:
-    """Whether keys and values can wait in registers."""
+def _by_warps(shape: dict[str, int], qkv: Tensor, window: int | None) -> bool:
+    """Whether keys and values can wait in registers. A block wraps around a ring once at most."""
     return (
         qkv.element_size() == 2
         and shape["D"] in (64, 128)
         and shape["GROUP"] <= 8
         and shape["BLOCK"] == 64
+        and (window is None or window >= 64)
         and gpu_check.instructions_agree(qkv.device, qkv.dtype)
     )
 
