@@ -16,11 +16,11 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 
-def matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def matrix_units(monkeypatch: pytest.MonkeyPatch, *, coarse: bool = False) -> None:
     """Products add up 16 columns at once, in any order, to what there is; of float32, one after the other.
 
     numpy's own order depends on the number of rows. In 16 bits, sums in float64 are as good as exact, so that those of
-    `eight_rows` may come in another order; then few digits are kept, so that another order of the 16s shows.
+    `eight_rows` may come in another order. coarse: few digits are kept then, so that another order of the 16s shows.
     bfloat16, which numpy does not have, is rounded as a GPU rounds it.
     """
 
@@ -30,7 +30,7 @@ def matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
         for k in range(0, left.shape[-1], step):
             terms = left[..., k : k + step] @ right[..., k : k + step, :]
             out = (out.astype(np.float64) + terms).astype(np.float32)
-            if step > 1:
+            if coarse and step > 1:
                 out = ((out.view(np.uint32) + 0x800) & 0xFFFFF000).view(np.float32)
         return interpreter.TensorHandle(out, d.dtype.scalar)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,8 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
 
+from interpreted import hurried, matrix_units, poison  # noqa: E402
+
 from infer import kernels  # noqa: E402
 from infer.cache.base import BaseCache, Cache  # noqa: E402
 from infer.cache.batch import BatchCache  # noqa: E402
@@ -25,7 +26,7 @@ from infer.cache.simple import KVCache  # noqa: E402
 from infer.cache.sliding import SlidingCache  # noqa: E402
 from infer.config import RopeConfig  # noqa: E402
 from infer.models.common import Decoder  # noqa: E402
-from infer.ops import fused, gpu_attention, gpu_product, prompt  # noqa: E402
+from infer.ops import fused, gpu_attention, gpu_check, gpu_product  # noqa: E402
 from infer.ops.activation import ACTIVATIONS  # noqa: E402
 from infer.ops.linear import Linear  # noqa: E402
 from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm  # noqa: E402
@@ -40,14 +41,23 @@ pytestmark = pytest.mark.skipif(
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
 BLOCK_S = 16
 TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 3e-3), torch.bfloat16: (3e-2, 2e-2)}
-# Triton's interpreter multiplies matrices of bfloat16 as if they were integers.
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 EVERY_BATCH = pytest.mark.parametrize(
     ("batch", "dtype"),
-    [*((batch, torch.float32) for batch in (1, 2, 17, 33)), *((b, dtype) for dtype in DTYPES[1:] for b in (1, 2, 9))],
+    [
+        (1, torch.float32),
+        (17, torch.float32),
+        *((b, dtype) for dtype in DTYPES[1:] for b in (1, 2, 9)),
+        (17, torch.float16),
+    ],
     ids=str,
 )
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_product, "FEW", 16)
 
 
 @pytest.fixture(autouse=True)
@@ -56,23 +66,17 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
     monkeypatch.setattr("infer.ops.rowwise.can_attend", lambda *_: False)
     monkeypatch.setattr("infer.ops.fused.available", lambda *_: False)
-    share_keys(monkeypatch, 8)  # the interpreter takes long for more
+    poison(monkeypatch, fused, gpu_attention, gpu_product)
+    share_keys(monkeypatch, 8)
+    if DEVICE.type == "cpu":
+        matrix_units(monkeypatch)
+        hurried(monkeypatch)
 
 
-def share_keys(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
-    monkeypatch.setattr(gpu_attention, "shape", lambda *_: gpu_attention.Shape(BLOCK_S, 2, 4, programs))
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels are to write is NaN before, so that whatever they leave out, or read too early, shows."""
-
-    def empty(*shape: int, **options: Any) -> Tensor:
-        return torch.full(shape, torch.nan, **options)
-
-    changed = {"empty": empty, "empty_like": lambda x: torch.full_like(x, torch.nan)}
-    for module in (fused, gpu_attention, gpu_product):
-        monkeypatch.setattr(module, "torch", SimpleNamespace(**vars(torch) | changed))
+def share_keys(monkeypatch: pytest.MonkeyPatch, programs: int, groups: int = 16) -> None:
+    monkeypatch.setattr(gpu_attention, "BLOCK", {2: BLOCK_S, 4: BLOCK_S})
+    monkeypatch.setattr(gpu_attention, "GROUPS", groups)
+    monkeypatch.setattr(gpu_attention, "BUSY", programs)
 
 
 @pytest.fixture
@@ -142,15 +146,16 @@ PRODUCTS = [
     (96, 7, "zero_centred", "", False, False, True),
     (77, 4, "zero_centred", "gelu_tanh", True, False, True),
     (32, 1, "rms", "", False, True, True),
-    (61, 3, "layer_without_bias", "gelu", True, True, True),
+    (61, 3, "layer_without_bias", "gelu", True, True, False),
 ]
 
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=str)
 @EVERY_BATCH
+@pytest.mark.usefixtures("few")
 @torch.inference_mode()
 def test_a_product_of_what_is_normed(case: Any, batch: int, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """One row, and few: with the norm in the product, or in `norm_rows` before it."""
+    """One row, few, and many: with the norm's scale behind the product, or all of it in `norm_rows` before."""
     k, n, kind, activation, gated, bias, after = case
     linear = randomised(Linear(k, n * (2 if gated else 1), bias=bias), generator, dtype)
     norm = randomised(NORMS[kind](k), generator, dtype)
@@ -180,6 +185,7 @@ def test_a_product_of_what_is_normed(case: Any, batch: int, dtype: torch.dtype, 
 
 @EVERY_BATCH
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.usefixtures("few")
 @torch.inference_mode()
 def test_a_product_that_is_added(batch: int, bias: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
     linear = randomised(Linear(77, 13, bias=bias), generator, dtype)
@@ -196,33 +202,30 @@ def test_a_product_that_is_added(batch: int, bias: bool, dtype: torch.dtype, gen
 
 
 @pytest.mark.parametrize(
-    ("batch", "k", "n"),
+    ("batch", "k", "n", "slices"),
     [
-        (2, 1030, 70),  # shared by programs, and nothing divides it
-        (3, 2048, 128),  # shared evenly
-        (130, 1025, 66),  # in several blocks of rows besides
-        (5, 96, 64),
-        (2, 4100, 70),
+        (2, 530, 70, 2),  # shared by programs, and nothing divides it
+        (3, 512, 128, 4),  # shared evenly
+        (130, 525, 66, 8),  # by a kernel for many
+        (5, 96, 64, 1),
+        (130, 96, 70, 1),
     ],
 )
-@pytest.mark.parametrize("processors", [gpu_product.PROCESSORS, 8], ids=["", "few processors"])
 @torch.inference_mode()
-def test_a_product_in_blocks(
-    batch: int, k: int, n: int, processors: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With few processors, the programs that share columns have more of them, and begin with weights at hand."""
-    monkeypatch.setattr(gpu_product, "PROCESSORS", processors)
+def test_a_product_in_slices(batch: int, k: int, n: int, slices: int, generator: torch.Generator) -> None:
     linear = randomised(Linear(k, n, bias=True), generator, torch.float32)
+    linear.slices = slices
     x, carried = random(generator, torch.float32, batch, k), random(generator, torch.float32, batch, n)
-    finished, norm = counters(256), RMSNorm(n, 1e-5).to(DEVICE)
+    finished = counters(256)
     for _ in range(2):
-        got = gpu_product.added_product(linear, x, gpu_product.Residual(carried), None, norm, finished).x
+        got, _ = gpu_product.product(linear, gpu_product.Normed(x), finished, addend=carried)
         torch.testing.assert_close(got, linear(x) + carried, atol=1e-3, rtol=1e-4)
         assert not finished.any()
 
 
 @pytest.mark.parametrize(("gated", "dtype"), [(True, torch.float32), *((False, dtype) for dtype in DTYPES)], ids=str)
-@pytest.mark.parametrize(("batch", "k", "n"), [(2, 40, 13), (7, 1030, 150), (130, 64, 128)])
+@pytest.mark.parametrize(("batch", "k", "n"), [(2, 40, 13), (7, 270, 150), (17, 64, 128)])
+@pytest.mark.usefixtures("few")
 def test_a_norm_between_two_products(
     batch: int, k: int, n: int, gated: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
@@ -232,7 +235,7 @@ def test_a_norm_between_two_products(
     second = randomised(Linear(n, 24, bias=True), generator, dtype)
     x, carried = random(generator, dtype, batch, k), random(generator, dtype, batch, n)
     residual = gpu_product.added_product(first, x, gpu_product.Residual(carried), None, norm, counters(256))
-    assert (residual.prepared is None) == (dtype is torch.float16)
+    assert (residual.normed is None) == (dtype is torch.float16)
     activation = "silu" if gated else ""
     got, after = gpu_product.normed_product(second, residual, norm, counters(256), activation=activation, gated=gated)
     assert after.x is residual.x
@@ -244,36 +247,38 @@ def test_a_norm_between_two_products(
     close(got, expected.to(dtype))
 
 
-# K, N, gated, bias; then warps, tiles held and ahead, and chains, or None where the sizes are to say.
+# K, N, slices, gated, bias; then rows of a warp, blocks, loads of a chunk, and chunks held; None where the sizes say.
 OF_EIGHT = [
-    (256, 48, False, False, (2, 2, 2, 1)),
-    (256, 48, True, True, (2, 1, 3, 2)),  # more ahead than held
-    (300, 37, True, True, (4, 3, 1, 2)),  # nothing divides it
-    (300, 37, False, True, (1, 10, 4, 3)),
-    (64, 16, True, False, (2, 1, 1, 2)),  # fewer tiles than chains
-    (1030, 21, True, False, None),
-    (2060, 21, False, True, None),
-    (4200, 16, False, False, None),
+    (256, 48, 1, False, False, (16, 1, 2, 2)),
+    (256, 48, 2, True, True, (16, 1, 1, 1)),
+    (300, 37, 1, True, True, (8, 1, 1, 3)),  # nothing divides it
+    (300, 37, 2, False, True, (8, 2, 1, 10)),  # more than there are
+    (256, 20, 1, True, False, (16, 2, 4, 1)),
+    (256, 21, 8, True, False, None),
+    (520, 21, 4, False, True, None),
+    (2100, 16, 1, False, False, None),
 ]
 
 
 @pytest.mark.parametrize("case", OF_EIGHT, ids=str)
-@pytest.mark.parametrize(("batch", "dtype"), [(b, dtype) for dtype in DTYPES[1:] for b in (2, 5, 8)], ids=str)
+@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float16), (5, torch.bfloat16), (8, torch.float16)], ids=str)
 @torch.inference_mode()
 def test_a_product_of_up_to_eight_rows(
     case: Any, batch: int, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prepared for a norm, in float16 too: the numbers are small."""
-    k, n, gated, bias, tiles = case
-    if tiles is not None:
-        monkeypatch.setattr(gpu_product, "_tiles_of_eight", lambda *_: tiles)
+    k, n, slices, gated, bias, sizes = case
+    if sizes is not None:
+        monkeypatch.setattr(gpu_product, "_held", lambda *_: gpu_product.Held(*sizes))
     monkeypatch.delattr(gpu_product, "_few_rows")  # it is not what is tested
     linear = randomised(Linear(k, n * (2 if gated else 1), bias=bias), generator, dtype)
+    linear.weight.div_(k**0.5)
+    linear.slices = slices
     x, carried = random(generator, dtype, batch, k), random(generator, dtype, batch, n)
     norm = randomised(ZeroCentredRMSNorm(n, 1e-5), generator, dtype)
     activation = "silu" if gated else ""
-    y, prepared = gpu_product._several_rows(
-        linear, x, None, counters(), activation, gated, False, addend=carried, norm=norm
+    y, prepared = gpu_product.product(
+        linear, gpu_product.Normed(x), None, addend=carried, norm=norm, activation=activation, gated=gated
     )
     expected = x.float() @ linear.weight.float().T + (linear.bias.float() if bias else 0)
     if gated:
@@ -281,16 +286,15 @@ def test_a_product_of_up_to_eight_rows(
         expected = torch.nn.functional.silu(gate) * up
     close(y, (expected + carried).to(dtype))
     assert prepared is not None
+    assert prepared.squares is not None
     close(prepared.x, (y.float() * (1 + norm.weight.float())).to(dtype))
     torch.testing.assert_close(prepared.squares.sum(1), y.float().square().sum(1))
-    second = randomised(Linear(n, 20), generator, dtype)
-    got, _ = gpu_product._several_rows(second, *prepared, counters(), "", False, False, eps=norm.eps)
-    close(got, (norm(y.float()) @ second.weight.float().T).to(dtype))
 
 
 @pytest.mark.parametrize(
     ("batch", "dtype", "n", "k", "eight"),
     [
+        (1, torch.bfloat16, 28672, 8192, True),
         (2, torch.bfloat16, 8192, 2048, True),
         (8, torch.float16, 2048, 8192, True),
         (9, torch.bfloat16, 2048, 2048, False),
@@ -301,13 +305,11 @@ def test_a_product_of_up_to_eight_rows(
 def test_which_products_are_of_eight_rows(
     batch: int, dtype: torch.dtype, n: int, k: int, eight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used: list[str] = []
-    for name in ("_few_rows", "_eight_rows"):
-        monkeypatch.setattr(gpu_product, name, lambda *_, name=name: used.append(name))
     with torch.device("meta"):
         linear, x = Linear(k, n).to(dtype), torch.empty(batch, k, dtype=dtype)
-    gpu_product._several_rows(linear, x, None, x, "", False, False)
-    assert used == ["_eight_rows" if eight else "_few_rows"]
+    assert (gpu_product._held(linear, x, False) is not None) == eight
+    monkeypatch.setattr(gpu_check, "instructions_agree", lambda *_: False)
+    assert gpu_product._held(linear, x, False) is None
 
 
 class Layer:
@@ -364,7 +366,7 @@ class Layer:
         table = torch.from_numpy(Table([self.k], [self.v]).at(0)[0]).to(DEVICE)
         table[at < 0] = 0  # rows without a token need no cache
         turned = None if self.rope is None else fused.turns(self.rope.inv_freq.to(DEVICE), at)
-        return fused.attend(self.block, self.qkv, table, at, self.finished, turned)
+        return gpu_attention.attend_step(self.block, self.qkv, table, at, self.finished, turned)
 
     def expected(self, row: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of one row: the outcome [Hq D], and the new key and value [Hkv, D]."""
@@ -421,39 +423,31 @@ def test_attention_at_every_length(options: dict[str, Any], dtype: torch.dtype, 
     Layer(generator, dtype, len(lengths), 3 * BLOCK_S, **options).check(lengths)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # in heads of padding
-@pytest.mark.parametrize("splits", [2, 3, 20])
-@pytest.mark.parametrize("position", [BLOCK_S + 1, *(k * BLOCK_S + d for k in (2, 9, 17) for d in (-1, 0, 1))])
+@pytest.mark.parametrize(("groups", "programs"), [(2, 1), (3, 8), (20, 100)])
+@pytest.mark.parametrize("position", [BLOCK_S + 1, *(k * BLOCK_S + d for k in (2, 9) for d in (-1, 0, 1))])
 @torch.inference_mode()
-def test_splits_are_merged(
-    splits: int, position: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+def test_groups_are_folded(
+    groups: int, programs: int, position: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More blocks than splits, fewer, and as many; 17 pieces are more than are merged at a time."""
-    share_keys(monkeypatch, 4 * splits)
-    Layer(generator, torch.float32, 2, 18 * BLOCK_S, heads=6, kv_heads=2).check([position, position // 2])
-
-
-@pytest.mark.filterwarnings("ignore:divide by zero encountered in fmod:RuntimeWarning")
-@torch.inference_mode()
-def test_the_counters_of_splits_serve_again(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    share_keys(monkeypatch, 16)
-    layer = Layer(generator, torch.float32, 2, 3 * BLOCK_S, heads=2, kv_heads=1)
-    for position in (40, 41):
-        layer.check([position, -1])
+    """More blocks than groups, fewer, and as many; nine are more than are folded at a time. Counters serve again."""
+    share_keys(monkeypatch, programs, groups)
+    layer = Layer(generator, torch.float16, 2, 10 * BLOCK_S, heads=6, kv_heads=2)
+    for at in (position, position + 1):
+        layer.check([at, at // 2])
 
 
 WINDOW = 2 * BLOCK_S + 1
 
 
 @pytest.mark.parametrize("slots", [WINDOW, WINDOW + 3, 200], ids=["tight", "ring", "whole"])
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("programs", [1, 20])
 @torch.inference_mode()
 def test_windows_and_rings(
-    slots: int, splits: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    slots: int, programs: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a window is full, at its edge, and long after a ring has wrapped."""
     positions = [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 5 * WINDOW + 2]
-    share_keys(monkeypatch, splits * len(positions))
+    share_keys(monkeypatch, programs, groups=2)
     layer = Layer(generator, torch.float32, len(positions), slots, window=WINDOW, norm=RMSNorm, heads=2, kv_heads=1)
     layer.check(positions)
 
@@ -465,115 +459,49 @@ def test_a_window_of_one(generator: torch.Generator) -> None:
 
 
 class TestByWarps:
-    """Attention that has a block of keys for each warp, or for some warps together."""
+    """Attention that has a block's keys and values in registers."""
 
-    DTYPE = DTYPES[-1]  # bfloat16 where it can be
-
-    @staticmethod
-    def share(monkeypatch: pytest.MonkeyPatch, block: int, warps: int, share: int, programs: int) -> int:
-        """Returns the keys that a program looks at together."""
-        shape = gpu_attention.WarpsShape(block, warps, share, programs)
-        monkeypatch.setattr(gpu_attention, "shape", lambda *_: shape)
-        return shape.keys
+    @pytest.fixture(autouse=True)
+    def blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gpu_attention, "BLOCK", {2: 64, 4: 32})
+        monkeypatch.setattr(gpu_attention, "GROUPS", 2)
+        monkeypatch.delattr(gpu_attention, "_attend_table")  # it is not what is tested
 
     @pytest.mark.filterwarnings("ignore:divide by zero encountered in fmod:RuntimeWarning")
-    @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
     @pytest.mark.parametrize(
-        ("block", "warps", "share", "options"),
+        ("dtype", "options"),
         [
-            (16, 1, 1, {"head_dim": 64}),
-            (32, 2, 1, {"head_dim": 64, "heads": 8, "kv_heads": 1}),
-            (16, 4, 1, {"head_dim": 64, "rope": False, "heads": 3, "kv_heads": 1}),
-            (16, 2, 1, {"head_dim": 64, "norm": RMSNorm, "rope": False, "kv_heads": 4}),
-            (16, 2, 2, {"head_dim": 128}),
-            (32, 2, 2, {"head_dim": 128, "norm": RMSNorm}),
-            (16, 4, 2, {"head_dim": 128, "norm": ZeroCentredRMSNorm, "heads": 3, "kv_heads": 1}),
-            (16, 1, 1, {"head_dim": 128, "norm": RMSNorm, "heads": 1, "kv_heads": 1}),
-            (16, 4, 4, {"head_dim": 256, "norm": ZeroCentredRMSNorm, "heads": 2, "kv_heads": 1}),
+            (torch.float16, {"head_dim": 64}),
+            (torch.bfloat16, {"head_dim": 64, "heads": 3, "kv_heads": 1, "norm": RMSNorm, "rope": False}),
+            (torch.float16, {"head_dim": 128, "heads": 8, "kv_heads": 1}),
+            (torch.bfloat16, {"head_dim": 128, "heads": 1, "kv_heads": 1, "norm": ZeroCentredRMSNorm}),
         ],
         ids=str,
     )
     @torch.inference_mode()
-    def test_at_every_length(
-        self,
-        block: int,
-        warps: int,
-        share: int,
-        options: dict[str, Any],
-        dtype: torch.dtype,
-        generator: torch.Generator,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        keys = self.share(monkeypatch, block, warps, share, 1)
-        lengths = [0, -1, 1, block - 1, block, keys - 1, keys, keys + 1, 2 * keys + 3]
-        Layer(generator, dtype, len(lengths), 3 * keys, **options).check(lengths)
+    def test_at_every_length(self, dtype: torch.dtype, options: dict[str, Any], generator: torch.Generator) -> None:
+        lengths = [0, -1, 1, 63, 64, 65, 200]
+        Layer(generator, dtype, len(lengths), 256, **options).check(lengths)
 
-    @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # in heads of padding
-    @pytest.mark.parametrize(("block", "warps", "share", "head_dim"), [(16, 1, 1, 64), (32, 2, 1, 64), (32, 2, 2, 128)])
-    @pytest.mark.parametrize(("splits", "blocks"), [(2, 2), (3, 7), (16, 16), (17, 17), (18, 36)])
+    @pytest.mark.parametrize("window", [64, 70])
+    @pytest.mark.parametrize("more", [0, 3, 300], ids=["tight", "ring", "whole"])
     @torch.inference_mode()
-    def test_pieces_are_joined(
-        self,
-        block: int,
-        warps: int,
-        share: int,
-        head_dim: int,
-        splits: int,
-        blocks: int,
-        generator: torch.Generator,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """As many blocks as splits, and more; 17 pieces are more than are joined at a time. Counters serve again."""
-        keys = self.share(monkeypatch, block, warps, share, 4 * splits)
-        layer = Layer(generator, self.DTYPE, 2, blocks * keys + 2, head_dim=head_dim, heads=6, kv_heads=2)
-        for position in (blocks * keys - 1, blocks * keys):
-            layer.check([position, position // 2])
-
-    @pytest.mark.parametrize(("warps", "share", "head_dim"), [(2, 1, 64), (4, 2, 128)])
-    @pytest.mark.parametrize("slots", [WINDOW, WINDOW + 3, 200], ids=["tight", "ring", "whole"])
-    @pytest.mark.parametrize("splits", [1, 4])
-    @torch.inference_mode()
-    def test_windows_and_rings(
-        self,
-        warps: int,
-        share: int,
-        head_dim: int,
-        slots: int,
-        splits: int,
-        generator: torch.Generator,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        positions = [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 5 * WINDOW + 2]
-        self.share(monkeypatch, 16, warps, share, splits * len(positions))
-        sizes = {"head_dim": head_dim, "heads": 2, "kv_heads": 1, "norm": RMSNorm}
-        Layer(generator, self.DTYPE, len(positions), slots, window=WINDOW, **sizes).check(positions)
-
-    @torch.inference_mode()
-    def test_a_window_of_one(self, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.share(monkeypatch, 16, 2, 1, 1)
-        Layer(generator, self.DTYPE, 3, 4, window=1, head_dim=64).check([0, 1, 9])
+    def test_windows_and_rings(self, window: int, more: int, generator: torch.Generator) -> None:
+        positions = [window - 1, window, 2 * window, 5 * window + 2]
+        sizes = {"head_dim": 64, "heads": 2, "kv_heads": 1}
+        Layer(generator, torch.float16, len(positions), window + more, window=window, **sizes).check(positions)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "group", "batch", "dtype", "by_warps"),
-    [
-        (64, 8, 1, torch.bfloat16, True),
-        (64, 1, 64, torch.float16, True),
-        (128, 4, 8, torch.bfloat16, True),
-        (128, 4, 9, torch.bfloat16, False),
-        (64, 9, 1, torch.bfloat16, False),
-        (64, 4, 1, torch.float32, False),
-        (96, 4, 1, torch.bfloat16, False),
-        (256, 4, 1, torch.bfloat16, False),
-        (32, 4, 1, torch.bfloat16, False),
-    ],
-)
-def test_which_attention_is_by_warps(
-    head_dim: int, group: int, batch: int, dtype: torch.dtype, by_warps: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("window", "slots"), [(1, 4), (33, 33), (63, 63)])
+@torch.inference_mode()
+def test_a_ring_that_a_block_wraps_around_twice(
+    window: int, slots: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
-    shape = gpu_attention.shape(head_dim, group, batch, dtype)
-    assert isinstance(shape, gpu_attention.WarpsShape) == by_warps
+    """With heads that would be for attention by warps."""
+    monkeypatch.setattr(gpu_attention, "BLOCK", {2: 64, 4: 32})
+    positions = [0, 5, window, 167]
+    sizes = {"head_dim": 64, "heads": 1, "kv_heads": 1}
+    Layer(generator, torch.float16, len(positions), slots, window=window, **sizes).check(positions)
 
 
 def tables_of(cache: Cache) -> np.ndarray[Any, Any]:
@@ -669,6 +597,10 @@ def bias_the_norms_around(block: Any) -> None:
     block.post_attention_layernorm = block.pre_feedforward_layernorm = LayerNorm(32, 1e-6)
 
 
+def centre_the_norms_around(block: Any) -> None:
+    block.post_attention_layernorm = block.pre_feedforward_layernorm = LayerNorm(32, 1e-6, bias=False)
+
+
 def forget_a_norm(block: Any) -> None:
     norms = block.norms()._replace(after_mlp=None)
     block.norms = lambda: norms
@@ -683,6 +615,7 @@ def forget_a_norm(block: Any) -> None:
         set_eps("post_feedforward_layernorm"),
         centre_the_norm_behind,
         bias_the_norms_around,
+        centre_the_norms_around,
         forget_a_norm,
     ],
 )
@@ -765,23 +698,24 @@ class TestWhenModulesChange:
         assert model.fused_plan() is None
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("rows", "inner"), [(1, 1), (5, 77), (3, prompt.GATED + 1), (0, 4)])
-def test_gates(rows: int, inner: int, activation: str, generator: torch.Generator) -> None:
-    x = torch.randn(rows, 2 * inner, generator=generator).to(DEVICE)
-    expected = ACTIVATIONS[activation](x[:, :inner]) * x[:, inner:]
-    torch.testing.assert_close(prompt.gate(x, activation), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 12), (5, 64)])
-def test_rotation_of_a_prompt(heads: int, head_dim: int, generator: torch.Generator) -> None:
-    """As `apply_rope` does it in plain torch, for heads that lie as attention finds them: between others."""
-    x = torch.randn(2, 7, heads + 4, head_dim, generator=generator).to(DEVICE).transpose(1, 2)[:, 1 : heads + 1]
-    rope = Rope(RopeConfig(), head_dim)
-    cos, sin = rope(torch.tensor([[0, 1, 2, 3, 4, 5, 6], [90, 91, 92, 93, 94, 95, 96]], device=DEVICE))
-    turned = prompt.rotate(x, cos, sin)
-    assert turned.shape == x.shape
-    torch.testing.assert_close(turned, apply_rope(x, cos, sin), atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("activation", ["", *ACTIVATIONS])
+@pytest.mark.parametrize("gated", [False, True])
+@torch.inference_mode()
+def test_what_becomes_of_a_product_of_many_rows(
+    gated: bool, activation: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several programs to a row."""
+    monkeypatch.setattr(gpu_product, "FEW", 2)
+    monkeypatch.setattr(gpu_product, "FINISHED", 4)
+    linear = randomised(Linear(20, 14, bias=True), generator, torch.float32)
+    x = random(generator, torch.float32, 3, 20)
+    gated = gated and bool(activation)
+    got, _ = gpu_product.product(linear, gpu_product.Normed(x), None, activation=activation, gated=gated)
+    y = linear(x)
+    if activation:
+        first, *second = y.chunk(2, -1) if gated else (y,)
+        y = ACTIVATIONS[activation](first) * (second[0] if gated else 1)
+    close(got, y)
 
 
 class TestWhereThereAreNone:
@@ -822,7 +756,6 @@ def test_what_a_step_is_fed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To the last bit what the model looks up. Rows without a token look up something that exists, and stay without."""
-    monkeypatch.setattr(fused, "torch", torch)
     model = tiny_model(model_type=family, hidden_size=hidden_size, dtype=dtype).to(DEVICE)
     plan, embedding = plan_of(model), model.embedding_parts()
     assert plan is not None

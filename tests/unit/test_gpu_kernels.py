@@ -48,7 +48,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.ops.rowwise.can_attend", lambda *_: False)
     poison(monkeypatch, fused, gpu_attention, gpu_product)
     if DEVICE.type == "cpu":
-        matrix_units(monkeypatch)
+        matrix_units(monkeypatch, coarse=True)
         hurried(monkeypatch)
 
 
@@ -466,9 +466,9 @@ class TestByWarps:
     ) -> None:
         shape = gpu_attention._shape(group, 1, head_dim, dtype, DEVICE)
         x = torch.empty(1, dtype=dtype, device=DEVICE)
-        assert gpu_attention._by_warps(shape, x) == by_warps
+        assert gpu_attention._by_warps(shape, x, None) == by_warps
         monkeypatch.setattr("infer.ops.gpu_check.instructions_agree", lambda *_: False)
-        assert not gpu_attention._by_warps(shape, x)
+        assert not gpu_attention._by_warps(shape, x, None)
 
 
 def plan_of(model: Decoder) -> fused.Plan:
@@ -539,7 +539,7 @@ MODELS = [
     ("qwen3", torch.float16, KVCache),
     ("gemma3", torch.float32, KVCache),
     ("gemma3", torch.float16, SlidingCache),
-    ("gemma3", torch.bfloat16, SlidingCache),  # whose norm behind a sublayer is within the next product, of a row
+    ("gemma3", torch.bfloat16, KVCache),
     ("gpt2", torch.float32, KVCache),
     ("gpt2", torch.float16, KVCache),
     ("rope_gpt", torch.float32, KVCache),
