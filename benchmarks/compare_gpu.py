@@ -114,7 +114,7 @@ START_GOALS = {"cold": 25.0, "warm": 6.0}
 GPT_FAST = {"llama-1b": 809.0}  # tok/s on record for an H200: gpt-fast itself is not run
 
 # The kernels that multiply with weights, and the products of a block in their order.
-PRODUCTS = ("one_row", "eight_rows", "few_rows")
+PRODUCTS = ("eight_rows", "few_rows")
 BLOCK_PRODUCTS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 ATTENTION = "attend"
 PROFILED_STEPS = 20

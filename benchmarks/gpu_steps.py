@@ -1,7 +1,7 @@
 """Bare decode steps on a GPU: a captured step replayed by itself, and what attention has to do with its time.
 
-That is the time of the kernels alone, without the host, in microseconds: as they are; with the other kernel for
-attention, where `ops/gpu_attention.py` chooses the one by warps; and with attention left out, which computes nonsense.
+That is the time of the kernels alone, without the host, in microseconds: as they are, and with attention left out,
+which computes nonsense.
 Models have random weights; rows have 192 to 640 positions behind them, evenly spread; --positions adds single rows.
 """
 
@@ -25,21 +25,11 @@ from infer.cache.base import Cache
 from infer.engine import graph
 from infer.engine.generate import make_cache
 from infer.models.common import Decoder
-from infer.ops import fused, gpu_attention
+from infer.ops import fused
 from infer.ops.parts import BlockParts
 
 LENGTHS = 192, 640
 REPLAYS = 50
-
-
-def with_other_attention() -> AbstractContextManager[Any]:
-    """Within, steps are captured with `attend`, which is what float32 takes."""
-
-    def shape(head_dim: int, group: int, batch: int, _: torch.dtype) -> gpu_attention.Shape | gpu_attention.WarpsShape:
-        return chosen(head_dim, group, batch, torch.float32)
-
-    chosen = gpu_attention.shape
-    return mock.patch.object(gpu_attention, "shape", shape)
 
 
 def without_attention() -> AbstractContextManager[Any]:
@@ -48,22 +38,13 @@ def without_attention() -> AbstractContextManager[Any]:
     def attend(block: BlockParts, qkv: Tensor, *_: Any, **__: Any) -> Tensor:
         return qkv.new_empty(qkv.shape[0], block.heads * block.head_dim)
 
-    return mock.patch.object(fused, "attend", attend)
+    return mock.patch.object(fused, "attend_step", attend)
 
 
 WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "as it is": nullcontext,
-    "other attention": with_other_attention,
     "no attention": without_attention,
 }
-
-
-def ways(model: Decoder, rows: int) -> list[str]:
-    """Those that differ."""
-    config = model.config
-    group = config.num_attention_heads // config.num_key_value_heads
-    shape = gpu_attention.shape(config.computed_head_dim, group, rows, model.dtype)
-    return [way for way in WAYS if way != "other attention" or isinstance(shape, gpu_attention.WarpsShape)]
 
 
 def filled(model: Decoder, positions: Sequence[int]) -> list[Cache]:
@@ -102,8 +83,8 @@ def microseconds(step: graph.Captured) -> float:
 def measure(model: Decoder, positions: Sequence[int], trials: int) -> dict[str, float]:
     """The median of the trials of each way, after one to warm up; they take turns."""
     caches, steps = filled(model, positions), {}
-    for way in ways(model, len(positions)):
-        with WAYS[way]():
+    for way, within in WAYS.items():
+        with within():
             steps[way] = captured(model, caches)
     found: dict[str, list[float]] = {way: [] for way in steps}
     for trial in range(trials + 1):
@@ -145,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             times = measure(model, positions, options.trials)
             report["figures"].append({"shape": shape, "positions": positions, "us": times})
             mean = statistics.mean(positions)
-            figures = "".join(f"{times[way]:>17,.1f}" if way in times else " " * 17 for way in WAYS)
+            figures = "".join(f"{times[way]:>17,.1f}" for way in WAYS)
             print(f"{shape:<12} {len(positions):>5} {mean:>10,.0f}{figures}", flush=True)
             if options.json is not None:
                 options.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -64,7 +64,8 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
 
     before = interpreter._patch_lang
-    monkeypatch.setattr(interpreter, "_patch_lang", patch)
+    if hasattr(interpreter, "_LangPatchScope"):  # not in every version of Triton
+        monkeypatch.setattr(interpreter, "_patch_lang", patch)
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
 

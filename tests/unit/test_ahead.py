@@ -53,7 +53,7 @@ class Kernel:
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
     def make(**options: Any) -> Kernel:
         kernel = Kernel(**options)
-        modules = SimpleNamespace(product=SimpleNamespace(one_row=kernel))
+        modules = SimpleNamespace(rows=SimpleNamespace(few_rows=kernel))
         monkeypatch.setattr(kernels, "_gpu_modules", lambda: modules)
         return kernel
 
@@ -61,7 +61,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
 
 
 def launch() -> None:
-    kernels.gpu_modules().product.one_row[(3,)]("x", K=5)
+    kernels.gpu_modules().rows.few_rows[(3,)]("x", K=5)
 
 
 def test_what_would_be_launched_is_compiled(make: Callable[..., Kernel]) -> None:

@@ -151,8 +151,14 @@ class TestCeilings:
 def kernel_run(gpu: SimpleNamespace, layers: int, steps: int) -> list[Any]:
     """As a profile shows it that begins and ends within a step. Times tell the parts apart."""
     kernel = gpu.compare_gpu.Kernel
-    block = [("one_row", 6, 1.0), ("attend", 9, 2.0), ("one_row", 4, 3.0), ("one_row", 8, 4.0), ("one_row", 4, 5.0)]
-    step = [kernel(*run) for run in (*block * layers, ("one_row", 99, 6.0), ("pick", 1, 7.0))]
+    block = [
+        ("eight_rows", 6, 1.0),
+        ("attend", 9, 2.0),
+        ("eight_rows", 4, 3.0),
+        ("eight_rows", 8, 4.0),
+        ("eight_rows", 4, 5.0),
+    ]
+    step = [kernel(*run) for run in (*block * layers, ("eight_rows", 99, 6.0), ("pick", 1, 7.0))]
     return [*step[3:], *step * steps, *step[:4]]
 
 
@@ -491,41 +497,29 @@ class TestRun:
 
 
 class TestBareSteps:
-    @pytest.fixture
-    def model(self) -> SimpleNamespace:
-        config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2, computed_head_dim=64)
-        return SimpleNamespace(config=config, dtype=torch.bfloat16)
-
-    def test_every_way_is_captured_as_it_says(
-        self, gpu: SimpleNamespace, model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_every_way_is_captured_as_it_says(self, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
         """They take turns, and the first turn does not count."""
 
-        def captured(model: SimpleNamespace, caches: list[int]) -> tuple[str, bool]:
-            shape = gpu_attention.shape(64, 4, len(caches), torch.bfloat16)
-            return type(shape).__name__, fused.attend is gpu_attention.attend
+        def captured(model: SimpleNamespace, caches: list[int]) -> bool:
+            return fused.attend_step is gpu_attention.attend_step
 
-        seen: list[tuple[str, bool]] = []
+        seen: list[bool] = []
 
-        def microseconds(step: tuple[str, bool]) -> float:
+        def microseconds(step: bool) -> float:
             seen.append(step)
             return float(len(seen))
 
         for name, replacement in (("filled", lambda _, positions: positions), ("captured", captured)):
             monkeypatch.setattr(gpu.gpu_steps, name, replacement)
         monkeypatch.setattr(gpu.gpu_steps, "microseconds", microseconds)
-        found = gpu.gpu_steps.measure(model, [300, 400], trials=3)
-        assert seen == [("WarpsShape", True), ("Shape", True), ("WarpsShape", False)] * 4
-        assert found == {"as it is": 7.0, "other attention": 8.0, "no attention": 9.0}
-        assert captured(model, [1]) == ("WarpsShape", True)
-
-    def test_there_may_be_no_other_attention(self, gpu: SimpleNamespace, model: SimpleNamespace) -> None:
-        model.config.computed_head_dim = 256
-        assert gpu.gpu_steps.ways(model, 1) == ["as it is", "no attention"]
+        found = gpu.gpu_steps.measure(SimpleNamespace(), [300, 400], trials=3)
+        assert seen == [True, False] * 4
+        assert found == {"as it is": 5.0, "no attention": 6.0}
+        assert fused.attend_step is gpu_attention.attend_step
 
     def test_nothing_comes_of_no_attention(self, gpu: SimpleNamespace) -> None:
         with gpu.gpu_steps.without_attention():
-            out = fused.attend(SimpleNamespace(heads=4, head_dim=8), torch.empty(3, 64, dtype=torch.bfloat16))
+            out = fused.attend_step(SimpleNamespace(heads=4, head_dim=8), torch.empty(3, 64, dtype=torch.bfloat16))
         assert (out.shape, out.dtype) == ((3, 32), torch.bfloat16)
 
     def test_caches_are_filled(self, gpu: SimpleNamespace) -> None:
