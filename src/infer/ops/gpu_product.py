@@ -38,9 +38,15 @@ def slices_of(linear: Linear) -> int:
     A matrix instruction waits for the one before that adds to the same sum, 23 ns on an H200: 3 us for 2,048 columns.
     Where a matrix has few rows, reading it would take less than that. `Linear.slices` overrules the shape.
     """
-    if linear.slices is not None:
-        return linear.slices
-    n, k = linear.weight.shape
+    if linear.slices is None:
+        return _slices(*linear.weight.shape)
+    if linear.slices not in (1, 2, 4, MOST_SLICES):
+        raise ValueError(f"a matrix is cut into 1, 2, 4 or {MOST_SLICES} slices, not {linear.slices!r}")
+    return linear.slices
+
+
+@cache
+def _slices(n: int, k: int) -> int:
     wanted = min(MOST_SLICES, next_power(-(-ROWS // n)) * (2 if k > LONG and n < ROWS else 1))
     while k % (64 * wanted):
         wanted //= 2
