@@ -102,7 +102,7 @@ def _key(question: str, device: torch.device) -> str:
 
 @cache
 def _answers() -> dict[str, bool]:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, TypeError):
         return dict(json.loads(_file().read_text()))
     return {}
 
