@@ -1,12 +1,14 @@
 """Run by itself, without Triton's interpreter: compiles GPU kernels, as `ops` launches them, where there is no GPU.
 
 Prints what became of each as JSON: `rounds` (loops), `shared` (bytes of memory that threads share), `stores` (into it),
-and of these `early` (before the last matrix product).
+of these `early` (before the last matrix product), `weights` (loads of a thread), and of these `narrow` (of less than 16
+bytes).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,8 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from infer import kernels
-from infer.kernels import gpu_exact, gpu_rows, gpu_warps
-from infer.ops import exact_gpu, gpu_attention, gpu_product
+from infer.kernels import gpu_product as gpu_product_kernels
+from infer.kernels import gpu_rows, gpu_warps
+from infer.ops import gpu_attention, gpu_product
 from infer.ops.linear import Linear
 from infer.ops.parts import BlockParts
 
@@ -61,24 +64,28 @@ def code(launch: Callable[[], Any]) -> dict[str, int]:
     def launchers(module: Any) -> SimpleNamespace:
         return SimpleNamespace(**{name: Launcher(getattr(module, name, None)) for name in vars(module)})
 
-    modules = {"rows": gpu_rows, "exact": gpu_exact, "warps": gpu_warps}
+    modules = {"rows": gpu_rows, "product": gpu_product_kernels, "warps": gpu_warps}
     kernels.gpu_modules = lambda: SimpleNamespace(**{name: launchers(module) for name, module in modules.items()})
     launch()
     [(kernel, args, constants)] = launched
     options = {name: constants.pop(name) for name in OPTIONS if name in constants}
     compiled = triton.compile(source(kernel, args, constants), target=TARGET, options=options)
     program = compiled.asm["ptx"]
+    weights = re.findall(r"ld\.global\S*evict_first\S*", program)  # nothing else is read once
     return {
         "rounds": compiled.asm["ttgir"].count("scf.for"),
         "shared": compiled.metadata.shared,
         "stores": program.count("st.shared"),
         "early": program[: program.rfind("mma.sync")].count("st.shared"),
+        "weights": len(weights),
+        "narrow": sum(".v4.b32" not in load for load in weights),
     }
 
 
-def product_of_eight(k: int, gated: bool) -> None:
-    linear, x = Linear(k, 512).bfloat16(), torch.empty(8, k, dtype=torch.bfloat16)
-    gpu_product._several_rows(linear, x, None, x, "silu" if gated else "", gated, True)
+def product(rows: int, k: int, *, gated: bool = False, slices: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
+    linear, x = Linear(k, 512).to(dtype), torch.empty(rows, k, dtype=dtype)
+    linear.slices = slices
+    gpu_product.product(linear, gpu_product.Normed(x), None, activation="silu" if gated else "", gated=gated, pdl=True)
 
 
 def attention(head_dim: int) -> None:
@@ -87,25 +94,21 @@ def attention(head_dim: int) -> None:
     block = BlockParts(*(unused,) * 6, activation="", q_norm=None, k_norm=None, **sizes)
     qkv, turned = torch.empty(1, 8 * head_dim, dtype=torch.bfloat16), torch.empty(1, 2, head_dim)
     table, integers = torch.empty(1, 6, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
-    gpu_attention.attend(block, qkv, table, integers, integers, turned, pdl=True)
-
-
-def exact_product(rows: int) -> None:
-    """All columns at once, and a residual."""
-    exact_gpu.product(Linear(24, 24), torch.empty(rows, 24), residual=torch.empty(rows, 24), pdl=True)
+    gpu_attention.attend_step(block, qkv, table, integers, integers, turned, pdl=True)
 
 
 if __name__ == "__main__":
+    launches: dict[str, Callable[[], None]] = {
+        "eight rows, 512": lambda: product(8, 512),
+        "eight rows, 1024": lambda: product(8, 1024),
+        "eight rows, gated, 512": lambda: product(8, 512, gated=True, slices=2),
+        "eight rows, gated, 1024": lambda: product(8, 1024, gated=True, slices=2),
+        "attention, 64": lambda: attention(64),
+        "attention, 128": lambda: attention(128),
+        "few rows": lambda: product(9, 24, dtype=torch.float32),
+        "many rows": lambda: product(300, 24, dtype=torch.float32),
+        "few rows, in slices": lambda: product(9, 128, slices=4),
+    }
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        found = {
-            "eight rows, 512": code(lambda: product_of_eight(512, False)),
-            "eight rows, 1024": code(lambda: product_of_eight(1024, False)),
-            "eight rows, gated, 512": code(lambda: product_of_eight(512, True)),
-            "eight rows, gated, 1024": code(lambda: product_of_eight(1024, True)),
-            "attention, 64": code(lambda: attention(64)),
-            "attention, 128": code(lambda: attention(128)),
-            "exact, few rows": code(lambda: exact_product(3)),
-            "exact, many rows": code(lambda: exact_product(300)),
-        }
-    print(json.dumps(found))
+        print(json.dumps({name: code(launch) for name, launch in launches.items()}))
