@@ -1,0 +1,119 @@
+"""Kernels launched again without Triton's own launcher. That this launches the right one, a GPU shows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from infer.kernels import launcher
+
+triton = pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
+
+
+class Compiled:
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+
+    def run(self) -> None: ...
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args: self._calls.append(("again", grid, args))
+
+
+class Jitted:
+    """As Triton has it: each launch looks the compiled kernel up, and returns it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.params = [
+            SimpleNamespace(name="x", do_not_specialize=False, has_default=False, default=None),
+            SimpleNamespace(name="B", do_not_specialize=True, has_default=False, default=None),
+            SimpleNamespace(name="N", do_not_specialize=False, has_default=False, default=None),
+            SimpleNamespace(name="K", do_not_specialize=False, has_default=False, default=None),
+            SimpleNamespace(name="next", do_not_specialize=False, has_default=True, default=None),
+            SimpleNamespace(name="EPS", do_not_specialize=False, has_default=True, default=0.5),
+        ]
+
+    def warmup(self, *args: Any, **options: Any) -> str:
+        return f"compiled for {options['grid']}"
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> Compiled:
+            self.calls.append(("looked up", grid, args))
+            return Compiled(self.calls)
+
+        return launch
+
+
+X = torch.zeros(64)
+
+
+@pytest.fixture
+def jitted() -> Jitted:
+    return Jitted()
+
+
+@pytest.fixture
+def kernel(jitted: Jitted, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    modules = launcher.quick(SimpleNamespace(rows=SimpleNamespace(few_rows=jitted, SIZE=3)))
+    assert modules.rows.SIZE == 3
+    assert modules.rows.few_rows is modules.rows.few_rows
+    return modules.rows.few_rows
+
+
+def test_is_looked_up_once(kernel: Any, jitted: Jitted) -> None:
+    """Then all parameters are given, in order, and a grid of three dimensions."""
+    for _ in range(2):
+        kernel[(7,)](X, 2, 32, K=5, num_warps=4)
+    assert jitted.calls == [("looked up", (7,), (X, 2, 32)), ("again", (7, 1, 1), (X, 2, 32, 5, None, 0.5))]
+
+
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        ((X.half(), 2, 32), {}),
+        ((X[1:], 2, 32), {}),  # where it lies
+        ((X, 2, 33), {}),  # no multiple of 16
+        ((X, 2, 1), {}),
+        ((X, 2**31, 32), {}),
+        ((X, 2, 32), {"K": 6}),
+        ((X, 2, 32), {"next": X}),
+        ((X, 2, 32), {"num_warps": 8}),
+        ((X, 2, 32), {"launch_pdl": True}),
+    ],
+)
+def test_another_kind_is_another_kernel(kernel: Any, jitted: Jitted, args: tuple[Any, ...], options: Any) -> None:
+    given = {"K": 5, "num_warps": 4}
+    kernel[(7,)](X, 2, 32, **given)
+    kernel[(7,)](*args, **given | options)
+    assert [kind for kind, *_ in jitted.calls] == ["looked up"] * 2
+
+
+@pytest.mark.parametrize("args", [(X + 1, 2, 32), (X, 1, 32), (X, 16, 32), (X, 2, 64)])
+def test_the_same_kind_is_the_same(kernel: Any, jitted: Jitted, args: tuple[Any, ...]) -> None:
+    """Whatever the numbers, and the number of rows, which nothing is compiled for."""
+    kernel[(7,)](X, 2, 32, K=5)
+    kernel[(3, 2)](*args, K=5)
+    assert [call[:2] for call in jitted.calls] == [("looked up", (7,)), ("again", (3, 2, 1))]
+
+
+def test_is_compiled_without_a_launch(kernel: Any, jitted: Jitted) -> None:
+    assert kernel.warmup(X, grid=(7,)) == "compiled for (7,)"
+    assert not jitted.calls
+
+
+def test_what_a_hook_took_over_is_looked_up_again(kernel: Any, jitted: Jitted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Jitted, "__getitem__", lambda *_: lambda *args, **__: jitted.calls.append(args))
+    for _ in range(2):
+        kernel[(7,)](X, 2, 32, K=5)
+    assert len(jitted.calls) == 2
+
+
+def test_the_interpreter_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    modules = SimpleNamespace()
+    assert launcher.quick(modules) is modules
