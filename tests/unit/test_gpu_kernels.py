@@ -557,7 +557,8 @@ class TestModels:
         monkeypatch.setattr(gpu_product, "FEW", 3)
         family, dtype, kind = request.param
         layers = 2 if family == "gemma3" else 1
-        sizes = {"hidden_size": 24, "intermediate_size": 13, "vocab_size": 19}
+        sizes = {"hidden_size": 24, "intermediate_size": 13, "vocab_size": 19, "num_attention_heads": 2}
+        sizes["num_key_value_heads"] = 2 if "gpt" in family else 1
         model = tiny_model(model_type=family, dtype=dtype, num_hidden_layers=layers, **sizes).to(DEVICE)
         return Kernels(model, kind)
 
