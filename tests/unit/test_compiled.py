@@ -672,7 +672,7 @@ def stored_by_kernel(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.T
     qkv.weight.copy_(torch.cat((torch.ones(heads * size), vectors.flatten()))[:, None])
     parts = {"o": linear(heads * size, 1), "up": linear(1, 2), "down": linear(1, 1)}
     block = block_plan(1, qkv=qkv, before_attention=before, heads=heads, kv_heads=heads, head_dim=size, **parts)
-    plan = compiled.Plan((block.record, compiled.head_record(None, parts["down"])), False, 1)
+    plan = compiled.Plan((block.record, compiled.head_record(None, parts["down"])), 1)
     cache = KVCache.allocate(1, heads, size, 3, dtype=dtype, device="cpu")
     table = Table(cache.k.unbind(), cache.v.unbind())
     compiled.step(plan, torch.ones(1, 1), np.zeros((1, 2), np.int64), table.at(1))
