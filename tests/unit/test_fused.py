@@ -247,13 +247,13 @@ def test_a_norm_between_two_products(
     close(got, expected.to(dtype))
 
 
-# K, N, slices, gated, bias; then rows of a warp, blocks, loads of a chunk, and chunks held; None where the sizes say.
+# K, N, slices, gated, bias; then rows of a warp, loads of a chunk, and chunks held; None where the sizes say.
 OF_EIGHT = [
-    (256, 48, 1, False, False, (16, 1, 2, 2)),
-    (256, 48, 2, True, True, (16, 1, 1, 1)),
-    (300, 37, 1, True, True, (8, 1, 1, 3)),  # nothing divides it
-    (300, 37, 2, False, True, (8, 2, 1, 10)),  # more than there are
-    (256, 20, 1, True, False, (16, 2, 4, 1)),
+    (256, 48, 1, False, False, (16, 2, 2)),
+    (256, 48, 2, True, True, (16, 1, 1)),
+    (300, 37, 1, True, True, (8, 1, 3)),  # nothing divides it
+    (300, 37, 2, False, True, (8, 1, 10)),  # more than there are
+    (256, 20, 1, True, False, (16, 4, 1)),
     (256, 21, 8, True, False, None),
     (520, 21, 4, False, True, None),
     (2100, 16, 1, False, False, None),

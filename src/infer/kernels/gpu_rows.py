@@ -218,11 +218,9 @@ def eight_rows(
     SLICES: tl.constexpr,  # each has a warp of its own
     LENGTH: tl.constexpr,  # columns of a slice
     HIGH: tl.constexpr,  # rows of the matrix that a warp has, 8 or 16: as its instruction's second factor, or first
-    BLOCKS: tl.constexpr,  # of so many rows, in a program: each has warps of its own
     STEPS: tl.constexpr,  # loads of a chunk of columns: 32 STEPS divides LENGTH
-    HELD: tl.constexpr,  # chunks that are loaded before the wait
-    AHEAD: tl.constexpr,  # chunks that are on their way, or there, when one is used
-    VECTORS_AHEAD: tl.constexpr,  # the same of x
+    HELD: tl.constexpr,  # chunks that are loaded before the wait, and as many ahead of the one that is used
+    VECTORS_AHEAD: tl.constexpr,  # chunks of x that are loaded ahead
     EVEN: tl.constexpr,  # whether blocks divide N, and slices K
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -244,21 +242,18 @@ def eight_rows(
     taken from, and wait there for x.
     """
     MATRICES: tl.constexpr = 2 if GATED else 1
-    WARPS: tl.constexpr = MATRICES * BLOCKS * SLICES
+    WARPS: tl.constexpr = MATRICES * SLICES
     SIZE: tl.constexpr = 32 * STEPS
     CHUNKS: tl.constexpr = LENGTH // SIZE
     let_next_start(PDL)
     line, at = tl.arange(0, STEPS * HIGH * WARPS)[:, None], tl.arange(0, 32)[None, :]
     warp, step = line // 8 % WARPS, line // (HIGH * WARPS) * 32
-    place = (
-        (tl.program_id(0) * BLOCKS + warp // SLICES % BLOCKS) * HIGH + line // (8 * WARPS) % (HIGH // 8) * 8 + line % 8
-    )
+    place = tl.program_id(0) * HIGH + line // (8 * WARPS) % (HIGH // 8) * 8 + line % 8
     from_k = warp % SLICES * LENGTH + at
-    first = weight + (place + warp // (SLICES * BLOCKS) * N).to(tl.int64) * K + from_k + step
+    first = weight + (place + warp // SLICES * N).to(tl.int64) * K + from_k + step
     exists, k = place < N, from_k + step
     chunks = load_chunks((), first, exists, k, K, SIZE, EVEN, 0, HELD)
-    ROWS: tl.constexpr = HIGH * BLOCKS
-    column, row = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 8)
+    column, row = tl.program_id(0) * HIGH + tl.arange(0, HIGH), tl.arange(0, 8)
     present, fed = column < N, row < B
     places = row[None, :] * N + column[:, None]
     inside = fed[None, :] & present[:, None]
@@ -278,13 +273,12 @@ def eight_rows(
     if squares is not None:
         squares_of = load_squares(squares, row, fed, SQUARES, PADDED)
     dtype: tl.constexpr = x.dtype.element_ty
-    chunks = load_chunks(chunks, first, exists, k, K, SIZE, EVEN, HELD, AHEAD)
     sums = tl.zeros((WARPS, 16, 8), tl.float32)
     for i in tl.static_range(CHUNKS):
         if i + VECTORS_AHEAD < CHUNKS:
             vectors = load_vectors(vectors, from_x, of_x < B, x_k, K, SIZE, i + VECTORS_AHEAD, i + VECTORS_AHEAD + 1)
-        if i + AHEAD >= HELD and i + AHEAD < CHUNKS:
-            chunks = load_chunks(chunks, first, exists, k, K, SIZE, EVEN, i + AHEAD, i + AHEAD + 1)
+        if i + HELD < CHUNKS:
+            chunks = load_chunks(chunks, first, exists, k, K, SIZE, EVEN, i + HELD, i + HELD + 1)
         if HIGH == 16:
             sums = tl.dot(as_first_factor(chunks[i], STEPS, WARPS), as_second_factor(vectors[i], STEPS, WARPS, 8), sums)
         else:
@@ -293,12 +287,12 @@ def eight_rows(
     if HIGH == 8:
         once = tl.max(tl.reshape(sums, (WARPS, 2, 8, 8)), 1)  # of two that are the same, in one thread
         sums = tl.permute(once, (0, 2, 1))
-    totals = join_warps(sums, MATRICES * BLOCKS, SLICES, HIGH)
+    totals = join_warps(sums, MATRICES, SLICES, HIGH)
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(totals, (2, ROWS, 8)), (1, 2, 0)))
+        gate, up = tl.split(tl.permute(totals, (1, 2, 0)))
         summed = (gate, up)
     else:
-        summed = (tl.reshape(totals, (ROWS, 8)),)
+        summed = (tl.reshape(totals, (HIGH, 8)),)
     if squares is not None:
         scale = norm_scale(tree_sum(squares_of), K, EPS)[None, :]
     rounded = finished_sums(summed, dtype, scale, biases, addend, ACTIVATION).to(dtype)
@@ -308,9 +302,9 @@ def eight_rows(
 
 
 @triton.jit
-def join_warps(sums, OTHERS: tl.constexpr, SLICES: tl.constexpr, HIGH: tl.constexpr):
-    """`joined`, of slices that warps have: [OTHERS * SLICES, HIGH, 8] -> [OTHERS, HIGH, 8]."""
-    beside = tl.permute(tl.reshape(sums, (OTHERS, SLICES, HIGH, 8)), (0, 2, 3, 1))
+def join_warps(sums, MATRICES: tl.constexpr, SLICES: tl.constexpr, HIGH: tl.constexpr):
+    """`joined`, of slices that warps have: [MATRICES * SLICES, HIGH, 8] -> [MATRICES, HIGH, 8]."""
+    beside = tl.permute(tl.reshape(sums, (MATRICES, SLICES, HIGH, 8)), (0, 2, 3, 1))
     parts = unstacked(beside, SLICES)
     total = parts[0]
     for i in tl.static_range(1, SLICES):

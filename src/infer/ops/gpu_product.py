@@ -205,7 +205,7 @@ def product(
     if vectors.squares is not None:
         parts = vectors.squares.shape[1]
         options |= {"squares": vectors.squares, "SQUARES": parts, "PADDED": next_power(parts)}
-    blocks = -(-n // (held.high * held.blocks if held is not None else BLOCK_N))
+    blocks = -(-n // (held.high if held is not None else BLOCK_N))
     following = None
     if norm is not None:
         squares = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
@@ -224,7 +224,6 @@ class Held(NamedTuple):
     """Sizes of `eight_rows`."""
 
     high: int
-    blocks: int
     steps: int
     chunks: int  # that a warp holds
 
@@ -241,7 +240,7 @@ def _held(linear: Linear, x: Tensor, gated: bool) -> Held | None:
     steps, columns = (2, 512) if gated else (4, 1024 if high == 8 else 512)
     while length % (32 * steps):
         steps //= 2
-    return Held(high, 1, steps, columns // (32 * steps))
+    return Held(high, steps, columns // (32 * steps))
 
 
 def _eight_rows(tensors: Sequence[Tensor], n: int, blocks: int, held: Held, options: dict[str, Any]) -> None:
@@ -251,13 +250,11 @@ def _eight_rows(tensors: Sequence[Tensor], n: int, blocks: int, held: Held, opti
         tensors[0].shape[0],
         n,
         HIGH=held.high,
-        BLOCKS=held.blocks,
         STEPS=held.steps,
         HELD=min(held.chunks, chunks),
-        AHEAD=min(held.chunks, chunks),
         VECTORS_AHEAD=min(512 // (32 * held.steps), chunks),
-        EVEN=n % (held.high * held.blocks) == 0 and options["K"] == options["LENGTH"] * options["SLICES"],
-        num_warps=(2 if options["GATED"] else 1) * held.blocks * options["SLICES"],
+        EVEN=n % held.high == 0 and options["K"] == options["LENGTH"] * options["SLICES"],
+        num_warps=(2 if options["GATED"] else 1) * options["SLICES"],
         **options,
     )
 
