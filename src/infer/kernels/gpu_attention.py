@@ -289,7 +289,7 @@ def attend_one(
     k,  # [B, Hkv, keys, D], where not TABLE
     v,
     out,  # [B, Hq, D]
-    pieces,  # float32 [B, Hkv, GROUPS + 1, MERGE_G, BLOCK_D + 2]: values by weight, largest score, sum of the weights
+    pieces,  # float32 [B, Hkv, GROUPS + 1, MERGE_G, BLOCK_D + 4]: values by weight, largest score, sum of the weights
     finished,  # int32 [B, Hkv]: programs that are done, 0 before and after
     table,  # int64 [B, COLUMNS], where TABLE
     positions,  # int32 [B], where TABLE; -1: no token
@@ -347,7 +347,7 @@ def attend_one(
     within, real = g < GROUP, d < D
     heads = q + row * q_row + (head * GROUP + g)[:, None].to(tl.int64) * q_head
     queries = tl.load(heads + d[None, :], within[:, None] & real[None, :], 0.0)
-    pieces += (row * KV_HEADS + head) * ((GROUPS + 1) * (BLOCK_D + 2) * MERGE_G)
+    pieces += (row * KV_HEADS + head) * ((GROUPS + 1) * (BLOCK_D + 4) * MERGE_G)
     for group in range(first_group + split, last_group + 1, tl.num_programs(0)):
         highest = tl.full((BLOCK_G,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_G,), tl.float32)
@@ -361,7 +361,7 @@ def attend_one(
             next_k = tl.load(own_k + slot * step_k + d[None, :], inside, 0.0)
             next_v = tl.load(own_v + slot * step_v + d[None, :], inside, 0.0)
             highest, total, sums = looked(queries, next_k, next_v, there[None, :], highest, total, sums, scale)
-        piece = pieces + ((group - first_group) * MERGE_G + g) * (BLOCK_D + 2)
+        piece = pieces + ((group - first_group) * MERGE_G + g) * (BLOCK_D + 4)
         merged = g < MERGE_G
         tl.store(piece[:, None] + d[None, :], sums, merged[:, None])
         tl.store(piece + BLOCK_D, highest, merged)
@@ -382,7 +382,7 @@ def fold_pieces(pieces, out, used, GROUP: tl.constexpr, MERGE_G: tl.constexpr, D
         tops, totals, values = (), (), ()
         for i in tl.static_range(FOLDED):
             line = (first + i) * MERGE_G + g
-            there, piece = line < used * MERGE_G, pieces + line * (BLOCK_D + 2)
+            there, piece = line < used * MERGE_G, pieces + line * (BLOCK_D + 4)
             tops = tops + (tl.load(piece + BLOCK_D, there, -float("inf"), cache_modifier=".cg"),)
             totals = totals + (tl.load(piece + BLOCK_D + 1, there, 0.0, cache_modifier=".cg"),)
             values = values + (tl.load(piece[:, None] + d[None, :], there[:, None], 0.0, cache_modifier=".cg"),)

@@ -26,6 +26,21 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
+def fetch(lines, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    """So many columns of these lines [N, 1] into the L2 cache: the bus would idle until this program may go on."""
+    if PDL and COLUMNS > 0:
+        STEP: tl.constexpr = 1024 // lines.dtype.element_ty.primitive_bitwidth  # 128 bytes
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(lines + tl.arange(0, COLUMNS // STEP)[None, :] * STEP).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def is_last(counter, count):
     """Whether `count` programs are done, as which this one counts now: then it may read what the others have written.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infer.kernels.gpu_launch import is_last, let_next_start, wait_for_previous
+from infer.kernels.gpu_launch import fetch, is_last, let_next_start, wait_for_previous
 from infer.kernels.gpu_product import finished_sums, norm_scale, tree_sum
 
 
@@ -60,6 +60,16 @@ def joined(sums, inside, step, SLICES: tl.constexpr):
     return y
 
 
+@triton.jit
+def split_gates(y, GATED: tl.constexpr):
+    """The sums [N, B] of a block of the matrix; where GATED of the gates, and of what they are multiplied by."""
+    if GATED:
+        parts = tl.split(tl.permute(tl.reshape(y, (2, y.shape[0] // 2, y.shape[1])), (1, 2, 0)))
+    else:
+        parts = (y,)
+    return parts
+
+
 @triton.jit(do_not_specialize=["B"])
 def few_rows(
     x,  # [B, K]
@@ -72,10 +82,11 @@ def few_rows(
     B,
     N,
     K: tl.constexpr,
-    SLICES: tl.constexpr,  # each has a program of its own
+    SLICES: tl.constexpr,
     LENGTH: tl.constexpr,  # columns of a slice
+    APART: tl.constexpr,  # whether each slice has a program of its own
     BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # rows of the matrix; where GATED half of them are gates
     BLOCK_K: tl.constexpr,  # divides LENGTH
     EVEN: tl.constexpr,  # whether blocks divide N, and slices K
     BIAS: tl.constexpr,
@@ -83,6 +94,7 @@ def few_rows(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
+    FETCHED: tl.constexpr,  # columns of a program that are fetched into the L2 cache before the wait
     PDL: tl.constexpr,
     squares=None,  # float32 [B, SQUARES]: partial sums of squares of the vectors, before their norm's weight
     SQUARES: tl.constexpr = 0,
@@ -92,25 +104,21 @@ def few_rows(
     next_out=None,  # [B, N]: out by that weight
     next_squares=None,  # float32 [B, blocks of N]
     OFFSET: tl.constexpr = 0.0,
-    EARLY: tl.constexpr = False,  # whether the last weights are loaded before the wait; not with GATED
 ):
     let_next_start(PDL)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    MATRICES: tl.constexpr = 2 if GATED else 1
+    COLUMNS: tl.constexpr = BLOCK_N // MATRICES
+    line = tl.arange(0, BLOCK_N)
+    place = tl.program_id(0) * COLUMNS + line % COLUMNS
     row = (tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
-    exists, fed = column < N, row < B
-    at = tl.arange(0, BLOCK_K)
     piece = tl.program_id(2)
-    first = weight + column[:, None].to(tl.int64) * K + at[None, :]
-    second = first + tl.cast(N, tl.int64) * K
-    vectors = x + row[:, None] * K + at[None, :]
+    at = tl.arange(0, BLOCK_K)
+    lines = weight + (place + line // COLUMNS * N)[:, None].to(tl.int64) * K
+    fetch(lines + piece * LENGTH, FETCHED, PDL)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    exists, fed = column < N, row < B
     places = row[None, :] * N + column[:, None]
     inside = fed[None, :] & exists[:, None]
-    STEPS: tl.constexpr = LENGTH // BLOCK_K
-    end = (piece + 1) * STEPS
-    if EARLY:
-        end -= 1
-        early_k = end * BLOCK_K
-        early = load_block(first + early_k, exists, early_k + at < K, EVEN)
     biases = ()
     if BIAS:
         biases = load_biases(bias, column, exists, N, GATED)
@@ -123,31 +131,33 @@ def few_rows(
         addend = tl.load(residual + places, inside, 0.0).to(tl.float32)
     if squares is not None:
         squares_of = load_squares(squares, row, fed, SQUARES, PADDED)
+    STEPS: tl.constexpr = LENGTH // BLOCK_K
+    ALL: tl.constexpr = STEPS if APART else SLICES * STEPS
+    first = lines + at[None, :]
+    vectors = x + row[:, None] * K + at[None, :]
     y = tl.zeros((BLOCK_N, BLOCK_B), tl.float32)
-    up = y
-    if EARLY:
-        early_vectors = tl.load(vectors + early_k, fed[:, None] & (early_k + at < K)[None, :], 0.0)
-    for step in tl.range(piece * STEPS, end, num_stages=STAGES):
+    total = y
+    for step in tl.range(piece * STEPS, piece * STEPS + ALL, num_stages=STAGES):
         k = step * BLOCK_K
         real = k + at < K
         turned = tl.load(vectors + k, fed[:, None] & real[None, :], 0.0).T
-        y = tl.dot(load_block(first + k, exists, real, EVEN), turned, y, input_precision="ieee")
-        if GATED:
-            up = tl.dot(load_block(second + k, exists, real, EVEN), turned, up, input_precision="ieee")
-    if EARLY:
-        y = tl.dot(early, early_vectors.T, y, input_precision="ieee")
-    if SLICES > 1:
-        tl.store(sums + piece * B * N + places, y, inside)
-        if GATED:
-            tl.store(sums + (SLICES + piece) * B * N + places, up, inside)
+        y = tl.dot(load_block(first + k, place < N, real, EVEN), turned, y, input_precision="ieee")
+        if ALL > STEPS:
+            if step % STEPS == STEPS - 1:
+                total += y
+                y = tl.zeros((BLOCK_N, BLOCK_B), tl.float32)
+    summed = split_gates(total if ALL > STEPS else y, GATED)
+    if SLICES > 1 and APART:
+        for i in tl.static_range(MATRICES):
+            tl.store(sums + (i * SLICES + piece) * B * N + places, summed[i], inside)
         if not is_last(finished + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), SLICES):
             return
-        y = joined(sums + places, inside, B * N, SLICES)
-        if GATED:
-            up = joined(sums + SLICES * B * N + places, inside, B * N, SLICES)
+        totals = ()
+        for i in tl.static_range(MATRICES):
+            totals = totals + (joined(sums + i * SLICES * B * N + places, inside, B * N, SLICES),)
+        summed = totals
     if squares is not None:
         scale = norm_scale(tree_sum(squares_of), K, EPS)[None, :]
-    summed = (y, up) if GATED else (y,)
     dtype: tl.constexpr = out.dtype.element_ty
     rounded = finished_sums(summed, dtype, scale, biases, addend, ACTIVATION).to(dtype)
     tl.store(out + places, rounded, inside)

@@ -93,7 +93,7 @@ def repeated_tile(tile, STEPS: tl.constexpr, TIMES: tl.constexpr):
 def attend_by_warps(
     qkv,  # [B, (Hq + 2 Hkv) D]
     out,  # [B, Hq, D]
-    pieces,  # float32 [B, Hkv, GROUPS + 1, MERGE_G, D + 2]: as for `attend_one`
+    pieces,  # float32 [B, Hkv, GROUPS + 1, MERGE_G, D + 4]: as for `attend_one`
     finished,  # int32 [B, Hkv]: programs that are done, 0 before and after
     table,  # int64 [B, COLUMNS]
     positions,  # int32 [B]: of the new tokens; -1: no token in this row
@@ -164,7 +164,9 @@ def attend_by_warps(
     k = load_halves(heads + (KV_HEADS * GROUP + head) * D + half_column, None, D)
     v_line = tl.arange(0, 8 * WARPS)[:, None]
     own_v_column = value_columns(v_line, at, WARPS)
-    v = tl.load(heads + (KV_HEADS * (GROUP + 1) + head) * D + own_v_column)
+    own_value = heads + (KV_HEADS * (GROUP + 1) + head) * D
+    v = tl.load(own_value + own_v_column)
+    block_v = tl.load(own_value + v_column, begin + v_key == position, block_v)
     if turned is not None:  # the halves turn by the same angles, and sines have a sign
         cosine = tl.load(turned + row * 2 * D + half_column)
         sine = tl.load(turned + row * 2 * D + D + D // 2 + half_column)
@@ -179,59 +181,89 @@ def attend_by_warps(
     # The instruction takes 16 queries: each of eight is there twice.
     factor = as_first_factor(repeated_tile(q[0], STEPS, 2), STEPS, WARPS)
     other_factor = as_first_factor(repeated_tile(q[1], STEPS, 2), STEPS, WARPS)
-    own_v = repeated_tile(v, 1, BLOCK // 4)
-    is_own = begin + key == position
-    block_k = (
-        tl.where(is_own, repeated_tile(k[0], STEPS, OWN // 8), block_k[0]),
-        tl.where(is_own, repeated_tile(k[1], STEPS, OWN // 8), block_k[1]),
+    # The token's own key gets its score apart, eight times the same; its value was loaded among the others.
+    own_scores = tl.dot(factor, as_second_factor(k[0], STEPS, WARPS, 8))
+    own_scores = tl.dot(other_factor, as_second_factor(k[1], STEPS, WARPS, 8), own_scores)
+    own_scores = tl.broadcast_to(tl.reshape(own_scores, (WARPS, 16, 1, 8)), (WARPS, 16, OWN // 8, 8))
+    scored = (tl.arange(0, WARPS)[:, None] * OWN + tl.arange(0, OWN)[None, :])[:, None, :]
+    scores = scores_by_warps(factor, other_factor, block_k, STEPS, WARPS, OWN)
+    scores = tl.where(begin + scored == position, tl.reshape(own_scores, (WARPS, 16, OWN)), scores)
+    none = tl.full((8,), -float("inf"), tl.float32)
+    zero = tl.zeros((8,), tl.float32)
+    nothing = tl.zeros((WARPS, 64, 8), tl.float32)
+    highest, total, sums = look_by_warps(
+        scores, block_v, begin, oldest, position, none, zero, nothing, scale, WARPS, BLOCK, OWN
     )
-    block_v = tl.where(begin + v_key == position, own_v, block_v)
 
-    index = tl.arange(0, BLOCK)
     g, d = tl.arange(0, 8)[None, None, :], tl.arange(0, WARPS)[:, None, None] * 64
     row_of = tl.arange(0, 64)
     d = d + (row_of % 8 * 8 + row_of // 8)[None, :, None]  # which column each row of `as_values` is
-    pieces += (row * KV_HEADS + head) * ((GROUPS + 1) * (D + 2) * MERGE_G)
+    pieces += (row * KV_HEADS + head) * ((GROUPS + 1) * (D + 4) * MERGE_G)
     final = out + (row * KV_HEADS + head) * (GROUP * D)
     for group in range(first_group + split, last_group + 1, tl.num_programs(0)):
-        highest = tl.full((8,), -float("inf"), tl.float32)
-        total = tl.zeros((8,), tl.float32)
-        sums = tl.zeros((WARPS, 64, 8), tl.float32)
         start = tl.maximum(group * size, oldest // BLOCK)
         stop = tl.minimum((group + 1) * size, position // BLOCK + 1)
+        if start * BLOCK == begin:
+            start += 1
+        else:
+            highest, total, sums = none, zero, nothing
         for block in tl.range(start, stop, num_stages=1):
-            if block * BLOCK != begin:
-                next_at = block * BLOCK
-                there = (next_at + key >= oldest) & (next_at + key <= position)
-                block_k = load_halves(own_keys + in_ring(next_at, key, slots).to(tl.int64) * D, there, D)
-                there = (next_at + v_key >= oldest) & (next_at + v_key <= position)
-                block_v = tl.load(values + in_ring(next_at, v_key, slots).to(tl.int64) * D + v_column, there, 0.0)
-            twice = tl.dot(factor, as_second_factor(block_k[0], STEPS, WARPS, OWN))
-            twice = tl.dot(other_factor, as_second_factor(block_k[1], STEPS, WARPS, OWN), twice)
-            scores = tl.max(tl.reshape(twice, (WARPS, 2, 8, OWN)), 1)  # of two that are the same, in one thread
-            scores = tl.reshape(tl.permute(scores, (1, 0, 2)), (8, BLOCK)) * scale
-            seen = (block * BLOCK + index >= oldest) & (block * BLOCK + index <= position)
-            highest, shrink, weights, added_up = weighed(scores, seen[None, :], highest, dtype)
-            total = total * shrink + added_up
-            second = tl.broadcast_to(tl.trans(weights)[None, :, :], (WARPS, BLOCK, 8))
-            sums = tl.dot(as_values(block_v, BLOCK, WARPS), second, sums * shrink[None, None, :])
-        if used == 1:
-            nothing = tl.zeros((8,), tl.float32)
-            _, total, sums = fold_columns(
-                nothing - float("inf"), nothing, tl.zeros((WARPS, 64, 8), tl.float32), highest, total, sums
+            at_key = block * BLOCK
+            there = (at_key + key >= oldest) & (at_key + key <= position)
+            next_k = load_halves(own_keys + in_ring(at_key, key, slots).to(tl.int64) * D, there, D)
+            there = (at_key + v_key >= oldest) & (at_key + v_key <= position)
+            next_v = tl.load(values + in_ring(at_key, v_key, slots).to(tl.int64) * D + v_column, there, 0.0)
+            scores = scores_by_warps(factor, other_factor, next_k, STEPS, WARPS, OWN)
+            highest, total, sums = look_by_warps(
+                scores, next_v, at_key, oldest, position, highest, total, sums, scale, WARPS, BLOCK, OWN
             )
+        if used == 1:
+            _, total, sums = fold_columns(none, zero, nothing, highest, total, sums)
             total = tl.where(tl.arange(0, 8) < GROUP, total, 1.0)
             tl.store(final + g * D + d, (sums / total[None, None, :]).to(dtype), g < GROUP)
         else:
-            piece = pieces + ((group - first_group) * MERGE_G + g) * (D + 2)
+            piece = pieces + ((group - first_group) * MERGE_G + g) * (D + 4)
             tl.store(piece + d, sums, g < MERGE_G)
             of_g = tl.arange(0, 8)
-            piece = pieces + ((group - first_group) * MERGE_G + of_g) * (D + 2)
+            piece = pieces + ((group - first_group) * MERGE_G + of_g) * (D + 4)
             tl.store(piece + D, highest, of_g < MERGE_G)
             tl.store(piece + D + 1, total, of_g < MERGE_G)
     if used > 1:
         if is_last(finished + row * KV_HEADS + head, tl.minimum(used, tl.num_programs(0))):
             fold_pieces(pieces, final, used, GROUP, MERGE_G, D, D)
+
+
+@triton.jit
+def scores_by_warps(factor, other_factor, k, STEPS: tl.constexpr, WARPS: tl.constexpr, OWN: tl.constexpr):
+    """[WARPS, 16, OWN], of eight queries twice."""
+    scores = tl.dot(factor, as_second_factor(k[0], STEPS, WARPS, OWN))
+    return tl.dot(other_factor, as_second_factor(k[1], STEPS, WARPS, OWN), scores)
+
+
+@triton.jit
+def look_by_warps(
+    scores,
+    v,
+    start,
+    oldest,
+    position,
+    highest,
+    total,
+    sums,
+    scale,
+    WARPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OWN: tl.constexpr,
+):
+    """`looked`, of scores [WARPS, 16, OWN], values as they are loaded, and sums [WARPS, 64, Q]."""
+    scores = tl.max(tl.reshape(scores, (WARPS, 2, 8, OWN)), 1)  # of two that are the same, in one thread
+    scores = tl.reshape(tl.permute(scores, (1, 0, 2)), (8, BLOCK)) * scale
+    at = start + tl.arange(0, BLOCK)
+    seen = (at >= oldest) & (at <= position)
+    highest, shrink, weights, added_up = weighed(scores, seen[None, :], highest, v.dtype)
+    second = tl.broadcast_to(tl.trans(weights)[None, :, :], (WARPS, BLOCK, 8))
+    sums = tl.dot(as_values(v, BLOCK, WARPS), second, sums * shrink[None, None, :])
+    return highest, total * shrink + added_up, sums
 
 
 @triton.jit

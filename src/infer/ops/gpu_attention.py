@@ -76,7 +76,7 @@ def _by_warps(shape: dict[str, int], qkv: Tensor, window: int | None) -> bool:
     """Whether keys and values can wait in registers. A block wraps around a ring once at most."""
     return (
         qkv.element_size() == 2
-        and shape["D"] in (64, 128)
+        and shape["D"] in (64, 128, 256)
         and shape["GROUP"] <= 8
         and shape["BLOCK"] == 64
         and (window is None or window >= 64)
@@ -275,7 +275,7 @@ def _stages(rows: int, shape: dict[str, int], q: Tensor) -> int:
 
 def _pieces(batch: int, kv_heads: int, shape: dict[str, int], group: int, device: torch.device) -> Tensor:
     return torch.empty(
-        batch, kv_heads, shape["GROUPS"] + 1, group, shape["BLOCK_D"] + 2, dtype=torch.float32, device=device
+        batch, kv_heads, shape["GROUPS"] + 1, group, shape["BLOCK_D"] + 4, dtype=torch.float32, device=device
     )
 
 

@@ -19,12 +19,13 @@ from infer.ops import gpu_check
 from infer.ops.linear import Linear
 from infer.ops.norm import Norm
 
-ROWS = 8192  # rows of a matrix, times its slices: with fewer, the chain of additions takes longer than reading it
+ROWS = 4096  # of a matrix: with fewer, the chain of additions takes longer than reading it
 LONG = 4096  # columns beyond which it takes twice as many slices
 MOST_SLICES = 8
-BLOCK_N = 64  # of the product of few rows
+BLOCK_N = 64  # rows of the matrix that a program of the product of few rows takes, at least
 FEW = 128  # rows that it takes
-WIDEST_OF_EIGHT = 3072  # the smaller side of a matrix that two to eight rows are fastest with in `eight_rows`
+APART = 64  # rows up to which each slice of a matrix has programs of its own there
+FETCHED = 512  # columns that it fetches before it may start
 PADDED_TO = 128  # rows of a prompt: torch's products are checked once for each multiple
 FINISHED = 2048  # columns of a program of `finish_rows`
 # Contracted multiplications and additions would round otherwise, wherever the compiler sees fit. (Matrix products
@@ -47,7 +48,9 @@ def slices_of(linear: Linear) -> int:
 
 @cache
 def _slices(n: int, k: int) -> int:
-    wanted = min(MOST_SLICES, next_power(-(-ROWS // n)) * (2 if k > LONG and n < ROWS else 1))
+    if n >= ROWS:
+        return 1
+    wanted = min(MOST_SLICES, next_power(-(-2 * ROWS // n)) * (2 if k > LONG else 1))
     while k % (64 * wanted):
         wanted //= 2
         if wanted <= 1:
@@ -189,7 +192,8 @@ def product(
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if not rows:
         return out, None
-    held = _held(linear, x, gated)
+    held = _held(linear, x)
+    few = _few(linear, x)
     options: dict[str, Any] = {
         "K": k,
         "SLICES": slices_of(linear),
@@ -205,7 +209,7 @@ def product(
     if vectors.squares is not None:
         parts = vectors.squares.shape[1]
         options |= {"squares": vectors.squares, "SQUARES": parts, "PADDED": next_power(parts)}
-    blocks = -(-n // (held.high if held is not None else BLOCK_N))
+    blocks = -(-n // held.high) if held is not None else -(-weight.shape[0] // few.block_n)
     following = None
     if norm is not None:
         squares = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
@@ -216,7 +220,7 @@ def product(
     if held is not None:
         _eight_rows(tensors, n, blocks, held, options)
     else:
-        _few_rows(tensors, finished, n, blocks, options)
+        _few_rows(tensors, finished, n, blocks, few, options)
     return out, following
 
 
@@ -228,16 +232,15 @@ class Held(NamedTuple):
     chunks: int  # that a warp holds
 
 
-def _held(linear: Linear, x: Tensor, gated: bool) -> Held | None:
-    n, k = linear.weight.shape
-    rows = x.shape[0]
-    if rows > 8 or x.element_size() != 2 or (rows > 1 and min(n, k) > WIDEST_OF_EIGHT):
+def _held(linear: Linear, x: Tensor) -> Held | None:
+    """None where `few_rows` is faster, through shared memory: where a slice is long."""
+    slices, length = slices_of(linear), length_of(linear)
+    if x.shape[0] > 8 or x.element_size() != 2 or slices == 1 or (length > 1024 and linear.weight.shape[1] > 4096):
         return None
     if not gpu_check.instructions_agree(x.device, x.dtype):
         return None
-    slices, length = slices_of(linear), length_of(linear)
-    high = 8 if n < 2048 or (slices <= 2 and n * slices <= 2 * ROWS and k >= 2048) else 16
-    steps, columns = (2, 512) if gated else (4, 1024 if high == 8 else 512)
+    high, columns = (8, 1024) if slices == 2 else (16, 512)
+    steps = 4
     while length % (32 * steps):
         steps //= 2
     return Held(high, steps, columns // (32 * steps))
@@ -259,35 +262,59 @@ def _eight_rows(tensors: Sequence[Tensor], n: int, blocks: int, held: Held, opti
     )
 
 
-def _few_rows(tensors: Sequence[Tensor], finished: Tensor | None, n: int, blocks: int, options: dict[str, Any]) -> None:
+class Few(NamedTuple):
+    """Sizes of `few_rows`."""
+
+    rows: int
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+    apart: bool  # whether each slice has programs of its own
+
+
+def _few(linear: Linear, x: Tensor) -> Few:
+    batch, size = x.shape[0], x.element_size()
+    slices, length = slices_of(linear), length_of(linear)
+    apart = slices > 1 and batch <= APART
+    rows, block_n, columns, ahead, warps = max(16, next_power(batch)), BLOCK_N, 128, 512, 4
+    if batch > 64 and slices == 1:
+        block_n, columns, ahead, warps = 2 * BLOCK_N, 64, 384, 8
+    elif batch <= 16 and -(-linear.weight.shape[0] // block_n) * (slices if apart else 1) <= processors(x.device):
+        ahead = 1024  # a program has a processor's memory to itself
+    else:
+        rows = min(64, rows)
+    if size == 4:
+        columns, ahead = 32, 64
+    columns = _block(columns, length)
+    stages = _stages(ahead // columns, columns * (block_n + rows) * size, x.device)
+    return Few(rows, block_n, columns, stages, warps, apart)
+
+
+def _few_rows(
+    tensors: Sequence[Tensor], finished: Tensor | None, n: int, blocks: int, few: Few, options: dict[str, Any]
+) -> None:
     x, gated, slices, length = tensors[0], options["GATED"], options["SLICES"], options["LENGTH"]
-    batch = x.shape[0]
-    rows = max(16, next_power(batch))
-    size, stages = (256, 3) if slices > 1 and rows <= 32 else (128, 4 if rows <= 32 else 3)
-    if x.element_size() == 4:
-        size, stages = 32, 2
-    size = _block(size, length)
-    early = slices > 1 and not gated and (not options["RESIDUAL"] or length > 1024)  # what was fastest on an H200
-    column = (BLOCK_N * (2 if gated else 1) + rows) * x.element_size()
-    while size * (stages + early) * column > shared_memory(x.device):
-        size //= 2
-    kept = (2 if gated else 1) * slices if slices > 1 else 0
+    batch, pieces = x.shape[0], slices if few.apart else 1
+    even = n % (few.block_n // (2 if gated else 1)) == 0 and options["K"] == length * slices
+    kept = (2 if gated else 1) * slices if few.apart else 0
     sums = torch.empty(kept, batch, n, dtype=torch.float32, device=x.device)
     if finished is None:
         finished = torch.zeros(blocks, dtype=torch.int32, device=x.device)
-    kernels.gpu_modules().rows.few_rows[(blocks, 1, slices)](
+    kernels.gpu_modules().rows.few_rows[(blocks, -(-batch // few.rows), pieces)](
         *tensors,
-        sums if slices > 1 else x,
+        sums if few.apart else x,
         finished,
         batch,
         n,
-        BLOCK_B=rows,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=size,
-        EVEN=n % BLOCK_N == 0 and options["K"] == length * slices,
-        STAGES=stages,
-        EARLY=early,
-        num_warps=4,
+        APART=few.apart,
+        BLOCK_B=few.rows,
+        BLOCK_N=few.block_n,
+        BLOCK_K=few.block_k,
+        EVEN=even,
+        STAGES=few.stages,
+        FETCHED=min(FETCHED, next_power(length + 1) // 2) if even else 0,
+        num_warps=few.warps,
         **options,
     )
 
@@ -408,6 +435,14 @@ def shared_memory(device: torch.device) -> int:
     if device.type == "cpu":
         return 2**31
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """That programs run on."""
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def late(pdl: bool) -> dict[str, bool]:
