@@ -256,7 +256,8 @@ OF_EIGHT = [
     (256, 20, 1, True, False, (16, 4, 1)),
     (256, 21, 8, True, False, None),
     (520, 21, 4, False, True, None),
-    (2100, 16, 1, False, False, None),
+    (2100, 16, 1, False, False, (16, 2, 8)),
+    (1024, 16, 2, True, False, None),
 ]
 
 
@@ -294,12 +295,12 @@ def test_a_product_of_up_to_eight_rows(
 @pytest.mark.parametrize(
     ("batch", "dtype", "n", "k", "eight"),
     [
-        (1, torch.bfloat16, 28672, 8192, True),
-        (2, torch.bfloat16, 8192, 2048, True),
+        (1, torch.bfloat16, 2048, 2048, True),
         (8, torch.float16, 2048, 8192, True),
         (9, torch.bfloat16, 2048, 2048, False),
         (2, torch.float32, 2048, 2048, False),
-        (8, torch.bfloat16, 14336, 4096, False),  # all of its rows are read too often
+        (1, torch.bfloat16, 8192, 2048, False),  # in one slice
+        (8, torch.bfloat16, 4096, 14336, False),  # in two, but long ones
     ],
 )
 def test_which_products_are_of_eight_rows(
@@ -307,9 +308,9 @@ def test_which_products_are_of_eight_rows(
 ) -> None:
     with torch.device("meta"):
         linear, x = Linear(k, n).to(dtype), torch.empty(batch, k, dtype=dtype)
-    assert (gpu_product._held(linear, x, False) is not None) == eight
+    assert (gpu_product._held(linear, x) is not None) == eight
     monkeypatch.setattr(gpu_check, "instructions_agree", lambda *_: False)
-    assert gpu_product._held(linear, x, False) is None
+    assert gpu_product._held(linear, x) is None
 
 
 class Layer:

@@ -25,14 +25,15 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where answers are kept: nothing yet."""
     monkeypatch.setenv("INFER_CACHE", str(tmp_path / "new"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Abacus 9")
-    gpu_check._answers.cache_clear()
+    forget()
     yield gpu_check._file()
-    gpu_check._answers.cache_clear()
+    forget()
 
 
 def forget() -> None:
     """As another process begins."""
     gpu_check._answers.cache_clear()
+    gpu_check._machine.cache_clear()
 
 
 class TestAnswers:
@@ -58,6 +59,7 @@ class TestAnswers:
         assert "Abacus 9" in file.read_text()
         assert torch.__version__ in file.read_text()
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Abacus 10")
+        forget()
         assert not gpu_check._answer("a question", GPU, lambda: False)
 
     def test_of_a_question_that_fails(self, file: Path) -> None:
@@ -133,7 +135,7 @@ class TestWhatRuns:
         self, rows: int, name: str, agrees: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(gpu_check, "instructions_agree", lambda *_: agrees)
-        self.run(rows)
+        self.run(rows, slices=2)
         assert launched == [name if agrees else "few_rows"]
 
     @pytest.mark.parametrize(

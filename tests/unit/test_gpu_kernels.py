@@ -209,7 +209,8 @@ class TestSlices:
             (128, 2048, 8),
             (2048, 2048, 4),
             (2048, 8192, 8),  # long
-            (4096, 4096, 2),
+            (4096, 4096, 1),
+            (4096, 14336, 2),  # long
             (8192, 2048, 1),
             (128256, 2048, 1),
             (1536, 1152, 2),  # as many as divide it into 64 columns
@@ -229,7 +230,7 @@ class TestSlices:
         assert gpu_product.length_of(linear) == 64  # the second is padded
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("rows", [9, 129])
+    @pytest.mark.parametrize("rows", [9, 65, 129])
     def test_are_never_of_a_single_round(self, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         """Compiled, that is no loop, and the product's first term is what it is added to: other bits."""
         launched: list[dict[str, Any]] = []
@@ -426,6 +427,7 @@ class TestByWarps:
             ([5, 300], 384, torch.float16, {"heads": 8}),
             ([63, 65], 192, torch.bfloat16, {"head_dim": 128, "norm": ZeroCentredRMSNorm, "heads": 1}),
             ([200], 128, torch.float16, {"head_dim": 128, "window": 70, "rope": False, "heads": 2}),  # a ring
+            ([70], 128, torch.bfloat16, {"head_dim": 256, "norm": ZeroCentredRMSNorm, "window": 66, "heads": 1}),
             ([200, 3], 70, torch.bfloat16, {"window": 70}),
         ],
         ids=str,
@@ -458,7 +460,8 @@ class TestByWarps:
             (64, 9, torch.bfloat16, False),
             (64, 4, torch.float32, False),
             (96, 4, torch.bfloat16, False),
-            (256, 4, torch.bfloat16, False),
+            (256, 4, torch.bfloat16, True),
+            (512, 4, torch.bfloat16, False),
         ],
     )
     def test_which_attention_is_by_warps(

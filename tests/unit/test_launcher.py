@@ -101,6 +101,34 @@ def test_the_same_kind_is_the_same(kernel: Any, jitted: Jitted, args: tuple[Any,
     assert [call[:2] for call in jitted.calls] == [("looked up", (7,)), ("again", (3, 2, 1))]
 
 
+class TestPrepared:
+    """A kernel with its grid and options."""
+
+    @pytest.fixture
+    def launch(self, kernel: Any) -> launcher.Launch:
+        return launcher.Launch(lambda: kernel, (7,), K=5, num_warps=4)
+
+    def test_is_looked_up_once(self, launch: launcher.Launch, jitted: Jitted) -> None:
+        for x in (X, X + 1):
+            launch(x, 2, 32)
+        assert [call[:2] for call in jitted.calls] == [("looked up", (7,)), ("again", (7, 1, 1))]
+        assert jitted.calls[1][2][1:] == (2, 32, 5, None, 0.5)
+
+    def test_where_a_tensor_lies(self, launch: launcher.Launch, jitted: Jitted) -> None:
+        for x in (X[1:], X, X[1:], X):
+            launch(x, 2, 32)
+        assert [kind for kind, *_ in jitted.calls] == ["looked up"] * 2 + ["again"] * 2
+        assert jitted.calls[2][2][0].data_ptr() == X[1:].data_ptr()
+
+    def test_is_compiled_ahead(self, launch: launcher.Launch, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        launch(X, 2, 32)
+        compiled: list[Any] = []
+        monkeypatch.setattr(launcher.ahead, "recording", lambda: True)
+        launch._find = lambda: {(7,): lambda *args, **_: compiled.append(args)}
+        launch(X, 2, 32)
+        assert compiled == [(X, 2, 32)]
+
+
 def test_is_compiled_without_a_launch(kernel: Any, jitted: Jitted) -> None:
     assert kernel.warmup(X, grid=(7,)) == "compiled for (7,)"
     assert not jitted.calls

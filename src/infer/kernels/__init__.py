@@ -89,6 +89,11 @@ def gpu_modules() -> Any:
     return ahead.seen(_gpu_modules())
 
 
+def prepared(module: str, kernel: str, grid: tuple[int, ...], **options: Any) -> launcher.Launch:
+    """A kernel of one of these modules, to be launched many times."""
+    return launcher.Launch(lambda: getattr(getattr(gpu_modules(), module), kernel), grid, **options)
+
+
 @cache
 def _gpu_modules() -> SimpleNamespace:
     from infer.kernels import (

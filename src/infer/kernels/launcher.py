@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
+
+from infer.kernels import ahead
 
 
 def quick(modules: SimpleNamespace) -> SimpleNamespace:
@@ -45,8 +47,8 @@ class Kernel:
     def warmup(self, *args: Any, **options: Any) -> Any:
         return self._kernel.warmup(*args, **options)
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, **options: Any) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
             key = (
                 args[0].device.index,
                 *map(_kind, args, self._unspecialized),
@@ -60,25 +62,53 @@ class Kernel:
                 found = self._kernel[grid](*args, **options)
                 if hasattr(found, "run"):  # else a hook of Triton's took it over
                     self._compiled[key] = found
-                    _share_memory(found.function)
-                return
-            others = [options.get(name, self._defaults[name]) for name in self._names[len(args) :]]
-            compiled[(*grid, 1, 1)[:3]](*args, *others)
+                    _share_memory(found)
+                return found
+            self.bound(compiled, grid, len(args), options)(*args)
+            return compiled
 
         return launch
+
+    def bound(self, compiled: Any, grid: tuple[int, ...], given: int, options: Mapping[str, Any]) -> Callable[..., Any]:
+        """What launches it with the first `given` arguments, the others being these options."""
+        others = [options.get(name, self._defaults[name]) for name in self._names[given:]]
+        run = compiled[(*grid, 1, 1)[:3]]
+        return lambda *args: run(*args, *others)
+
+
+class Launch:
+    """A kernel with its grid and options: called with the rest, again and again, it looks nothing up.
+
+    Tensors are of the same dtypes in each call, and numbers none that Triton would compile another kernel for.
+    """
+
+    def __init__(self, find: Callable[[], Any], grid: tuple[int, ...], **options: Any) -> None:
+        """find: the kernel; asked again as long as Triton has not compiled it for aligned tensors."""
+        self._find, self._grid, self._options = find, grid, options
+        self._run: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> None:
+        quick = not ahead.recording() and all(x.data_ptr() % 16 == 0 for x in args if isinstance(x, Tensor))
+        if self._run is not None and quick:
+            self._run(*args)
+            return
+        kernel = self._find()
+        compiled = kernel[self._grid](*args, **self._options)
+        if quick and isinstance(kernel, Kernel) and hasattr(compiled, "run"):
+            self._run = kernel.bound(compiled, self._grid, len(args), self._options)
 
 
 SHARED = 58  # percent of a processor's memory that programs share, the rest is its cache: what was fastest on an H200
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
 
-def _share_memory(function: int) -> None:
+def _share_memory(compiled: Any) -> None:
     """Divide a processor's memory the same way for all kernels.
 
     Left alone, the driver divides it to suit each, and a kernel cannot start beside another that divides it otherwise.
     """
     with suppress(OSError, AttributeError):  # it is a hint
-        ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, SHARED)
+        ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(compiled.function), CARVEOUT, SHARED)
 
 
 def _kind(value: Any, unspecialized: bool) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ def available(device: torch.device, forwards: Mapping[type[nn.Module], Any]) -> 
     return (
         device.type == "cuda"
         and not torch.is_grad_enabled()
-        and kernels.gpu(torch.cuda.get_device_capability(device))
+        and kernels.gpu(_capability(device))
         and all(kind.forward is forward for kind, forward in forwards.items())
     )
 
@@ -84,9 +84,14 @@ def plan(blocks: Sequence[BlockParts], head: HeadParts, ropes: Sequence[Tensor |
     return Plan(blocks, head, frequencies, kinds, has_pdl(device), constants)
 
 
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def has_pdl(device: torch.device) -> bool:
     """Whether a kernel may start while the one before it ends."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and _capability(device) >= (9, 0)
 
 
 def _norms_agree(blocks: Sequence[BlockParts], head: HeadParts) -> bool:
@@ -226,7 +231,9 @@ def launch(plan: Plan, fed: Fed, tables: Tensor, finished: Tensor) -> Tensor:
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Within, Triton launches on this device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def can_compile_ahead() -> bool:

@@ -7,14 +7,16 @@ are what was fastest on an H200, by the time of whole steps and prompts.
 from __future__ import annotations
 
 import math
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from infer import kernels
+from infer.kernels.launcher import Launch
 from infer.ops import gpu_check
-from infer.ops.gpu_product import UNFUSED, late, next_power, padded, shared_memory
+from infer.ops.gpu_product import LAUNCHES, UNFUSED, empty_rows, late, next_power, shared_memory
 from infer.ops.parts import BlockParts
 from infer.ops.table import alignment
 
@@ -100,9 +102,11 @@ def prepare(
     if table is None:
         k, v = (torch.empty(count, block.kv_heads, size, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
     if count:
-        kernels.gpu_modules().attention.prepare_heads[(count, -(-(block.heads + 2 * block.kv_heads) // HEADS))](
+        has_norm, has_rope = block.q_norm is not None, turned is not None
+        sizes = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
+        _prepare(count, block.heads, block.kv_heads, size, qkv.dtype, qkv.device, has_norm, sizes, has_rope, pdl)(
             qkv,
-            torch.empty(1, dtype=torch.int64, device=qkv.device) if table is None else table,
+            _no_table(qkv.device) if table is None else table,
             positions,
             qkv if block.q_norm is None else block.q_norm.weight,
             qkv if block.k_norm is None else block.k_norm.weight,
@@ -111,20 +115,45 @@ def prepare(
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
-            HEADS=block.heads,
-            KV_HEADS=block.kv_heads,
-            D=size,
-            BLOCK_D=next_power(size),
-            BLOCK_H=HEADS,
-            NORM=norm is not None,
-            EPS=0.0 if norm is None else norm.eps,
-            OFFSET=0.0 if norm is None else norm.offset,
-            ROPE=turned is not None,
-            num_warps=2,
-            **UNFUSED,
-            **late(pdl),
         )
     return q, k, v
+
+
+@cache
+def _no_table(device: torch.device) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device=device)
+
+
+@lru_cache(LAUNCHES)
+def _prepare(
+    count: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_norm: bool,
+    sizes: tuple[float, float],
+    has_rope: bool,
+    pdl: bool,
+) -> Launch:
+    return kernels.prepared(
+        "attention",
+        "prepare_heads",
+        (count, -(-(heads + 2 * kv_heads) // HEADS)),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=size,
+        BLOCK_D=next_power(size),
+        BLOCK_H=HEADS,
+        NORM=has_norm,
+        EPS=sizes[0],
+        OFFSET=sizes[1],
+        ROPE=has_rope,
+        num_warps=2,
+        **UNFUSED,
+        **late(pdl),
+    )
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int, pdl: bool = False) -> Tensor:
@@ -133,8 +162,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None,
     Keys that no query sees may be left out.
     """
     batch, heads, n, size = q.shape
-    rows = torch.empty(padded(batch * n), heads * size, dtype=q.dtype, device=q.device)
-    out = rows[: batch * n].view(batch, n, heads, size)
+    out = empty_rows(batch * n, heads * size, q).view(batch, n, heads, size)
     strides = [stride for each in (q, k, v) for stride in each.stride()[:3]]
     kv_heads = k.shape[1]
     shape = _shape(heads, kv_heads, size, q.dtype, q.device)
@@ -162,31 +190,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None,
             **late(pdl),
         )
     elif out.numel():
-        queries = max(
-            1, min(QUERIES[q.element_size()] // group, shape["BLOCK"] * GROUPS)
-        )  # so that all fold as many blocks
-        kernels.gpu_modules().attention.attend_many[(-(-n // queries) + 1, kv_heads, batch)](
-            q,
-            k,
-            v,
-            out,
-            n,
-            end,
-            k.shape[2],
-            _scale(scale),
-            window or 0,
-            *strides,
-            BLOCK_G=group,
-            QUERIES=queries,
-            SINGLE=_blocks(end, window, shape["BLOCK"]) <= GROUPS,
-            WINDOWED=window is not None,
-            STAGES=_stages(queries * group, shape, q),
-            num_warps=4 if size <= 128 else 8,
-            **shape,
-            **UNFUSED,
-            **late(pdl),
-        )
+        # So many that all fold as many blocks.
+        queries = max(1, min(QUERIES[q.element_size()] // group, shape["BLOCK"] * GROUPS))
+        single = _blocks(end, window, shape["BLOCK"]) <= GROUPS
+        kind = q.dtype, q.device, tuple(shape.items()), window is not None, single, pdl
+        numbers = n, end, k.shape[2], _scale(scale), window or 0, *strides
+        _attend_many(batch, queries, numbers, kind)(q, k, v, out, *numbers)
     return out.transpose(1, 2)
+
+
+@lru_cache(LAUNCHES)
+def _attend_many(batch: int, queries: int, numbers: tuple[float, ...], kind: tuple[Any, ...]) -> Launch:
+    dtype, device, sizes, windowed, single, pdl = kind
+    shape = dict(sizes)
+    group = next_power(shape["GROUP"])
+    return kernels.prepared(
+        "attention",
+        "attend_many",
+        (-(-int(numbers[0]) // queries) + 1, shape["KV_HEADS"], batch),
+        BLOCK_G=group,
+        QUERIES=queries,
+        SINGLE=single,
+        WINDOWED=windowed,
+        STAGES=_stages(queries * group, shape, dtype.itemsize, device),
+        num_warps=4 if shape["D"] <= 128 else 8,
+        **shape,
+        **UNFUSED,
+        **late(pdl),
+    )
 
 
 def _attend_table(
@@ -259,18 +290,17 @@ def _options_of_one(shape: dict[str, int], group: int, q: Tensor) -> dict[str, A
         "BLOCK_G": rows,
         "MERGE_G": group,
         "ALIGNED": alignment(shape["D"], q.dtype),
-        "STAGES": _stages(rows, shape, q),
+        "STAGES": _stages(rows, shape, q.element_size(), q.device),
         "num_warps": 4,
         **UNFUSED,
     }
 
 
-def _stages(rows: int, shape: dict[str, int], q: Tensor) -> int:
+def _stages(rows: int, shape: dict[str, int], size: int, device: torch.device) -> int:
     """Blocks of keys on their way at once: as many as a program's memory holds beside queries and weights."""
-    size = q.element_size()
     kept = rows * (shape["BLOCK_D"] + shape["BLOCK"]) * size + 8192
     block = 2 * shape["BLOCK"] * shape["BLOCK_D"] * size
-    return max(1, min(STAGES, (shared_memory(q.device) - kept) // block))
+    return max(1, min(STAGES, (shared_memory(device) - kept) // block))
 
 
 def _pieces(batch: int, kv_heads: int, shape: dict[str, int], group: int, device: torch.device) -> Tensor:

@@ -94,10 +94,14 @@ def _answer(question: str, device: torch.device, ask: Callable[[], bool]) -> boo
 
 
 def _key(question: str, device: torch.device) -> str:
+    return f"{question}; {_machine(device)}"
+
+
+@cache
+def _machine(device: torch.device) -> str:
     import triton
 
-    name = torch.cuda.get_device_name(device)
-    return f"{question}; {name}; torch {torch.__version__}; triton {triton.__version__}"
+    return f"{torch.cuda.get_device_name(device)}; torch {torch.__version__}; triton {triton.__version__}"
 
 
 @cache

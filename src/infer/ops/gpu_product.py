@@ -7,7 +7,7 @@ what comes out does not. Their sizes are what was fastest on an H200, by the tim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer import kernels
+from infer.kernels.launcher import Launch
 from infer.ops import gpu_check
 from infer.ops.linear import Linear
 from infer.ops.norm import Norm
@@ -25,9 +26,11 @@ MOST_SLICES = 8
 BLOCK_N = 64  # rows of the matrix that a program of the product of few rows takes, at least
 FEW = 128  # rows that it takes
 APART = 64  # rows up to which each slice of a matrix has programs of its own there
+ALONE = 768  # columns on their way where a program has a processor to itself
 FETCHED = 512  # columns that it fetches before it may start
 PADDED_TO = 128  # rows of a prompt: torch's products are checked once for each multiple
 FINISHED = 2048  # columns of a program of `finish_rows`
+LAUNCHES = 1024  # that are kept of each kernel of prompts, by shapes
 # Contracted multiplications and additions would round otherwise, wherever the compiler sees fit. (Matrix products
 # of float32 are made of fused ones all the same.)
 UNFUSED = {"enable_fp_fusion": False}
@@ -48,9 +51,10 @@ def slices_of(linear: Linear) -> int:
 
 @cache
 def _slices(n: int, k: int) -> int:
-    if n >= ROWS:
-        return 1
-    wanted = min(MOST_SLICES, next_power(-(-2 * ROWS // n)) * (2 if k > LONG else 1))
+    wanted = 1 if n >= ROWS else next_power(-(-2 * ROWS // n))
+    if k > LONG and n < 2 * ROWS:
+        wanted *= 2
+    wanted = min(wanted, MOST_SLICES)
     while k % (64 * wanted):
         wanted //= 2
         if wanted <= 1:
@@ -129,11 +133,21 @@ def normed_rows(
     rows, size = x.shape
     behind = norm is not None and scales_behind(norm, x.dtype)
     complete = x if added is None else torch.empty_like(x)
-    out = x if norm is None else torch.empty(padded(rows), size, dtype=x.dtype, device=x.device)[:rows]
+    out = x if norm is None else empty_rows(rows, size, x)
     squares = torch.empty(rows, 1, dtype=torch.float32, device=x.device) if behind else None
     kind = norm or after
     if rows:
-        kernels.gpu_modules().product.norm_rows[(rows,)](
+        _norm_rows(
+            rows,
+            size,
+            x.dtype,
+            x.device,
+            (0.0, 0.0) if kind is None else (kind.eps, kind.offset),
+            norm is not None and norm.centred,
+            behind,
+            (added is None, after is None, norm is None, norm is None or norm.bias is None),
+            pdl,
+        )(
             x if added is None else aligned(added),
             None if added is None else x,
             None if after is None else after.weight,
@@ -142,17 +156,36 @@ def normed_rows(
             None if norm is None else norm.bias,
             out,
             squares,
-            K=size,
-            PARTS=in_parts(size),
-            EPS=0.0 if kind is None else kind.eps,
-            OFFSET=0.0 if kind is None else kind.offset,
-            CENTRED=norm is not None and norm.centred,
-            PREPARED=behind,
-            NORM=norm is not None,
-            **UNFUSED,
-            **late(pdl),
         )
     return Normed(out, squares), complete
+
+
+@lru_cache(LAUNCHES)
+def _norm_rows(
+    rows: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: tuple[float, float],
+    centred: bool,
+    behind: bool,
+    without: tuple[bool, bool, bool, bool],  # of what may be left out
+    pdl: bool,
+) -> Launch:
+    return kernels.prepared(
+        "product",
+        "norm_rows",
+        (rows,),
+        K=size,
+        PARTS=in_parts(size),
+        EPS=sizes[0],
+        OFFSET=sizes[1],
+        CENTRED=centred,
+        PREPARED=behind,
+        NORM=not without[2],
+        **UNFUSED,
+        **late(pdl),
+    )
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -164,6 +197,13 @@ def aligned(x: Tensor) -> Tensor:
 def padded(rows: int) -> int:
     """As many rows as a product of a prompt takes: what the last ones hold does not matter."""
     return rows if rows <= FEW else -(-rows // PADDED_TO) * PADDED_TO
+
+
+def empty_rows(rows: int, size: int, like: Tensor) -> Tensor:
+    """[rows, size], with room for those behind them."""
+    room = padded(rows)
+    out = torch.empty(room, size, dtype=like.dtype, device=like.device)
+    return out if room == rows else out[:rows]
 
 
 def product(
@@ -281,7 +321,7 @@ def _few(linear: Linear, x: Tensor) -> Few:
     if batch > 64 and slices == 1:
         block_n, columns, ahead, warps = 2 * BLOCK_N, 64, 384, 8
     elif batch <= 16 and -(-linear.weight.shape[0] // block_n) * (slices if apart else 1) <= processors(x.device):
-        ahead = 1024  # a program has a processor's memory to itself
+        ahead = ALONE
     else:
         rows = min(64, rows)
     if size == 4:
@@ -334,25 +374,42 @@ def _of_many(
     if vectors.squares is not None or linear.bias is not None or activation:
         n = out.shape[1] // (2 if gated else 1)
         rows, last = out.shape[0], out
-        out = torch.empty(padded(rows), n, dtype=last.dtype, device=last.device)[:rows]
-        kernels.gpu_modules().product.finish_rows[(rows, -(-n // FINISHED))](
-            last,
-            vectors.squares,
-            linear.bias,
-            out,
-            n,
-            K=linear.weight.shape[1],
-            EPS=eps,
-            GATED=gated,
-            ACTIVATION=activation,
-            BLOCK=FINISHED,
-            **UNFUSED,
-            **late(pdl),
+        out = empty_rows(rows, n, last)
+        without = vectors.squares is None, linear.bias is None
+        _finish_rows(rows, n, linear.weight.shape[1], out.dtype, out.device, eps, gated, activation, without, pdl)(
+            last, vectors.squares, linear.bias, out, n
         )
     if addend is None:
         return out, None
     normed, complete = normed_rows(addend, norm, out, pdl=pdl)
     return complete, None if norm is None else normed
+
+
+@lru_cache(LAUNCHES)
+def _finish_rows(
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    eps: float,
+    gated: bool,
+    activation: str,
+    without: tuple[bool, bool],
+    pdl: bool,
+) -> Launch:
+    return kernels.prepared(
+        "product",
+        "finish_rows",
+        (rows, -(-n // FINISHED)),
+        K=k,
+        EPS=eps,
+        GATED=gated,
+        ACTIVATION=activation,
+        BLOCK=FINISHED,
+        **UNFUSED,
+        **late(pdl),
+    )
 
 
 def bare_product(linear: Linear, x: Tensor, *, pdl: bool = False) -> Tensor:
@@ -363,14 +420,18 @@ def bare_product(linear: Linear, x: Tensor, *, pdl: bool = False) -> Tensor:
     if slices_of(linear) == 1 and gpu_check.torch_agrees(
         weight, whole.shape[0], lambda rows: _many_rows(rows, linear, False)
     ):
-        return F.linear(whole, weight)[:rows]
-    return _many_rows(whole, linear, pdl)[:rows]
+        out = F.linear(whole, weight)
+    else:
+        out = _many_rows(whole, linear, pdl)
+    return out if whole.shape[0] == rows else out[:rows]
 
 
 def _with_padding(x: Tensor) -> Tensor:
     """x [T, K] with as many rows as torch's products were checked for: those behind it in memory, or a copy."""
     rows, size = x.shape
     wanted = padded(rows)
+    if wanted == rows and x.is_contiguous():
+        return x
     if (
         x.stride() == (size, 1)
         and x.storage_offset() == 0
@@ -386,18 +447,23 @@ def _many_rows(x: Tensor, linear: Linear, pdl: bool) -> Tensor:
     weight = linear.weight
     assert isinstance(weight, Tensor)
     rows, (n, k) = x.shape[0], weight.shape
-    slices, length = slices_of(linear), length_of(linear)
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    _many_rows_of(rows, n, k, slices_of(linear), length_of(linear), x.dtype, x.device, pdl)(x, weight, out, rows, n)
+    return out
+
+
+@lru_cache(LAUNCHES)
+def _many_rows_of(
+    rows: int, n: int, k: int, slices: int, length: int, dtype: torch.dtype, device: torch.device, pdl: bool
+) -> Launch:
     block_b, block_n, block_k, stages, warps = (128, 128, 64, 4, 8) if slices > 1 else (128, 256, 64, 3, 8)
-    if x.element_size() == 4:
+    if dtype.itemsize == 4:
         block_b, block_n, block_k, stages, warps = 64, 64, 32, 2, 4
     block_k = _block(block_k, length)
-    kernels.gpu_modules().rows.many_rows[(-(-n // block_n) * -(-rows // block_b),)](
-        x,
-        weight,
-        out,
-        rows,
-        n,
+    return kernels.prepared(
+        "rows",
+        "many_rows",
+        (-(-n // block_n) * -(-rows // block_b),),
         K=k,
         SLICES=slices,
         LENGTH=length,
@@ -406,12 +472,11 @@ def _many_rows(x: Tensor, linear: Linear, pdl: bool) -> Tensor:
         BLOCK_K=block_k,
         BESIDE=8,
         EVEN=n % block_n == 0 and k == length * slices,
-        STAGES=_stages(stages, block_k * (block_b + block_n) * x.element_size(), x.device),
+        STAGES=_stages(stages, block_k * (block_b + block_n) * dtype.itemsize, device),
         num_warps=warps,
         **UNFUSED,
         **late(pdl),
     )
-    return out
 
 
 def _block(most: int, length: int) -> int:
@@ -432,7 +497,7 @@ def _stages(most: int, size: int, device: torch.device) -> int:
 @cache
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program can have."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return 2**31
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
@@ -440,7 +505,7 @@ def shared_memory(device: torch.device) -> int:
 @cache
 def processors(device: torch.device) -> int:
     """That programs run on."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
