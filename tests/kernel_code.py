@@ -99,15 +99,18 @@ def attention(head_dim: int) -> None:
 
 if __name__ == "__main__":
     launches: dict[str, Callable[[], None]] = {
-        "eight rows, 512": lambda: product(8, 512),
-        "eight rows, 1024": lambda: product(8, 1024),
-        "eight rows, gated, 512": lambda: product(8, 512, gated=True, slices=2),
-        "eight rows, gated, 1024": lambda: product(8, 1024, gated=True, slices=2),
+        "eight rows, 512": lambda: product(8, 512, slices=2),
+        "eight rows, 1024": lambda: product(8, 1024, slices=2),
+        "eight rows, gated, 512": lambda: product(8, 512, gated=True, slices=4),
+        "eight rows, gated, 1024": lambda: product(8, 1024, gated=True, slices=4),
         "attention, 64": lambda: attention(64),
         "attention, 128": lambda: attention(128),
+        "attention, 256": lambda: attention(256),
         "few rows": lambda: product(9, 24, dtype=torch.float32),
         "many rows": lambda: product(300, 24, dtype=torch.float32),
         "few rows, in slices": lambda: product(9, 128, slices=4),
+        "few rows, all slices": lambda: product(65, 128, slices=4),
+        "few rows, gated": lambda: product(1, 512, gated=True),
     }
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder

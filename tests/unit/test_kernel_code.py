@@ -34,14 +34,17 @@ def test_weights_go_straight_to_the_matrix_units(code: Any, kind: str) -> None:
 
 
 def test_so_do_keys_and_values(code: Any) -> None:
-    """A single warp stores nothing at all; where two have the same keys, each tells the other its scores of 32."""
+    """A single warp stores nothing at all; where several have the same keys, each tells the others its scores."""
     assert code["attention, 64"]["early"] == 0
-    shared = code["attention, 128"]
-    assert 0 < shared["early"] <= 16
-    assert shared["shared"] <= 8 * 64 * 4
+    for size, memory in ((128, 2048), (256, 8192)):
+        shared = code[f"attention, {size}"]
+        assert 0 < shared["early"] <= 16
+        assert shared["shared"] <= memory
 
 
-@pytest.mark.parametrize("kind", ["few rows", "many rows", "few rows, in slices"])
+@pytest.mark.parametrize(
+    "kind", ["few rows", "many rows", "few rows, in slices", "few rows, all slices", "few rows, gated"]
+)
 def test_a_product_is_a_loop(code: Any, kind: str) -> None:
     """Else the compiler makes what is added to it the first term of the sum, in one kernel and not in the other."""
     assert code[kind]["rounds"] == 1

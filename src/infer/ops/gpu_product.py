@@ -353,7 +353,7 @@ def _few_rows(
         BLOCK_K=few.block_k,
         EVEN=even,
         STAGES=few.stages,
-        FETCHED=min(FETCHED, next_power(length + 1) // 2) if even else 0,
+        FETCHED=min(FETCHED, next_power(length + 1) // 2) if even and length * x.element_size() >= 128 else 0,
         num_warps=few.warps,
         **options,
     )
