@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from infer import SamplingParams, Tokenizer, generate, generate_batch, load_model
-from infer.bench import describe_machine, machine_line
 from infer.cli.common import DEFAULT_MODEL
-from infer.engine.verify import PROMPTS
+from infer.evaluate.bench import describe_machine, machine_line
+from infer.evaluate.verify import PROMPTS
 from infer.models.common import Decoder
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from infer import KVCache, ModelConfig, SlidingCache, Tokenizer, load_model
-from infer.bench import describe_machine, fixed_prompt, machine_line, peak_memory, reset_peak_memory
 from infer.engine.generate import step
 from infer.engine.request import check_chunk
+from infer.evaluate.bench import describe_machine, fixed_prompt, machine_line, peak_memory, reset_peak_memory
 from infer.models.common import Decoder
 
 GEMMA_3_1B = {

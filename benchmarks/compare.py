@@ -35,10 +35,10 @@ from engines import (
 )
 
 from infer import KVCache, SamplingParams, Tokenizer, kernels, load_model, perplexity
-from infer.bench import describe_machine, fixed_prompt, machine_line
 from infer.engine.generate import step
 from infer.engine.request import check_request
 from infer.engine.text import encode_readable
+from infer.evaluate.bench import describe_machine, fixed_prompt, machine_line
 from infer.loader import open_checkpoint
 from infer.machine import resolve_device, resolve_dtype
 from infer.models.common import Decoder

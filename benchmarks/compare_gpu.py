@@ -53,10 +53,10 @@ from gpu_shapes import (
     synchronise,
 )
 
-from infer.bench import check_plot, describe_machine
 from infer.engine.batch import generate_batch
 from infer.engine.generate import make_cache, step, stream
 from infer.engine.params import SamplingParams
+from infer.evaluate.bench import check_plot, describe_machine
 from infer.loader.load import checkpoint_slots
 from infer.machine import resolve_device, resolve_dtype
 from infer.models.common import Decoder

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.bench import check_plot, machine_line
+from infer.evaluate.bench import check_plot, machine_line
 
 Row = dict[str, Any]
 

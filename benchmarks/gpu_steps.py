@@ -20,10 +20,10 @@ import torch
 from gpu_shapes import SHAPES, build, lengths
 from torch import Tensor
 
-from infer.bench import describe_machine, machine_line
 from infer.cache.base import Cache
 from infer.engine import graph
 from infer.engine.generate import make_cache
+from infer.evaluate.bench import describe_machine, machine_line
 from infer.models.common import Decoder
 from infer.ops import fused
 from infer.ops.parts import BlockParts

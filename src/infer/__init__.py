@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     )
     from infer.engine.generate import generate, stream
     from infer.engine.params import SamplingParams
-    from infer.engine.perplexity import perplexity
     from infer.engine.result import GenerationResult
+    from infer.evaluate.perplexity import perplexity
     from infer.loader import Tokenizer, load_model, render_chat_template
     from infer.trace import Trace
 
@@ -49,7 +49,7 @@ _HOMES = {
     "generate_ids_greedy_cached": "infer.engine.cached",
     "generate_ids_greedy_full": "infer.engine.cached",
     "load_model": "infer.loader",
-    "perplexity": "infer.engine.perplexity",
+    "perplexity": "infer.evaluate.perplexity",
     "prefill": "infer.engine.cached",
     "render_chat_template": "infer.loader",
     "stream": "infer.engine.generate",

@@ -34,8 +34,8 @@ from infer import (
 )
 from infer.cli.common import DEFAULT_MODEL
 from infer.engine.conversation import Conversation
-from infer.engine.divergence import bits
-from infer.engine.paths import PathResult, Runs, compare
+from infer.evaluate.divergence import bits
+from infer.evaluate.paths import PathResult, Runs, compare
 from infer.models.common import Decoder
 
 pytestmark = pytest.mark.skipif(kernels.cpu() is None, reason="plain torch promises no bits")

@@ -15,9 +15,9 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from infer import bench
-from infer.bench import BenchConfig, BenchResult, StepTimes
 from infer.engine.result import GenerationResult, Timing
+from infer.evaluate import bench
+from infer.evaluate.bench import BenchConfig, BenchResult, StepTimes
 from infer.models.common import Decoder
 from infer.ops.quantized import QuantizedWeight
 

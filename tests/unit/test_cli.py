@@ -19,14 +19,14 @@ from checkpoints import reference_model, save_gguf
 from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, WINDOW, Done, Run, assert_refused, chat_ids
 from matplotlib.image import imread
 
-from infer import KVCache, SamplingParams, Tokenizer, bench, kernels, load_model, machine
+from infer import KVCache, SamplingParams, Tokenizer, kernels, load_model, machine
 from infer import generate as generate_tokens
 from infer.cli import main
 from infer.cli.common import DEFAULT_MODEL
 from infer.engine import generate as engine
-from infer.engine import paths, verify
 from infer.engine.conversation import Conversation
 from infer.engine.result import GeneratedToken, GenerationResult
+from infer.evaluate import bench, paths, verify
 from infer.loader import describe, load
 from infer.loader.builtin import BUILTIN
 from infer.loader.hf_folder import HFFolder

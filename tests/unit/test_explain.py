@@ -17,10 +17,10 @@ from mocks import MockTokenizer
 from torch import Tensor
 
 from infer import KVCache, ModelConfig, SamplingParams, SlidingCache, Tokenizer, generate, load_model
-from infer import explain as explaining
 from infer.cli.explain import reason, show
 from infer.engine.result import GenerationResult, Timing
-from infer.explain import (
+from infer.evaluate import explain as explaining
+from infer.evaluate.explain import (
     NEW,
     NOT_YET,
     REPEATED,

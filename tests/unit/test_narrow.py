@@ -31,9 +31,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infer import KVCache, kernels, load_model
-from infer.bench import BenchConfig
-from infer.bench import run as run_bench
-from infer.explain import explain
+from infer.evaluate.bench import BenchConfig
+from infer.evaluate.bench import run as run_bench
+from infer.evaluate.explain import explain
 from infer.loader import load as loader
 from infer.loader.describe import describe
 from infer.models.common import Decoder

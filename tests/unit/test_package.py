@@ -50,9 +50,8 @@ LAYERS = {
     "loader": {"machine", "config", "ops", "cache", "models"},
     "trace": {"machine", "config", "ops", "cache"},
     "engine": {"machine", "config", "ops", "cache", "models", "trace"},
-    "bench": {"machine", "config", "ops", "cache", "models", "loader", "engine"},
-    "explain": {"config", "cache", "engine"},
-    "cli": {"machine", "config", "ops", "cache", "models", "loader", "engine", "bench", "explain", "trace"},
+    "evaluate": {"machine", "config", "ops", "cache", "models", "loader", "engine", "trace"},
+    "cli": {"machine", "config", "ops", "cache", "models", "loader", "engine", "evaluate", "trace"},
 }
 # The one import that goes up, inside a function: ModelConfig.from_pretrained opens a checkpoint.
 UPWARD = {("config", "loader")}

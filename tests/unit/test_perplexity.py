@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from infer import KVCache, Tokenizer, load_model, perplexity
 from infer.cli import main
-from infer.engine import perplexity as module
-from infer.engine.perplexity import CHUNK, Plan, plan
+from infer.evaluate import perplexity as module
+from infer.evaluate.perplexity import CHUNK, Plan, plan
 from infer.models.common import Decoder
 
 MakeModel = Callable[..., Decoder]

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from infer import GrowingCache, KVCache, ModelConfig, SlidingCache, generate, generate_batch, kernels
 from infer.cache import BaseCache, Cache, NoCache
-from infer.engine import paths
-from infer.engine import verify as module
-from infer.engine.divergence import Divergence, bits
-from infer.engine.paths import PathResult, compare, number_of_paths
-from infer.engine.verify import first_difference, why_plain_torch, with_long_prompt
+from infer.evaluate import paths
+from infer.evaluate import verify as module
+from infer.evaluate.divergence import Divergence, bits
+from infer.evaluate.paths import PathResult, compare, number_of_paths
+from infer.evaluate.verify import first_difference, why_plain_torch, with_long_prompt
 from infer.models.common import Decoder
 
 PROMPTS = [[5, 9, 2], list(range(20)), [33, 7, 7, 1, 30, 2, 8, 9, 40]]

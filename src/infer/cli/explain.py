@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from infer.config import ModelConfig
-    from infer.explain import Explanation, LayerKind
+    from infer.evaluate.explain import Explanation, LayerKind
 
 WIDTH = 100  # columns, at most
 LABEL, GAP = 14, 3  # of which for a token, and between the grids
@@ -38,7 +38,7 @@ def explain(
 ) -> None:
     """See what the KV cache saves: generate with it and without it, and count, time and weigh."""
     from infer import ModelConfig, Tokenizer
-    from infer import explain as explaining
+    from infer.evaluate import explain as explaining
     from infer.trace.text import token_texts
 
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -56,7 +56,7 @@ def explain(
 
 
 def as_dict(run: "Explanation", config: "ModelConfig") -> dict[str, Any]:
-    from infer.explain import cache_layout
+    from infer.evaluate.explain import cache_layout
 
     cost = run.cost
     return asdict(run) | {
@@ -102,7 +102,7 @@ def grids(run: "Explanation", tokens: Sequence[str], width: int) -> "Iterator[st
     from rich.cells import set_cell_size
     from rich.text import Text
 
-    from infer.explain import NEW, NOT_YET, REPEATED, REUSED, work
+    from infer.evaluate.explain import NEW, NOT_YET, REPEATED, REUSED, work
 
     prompt_tokens, steps = len(run.prompt_token_ids), len(run.token_ids)
     cell = max(3, len(str(max(run.without_cache.fed))) + 1)
@@ -268,7 +268,7 @@ def growth(times_ms: Sequence[float]) -> str:
 
 
 def memory(run: "Explanation", config: "ModelConfig") -> Iterator[str]:
-    from infer.explain import cache_layout
+    from infer.evaluate.explain import cache_layout
 
     yield "What it costs is memory: 2 (K and V) x layers x KV heads x head_dim x positions x bytes of a number."
     for title, positions in (("this run", run.positions), ("the full context", config.max_position_embeddings)):

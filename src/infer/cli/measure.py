@@ -44,7 +44,7 @@ def bench(
 ) -> None:
     """Measure time to the first token, decode speed and memory."""
     from infer import ModelConfig, Tokenizer
-    from infer import bench as bencher
+    from infer.evaluate import bench as bencher
 
     if suite and (prompt_tokens, new_tokens) != (None, None):
         raise ValueError("--suite has lengths of its own: leave --prompt-tokens and --new-tokens out")
@@ -103,8 +103,8 @@ def perplexity(
     Each token is scored once, given those before it in its window.
     """
     from infer import ModelConfig, Tokenizer
-    from infer.engine.perplexity import perplexity as measure
-    from infer.engine.perplexity import plan
+    from infer.evaluate.perplexity import perplexity as measure
+    from infer.evaluate.perplexity import plan
 
     check_cache_dtype(cache_dtype)
     contents = read_utf8(text)

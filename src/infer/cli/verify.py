@@ -21,7 +21,7 @@ from infer.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from infer.engine.paths import PathResult
+    from infer.evaluate.paths import PathResult
     from infer.loader import Tokenizer
     from infer.models.common import Decoder
 
@@ -46,7 +46,7 @@ def verify(
     must be equal; in plain torch, the likeliest tokens.
     """
     from infer import ModelConfig, Tokenizer
-    from infer.engine.verify import check, own_prompts, why_plain_torch, with_long_prompt
+    from infer.evaluate.verify import check, own_prompts, why_plain_torch, with_long_prompt
     from infer.machine import resolve_device
 
     check_cache_dtype(cache_dtype)
@@ -98,7 +98,7 @@ class Table:
         max_new_tokens: int,
         settings: dict[str, Any],
     ) -> dict[str, Any]:
-        from infer.engine.paths import compare, number_of_paths
+        from infer.evaluate.paths import compare, number_of_paths
 
         rounds = "" if settings["cache_dtype"] == "auto" else f" that rounds as {settings['cache_dtype']} caches do"
         reference = f"one pass without a cache{rounds}"

@@ -22,11 +22,11 @@ from infer.cache.sliding import PREFILL_CHUNK
 from infer.cache.traced import TracedCache
 from infer.engine.batch import generate_batch
 from infer.engine.cached import generate_ids_greedy_cached
-from infer.engine.divergence import Call, Divergence, RecordingCache, bits, first_divergence
 from infer.engine.generate import Model, generate, make_cache, model_device, model_dtype, step
 from infer.engine.params import SamplingParams
 from infer.engine.text import Decodes
-from infer.engine.verify import CACHES, check, empty_cache, first_difference, reference_cache
+from infer.evaluate.divergence import Call, Divergence, RecordingCache, bits, first_divergence
+from infer.evaluate.verify import CACHES, check, empty_cache, first_difference, reference_cache
 from infer.trace.record import Trace
 
 CHUNKS = (1, 7, 64, 512)  # of the prefill, where a prompt is longer
