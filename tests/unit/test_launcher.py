@@ -141,6 +141,24 @@ def test_what_a_hook_took_over_is_looked_up_again(kernel: Any, jitted: Jitted, m
     assert len(jitted.calls) == 2
 
 
+def test_what_another_thread_compiles_is_waited_for(
+    kernel: Any, jitted: Jitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Future:
+        """As Triton's: it seems to have what the kernel will have, but cannot be launched."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.result(), name)
+
+        def result(self) -> Compiled:
+            return Compiled(jitted.calls)
+
+    monkeypatch.setattr(Jitted, "__getitem__", lambda *_: lambda *args, **__: Future())
+    for _ in range(2):
+        kernel[(7,)](X, 2, 32, K=5)
+    assert [kind for kind, *_ in jitted.calls] == ["again"]
+
+
 def test_the_interpreter_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     modules = SimpleNamespace()

@@ -60,6 +60,8 @@ class Kernel:
             compiled = self._compiled.get(key)
             if compiled is None:
                 found = self._kernel[grid](*args, **options)
+                if hasattr(found, "result"):  # another thread compiles it ahead
+                    found = found.result()
                 if hasattr(found, "run"):  # else a hook of Triton's took it over
                     self._compiled[key] = found
                     _share_memory(found)

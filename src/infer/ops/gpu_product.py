@@ -145,7 +145,7 @@ def normed_rows(
             (0.0, 0.0) if kind is None else (kind.eps, kind.offset),
             norm is not None and norm.centred,
             behind,
-            (added is None, after is None, norm is None, norm is None or norm.bias is None),
+            (added is None, after is None, norm is None, None if norm is None else kind_of(norm.bias)),
             pdl,
         )(
             x if added is None else aligned(added),
@@ -169,7 +169,7 @@ def _norm_rows(
     sizes: tuple[float, float],
     centred: bool,
     behind: bool,
-    without: tuple[bool, bool, bool, bool],  # of what may be left out
+    given: tuple[bool, bool, bool, torch.dtype | None],  # of what may be left out: whether it is, and a bias' dtype
     pdl: bool,
 ) -> Launch:
     return kernels.prepared(
@@ -182,10 +182,14 @@ def _norm_rows(
         OFFSET=sizes[1],
         CENTRED=centred,
         PREPARED=behind,
-        NORM=not without[2],
+        NORM=not given[2],
         **UNFUSED,
         **late(pdl),
     )
+
+
+def kind_of(bias: Tensor | None) -> torch.dtype | None:
+    return None if bias is None else bias.dtype
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -375,8 +379,8 @@ def _of_many(
         n = out.shape[1] // (2 if gated else 1)
         rows, last = out.shape[0], out
         out = empty_rows(rows, n, last)
-        without = vectors.squares is None, linear.bias is None
-        _finish_rows(rows, n, linear.weight.shape[1], out.dtype, out.device, eps, gated, activation, without, pdl)(
+        given = vectors.squares is None, kind_of(linear.bias)
+        _finish_rows(rows, n, linear.weight.shape[1], out.dtype, out.device, eps, gated, activation, given, pdl)(
             last, vectors.squares, linear.bias, out, n
         )
     if addend is None:
@@ -395,7 +399,7 @@ def _finish_rows(
     eps: float,
     gated: bool,
     activation: str,
-    without: tuple[bool, bool],
+    given: tuple[bool, torch.dtype | None],
     pdl: bool,
 ) -> Launch:
     return kernels.prepared(
@@ -430,7 +434,7 @@ def _with_padding(x: Tensor) -> Tensor:
     """x [T, K] with as many rows as torch's products were checked for: those behind it in memory, or a copy."""
     rows, size = x.shape
     wanted = padded(rows)
-    if wanted == rows and x.is_contiguous():
+    if wanted == rows and x.is_contiguous() and x.data_ptr() % 16 == 0:
         return x
     if (
         x.stride() == (size, 1)
