@@ -22,6 +22,7 @@ from infer import KVCache, ModelConfig, SlidingCache, Tokenizer, load_model
 from infer.engine.generate import step
 from infer.engine.request import check_chunk
 from infer.evaluate.bench import describe_machine, fixed_prompt, machine_line, peak_memory, reset_peak_memory
+from infer.loader.hf_config import config_from_hf
 from infer.models.common import Decoder
 
 GEMMA_3_1B = {
@@ -86,7 +87,7 @@ def measure_decode(model: Decoder, caches: list[KVCache | SlidingCache], token: 
 
 def cache_sizes() -> dict[str, int]:
     """Bytes for Gemma 3 1B at 32,768 positions in bf16."""
-    config = ModelConfig.from_hf(GEMMA_3_1B)
+    config = config_from_hf(GEMMA_3_1B)
     return {
         kind.__name__: kind.from_model_config(config, 32_768, dtype="bfloat16", device="cpu").memory_bytes
         for kind in (SlidingCache, KVCache)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from infer.config import ModelConfig
+from infer.loader.hf_config import config_from_hf
 from infer.models.common import Decoder
 from infer.models.registry import build_model
 
@@ -139,7 +140,7 @@ def build(shape: str, device: torch.device, dtype: torch.dtype) -> Decoder:
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = build_model(ModelConfig.from_hf(SHAPES[shape]))
+            model = build_model(config_from_hf(SHAPES[shape]))
     finally:
         torch.set_default_dtype(before)
     generator = torch.Generator(device).manual_seed(0)

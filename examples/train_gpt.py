@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor
 
-from infer import ModelConfig, SamplingParams, Tokenizer, generate, load_model
+from infer import SamplingParams, Tokenizer, generate, load_model
 from infer.loader.gpt2_names import stored_name
+from infer.loader.nanogpt import config_from_nanogpt
 from infer.models.common import Decoder
 from infer.models.registry import build_model
 
@@ -56,7 +57,7 @@ def main(args: list[str] | None = None) -> None:
     if options.rope:
         model_args["model_type"] = "rope_gpt"
     try:
-        model = build_model(ModelConfig.from_nanogpt(model_args))
+        model = build_model(config_from_nanogpt(model_args))
         options.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         raise SystemExit(f"cannot train that: {error}") from None

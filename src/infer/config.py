@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -31,24 +29,6 @@ class RopeConfig:
             value = getattr(self, name)
             if not isinstance(value, Real) or not 0 < float(value) < math.inf:
                 raise ValueError(f"{name} of RoPE must be above 0, not {value!r}")
-
-    @classmethod
-    def from_hf(cls, settings: Mapping[str, Any], theta: float) -> RopeConfig:
-        """From `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it."""
-        if not isinstance(settings, Mapping):
-            raise ValueError(f"RoPE settings must be an object, not {settings!r}")
-        scaling = settings.get("rope_type", settings.get("type", "default"))
-        if scaling not in ("default", "linear", "llama3"):
-            raise ValueError(f"RoPE scaling {scaling!r} is not supported: only default, linear and llama3 are")
-        theta = float(settings.get("rope_theta", theta))
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        if scaling == "default":
-            return cls(theta=theta)
-        required = names[:1] if scaling == "linear" else names
-        missing = [name for name in required if name not in settings]
-        if missing:
-            raise ValueError(f"{scaling} RoPE scaling lacks {', '.join(missing)}")
-        return cls(theta=theta, scaling=scaling, **{name: settings[name] for name in required})
 
 
 @dataclass(frozen=True)
@@ -150,143 +130,6 @@ class ModelConfig:
 
         return open_checkpoint(name_or_path, weights=False).config
 
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-        """From the contents of `config.json` and, where there is one, `generation_config.json`."""
-        for name in ("text_config", "rope_parameters", "rope_scaling", "quantization_config"):
-            if not isinstance(raw.get(name) or {}, Mapping):
-                raise ValueError(f"{name} must be an object, not {raw[name]!r}")
-        raw = _FAMILIES.get(str(raw.get("model_type")), dict)(raw)
-        missing = [name for name in _REQUIRED_IN_HF if raw.get(name) is None]
-        if missing:
-            raise ValueError(f"config.json lacks {', '.join(missing)}")
-        if raw.get("quantization_config") is not None:
-            method = raw["quantization_config"].get("quant_method", "unknown")
-            raise ValueError(f"safetensors quantised with {method!r} are not supported: use the original or a GGUF")
-        activation, known = raw.get("hidden_act", "silu"), _ACTIVATIONS.get(raw["model_type"], {"silu": None})
-        if activation not in known:
-            only = f"only {' and '.join(known)} {'is' if len(known) == 1 else 'are'}"
-            raise ValueError(f"hidden_act {activation!r} is not supported for {raw['model_type']}: {only}")
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        learned, kv_heads = raw["model_type"] == "gpt2", raw.get("num_key_value_heads")
-        return cls(
-            **{name: raw[name] for name in _REQUIRED_IN_HF},
-            num_key_value_heads=raw["num_attention_heads"] if kv_heads is None else kv_heads,
-            head_dim=raw.get("head_dim"),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope=None if learned else RopeConfig.from_hf(rope, raw.get("rope_theta", RopeConfig.theta)),
-            local_rope=raw.get("local_rope"),
-            query_pre_attn_scalar=raw.get("query_pre_attn_scalar"),
-            layer_types=tuple(raw.get("layer_types") or ()),
-            sliding_window=raw.get("sliding_window"),
-            attention_bias=raw.get("attention_bias", False),
-            mlp_bias=raw.get("mlp_bias", False),
-            norm_bias=raw.get("norm_bias", False),
-            hidden_act=known[activation],
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=_unique(raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
-        )
-
-    @classmethod
-    def from_nanogpt(cls, args: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
-        """From the `model_args` of a nanoGPT checkpoint; a `model_type` of "rope_gpt" there has RoPE instead."""
-        missing = [name for name in _REQUIRED_IN_NANOGPT if args.get(name) is None]
-        if missing:
-            raise ValueError(f"model_args lack {', '.join(missing)}")
-        model_type = args.get("model_type", "gpt2")
-        if model_type not in ("gpt2", "rope_gpt"):
-            raise ValueError(f"model_type {model_type!r} is not supported here: only gpt2 and rope_gpt are")
-        bias = args.get("bias", True)  # checkpoints from before it could be chosen have biases
-        width, heads = args["n_embd"], args["n_head"]
-        return cls(
-            model_type=model_type,
-            vocab_size=args["vocab_size"],
-            hidden_size=width,
-            intermediate_size=4 * width if isinstance(width, int) else width,
-            num_hidden_layers=args["n_layer"],
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            max_position_embeddings=args["block_size"],
-            rope=None if model_type == "gpt2" else RopeConfig(),
-            attention_bias=bias,
-            mlp_bias=bias,
-            norm_bias=bias,
-            # Checkpoints from before biases could be left out are also from before nanoGPT changed to the exact GELU.
-            hidden_act="gelu" if "bias" in args else "gelu_tanh",
-            tie_word_embeddings=True,
-            dropout=args.get("dropout", 0.0),
-            eos_token_ids=eos_token_ids,
-        )
-
-    @classmethod
-    def from_gguf(
-        cls, metadata: Mapping[str, Any], tensor_names: Collection[str], rope_divisors: tuple[float, ...] = ()
-    ) -> ModelConfig:
-        """From a GGUF file's metadata; what it leaves to its tensors (biases, a head of its own) from their names."""
-        arch = metadata["general.architecture"]
-
-        def get(key: str, default: Any = None) -> Any:
-            value = metadata.get(f"{arch}.{key}", default)
-            if value is None:
-                raise ValueError(f"GGUF metadata lacks {arch}.{key}")
-            return value
-
-        heads, hidden = get("attention.head_count"), get("embedding_length")
-        if not isinstance(heads, int) or heads < 1:
-            raise ValueError(f"{arch}.attention.head_count must be a positive integer, not {heads!r}")
-        head_dim = get("attention.key_length", hidden // heads)
-        if get("rope.dimension_count", head_dim) != head_dim:
-            raise ValueError(f"RoPE over {get('rope.dimension_count')} of {head_dim} dimensions is not supported")
-        factor = get("rope.scaling.factor", 1.0)
-        scaling = get("rope.scaling.type", "none" if factor == 1 else "linear")
-        if scaling not in ("none", "linear"):
-            raise ValueError(f"RoPE scaling {scaling!r} is not supported in GGUF files: only linear is")
-        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if get(name, 0):
-                raise ValueError(f"{arch}.{name} {get(name)!r} is not supported")
-        learned = arch == "gpt2"
-        window = get("attention.sliding_window", 0)
-        layers = get("block_count")
-        local_rope = layer_types = scalar = None
-        if arch == "gemma3":
-            # Written by newer converters only; llama.cpp takes these values where they are missing.
-            local_rope = RopeConfig(theta=get("rope.freq_base_swa", 10_000.0))
-            layer_types = _layer_pattern(get("attention.sliding_window_pattern", 6), layers)
-            # Nor is the scale there: the 27B alone, known by its depth, does not take head_dim.
-            scalar = hidden / heads if layers == 62 else None
-        return cls(
-            model_type=arch,
-            vocab_size=get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
-            hidden_size=hidden,
-            intermediate_size=get("feed_forward_length"),
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=get("attention.head_count_kv", heads),
-            max_position_embeddings=get("context_length"),
-            head_dim=head_dim,
-            rms_norm_eps=get("attention.layer_norm_epsilon" if learned else "attention.layer_norm_rms_epsilon"),
-            rope=None
-            if learned
-            else RopeConfig(
-                theta=get("rope.freq_base", RopeConfig.theta),
-                scaling="linear" if scaling == "linear" else "default",
-                factor=factor,
-                divisors=rope_divisors,
-            ),
-            local_rope=local_rope,
-            query_pre_attn_scalar=scalar,
-            layer_types=layer_types or (),
-            sliding_window=window or None,
-            attention_bias=any(f"blk.0.{name}.bias" in tensor_names for name in ("attn_q", "attn_qkv")),
-            mlp_bias="blk.0.ffn_down.bias" in tensor_names,
-            norm_bias="output_norm.bias" in tensor_names,
-            hidden_act="gelu_tanh" if learned else None,
-            tie_word_embeddings="output.weight" not in tensor_names,
-            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=_gguf_eos(metadata),
-        )
-
 
 _POSITIVE = (
     "vocab_size",
@@ -297,141 +140,11 @@ _POSITIVE = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
-_REQUIRED_IN_NANOGPT = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
-_REQUIRED_IN_HF = ("model_type", *(name for name in _POSITIVE if name != "num_key_value_heads"))
 
 
-def _layer_pattern(pattern: int | list[bool], layers: int) -> tuple[str, ...]:
+def layer_pattern(pattern: int | list[bool], layers: int) -> tuple[str, ...]:
     """Every pattern-th layer sees everything; or one entry per layer, true where it slides."""
     if not isinstance(pattern, list) and (not isinstance(pattern, int) or pattern < 1):
         raise ValueError(f"sliding_window_pattern must be at least 1, not {pattern!r}")
     slides = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(layers)]
     return tuple(SLIDING_ATTENTION if slide else FULL_ATTENTION for slide in slides)
-
-
-def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A null says nothing."""
-    return {name: value for name, value in raw.items() if value is not None}
-
-
-def _layers(raw: Mapping[str, Any]) -> int:
-    """0 where the number is missing or none, which is refused with the other sizes."""
-    layers = raw.get("num_hidden_layers")
-    return layers if isinstance(layers, int) else 0
-
-
-def _qwen3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Windows, if any, from layer max_window_layers on."""
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    raw = {"head_dim": 128} | _given(raw)
-    if window is not None and not raw.get("layer_types"):
-        full = raw.get("max_window_layers", 28)
-        raw["layer_types"] = [SLIDING_ATTENTION if i >= full else FULL_ATTENTION for i in range(_layers(raw))]
-    return raw | {"sliding_window": window}
-
-
-def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The text part of a config with others, what published configs leave to the reference's defaults, two RoPEs."""
-    whole = {name: value for name, value in raw.items() if name != "text_config"}
-    raw = _GEMMA3_DEFAULTS | _given(raw.get("text_config") or {}) | _given(whole)
-    for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
-        if raw.get(name):
-            raise ValueError(f"{name} {raw[name]!r} is not supported")
-    ropes = raw.pop("rope_parameters", {})
-    pattern = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
-    return raw | {
-        "hidden_act": raw["hidden_activation"],
-        "rope_scaling": ropes.get(FULL_ATTENTION) or raw.get("rope_scaling"),
-        "local_rope": RopeConfig.from_hf(ropes.get(SLIDING_ATTENTION) or {}, raw["rope_local_base_freq"]),
-        "layer_types": raw.get("layer_types") or _layer_pattern(pattern, _layers(raw)),
-    }
-
-
-def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Its own names for the same things, and the reference's defaults for what is left out."""
-    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if raw.get(name):
-            raise ValueError(f"{name} {raw[name]!r} is not supported")
-    raw = _GPT2_DEFAULTS | _given(raw)
-    return raw | {
-        "hidden_size": raw["n_embd"],
-        "intermediate_size": raw.get("n_inner") or 4 * raw["n_embd"],
-        "num_hidden_layers": raw["n_layer"],
-        "num_attention_heads": raw["n_head"],
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "max_position_embeddings": raw["n_positions"],
-        "rms_norm_eps": raw["layer_norm_epsilon"],
-        "hidden_act": raw["activation_function"],
-        "query_pre_attn_scalar": None if raw["scale_attn_weights"] else 1.0,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "norm_bias": True,
-    }
-
-
-_GPT2_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50_257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "layer_norm_epsilon": 1e-5,
-    "activation_function": "gelu_new",
-    "scale_attn_weights": True,
-    "tie_word_embeddings": True,
-    "bos_token_id": 50_256,
-    "eos_token_id": 50_256,
-}
-
-_GEMMA3_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 262_208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0,
-    "tie_word_embeddings": True,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
-
-# The names that a family without SwiGLU may give in its config, and ours; None: the only one it has.
-_GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-_ACTIVATIONS: dict[str, Mapping[str, str | None]] = {
-    "gemma3": {"gelu_pytorch_tanh": None},
-    "gemma3_text": {"gelu_pytorch_tanh": None},
-    "gpt2": _GELUS,
-    "rope_gpt": _GELUS,
-}
-
-# How a family's config.json differs from Llama's.
-_FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "qwen3": _qwen3,
-    "gemma3": _gemma3,
-    "gemma3_text": _gemma3,
-    "gpt2": _gpt2,
-}
-
-
-def _gguf_eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """What ends a text: the ids that are given, and marks for the end of a turn, which many files do not give."""
-    tokens, types = (metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
-    marks = [tokens.index(mark) for mark in _END_OF_TURN if mark in tokens]
-    given = (metadata.get(f"tokenizer.ggml.{name}") for name in _GGUF_EOS)
-    return _unique(*given, [i for i in marks if i < len(types) and types[i] != _NORMAL_TOKEN])
-
-
-_GGUF_EOS = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
-_END_OF_TURN = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
-_NORMAL_TOKEN = 1
-
-
-def _unique(*ids: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids given as one, several or none, in order, each once."""
-    flat = [i for entry in ids if entry is not None for i in (entry if isinstance(entry, list) else [entry])]
-    return tuple(dict.fromkeys(flat))

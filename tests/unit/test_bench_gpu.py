@@ -18,7 +18,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from infer import ModelConfig
+from infer.loader.hf_config import config_from_hf
 from infer.models.common import Decoder
 from infer.models.registry import build_model
 from infer.ops import fused, gpu_attention
@@ -44,7 +44,7 @@ def weightless(gpu: SimpleNamespace) -> Callable[[str], Decoder]:
 
     def make(shape: str) -> Decoder:
         with torch.device("meta"):
-            return build_model(ModelConfig.from_hf(gpu.gpu_shapes.SHAPES[shape])).to(torch.bfloat16)
+            return build_model(config_from_hf(gpu.gpu_shapes.SHAPES[shape])).to(torch.bfloat16)
 
     return make
 
@@ -67,13 +67,13 @@ class TestCounts:
         ],
     )
     def test_cache(self, gpu: SimpleNamespace, shape: str, keys: int, expected: int) -> None:
-        config = ModelConfig.from_hf(gpu.gpu_shapes.SHAPES[shape])
+        config = config_from_hf(gpu.gpu_shapes.SHAPES[shape])
         assert gpu.gpu_shapes.cache_bytes(config, keys, 2) == expected
 
     def test_mean_cache_is_that_of_the_steps(self, gpu: SimpleNamespace) -> None:
         """3 tokens from a prompt of 10 take two steps, which see 11 and 12 keys."""
         shapes = gpu.gpu_shapes
-        config = ModelConfig.from_hf(shapes.SHAPES["llama-1b"])
+        config = config_from_hf(shapes.SHAPES["llama-1b"])
         assert shapes.mean_cache_bytes(config, 10, 3, 2) == shapes.cache_bytes(config, 23, 2) / 2
 
     @pytest.mark.parametrize("shape", ["llama-1b", "llama-8b"])

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.config import ModelConfig
 from infer.loader.checkpoint import Checkpoint, TokenizerParts
+from infer.loader.gguf_config import config_from_gguf
 from infer.loader.gguf_groups import FINER, FLOATS, TYPES, Bytes
 from infer.models.registry import check_supported
 from infer.ops.quantized import TILE, Groups
@@ -77,7 +77,7 @@ class GGUFFile(Checkpoint):
         if ROPE_DIVISORS in self._tensors:
             divisors = tuple(next(self._read(ROPE_DIVISORS)).tolist())
         try:
-            self.config = ModelConfig.from_gguf(self.metadata, self._tensors.keys(), divisors)
+            self.config = config_from_gguf(self.metadata, self._tensors.keys(), divisors)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from None
         names = LAYER_NAMES | GEMMA3_NORMS if arch == "gemma3" else LAYER_NAMES

@@ -13,9 +13,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from infer.config import ModelConfig
 from infer.loader import gpt2_names
 from infer.loader.checkpoint import Checkpoint, TokenizerParts
+from infer.loader.hf_config import config_from_hf
 from infer.loader.text_tokenizers import gpt2_tokenizer
 from infer.models.registry import check_supported
 
@@ -36,7 +36,7 @@ class HFFolder(Checkpoint):
         self._declared = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
         generation = path / "generation_config.json"
         try:
-            self.config = ModelConfig.from_hf(raw, read_json(generation) if generation.exists() else None)
+            self.config = config_from_hf(raw, read_json(generation) if generation.exists() else None)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path / 'config.json'}: {error}") from None
 

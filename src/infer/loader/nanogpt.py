@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from infer.config import ModelConfig
+from infer.config import ModelConfig, RopeConfig
 from infer.loader import gpt2_names
 from infer.loader.checkpoint import Checkpoint, TokenizerParts
 from infer.loader.hub import fetch
@@ -29,6 +29,7 @@ GPT2 = "openai-community/gpt2"
 GPT2_VOCABULARY = 50_257  # tokens; nanoGPT rounds the size up to 50,304
 END_OF_TEXT = 50_256
 REOPEN_AFTER = 1 << 26  # bytes
+REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")  # of model_args
 
 
 class NanoGPTFile(Checkpoint):
@@ -39,7 +40,7 @@ class NanoGPTFile(Checkpoint):
         vocab_size = args.get("vocab_size")
         ends = isinstance(vocab_size, int) and vocab_size >= GPT2_VOCABULARY  # characters have no end of text
         try:
-            self.config = ModelConfig.from_nanogpt(args, (END_OF_TEXT,) if ends else ())
+            self.config = config_from_nanogpt(args, (END_OF_TEXT,) if ends else ())
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from None
         self._weights = contents["model"]
@@ -93,6 +94,37 @@ class NanoGPTFile(Checkpoint):
         if isinstance(self._dataset, str):
             places += [root / "data" / self._dataset for root in (self.path.resolve().parent.parent, Path.cwd())]
         return next((file for place in places if (file := place / "meta.pkl").is_file()), None)
+
+
+def config_from_nanogpt(args: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
+    """From the `model_args` of a nanoGPT checkpoint; a `model_type` of "rope_gpt" there has RoPE instead."""
+    missing = [name for name in REQUIRED if args.get(name) is None]
+    if missing:
+        raise ValueError(f"model_args lack {', '.join(missing)}")
+    model_type = args.get("model_type", "gpt2")
+    if model_type not in ("gpt2", "rope_gpt"):
+        raise ValueError(f"model_type {model_type!r} is not supported here: only gpt2 and rope_gpt are")
+    bias = args.get("bias", True)  # checkpoints from before it could be chosen have biases
+    width, heads = args["n_embd"], args["n_head"]
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=args["vocab_size"],
+        hidden_size=width,
+        intermediate_size=4 * width if isinstance(width, int) else width,
+        num_hidden_layers=args["n_layer"],
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=args["block_size"],
+        rope=None if model_type == "gpt2" else RopeConfig(),
+        attention_bias=bias,
+        mlp_bias=bias,
+        norm_bias=bias,
+        # Checkpoints from before biases could be left out are also from before nanoGPT changed to the exact GELU.
+        hidden_act="gelu" if "bias" in args else "gelu_tanh",
+        tie_word_embeddings=True,
+        dropout=args.get("dropout", 0.0),
+        eos_token_ids=eos_token_ids,
+    )
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""The config that the metadata of a GGUF file tells."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from infer.config import ModelConfig, RopeConfig, layer_pattern
+from infer.loader.hf_config import unique_ids
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any], tensor_names: Collection[str], rope_divisors: tuple[float, ...] = ()
+) -> ModelConfig:
+    """From a GGUF file's metadata; what it leaves to its tensors (biases, a head of its own) from their names."""
+    arch = metadata["general.architecture"]
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{arch}.{key}", default)
+        if value is None:
+            raise ValueError(f"GGUF metadata lacks {arch}.{key}")
+        return value
+
+    heads, hidden = get("attention.head_count"), get("embedding_length")
+    if not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"{arch}.attention.head_count must be a positive integer, not {heads!r}")
+    head_dim = get("attention.key_length", hidden // heads)
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise ValueError(f"RoPE over {get('rope.dimension_count')} of {head_dim} dimensions is not supported")
+    factor = get("rope.scaling.factor", 1.0)
+    scaling = get("rope.scaling.type", "none" if factor == 1 else "linear")
+    if scaling not in ("none", "linear"):
+        raise ValueError(f"RoPE scaling {scaling!r} is not supported in GGUF files: only linear is")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if get(name, 0):
+            raise ValueError(f"{arch}.{name} {get(name)!r} is not supported")
+    learned = arch == "gpt2"
+    window = get("attention.sliding_window", 0)
+    layers = get("block_count")
+    local_rope = layer_types = scalar = None
+    if arch == "gemma3":
+        # Written by newer converters only; llama.cpp takes these values where they are missing.
+        local_rope = RopeConfig(theta=get("rope.freq_base_swa", 10_000.0))
+        layer_types = layer_pattern(get("attention.sliding_window_pattern", 6), layers)
+        # Nor is the scale there: the 27B alone, known by its depth, does not take head_dim.
+        scalar = hidden / heads if layers == 62 else None
+    return ModelConfig(
+        model_type=arch,
+        vocab_size=get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
+        hidden_size=hidden,
+        intermediate_size=get("feed_forward_length"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=get("attention.head_count_kv", heads),
+        max_position_embeddings=get("context_length"),
+        head_dim=head_dim,
+        rms_norm_eps=get("attention.layer_norm_epsilon" if learned else "attention.layer_norm_rms_epsilon"),
+        rope=None
+        if learned
+        else RopeConfig(
+            theta=get("rope.freq_base", RopeConfig.theta),
+            scaling="linear" if scaling == "linear" else "default",
+            factor=factor,
+            divisors=rope_divisors,
+        ),
+        local_rope=local_rope,
+        query_pre_attn_scalar=scalar,
+        layer_types=layer_types or (),
+        sliding_window=window or None,
+        attention_bias=any(f"blk.0.{name}.bias" in tensor_names for name in ("attn_q", "attn_qkv")),
+        mlp_bias="blk.0.ffn_down.bias" in tensor_names,
+        norm_bias="output_norm.bias" in tensor_names,
+        hidden_act="gelu_tanh" if learned else None,
+        tie_word_embeddings="output.weight" not in tensor_names,
+        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=_end_of_text(metadata),
+    )
+
+
+def _end_of_text(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """What ends a text: the ids that are given, and marks for the end of a turn, which many files do not give."""
+    tokens, types = (metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
+    marks = [tokens.index(mark) for mark in _END_OF_TURN if mark in tokens]
+    given = (metadata.get(f"tokenizer.ggml.{name}") for name in _GIVEN)
+    return unique_ids(*given, [i for i in marks if i < len(types) and types[i] != _NORMAL_TOKEN])
+
+
+_GIVEN = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
+_END_OF_TURN = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+_NORMAL_TOKEN = 1
