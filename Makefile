@@ -3,13 +3,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Why is the sky blue?
 
-.PHONY: demo test check clean
+.PHONY: demo test test-all check clean
 
 demo: $(VENV)/.demo  ## Answer a question with the default model, with and without the cache.
 	$(BIN)/infer generate --chat --compare --max-new-tokens 64 "$(PROMPT)"
 
-test: $(VENV)/.dev  ## Run all tests, in a process for each of up to four cores.
+test: $(VENV)/.dev  ## Run the tests, in a process for each of up to four cores.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
+
+test-all: export INFER_TEST_ALL = 1
+test-all: test  ## The same with more prompts, longer ones, and all products of choices.
 
 check: $(VENV)/.dev  ## Lint, format and types.
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from amount import amount
 
 from infer import KVCache, SlidingCache, Tokenizer, load_model
 from infer.cache import BaseCache
@@ -15,7 +16,7 @@ from infer.models.common import Decoder
 pytestmark = pytest.mark.slow
 
 README = Path(__file__).parents[2] / "README.md"
-TOKENS, CHUNK = 1_000, 128
+TOKENS, CHUNK = amount(1_000, 600), 128
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amount import amount
 from gguf import GGMLQuantizationType, quants
 
 from infer import SamplingParams, Tokenizer, generate, load_model, perplexity
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 SMOLLM2, GEMMA = "smollm2-135m", "gemma-3-270m"
 README = Path(__file__).parents[2] / "README.md"
-TOKENS = 1_000
+TOKENS = amount(1_000, 400)
 
 
 @cache

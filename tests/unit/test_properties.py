@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from amount import amount
 from conftest import make_tiny_model
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -189,7 +190,7 @@ SETTINGS = settings(
 
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
-@settings(SETTINGS, max_examples=20)
+@settings(SETTINGS, max_examples=amount(20, 8))
 @given(operations=OPERATIONS, batch=st.integers(1, 3), seed=st.integers(0, 999))
 def test_cached_is_recomputed(
     model: Decoder,
@@ -207,11 +208,11 @@ def test_cached_is_recomputed(
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
 def test_every_way_to_cut_a_prompt(model: Decoder, dtype: str, cls: type[BaseCache], options: dict[str, Any]) -> None:
-    """All 32 ways to feed six tokens."""
+    """All 32 ways to feed six tokens, or eleven of them."""
     tokens = torch.tensor([[5, 9, 60, 33, 2, 2]])
     cache = cls.from_model_config(model.config, 6, dtype=dtype, device="cpu", **options)
     expected = afresh(model, tokens, cache)
-    for cuts in range(2**5):
+    for cuts in amount(range(2**5), range(0, 2**5, 3)):
         edges = [0, *(i + 1 for i in range(5) if cuts >> i & 1), 6]
         for start, end in pairwise(edges):
             logits = model(tokens[:, start:end], kv_cache=cache)
