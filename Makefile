@@ -9,7 +9,7 @@ demo: $(VENV)/.demo  ## Answer a question with the default model, with and witho
 	$(BIN)/infer generate --chat --compare --max-new-tokens 64 "$(PROMPT)"
 
 test: $(VENV)/.dev  ## Run the tests, in a process for each of up to four cores.
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-all: export INFER_TEST_ALL = 1
 test-all: test  ## The same with more prompts, longer ones, and all products of choices.
