@@ -103,8 +103,8 @@ def prepare(
         k, v = (torch.empty(count, block.kv_heads, size, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
     if count:
         has_norm, has_rope = block.q_norm is not None, turned is not None
-        sizes = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
-        _prepare(count, block.heads, block.kv_heads, size, qkv.dtype, qkv.device, has_norm, sizes, has_rope, pdl)(
+        constants = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
+        _prepare(count, block.heads, block.kv_heads, size, qkv.dtype, qkv.device, has_norm, constants, has_rope, pdl)(
             qkv,
             _no_table(qkv.device) if table is None else table,
             positions,
@@ -133,7 +133,7 @@ def _prepare(
     dtype: torch.dtype,
     device: torch.device,
     has_norm: bool,
-    sizes: tuple[float, float],
+    constants: tuple[float, float],  # eps and offset
     has_rope: bool,
     pdl: bool,
 ) -> Launch:
@@ -147,8 +147,8 @@ def _prepare(
         BLOCK_D=next_power(size),
         BLOCK_H=HEADS,
         NORM=has_norm,
-        EPS=sizes[0],
-        OFFSET=sizes[1],
+        EPS=constants[0],
+        OFFSET=constants[1],
         ROPE=has_rope,
         num_warps=2,
         **UNFUSED,
@@ -304,6 +304,7 @@ def _stages(rows: int, shape: dict[str, int], size: int, device: torch.device) -
 
 
 def _pieces(batch: int, kv_heads: int, shape: dict[str, int], group: int, device: torch.device) -> Tensor:
+    """Each with two numbers behind its values, and two unused, so that the next begins at a multiple of 16 bytes."""
     return torch.empty(
         batch, kv_heads, shape["GROUPS"] + 1, group, shape["BLOCK_D"] + 4, dtype=torch.float32, device=device
     )

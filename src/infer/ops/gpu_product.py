@@ -21,7 +21,7 @@ from infer.ops.linear import Linear
 from infer.ops.norm import Norm
 
 ROWS = 4096  # of a matrix: with fewer, the chain of additions takes longer than reading it
-LONG = 4096  # columns beyond which it takes twice as many slices
+LONG = 4096  # columns beyond which a matrix of fewer than twice as many rows takes twice as many slices
 MOST_SLICES = 8
 BLOCK_N = 64  # rows of the matrix that a program of the product of few rows takes, at least
 FEW = 128  # rows that it takes
@@ -166,7 +166,7 @@ def _norm_rows(
     size: int,
     dtype: torch.dtype,
     device: torch.device,
-    sizes: tuple[float, float],
+    constants: tuple[float, float],  # eps and offset
     centred: bool,
     behind: bool,
     given: tuple[bool, bool, bool, torch.dtype | None],  # of what may be left out: whether it is, and a bias' dtype
@@ -178,8 +178,8 @@ def _norm_rows(
         (rows,),
         K=size,
         PARTS=in_parts(size),
-        EPS=sizes[0],
-        OFFSET=sizes[1],
+        EPS=constants[0],
+        OFFSET=constants[1],
         CENTRED=centred,
         PREPARED=behind,
         NORM=not given[2],
@@ -237,7 +237,6 @@ def product(
     if not rows:
         return out, None
     held = _held(linear, x)
-    few = _few(linear, x)
     options: dict[str, Any] = {
         "K": k,
         "SLICES": slices_of(linear),
@@ -253,7 +252,11 @@ def product(
     if vectors.squares is not None:
         parts = vectors.squares.shape[1]
         options |= {"squares": vectors.squares, "SQUARES": parts, "PADDED": next_power(parts)}
-    blocks = -(-n // held.high) if held is not None else -(-weight.shape[0] // few.block_n)
+    if held is not None:
+        blocks = -(-n // held.high)
+    else:
+        few = _few(linear, x)
+        blocks = -(-weight.shape[0] // few.block_n)
     following = None
     if norm is not None:
         squares = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
@@ -279,7 +282,7 @@ class Held(NamedTuple):
 def _held(linear: Linear, x: Tensor) -> Held | None:
     """None where `few_rows` is faster, through shared memory: where a slice is long."""
     slices, length = slices_of(linear), length_of(linear)
-    if x.shape[0] > 8 or x.element_size() != 2 or slices == 1 or (length > 1024 and linear.weight.shape[1] > 4096):
+    if x.shape[0] > 8 or x.element_size() != 2 or slices == 1 or (length > 1024 and linear.weight.shape[1] > LONG):
         return None
     if not gpu_check.instructions_agree(x.device, x.dtype):
         return None
