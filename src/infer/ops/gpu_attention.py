@@ -20,8 +20,8 @@ from infer.ops.gpu_product import LAUNCHES, UNFUSED, empty_rows, late, next_powe
 from infer.ops.parts import BlockParts
 from infer.ops.table import alignment
 
+BLOCK = {2: 64, 4: 32}  # keys of a block, by bytes of a number; wide heads of 16 bits take half as many
 GROUPS = 64  # of blocks of keys, about: what a query's keys are folded in
-BLOCK = {2: 64, 4: 32}  # keys of a block, by bytes of a number
 QUERIES = {2: 64, 4: 32}  # heads of queries that a program attends with, where a prompt has as many
 STAGES = 3  # blocks of keys on their way at once, where memory allows
 BUSY = 1024  # programs that keep a GPU busy with keys
@@ -80,7 +80,7 @@ def _by_warps(shape: dict[str, int], qkv: Tensor, window: int | None) -> bool:
         qkv.element_size() == 2
         and shape["D"] in (64, 128, 256)
         and shape["GROUP"] <= 8
-        and shape["BLOCK"] == 64
+        and shape["BLOCK"] in (32, 64)
         and (window is None or window >= 64)
         and gpu_check.instructions_agree(qkv.device, qkv.dtype)
     )
@@ -270,8 +270,8 @@ def _shape(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: tor
     """What decides in which order keys are added up: the same for one query and many."""
     width = max(16, next_power(size))
     block = BLOCK[dtype.itemsize]
-    if width > 128 and shared_memory(device) < 2**17:
-        block //= 2
+    if (dtype.itemsize == 2 and width > 64) or (width > 128 and shared_memory(device) < 2**17):
+        block = max(16, block // 2)
     return {
         "KV_HEADS": kv_heads,
         "GROUP": heads // kv_heads,
