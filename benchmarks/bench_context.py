@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from infer import KVCache, ModelConfig, SlidingCache, Tokenizer, load_model
-from infer.engine.generate import step
+from infer.engine.model import step
 from infer.engine.request import check_chunk
 from infer.evaluate.bench import describe_machine, fixed_prompt, machine_line, peak_memory, reset_peak_memory
 from infer.loader.hf_config import config_from_hf

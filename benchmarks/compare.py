@@ -35,7 +35,7 @@ from engines import (
 )
 
 from infer import KVCache, SamplingParams, Tokenizer, kernels, load_model, perplexity
-from infer.engine.generate import step
+from infer.engine.model import step
 from infer.engine.request import check_request
 from infer.engine.text import encode_readable
 from infer.evaluate.bench import describe_machine, fixed_prompt, machine_line
@@ -43,9 +43,9 @@ from infer.loader import open_checkpoint
 from infer.machine import resolve_device, resolve_dtype
 from infer.models.common import Decoder
 from infer.ops import compiled, rowwise
-from infer.ops.attention import attention
-from infer.ops.linear import Linear
-from infer.ops.quantized import BITS, QuantizedWeight
+from infer.nn.attention import attention
+from infer.nn.linear import Linear
+from infer.nn.quantized import BITS, QuantizedWeight
 
 TRANSFORMERS = "transformers"
 NO_CACHE = "transformers, no cache"
@@ -112,7 +112,7 @@ def products_alone(model: Decoder) -> Callable[[], Any]:
         return lambda: [linear(x) for linear, x in zip(linears, inputs, strict=True)]
     import numba
 
-    from infer.kernels.cpu_product import product
+    from infer.backend.cpu.product import product
 
     @numba.njit
     def run(records: Any, widest: Any, out: Any) -> None:
@@ -136,7 +136,7 @@ def attention_alone(model: Decoder, cache: KVCache) -> Callable[[], Any]:
         return lambda: [attention(q, k, v, scale=config.attention_scale, mask=None) for k, v in spans]
     import numba
 
-    from infer.kernels.cpu_block import attend_rows
+    from infer.backend.cpu.block import attend_rows
 
     @numba.njit
     def run(blocks: Any, q: Any, tables: Any, seen: Any, out: Any) -> None:

@@ -54,7 +54,9 @@ from gpu_shapes import (
 )
 
 from infer.engine.batch import generate_batch
-from infer.engine.generate import make_cache, step, stream
+from infer.engine.caches import make_cache
+from infer.engine.generate import stream
+from infer.engine.model import step
 from infer.engine.params import SamplingParams
 from infer.evaluate.bench import check_plot, describe_machine
 from infer.loader.load import checkpoint_slots

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer import kernels
-from infer.ops.table import Table
+from infer.cache.table import Table
 
 SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)]
 LLAMA_1B = [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)]

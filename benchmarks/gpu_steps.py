@@ -22,11 +22,11 @@ from torch import Tensor
 
 from infer.cache.base import Cache
 from infer.engine import graph
-from infer.engine.generate import make_cache
+from infer.engine.caches import make_cache
 from infer.evaluate.bench import describe_machine, machine_line
 from infer.models.common import Decoder
 from infer.ops import fused
-from infer.ops.parts import BlockParts
+from infer.backend.parts import BlockParts
 
 LENGTHS = 192, 640
 REPLAYS = 50

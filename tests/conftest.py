@@ -102,7 +102,7 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's kernels are compiled when they are needed: tests have more models than anybody runs."""
-    monkeypatch.setattr("infer.ops.fused.can_compile_ahead", lambda: False)
+    monkeypatch.setattr("infer.backend.gpu.step.can_compile_ahead", lambda: False)
 
 
 @pytest.fixture

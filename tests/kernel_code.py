@@ -23,8 +23,8 @@ from infer import kernels
 from infer.kernels import gpu_product as gpu_product_kernels
 from infer.kernels import gpu_rows, gpu_warps
 from infer.ops import gpu_attention, gpu_product
-from infer.ops.linear import Linear
-from infer.ops.parts import BlockParts
+from infer.nn.linear import Linear
+from infer.backend.parts import BlockParts
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}

@@ -29,9 +29,9 @@ from infer.engine import graph
 from infer.engine.sampler import penalise, sample
 from infer.models.common import Decoder
 from infer.ops import compiled, fused, gpu_attention, gpu_check, gpu_product
-from infer.ops.draw import Filters, weights
-from infer.ops.linear import Linear
-from infer.ops.norm import RMSNorm
+from infer.nn.draw import Filters, weights
+from infer.nn.linear import Linear
+from infer.nn.norm import RMSNorm
 from infer.trace.record import Trace
 
 pytestmark = [
@@ -80,7 +80,7 @@ class Letters:
 def no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, too, the reference is what the modules compute."""
     monkeypatch.setattr(compiled, "available", lambda *_: False)
-    monkeypatch.setattr("infer.ops.rowwise.can_attend", lambda *_: False)
+    monkeypatch.setattr("infer.backend.cpu.functions.can_attend", lambda *_: False)
 
 
 @pytest.fixture
@@ -911,7 +911,7 @@ print(*generate(model, Letters(), {prompt_of(80)!r}, SamplingParams(max_new_toke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_host_and_device_draw_the_same(vocab: int, dtype: torch.dtype) -> None:
     """The device's sampler against the host's, token for token: over settings, seeds, positions and a growing text."""
-    from infer.ops.choice import Choice
+    from infer.backend.gpu.sampling import Choice
 
     settings: list[dict[str, Any]] = [
         {},

@@ -16,8 +16,8 @@ from infer.loader.builtin import BUILTIN, pull
 from infer.loader.gguf_file import GGUFFile
 from infer.loader.widths import part_names
 from infer.models.common import Decoder
-from infer.ops.linear import FusedLinear
-from infer.ops.quantized import QuantizedWeight
+from infer.nn.linear import FusedLinear
+from infer.nn.quantized import QuantizedWeight
 
 pytestmark = pytest.mark.slow
 

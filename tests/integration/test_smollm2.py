@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from infer import GrowingCache, KVCache, SamplingParams, Tokenizer, generate, render_chat_template
 from infer.cache.base import NoCache
 from infer.cli.common import DEFAULT_MODEL
-from infer.engine.generate import step
+from infer.engine.model import step
 from infer.engine.sampler import sample
 from infer.loader.builtin import BUILTIN
 from infer.models.common import Decoder

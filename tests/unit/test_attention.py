@@ -14,7 +14,7 @@ from infer import SlidingCache, kernels
 from infer.cache import BaseCache, NoCache
 from infer.models.common import Attention, Pass
 from infer.ops import attention as ops
-from infer.ops.rope import Rope
+from infer.nn.rope import Rope
 
 SCALE = 0.4
 LENGTH = 9

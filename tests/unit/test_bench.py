@@ -19,7 +19,7 @@ from infer.engine.result import GenerationResult, Timing
 from infer.evaluate import bench
 from infer.evaluate.bench import BenchConfig, BenchResult, StepTimes
 from infer.models.common import Decoder
-from infer.ops.quantized import QuantizedWeight
+from infer.nn.quantized import QuantizedWeight
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LENGTHS = ((5, 9), (20, 12))  # prompt tokens, new tokens

@@ -17,7 +17,7 @@ from infer.cache import BaseCache, BatchCache, Cache, NoCache, TracedCache
 from infer.cache.debug import DebugCache
 from infer.cache.int8 import GROUP, decode, encode, values_in
 from infer.cache.int8 import width as stored_width
-from infer.cache.sliding import layer_slots
+from infer.cache.ring import layer_slots
 from infer.models.common import Decoder
 
 SIZES = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "max_seq_len": 16}

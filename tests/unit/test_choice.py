@@ -18,10 +18,10 @@ from torch import Tensor
 
 from infer import SamplingParams
 from infer.engine.sampler import penalise, sample
-from infer.kernels.draw import MAX_DEPTH, OCTAVE
-from infer.kernels.gpu_sample import _mass
-from infer.ops.choice import MAX_VOCAB, Choice, Greedy
-from infer.ops.draw import Filters, is_sampled, masses, uniform, weights
+from infer.nn.draw import MAX_DEPTH, OCTAVE
+from infer.backend.gpu.sampling_kernels import _mass
+from infer.backend.gpu.sampling import MAX_VOCAB, Choice, Greedy
+from infer.nn.draw import Filters, is_sampled, masses, uniform, weights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -77

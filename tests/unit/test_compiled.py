@@ -24,13 +24,13 @@ from infer.cache.traced import TracedCache
 from infer.config import RopeConfig
 from infer.models.common import MLP, Block, Decoder, UngatedMLP
 from infer.ops import compiled, rowwise
-from infer.ops.activation import ACTIVATIONS
-from infer.ops.attention import ring_attention, ring_span
-from infer.ops.linear import Linear
-from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
-from infer.ops.parts import BlockParts
-from infer.ops.rope import Rope, apply_rope
-from infer.ops.table import Table
+from infer.nn.activation import ACTIVATIONS
+from infer.nn.attention import ring_attention, ring_span
+from infer.nn.linear import Linear
+from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
+from infer.backend.parts import BlockParts
+from infer.nn.rope import Rope, apply_rope
+from infer.cache.table import Table
 
 pytestmark = [
     pytest.mark.skipif(kernels.cpu() is None, reason="numba is not installed, or INFER_KERNELS=0"),
@@ -713,7 +713,7 @@ class TestExponential:
     """The kernels' own, four at a time."""
 
     def run(self, x: np.ndarray) -> np.ndarray:
-        from infer.kernels.cpu_attention import exponentials
+        from infer.backend.cpu.attention import exponentials
 
         out = x.astype(np.float32)
         exponentials(out, np.float32(0))

@@ -24,13 +24,13 @@ from infer.cache.traced import TracedCache
 from infer.config import RopeConfig
 from infer.models.common import Decoder
 from infer.ops import compiled, rowwise
-from infer.ops.activation import ACTIVATIONS, activated, gated
-from infer.ops.attention import ring_attention, ring_span, softmax_attention, span_attention
-from infer.ops.linear import Linear
-from infer.ops.norm import LayerNorm, RMSNorm, ZeroCentredRMSNorm
-from infer.ops.parts import ACTIVATION_CODES
-from infer.ops.quantized import QuantizedWeight
-from infer.ops.rope import Rope, apply_rope
+from infer.nn.activation import ACTIVATIONS, activated, gated
+from infer.nn.attention import ring_attention, ring_span, softmax_attention, span_attention
+from infer.nn.linear import Linear
+from infer.nn.norm import LayerNorm, RMSNorm, ZeroCentredRMSNorm
+from infer.backend.parts import ACTIVATION_CODES
+from infer.nn.quantized import QuantizedWeight
+from infer.nn.rope import Rope, apply_rope
 
 pytestmark = pytest.mark.skipif(kernels.cpu() is None, reason="plain torch promises no bits")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -22,17 +22,17 @@ from interpreted import hurried, matrix_units, poison  # noqa: E402
 from infer import kernels  # noqa: E402
 from infer.cache.base import BaseCache, Cache  # noqa: E402
 from infer.cache.batch import BatchCache  # noqa: E402
-from infer.cache.simple import KVCache  # noqa: E402
-from infer.cache.sliding import SlidingCache  # noqa: E402
+from infer.cache.contiguous import KVCache  # noqa: E402
+from infer.cache.ring import SlidingCache  # noqa: E402
 from infer.config import RopeConfig  # noqa: E402
 from infer.models.common import Decoder  # noqa: E402
 from infer.ops import fused, gpu_attention, gpu_check, gpu_product  # noqa: E402
-from infer.ops.activation import ACTIVATIONS  # noqa: E402
-from infer.ops.linear import Linear  # noqa: E402
-from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm  # noqa: E402
-from infer.ops.parts import BlockParts  # noqa: E402
-from infer.ops.rope import Rope, apply_rope  # noqa: E402
-from infer.ops.table import Table  # noqa: E402
+from infer.nn.activation import ACTIVATIONS  # noqa: E402
+from infer.nn.linear import Linear  # noqa: E402
+from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm  # noqa: E402
+from infer.backend.parts import BlockParts  # noqa: E402
+from infer.nn.rope import Rope, apply_rope  # noqa: E402
+from infer.cache.table import Table  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -63,9 +63,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is what the modules compute, on a CPU too."""
-    monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
-    monkeypatch.setattr("infer.ops.rowwise.can_attend", lambda *_: False)
-    monkeypatch.setattr("infer.ops.fused.available", lambda *_: False)
+    monkeypatch.setattr("infer.backend.cpu.plan.available", lambda *_: False)
+    monkeypatch.setattr("infer.backend.cpu.functions.can_attend", lambda *_: False)
+    monkeypatch.setattr("infer.backend.gpu.step.available", lambda *_: False)
     poison(monkeypatch, fused, gpu_attention, gpu_product)
     share_keys(monkeypatch, 8)
     if DEVICE.type == "cpu":

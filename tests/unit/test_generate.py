@@ -25,7 +25,8 @@ from infer import (
     stream,
 )
 from infer.cache import BaseCache, BatchCache, Cache, NoCache, TracedCache
-from infer.engine.generate import make_cache, step
+from infer.engine.caches import make_cache
+from infer.engine.model import step
 from infer.engine.result import Timing
 from infer.models.common import Decoder
 

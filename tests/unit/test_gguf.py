@@ -37,7 +37,7 @@ from infer.loader import gguf_file
 from infer.loader.builtin import BUILTIN, pull
 from infer.loader.gguf_file import GGUFFile, read_header
 from infer.loader.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
-from infer.ops.quantized import QuantizedWeight
+from infer.nn.quantized import QuantizedWeight
 
 
 def _can(function: Any, quant: Quant) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
 
 from infer.ops import gpu_check, gpu_product
-from infer.ops.linear import Linear
+from infer.nn.linear import Linear
 
 GPU = torch.device("cuda", 0)
 

@@ -24,14 +24,14 @@ from interpreted import hurried, matrix_units, poison  # noqa: E402
 from infer import kernels  # noqa: E402
 from infer.cache.base import BaseCache, Cache, NoCache  # noqa: E402
 from infer.cache.growing import GrowingCache  # noqa: E402
-from infer.cache.simple import KVCache  # noqa: E402
-from infer.cache.sliding import SlidingCache  # noqa: E402
+from infer.cache.contiguous import KVCache  # noqa: E402
+from infer.cache.ring import SlidingCache  # noqa: E402
 from infer.models.common import Block, Decoder  # noqa: E402
 from infer.ops import fused, gpu_attention, gpu_product, gpu_prompt  # noqa: E402
-from infer.ops.linear import Linear  # noqa: E402
-from infer.ops.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm  # noqa: E402
-from infer.ops.parts import BlockParts, HeadParts  # noqa: E402
-from infer.ops.table import Table  # noqa: E402
+from infer.nn.linear import Linear  # noqa: E402
+from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm  # noqa: E402
+from infer.backend.parts import BlockParts, HeadParts  # noqa: E402
+from infer.cache.table import Table  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -44,8 +44,8 @@ TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 4e-3), torch.bf
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
-    monkeypatch.setattr("infer.ops.rowwise.can_attend", lambda *_: False)
+    monkeypatch.setattr("infer.backend.cpu.plan.available", lambda *_: False)
+    monkeypatch.setattr("infer.backend.cpu.functions.can_attend", lambda *_: False)
     poison(monkeypatch, fused, gpu_attention, gpu_product)
     if DEVICE.type == "cpu":
         matrix_units(monkeypatch, coarse=True)
@@ -470,7 +470,7 @@ class TestByWarps:
         shape = gpu_attention._shape(group, 1, head_dim, dtype, DEVICE)
         x = torch.empty(1, dtype=dtype, device=DEVICE)
         assert gpu_attention._by_warps(shape, x, None) == by_warps
-        monkeypatch.setattr("infer.ops.gpu_check.instructions_agree", lambda *_: False)
+        monkeypatch.setattr("infer.backend.gpu.device_check.instructions_agree", lambda *_: False)
         assert not gpu_attention._by_warps(shape, x, None)
 
 

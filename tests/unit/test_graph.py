@@ -33,8 +33,8 @@ from infer.engine.result import GenerationResult
 from infer.models.common import Decoder
 from infer.models.llama import Llama
 from infer.ops import fused, gpu_attention, gpu_product
-from infer.ops.linear import Embedding, Linear
-from infer.ops.rope import Rope
+from infer.nn.linear import Embedding, Linear
+from infer.nn.rope import Rope
 
 pytestmark = [
     pytest.mark.skipif(
@@ -84,8 +84,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[graph.Captured]:
     # Few programs, which the interpreter takes long for; and the modules themselves are the reference.
     monkeypatch.setattr(gpu_attention, "BUSY", 8)
     hurried(monkeypatch)
-    monkeypatch.setattr("infer.ops.compiled.available", lambda *_: False)
-    monkeypatch.setattr("infer.ops.rowwise.can_attend", lambda *_: False)
+    monkeypatch.setattr("infer.backend.cpu.plan.available", lambda *_: False)
+    monkeypatch.setattr("infer.backend.cpu.functions.can_attend", lambda *_: False)
     monkeypatch.setattr(Decoder, "_gpu_positions", lambda *_: None)
     steps: list[graph.Captured] = []
     make = graph.Captured.__init__
@@ -666,9 +666,9 @@ class TestLeftToTheModel:
     @pytest.mark.usefixtures("made")
     def test_with_a_vocabulary_that_is_too_large(self, small: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         model = small()
-        monkeypatch.setattr("infer.ops.choice.MAX_VOCAB", model.config.vocab_size)
+        monkeypatch.setattr("infer.backend.gpu.sampling.MAX_VOCAB", model.config.vocab_size)
         assert taken(model)
-        monkeypatch.setattr("infer.ops.choice.MAX_VOCAB", model.config.vocab_size - 1)
+        monkeypatch.setattr("infer.backend.gpu.sampling.MAX_VOCAB", model.config.vocab_size - 1)
         assert not taken(model)
 
 

@@ -19,10 +19,10 @@ from infer.config import RopeConfig
 from infer.models.common import Decoder
 from infer.models.registry import build_model
 from infer.ops import attention as ops
-from infer.ops.activation import ACTIVATIONS
-from infer.ops.linear import FusedLinear, Linear
-from infer.ops.norm import RMSNorm, ZeroCentredRMSNorm
-from infer.ops.rope import Rope, apply_rope, inverse_frequencies
+from infer.nn.activation import ACTIVATIONS
+from infer.nn.linear import FusedLinear, Linear
+from infer.nn.norm import RMSNorm, ZeroCentredRMSNorm
+from infer.nn.rope import Rope, apply_rope, inverse_frequencies
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -564,7 +564,7 @@ class TestSixteenBitsOnTheCPU:
         asked: list[torch.dtype],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr("infer.ops.attention.cpu_multiplies", lambda _: there)
+        monkeypatch.setattr("infer.nn.attention.cpu_multiplies", lambda _: there)
         q, k, v = (torch.randn(1, heads, 5, 8).to(dtype) for heads in (4, 2, 2))
         got = ops.attention(q, k, v, scale=0.3, mask=mask)
         assert got.dtype is dtype

@@ -38,7 +38,7 @@ from infer.loader import load as loader
 from infer.loader.describe import describe
 from infer.models.common import Decoder
 from infer.ops import compiled, linear
-from infer.ops.linear import Linear
+from infer.nn.linear import Linear
 
 pytestmark = pytest.mark.skipif(not kernels.has_cpu(), reason="needs numba")
 _one_thread = pytest.fixture(autouse=True)(single_threaded)

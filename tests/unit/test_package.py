@@ -137,7 +137,7 @@ class TestLayers:
     def test_imports_are_seen(self) -> None:
         """The checker finds what it should judge."""
         assert ("infer.loader", False) in imports(ROOT / "config.py")
-        assert ("infer.ops.attention", True) in imports(ROOT / "cache" / "base.py")
+        assert ("infer.nn.attention", True) in imports(ROOT / "cache" / "base.py")
 
     def test_order_has_no_cycle(self) -> None:
         TopologicalSorter(LAYERS).prepare()
@@ -161,7 +161,7 @@ class TestCost:
     def test_importing_works_under_any_default_device(self) -> None:
         """Names are loaded when first used, which may be inside someone's `with torch.device(...)`."""
         code = (
-            "import torch\nwith torch.device('meta'): from infer.ops.norm import RMSNorm\n"
+            "import torch\nwith torch.device('meta'): from infer.nn.norm import RMSNorm\n"
             "with torch.inference_mode(): print(RMSNorm(2, 0.0)(torch.ones(1, 2)).tolist())"
         )
         assert in_fresh_python(code) == "[[1.0, 1.0]]\n"

@@ -24,7 +24,7 @@ from infer import KVCache, SlidingCache
 from infer.cache import BaseCache, sliding
 from infer.config import RopeConfig
 from infer.models.common import Decoder
-from infer.ops.attention import ring_attention, ring_span
+from infer.nn.attention import ring_attention, ring_span
 
 CAPACITY = 20
 TOLERANCE = 0.1  # of logits, where a rounding may fall the other way: they spread by 1.7

@@ -29,8 +29,8 @@ from infer.loader.widths import choose_widths, resolve_weights
 from infer.models.common import Decoder
 from infer.models.registry import build_model
 from infer.ops import quantized
-from infer.ops.linear import Embedding, Linear
-from infer.ops.quantized import Groups, QuantizedWeight, nibbles, packed_bytes, quantise, rounded
+from infer.nn.linear import Embedding, Linear
+from infer.nn.quantized import Groups, QuantizedWeight, nibbles, packed_bytes, quantise, rounded
 
 BITS = {"int4": 4, "int8": 8}
 HALF_ULP = 2.0**-11  # relative error of a float16
@@ -375,7 +375,7 @@ def vnni(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
     """What x86's instruction does, by others: of its factors the first is unsigned."""
     from llvmlite import ir
 
-    from infer.kernels.cpu_simd import INT8X16, INT32, INT32X4
+    from infer.backend.cpu.simd import INT8X16, INT32, INT32X4
 
     wide = ir.VectorType(INT32, 16)
     weights, x = builder.bitcast(weights, INT8X16), builder.bitcast(x, INT8X16)

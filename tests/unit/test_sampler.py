@@ -19,7 +19,7 @@ from transformers import (
 
 from infer import SamplingParams
 from infer.engine.sampler import penalise, sample
-from infer.ops.draw import MAX_VOCAB, Filters, draw, masses, uniform, weights
+from infer.nn.draw import MAX_VOCAB, Filters, draw, masses, uniform, weights
 
 VOCAB = 50
 NAN, INF = float("nan"), float("inf")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -18,8 +17,7 @@ from torch import Tensor
 from infer.cache.int8 import decode, encode, width
 from infer.config import ModelConfig
 from infer.machine import available_memory, resolve_device, resolve_dtype
-from infer.ops import rowwise
-from infer.ops.attention import Masks, span_attention
+from infer.nn.attention import Masks, span_attention
 
 CACHE_DTYPES = ("auto", "int8")  # auto: the model's own
 
@@ -36,12 +34,30 @@ class Cache(Protocol):
     def positions(self, n: int) -> Tensor: ...  # [B, n], of the next n queries
     def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...  # n new -> all S
     def attend(
-        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        kernel: AttentionKernel | None = None,
     ) -> Tensor: ...  # [B, Hq, n, D]
-    def table(self, config: ModelConfig, x: Tensor) -> Any: ...  # for kernels that write and attend; None: attend
-    def advance(self, n: int) -> None: ...  # once per forward, by the Decoder
+    def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any: ...  # see BaseCache.table
+    def advance(self, n: int) -> None: ...  # once per forward pass
     def truncate(self, seq_len: int) -> None: ...  # rewind; refuses, never corrupts
     def reset(self) -> None: ...
+
+
+class AttentionKernel(Protocol):
+    """How a backend attends: q [B, Hq, n, D] at the n positions before `end`, k and v at as many before it."""
+
+    takes_int8: bool  # keys and values of an 8-bit cache, as they are stored
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int
+    ) -> Tensor: ...  # [B, Hq, n, D]
 
 
 class CacheShape(NamedTuple):
@@ -62,6 +78,12 @@ class BaseCache(ABC):
     """
 
     keeps_gradients = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A cache that stores or attends in a way of its own is asked to, unless it has a table of its own too."""
+        super().__init_subclass__(**options)
+        if vars(cls).keys() & {"_store", "update", "attend"} and "table" not in vars(cls):
+            cls.table = BaseCache.table  # type: ignore[method-assign]
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -138,21 +160,33 @@ class BaseCache(ABC):
         return torch.arange(self.seq_len, self.seq_len + n, device=self.device).expand(self.shape.batch_size, n)
 
     def attend(
-        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        kernel: AttentionKernel | None = None,
     ) -> Tensor:
-        """Store k and v, then attend from q [B, Hq, n, D] to every key the rule makes visible."""
+        """Store k and v, then attend from q [B, Hq, n, D] to every key the rule makes visible.
+
+        kernel: what computes attention; None: plain torch.
+        """
         keys, values = self._store(layer_idx, k, v)
-        if self.quantized and not rowwise.takes_queries(q):
+        if self.quantized and (kernel is None or not kernel.takes_int8):
             seen = keys.shape[2] if window is None else min(keys.shape[2], window + q.shape[2] - 1)
             keys, values = decode(keys[:, :, -seen:], k.dtype), decode(values[:, :, -seen:], v.dtype)
-        end = self.seq_len + q.shape[2]
-        return span_attention(q, keys, values, scale=scale, window=window, masks=self._masks, end=end)
+        if kernel is not None:
+            return kernel(q, keys, values, scale=scale, window=window, end=self.seq_len + q.shape[2])
+        return span_attention(q, keys, values, scale=scale, window=window, masks=self._masks)
 
-    def table(self, config: ModelConfig, x: Tensor) -> Any:
-        """Where the next token of each row goes, layer by layer (`ops.table.Table`), in a model of this config.
+    def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any:
+        """Where kernels may write the next n keys and values themselves, and attend: `cache.table.Table.at`.
 
-        x: the model's activations, or what has their dtype and device. None: nowhere that a kernel could write to, so
-        that every layer must `attend`.
+        For a model of this config that computes in this dtype. None: nowhere, so every layer must `attend`. It only
+        asks: what a pass has written counts after `advance`.
         """
         return None
 
@@ -187,13 +221,12 @@ class BaseCache(ABC):
         if (self.dtype != (dtype or self.dtype) and not self.quantized) or self.device != device:
             raise ValueError(f"the cache is {self.dtype} on {self.device}, but the model is {dtype} on {device}")
 
-    def _suits_kernels(self, config: ModelConfig, x: Tensor) -> bool:
+    def _suits_kernels(self, config: ModelConfig, dtype: torch.dtype) -> bool:
         """Whether kernels can write to this cache for such a model: what does not fit is left to `attend` to refuse."""
         own = self.shape
-        rounds = self.quantized and x.is_cpu
+        rounds = self.quantized and self.device.type == "cpu"
         return (
-            (self.dtype is x.dtype or rounds)
-            and self.device == x.device
+            (self.dtype is dtype or rounds)
             and own.num_layers == config.num_hidden_layers
             and own.num_kv_heads == config.num_key_value_heads
             and own.head_dim == config.computed_head_dim
@@ -236,11 +269,6 @@ class BaseCache(ABC):
         if self.quantized:
             k, v = encode(torch.stack((k, v))).unbind()
         return n, k, v
-
-
-def untouched(cache: object, methods: Mapping[str, Any]) -> bool:
-    """Whether kernels may do what these methods would: none is replaced in a subclass, or patched."""
-    return all(getattr(type(cache), name) is method and name not in vars(cache) for name, method in methods.items())
 
 
 def checked(
@@ -293,10 +321,19 @@ class NoCache(BaseCache):
         return k, v
 
     def attend(
-        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        kernel: AttentionKernel | None = None,
     ) -> Tensor:
-        masks, dropout, end = self._masks, self._dropout, q.shape[2]
-        return span_attention(q, k, v, scale=scale, window=window, masks=masks, dropout=dropout, end=end)
+        if kernel is not None:
+            return kernel(q, k, v, scale=scale, window=window, end=q.shape[2])
+        return span_attention(q, k, v, scale=scale, window=window, masks=self._masks, dropout=self._dropout)
 
     def advance(self, n: int) -> None:
         self._masks.clear()

@@ -7,7 +7,7 @@ import sys
 
 from torch import Tensor
 
-from infer.cache.base import Cache, NoCache
+from infer.cache.base import AttentionKernel, Cache, NoCache
 from infer.cache.wrapped import WrappedCache
 
 
@@ -42,11 +42,19 @@ class DebugCache(WrappedCache):
         return keys, values
 
     def attend(
-        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        kernel: AttentionKernel | None = None,
     ) -> Tensor:
         n, end = q.shape[2], self.seq_len + q.shape[2]
         self._print_attention(layer_idx, n, end if window is None else min(end, window + n - 1))
-        return super().attend(layer_idx, q, k, v, scale=scale, window=window)
+        return super().attend(layer_idx, q, k, v, scale=scale, window=window, kernel=kernel)
 
     def _print_attention(self, layer_idx: int, n: int, keys: int) -> None:
         if self.layer not in (None, layer_idx):

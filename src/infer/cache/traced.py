@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from infer.cache.base import Cache
+from infer.cache.base import AttentionKernel, Cache
 from infer.cache.wrapped import WrappedCache, innermost
-from infer.ops.attention import softmax_attention
+from infer.nn.attention import softmax_attention
 
 
 class TracedCache(WrappedCache):
@@ -29,11 +29,19 @@ class TracedCache(WrappedCache):
         return super().positions(n)
 
     def attend(
-        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        kernel: AttentionKernel | None = None,
     ) -> Tensor:
         if layer_idx not in self.layers:
-            return super().attend(layer_idx, q, k, v, scale=scale, window=window)
-        out = super().attend(layer_idx, q, k, v, scale=scale, window=window)
+            return super().attend(layer_idx, q, k, v, scale=scale, window=window, kernel=kernel)
+        out = super().attend(layer_idx, q, k, v, scale=scale, window=window, kernel=kernel)
         keys, values = innermost(self).update(layer_idx, k, v)  # stores the same again, which changes nothing
         q = q if self.all_rows else q[:, :, -1:]
         _, weights = softmax_attention(q, keys, values, scale=scale, window=window, rows=q.shape[2])

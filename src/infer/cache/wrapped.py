@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from infer.cache.base import Cache
+from infer.cache.base import AttentionKernel, Cache
 from infer.config import ModelConfig
 
 
@@ -42,11 +43,19 @@ class WrappedCache:
         return self.cache.update(layer_idx, k, v)
 
     def attend(
-        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        kernel: AttentionKernel | None = None,
     ) -> Tensor:
-        return self.cache.attend(layer_idx, q, k, v, scale=scale, window=window)
+        return self.cache.attend(layer_idx, q, k, v, scale=scale, window=window, kernel=kernel)
 
-    def table(self, config: ModelConfig, x: Tensor) -> Any:
+    def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any:
         return None  # a watcher sees what goes through `attend`
 
     def advance(self, n: int) -> None:

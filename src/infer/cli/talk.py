@@ -115,8 +115,8 @@ def chat(
 ) -> None:
     """Talk with a model. The cache is kept between turns, so only new tokens are prefilled."""
     from infer import ModelConfig, Tokenizer
+    from infer.engine.caches import make_cache
     from infer.engine.conversation import Conversation
-    from infer.engine.generate import make_cache
     from infer.engine.request import CacheExceeded, ContextExceeded, check_chunk, check_request
 
     check_chunk(prefill_chunk)
@@ -219,7 +219,7 @@ def cache_for(
     cache_dtype: str,
 ) -> "Cache":
     """As large as the request."""
-    from infer.engine.generate import make_cache
+    from infer.engine.caches import make_cache
 
     return make_cache(
         network,

@@ -1,30 +1,27 @@
 """Several prompts at once, of whatever lengths.
 
-Each prompt is prefilled alone; then every step decodes one token of each row that goes on. Rows have caches of their
-own, so nothing is padded, and a row that is done costs nothing more. A row that has used up the context goes alone.
+Prompts are packed into passes behind each other; then every step decodes one token of each row that goes on. Rows have
+caches of their own, so nothing is padded, and a row that is done costs nothing more.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from infer.cache.base import Cache, NoCache
-from infer.cache.batch import BatchCache
-from infer.cache.debug import debugged
-from infer.engine import graph
-from infer.engine.generate import Model, check_cache_dtype, check_mode, make_cache, model_device, step
+from infer.cache.base import Cache
+from infer.engine.caches import check_cache_dtype, make_cache
+from infer.engine.model import Model, check_mode, model_device
 from infer.engine.params import SamplingParams
-from infer.engine.request import NoToken, Request, check_chunk
+from infer.engine.request import Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
+from infer.engine.runner import Runner
 from infer.engine.text import Decodes
 from infer.machine import available_memory
 
 
-@torch.inference_mode()
 def generate_batch(
     model: Model,
     tokenizer: Decodes,
@@ -51,55 +48,19 @@ def generate_batch(
         for request in requests
     ]
     _check_memory(caches, device)
-    caches = list(map(debugged, caches))
-    context = model.config.max_position_embeddings
     rows: list[list[GeneratedToken]] = [[] for _ in requests]
-    while going := [i for i, request in enumerate(requests) if request.finish_reason is None]:
-        full = {i for i in going if len(requests[i].tokens) > context}
-        # One by one: what has more than a token to feed, which is prompts, and texts that no longer fit.
-        alone = [i for i in going if i in full or not caches[i].seq_len]
-        for i in alone:
-            started = time.perf_counter()
-            cache, chunk = (debugged(NoCache(1, device)), None) if i in full else (caches[i], prefill_chunk)
-            fed = torch.tensor([requests[i].tokens[-context:]], device=device)
-            with _named(i, NoToken):
-                rows[i].append(requests[i].accept(step(model, cache, fed, chunk)[0], started))
-        together = [i for i in going if i not in alone and requests[i].finish_reason is None]
-        chosen = [requests[i] for i in together], [caches[i] for i in together]
-        decoding = graph.decoding(model, *chosen, together) if together else None
-        if decoding is not None:
-            for i, token in _captured_steps(decoding, requests, together):
-                rows[i].append(token)
-        elif together:
-            started = time.perf_counter()
-            fed = torch.tensor([requests[i].tokens[-1:] for i in together], device=device)  # [B, 1]
-            logits = step(model, BatchCache([caches[i] for i in together]), fed)
-            for i, row_logits in zip(together, logits, strict=True):
-                with _named(i, NoToken):
-                    rows[i].append(requests[i].accept(row_logits, started))
+    with Runner(model) as runner:
+        names = {
+            runner.admit(request, cache, prefill_chunk=prefill_chunk, name=f"prompt {i}"): i
+            for i, (request, cache) in enumerate(zip(requests, caches, strict=True))
+        }
+        while runner.flights:
+            for flight, token, _ in runner.step():
+                rows[names[flight]].append(token)
     return [
         collect(request.prompt, row, cache.memory_bytes)
         for request, row, cache in zip(requests, rows, caches, strict=True)
     ]
-
-
-def _captured_steps(
-    decoding: graph.Decoding, requests: Sequence[Request], together: Sequence[int]
-) -> Iterator[tuple[int, GeneratedToken]]:
-    """As long as captured steps of this width are worth it. together: the requests that are its rows."""
-    with decoding:
-        started = time.perf_counter()
-        for tokens in decoding:
-            for row, token in tokens.items():
-                i = together[row]
-                with _named(i, NoToken):
-                    generated = requests[i].push(token, started)
-                yield i, generated
-                if requests[i].finish_reason is not None:
-                    decoding.end(row)
-            started = time.perf_counter()
-            if decoding.sparse:
-                return
 
 
 @contextmanager

@@ -13,21 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from infer.cache.base import Cache, NoCache
-from infer.cache.simple import KVCache
+from infer.cache.contiguous import KVCache
+from infer.cache.debug import debugged
 from infer.cache.traced import TracedCache
-from infer.engine.generate import (
-    Model,
-    Run,
-    check_fits,
-    check_keeps,
-    check_mode,
-    chunks,
-    make_cache,
-    model_device,
-    step,
-    steps,
-    watched,
-)
+from infer.engine.caches import check_fits, check_keeps, make_cache
+from infer.engine.generate import Run, steps
+from infer.engine.model import Model, all_logits, check_mode, chunks, model_device, step
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk, token_ids
 from infer.trace.record import choice
@@ -65,7 +56,7 @@ def prefill(
     if isinstance(ids, Tensor) and (ids.dim() != 2 or not 0 < ids.shape[1] <= limit):
         raise ValueError(f"a prompt is [batch, 1 to {limit} tokens] for this model and cache, not {list(ids.shape)}")
     held, traced = _traced(model, ids, cache, trace_layer, return_attn_row)
-    logits = [model(chunk, kv_cache=held, all_logits=True) for chunk in chunks(ids, prefill_chunk)]
+    logits = [all_logits(model, held, chunk) for chunk in chunks(ids, prefill_chunk)]
     return torch.cat(logits, dim=1), cache, _trace(traced, trace_layer)
 
 
@@ -192,7 +183,7 @@ def _generate_ids(
     cache = make_cache(
         model, request.max_seq_len, model_device(model), use_kv_cache=use_kv_cache, cache_dtype=cache_dtype
     )
-    for _ in steps(Run(model, request, watched(cache, recorder), recorder=recorder)):
+    for _ in steps(Run(model, request, cache, recorder=recorder)):
         pass
     return request.tokens
 
@@ -206,10 +197,10 @@ def _traced(
     check_fits(model, cache, ids.shape[0])
     layer = None if trace_layer is None else _layer(model, trace_layer)
     if not return_attn_row:
-        return watched(cache), None
+        return debugged(cache), None
     if layer is None:
         raise ValueError("return_attn_row needs to know of which layer: give trace_layer")
-    traced = TracedCache(watched(cache), [layer])
+    traced = TracedCache(debugged(cache), [layer])
     return traced, traced
 
 

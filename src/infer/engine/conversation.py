@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from infer.cache.base import Cache
-from infer.engine.generate import Model, stream
+from infer.engine.generate import stream
+from infer.engine.model import Model
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_chunk, check_request
 from infer.engine.result import GeneratedToken

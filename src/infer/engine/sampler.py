@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from infer.engine.params import SamplingParams
-from infer.ops.draw import Filters, Floats, draw, is_sampled, uniform
+from infer.nn.draw import Filters, Floats, draw, is_sampled, uniform
 
 
 def sample(logits: Tensor, tokens: Sequence[int], prompt_len: int, params: SamplingParams, seed: int) -> int:

@@ -24,12 +24,13 @@ from typing import Any, Protocol
 import torch
 
 from infer.config import ModelConfig
-from infer.engine.generate import Model, generate, model_device, model_dtype, weight_bytes
+from infer.engine.generate import generate
+from infer.engine.model import Model, model_device, model_dtype, weight_bytes
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_chunk, check_request
 from infer.engine.result import GenerationResult
 from infer.engine.text import Decodes, Encodes, encode_readable
-from infer.ops.quantized import QuantizedWeight
+from infer.nn.quantized import QuantizedWeight
 
 SUITE = {"short": (32, 32), "medium": (128, 64), "long": (512, 64)}  # prompt tokens, new tokens
 

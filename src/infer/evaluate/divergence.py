@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infer.cache import Cache
+from infer.cache.base import AttentionKernel, Cache
 from infer.cache.wrapped import WrappedCache
 
 
@@ -53,9 +53,17 @@ class RecordingCache(WrappedCache):
         self.calls = calls
 
     def attend(
-        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        kernel: AttentionKernel | None = None,
     ) -> Tensor:
-        out = super().attend(layer_idx, q, k, v, scale=scale, window=window)
+        out = super().attend(layer_idx, q, k, v, scale=scale, window=window, kernel=kernel)
         tensors = {"query": q.clone(), "key": k.clone(), "value": v.clone(), "attended": out.clone()}
         self.calls.append(Call(self.rows, layer_idx, self.seq_len, tensors))
         return out

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from infer.cache.sliding import layer_slots
+from infer.cache.ring import layer_slots
 from infer.config import ModelConfig
-from infer.engine.generate import Model, generate, model_dtype, weight_bytes
+from infer.engine.generate import generate
+from infer.engine.model import Model, model_dtype, weight_bytes
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_request
 from infer.engine.result import GenerationResult

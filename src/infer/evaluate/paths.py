@@ -7,6 +7,7 @@ with a seed are compared too.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,18 +16,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from infer.backend import Row, backend_for
 from infer.cache import BaseCache, Cache, KVCache, SlidingCache
 from infer.cache.base import resolve_cache_dtype
-from infer.cache.batch import BatchCache
-from infer.cache.sliding import PREFILL_CHUNK
+from infer.cache.ring import PREFILL_CHUNK
 from infer.cache.traced import TracedCache
 from infer.engine.batch import generate_batch
 from infer.engine.cached import generate_ids_greedy_cached
-from infer.engine.generate import Model, generate, make_cache, model_device, model_dtype, step
+from infer.engine.caches import make_cache
+from infer.engine.generate import generate
+from infer.engine.model import Model, all_logits, model_device, model_dtype, step
 from infer.engine.params import SamplingParams
 from infer.engine.text import Decodes
 from infer.evaluate.divergence import Call, Divergence, RecordingCache, bits, first_divergence
 from infer.evaluate.verify import CACHES, check, empty_cache, first_difference, reference_cache
+from infer.models.rows import ALL
 from infer.trace.record import Trace
 
 CHUNKS = (1, 7, 64, 512)  # of the prefill, where a prompt is longer
@@ -157,7 +161,10 @@ class Runs:
         yield Path("default cache, traced", self.traced(keeps=True), everything)
         yield Path("no cache, traced", self.traced(keeps=False), everything)
         if len(everything) > 1:
-            yield Path(f"default cache, batch of {len(everything)}", self.batch, everything, together=True)
+            count, batch = len(everything), self.batch(staggered=False)
+            yield Path(f"default cache, batch of {count}", batch, everything, together=True)
+            mixed = self.batch(staggered=True)
+            yield Path(f"default cache, batch of {count}, one after another", mixed, everything, together=True)
             yield Path(f"KVCache of {len(everything)} rows", self.rectangle, everything, together=True)
         for count in threads:
             name = f"KVCache, {count} thread{'s' if count > 1 else ''}"
@@ -171,9 +178,7 @@ class Runs:
             yield from self._pass(cache, rows, fed, [start] * len(rows))
 
     def _pass(self, cache: Cache, rows: Sequence[int], fed: Tensor, starts: Sequence[int]) -> Iterator[Piece]:
-        with torch.inference_mode():
-            logits = self.model(fed, kv_cache=cache, all_logits=True)
-        for i, start, row in zip(rows, starts, logits, strict=True):
+        for i, start, row in zip(rows, starts, all_logits(self.model, cache, fed), strict=True):
             yield Piece(i, start, row)
 
     def reference(self, prompt: int, wrap: Wrap) -> Tensor:
@@ -252,15 +257,28 @@ class Runs:
 
         return run
 
-    def batch(self, prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
-        """Prefilled alone, decoded together, each at its own position."""
-        caches = [wrap([i], self.default_cache(i)) for i in prompts]
-        for i, cache in zip(prompts, caches, strict=True):
-            yield from self.feed(cache, [i], [self.texts[i].prompt_len])
-        while all(cache.seq_len < len(self.texts[i].tokens) for i, cache in zip(prompts, caches, strict=True)):
-            starts = [cache.seq_len for cache in caches]
-            fed = [[self.texts[i].tokens[start]] for i, start in zip(prompts, starts, strict=True)]
-            yield from self._pass(BatchCache(caches), prompts, torch.tensor(fed, device=self.device), starts)
+    def batch(self, *, staggered: bool) -> Run:
+        """All prompts in one pass, then a token of each. staggered: each a pass later, beside others' tokens."""
+
+        def run(prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
+            caches = {i: wrap([i], self.default_cache(i)) for i in prompts}
+            for count in itertools.count():
+                rows = []
+                for at, (i, cache) in enumerate(caches.items()):
+                    tokens, prompt_len = self.texts[i]
+                    start = cache.seq_len
+                    if start < len(tokens) and (at <= count or not staggered):
+                        rows.append(
+                            (i, start, Row(cache, tokens[start : start + 1] if start else tokens[:prompt_len], ALL))
+                        )
+                if not rows:
+                    return
+                with torch.inference_mode():
+                    logits = backend_for(self.model).run([row for _, _, row in rows])
+                for (i, start, _), piece in zip(rows, logits, strict=True):
+                    yield Piece(i, start, piece[0])
+
+        return run
 
     def rectangle(self, prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
         """All rows in one cache, as far as the shortest goes: the first half in one pass, then token by token."""

@@ -15,7 +15,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from infer.config import ModelConfig
-from infer.engine.generate import Model, check_mode, make_cache, model_device, step
+from infer.engine.caches import make_cache
+from infer.engine.model import Model, all_logits, check_mode, model_device, step
 from infer.engine.request import token_ids as as_token_ids
 
 CONTEXT = 1024  # tokens of a window, where the model has as many
@@ -124,7 +125,7 @@ def perplexity(
         if first > 1:  # logits of what comes before are not needed
             step(model, cache, fed[:, : first - 1], CHUNK)
         for at in range(first - 1, len(targets), CHUNK):
-            logits = model(fed[:, at : at + CHUNK], kv_cache=cache, all_logits=True)[0]  # [n, V]
+            logits = all_logits(model, cache, fed[:, at : at + CHUNK])[0]  # [n, V]
             losses = cross_entropy(logits.float(), targets[at : at + CHUNK], reduction="none")
             nats += losses.double().sum().item()
         tokens, windows = tokens + end - scored, windows + 1

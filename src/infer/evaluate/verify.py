@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
 
+from infer.backend import backend_for
 from infer.cache import BaseCache, GrowingCache, KVCache, NoCache, SlidingCache
 from infer.cache.base import resolve_cache_dtype
 from infer.config import ModelConfig
-from infer.engine.generate import Model, model_device, model_dtype
+from infer.engine.model import Model, model_device, model_dtype
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_request
 from infer.engine.text import Encodes, encode_readable
 from infer.models.common import Decoder
-from infer.ops import compiled, fused
 
 CACHES: tuple[type[BaseCache], ...] = (KVCache, GrowingCache, SlidingCache)
 LONG_EXTRA = 48  # tokens that the long prompt has beyond the window
@@ -87,20 +86,6 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 def why_plain_torch(model: Decoder) -> str | None:
     """Why passes of this model are plain torch, so that no bits are promised; None if they go through kernels."""
-    device = model.device
-    if device.type not in ("cpu", "cuda"):
-        return f"there are no kernels for {device.type}"
-    if os.environ.get("INFER_KERNELS") == "0":
-        return "INFER_KERNELS=0"
     with torch.no_grad():
-        if device.type == "cuda":
-            if not fused.available(device, {}):
-                return "this GPU has no kernels"
-            planned = model.fused_plan() is not None
-        else:
-            if not compiled.expected():
-                return "numba is not installed"
-            if not compiled.prepare():
-                return "numba cannot compile the kernels"
-            planned = model.cpu_plan() is not None or model.dtype in (torch.bfloat16, torch.float16)
-    return None if planned else "a module was changed or hooked, or has a dtype without kernels"
+        backend = backend_for(model)
+    return backend.why if backend.name == "torch" else None

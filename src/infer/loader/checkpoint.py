@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infer.config import ModelConfig
-from infer.ops.quantized import TILE, Groups, quantise
+from infer.nn.quantized import TILE, Groups, quantise
 
 if TYPE_CHECKING:
     import tokenizers

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from infer.cache.base import resolve_cache_dtype
-from infer.cache.sliding import layer_slots
+from infer.cache.ring import layer_slots
 from infer.config import SLIDING_ATTENTION
 from infer.loader.find import open_checkpoint
 from infer.loader.widths import choose_widths, form, may_be_narrow, resolve_weights, weight_bytes

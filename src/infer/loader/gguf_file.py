@@ -22,7 +22,7 @@ from infer.loader.checkpoint import Checkpoint, TokenizerParts
 from infer.loader.gguf_config import config_from_gguf
 from infer.loader.gguf_groups import FINER, FLOATS, TYPES, Bytes
 from infer.models.registry import check_supported
-from infer.ops.quantized import TILE, Groups
+from infer.nn.quantized import TILE, Groups
 
 BLOCK_WEIGHTS = 1 << 18  # dequantised at a time: 1 MB of float32, of which numpy holds several copies
 

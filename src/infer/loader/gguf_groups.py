@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.ops.quantized import Groups, nibbles
+from infer.nn.quantized import Groups, nibbles
 
 Bytes = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from infer.backend import cpu
 from infer.config import ModelConfig
 from infer.loader.checkpoint import Checkpoint
 from infer.loader.find import open_checkpoint
@@ -25,9 +26,8 @@ from infer.loader.widths import (
 from infer.machine import available_memory, resolve_device, use_threads
 from infer.models.common import Decoder
 from infer.models.registry import build_model
-from infer.ops import compiled
-from infer.ops.linear import FusedLinear
-from infer.ops.quantized import QuantizedWeight
+from infer.nn.linear import FusedLinear
+from infer.nn.quantized import QuantizedWeight
 
 
 def load_model(
@@ -61,7 +61,7 @@ def load_model(
     if device.type == "cpu":
         use_threads()
     # The kernels now rather than between two tokens.
-    ready = device.type == "cpu" and dtype is torch.float32 and compiled.prepare()
+    ready = device.type == "cpu" and dtype is torch.float32 and cpu.kernels() is not None
     if narrow and not ready:
         widths = {}
         check_memory(weight_bytes(model, widths, dtype), form(widths, quantize, dtype), device)

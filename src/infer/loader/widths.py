@@ -16,12 +16,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from infer.backend import cpu
 from infer.loader.checkpoint import Checkpoint
 from infer.machine import resolve_dtype
 from infer.models.common import Decoder
-from infer.ops import compiled
-from infer.ops.linear import FusedLinear, Linear
-from infer.ops.quantized import BITS, packed_bytes
+from infer.nn.linear import FusedLinear, Linear
+from infer.nn.quantized import BITS, packed_bytes
 
 # By the name of a parameter: its bits where it is quantised, or a dtype of its own. The rest have the model's dtype.
 Widths = dict[str, int | torch.dtype]
@@ -64,7 +64,7 @@ def choose_widths(model: Decoder, checkpoint: Checkpoint, quantize: str | None, 
 
 def may_be_narrow(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether kernels should multiply with matrices of bfloat16, if they are there once they have been compiled."""
-    return device.type == "cpu" and dtype is torch.float32 and compiled.expected()
+    return device.type == "cpu" and dtype is torch.float32 and cpu.expected()
 
 
 def part_names(module: nn.Module, module_name: str, kind: str) -> list[str]:

@@ -21,8 +21,7 @@ import torch
 
 from infer.config import ModelConfig
 from infer.models.common import Block, Decoder, Norms
-from infer.ops.norm import ZeroCentredRMSNorm
-from infer.ops.parts import EmbeddingParts
+from infer.nn.norm import ZeroCentredRMSNorm
 
 
 class Gemma3Block(Block):
@@ -46,7 +45,7 @@ class Gemma3Block(Block):
 class Gemma3(Decoder):
     block = Gemma3Block
 
-    def embedding_parts(self) -> EmbeddingParts:
-        # The factor is rounded to the model's dtype first, as in training: 25.25 instead of 25.298 in bf16.
-        factor = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
-        return EmbeddingParts(self.embed_tokens, factor=factor)
+    @property
+    def embed_scale(self) -> float:
+        # Rounded to the model's dtype first, as in training: 25.25 instead of 25.298 in bf16.
+        return torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor, nn
+from torch import nn
 
-from infer.cache.base import Cache
 from infer.config import ModelConfig
 from infer.models.common import Block, Decoder, UngatedMLP
-from infer.ops.linear import Embedding
-from infer.ops.norm import LayerNorm, Norm
-from infer.ops.parts import EmbeddingParts
+from infer.nn.linear import Embedding
+from infer.nn.norm import LayerNorm, Norm
 
 
 class GPT2Block(Block):
@@ -43,15 +41,6 @@ class GPT2(Decoder):
         super().__init__(config)
         self.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
         init_weights(self)
-
-    def embedding_parts(self) -> EmbeddingParts:
-        return EmbeddingParts(self.embed_tokens, self.embed_positions)
-
-    def forward(self, input_ids: Tensor, kv_cache: Cache | None = None, *, all_logits: bool = False) -> Tensor:
-        end = input_ids.shape[1] + (0 if kv_cache is None else kv_cache.seq_len)
-        if end > self.config.max_position_embeddings:
-            raise ValueError(f"{end} positions exceed the {self.config.max_position_embeddings} that the model learned")
-        return super().forward(input_ids, kv_cache, all_logits=all_logits)
 
 
 def init_weights(model: Decoder) -> None:

@@ -9,7 +9,7 @@ Differs from Llama in one thing: each head of q and k is normalised before it is
 from __future__ import annotations
 
 from infer.models.common import Block, Decoder
-from infer.ops.norm import RMSNorm
+from infer.nn.norm import RMSNorm
 
 
 class Qwen3Block(Block):

@@ -1,0 +1,345 @@
+"""Keys and values in a cache, and attention over them, on the CPU.
+
+Each query is attended from by itself, and goes through its keys in the order of their positions: what comes out depends
+on the query and on those keys, and neither on the queries beside it nor on where in a ring a key lies. As everywhere in
+these kernels, sums have one order, and nothing is compiled with `fastmath`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from infer.backend.cpu.memory import bytes_at, vector
+from infer.backend.cpu.product import GROUP, panel_rows
+from infer.backend.cpu.simd import (
+    add,
+    exponential,
+    fused,
+    fused_one,
+    lane,
+    load_codes,
+    load_eight,
+    load_float,
+    load_floats,
+    load_half,
+    no_floats,
+    raise_half,
+    splat,
+    store_as_half,
+    store_eight,
+    store_floats,
+    summed,
+)
+from infer.backend.cpu.tile import LANES, MIXED, W_ROWS, X_ROWS, mix_tile, multiply_tile
+from infer.cache.table import BITS, SLOTS, STRIDE, K, V
+
+
+@njit(forceinline=True)
+def _row_bytes(head_dim: int, bits: int) -> int:
+    """Of a key or value: behind 8-bit ones stand their scales, as `infer.cache.int8` has them."""
+    return head_dim * 4 if bits == 32 else head_dim + 2 * ((head_dim + GROUP - 1) // GROUP)
+
+
+@njit
+def _score(q: Any, k_at: int, bits: int, scale: Any, out: Any) -> Any:
+    """out [keys] = scale q k; returns the highest."""
+    size, row, keys, q_at = q.shape[0], _row_bytes(q.shape[0], bits), out.shape[0], q.ctypes.data
+    if bits == 32:
+        _score_panel(1, q_at, q_at, 0, size, k_at, out.reshape(1, keys))
+    else:
+        for j in range(keys):
+            out[j] = _dot_codes(q_at, k_at + j * row, size)
+    return _scaled(out, scale)
+
+
+@njit(forceinline=True)
+def _scaled(scores: Any, scale: Any) -> Any:
+    """scores *= scale, the highest of which it returns."""
+    highest = np.float32(-np.inf)
+    for j in range(scores.shape[0]):
+        scores[j] *= scale
+        highest = max(highest, scores[j])
+    return highest
+
+
+@njit
+def _score_panel(rows: int, panel: int, q_at: int, q_row: int, size: int, k_at: int, out: Any) -> None:
+    """out [rows, keys] = q k, in the order of a product. panel: where these queries are packed."""
+    keys, steps, row = out.shape[1], size // LANES, size * 4
+    spare = np.empty((X_ROWS, W_ROWS), np.float32)
+    for j in range(0, keys, W_ROWS):
+        if steps == 0:
+            out[:, j : j + W_ROWS] = 0
+        elif keys >= W_ROWS:  # some of the last tile's keys may be of the one before it
+            at = min(j, keys - W_ROWS)
+            multiply_tile(
+                rows, k_at + at * row, row, 32, panel, steps, 0, 1, 1, out.ctypes.data + at * 4, out.strides[0]
+            )
+        else:
+            for i in range(keys):
+                multiply_tile(rows, k_at + i * row, 0, 32, panel, steps, 0, 1, 1, spare.ctypes.data, W_ROWS * 4)
+                for t in range(rows):
+                    out[t, i] = spare[t, 0]
+    if steps * LANES < size:
+        for t in range(rows):
+            for j in range(keys):
+                for i in range(steps * LANES, size):
+                    out[t, j] = fused_one(
+                        load_float(k_at + j * row + i * 4), load_float(q_at + t * q_row + i * 4), out[t, j]
+                    )
+
+
+@njit(forceinline=True)
+def _dot_codes(q_at: int, at: int, size: int) -> Any:
+    """Of q with a key in 8 bits, group by group."""
+    result = np.float32(0)
+    for first in range(0, size, GROUP):
+        last = min(first + GROUP, size)
+        whole, sums = first + (last - first) // 4 * 4, no_floats()
+        for i in range(first, whole, 4):
+            sums = fused(load_codes(at + i), load_floats(q_at + i * 4), sums)
+        in_group = summed(sums)
+        for i in range(whole, last):
+            in_group = fused_one(np.float32(bytes_at(at + i, 1)[0]), load_float(q_at + i * 4), in_group)
+        result = fused_one(in_group, load_half(at + size + first // GROUP * 2), result)
+    return result
+
+
+@njit
+def _mix(weights: Any, v_at: int, bits: int, out: Any) -> None:
+    """out [D] += the weighted sum of values, one after the other."""
+    size, row, out_at, together = out.shape[0], _row_bytes(out.shape[0], bits), out.ctypes.data, 0
+    if bits == 32:
+        together = weights.shape[0] // 4 * 4
+        for j in range(0, together, 4):
+            _add_four(weights[j : j + 4], v_at + j * row, size, out_at)
+    for j in range(together, weights.shape[0]):
+        if bits == 32:
+            _add_value(weights[j], v_at + j * row, size, out_at)
+        else:
+            _add_codes(weights[j], v_at + j * row, size, out_at)
+
+
+@njit(forceinline=True)
+def _add_four(weights: Any, v_at: int, size: int, out_at: int) -> None:
+    """out += four values, weighted: read and written once for them all, and in the order of one after the other."""
+    a, b, c, d = splat(weights[0]), splat(weights[1]), splat(weights[2]), splat(weights[3])
+    row, whole, out = size * 4, size // 4 * 4, vector(out_at, size)
+    for i in range(0, whole, 4):
+        at = v_at + i * 4
+        x = fused(load_floats(at), a, load_floats(out_at + i * 4))
+        x = fused(load_floats(at + row), b, x)
+        x = fused(load_floats(at + 2 * row), c, x)
+        store_floats(out_at + i * 4, fused(load_floats(at + 3 * row), d, x))
+    for i in range(whole, size):
+        for j in range(4):
+            out[i] = fused_one(load_float(v_at + j * row + i * 4), weights[j], out[i])
+
+
+@njit(forceinline=True)
+def _add_value(weight: Any, v_at: int, size: int, out_at: int) -> None:
+    whole, out = size // 4 * 4, vector(out_at, size)
+    for i in range(0, whole, 4):
+        store_floats(out_at + i * 4, fused(load_floats(v_at + i * 4), splat(weight), load_floats(out_at + i * 4)))
+    for i in range(whole, size):
+        out[i] = fused_one(load_float(v_at + i * 4), weight, out[i])
+
+
+@njit(forceinline=True)
+def _add_codes(weight: Any, v_at: int, size: int, out_at: int) -> None:
+    """Of a value in 8 bits, group by group."""
+    out = vector(out_at, size)
+    for first in range(0, size, GROUP):
+        last = min(first + GROUP, size)
+        whole, by = first + (last - first) // 4 * 4, weight * load_half(v_at + size + first // GROUP * 2)
+        for i in range(first, whole, 4):
+            store_floats(out_at + i * 4, fused(load_codes(v_at + i), splat(by), load_floats(out_at + i * 4)))
+        for i in range(whole, last):
+            out[i] = fused_one(np.float32(bytes_at(v_at + i, 1)[0]), by, out[i])
+
+
+@njit
+def exponentials(x: Any, highest: Any) -> Any:
+    """x = e^(x - highest), whose sum it returns."""
+    at, whole, sums = x.ctypes.data, x.shape[0] // 4 * 4, no_floats()
+    for i in range(0, whole, 4):
+        four = exponential(add(load_floats(at + i * 4), splat(-highest)))
+        store_floats(at + i * 4, four)
+        sums = add(sums, four)
+    total = summed(sums)
+    for i in range(whole, x.shape[0]):
+        x[i] = lane(exponential(splat(x[i] - highest)), 0)
+        total += x[i]
+    return total
+
+
+@njit
+def _attend_head(
+    q: Any, k_at: int, v_at: int, bits: int, slots: int, first: int, scale: Any, score: Any, out: Any
+) -> None:
+    """out [D] = softmax(scale q k) v over as many keys as `score` has room for, from slot `first` on and around."""
+    until_end = min(score.shape[0], slots - first)
+    start = first * _row_bytes(q.shape[0], bits)
+    before, behind = score[:until_end], score[until_end:]
+    highest = _score(q, k_at + start, bits, scale, before)
+    highest = max(highest, _score(q, k_at, bits, scale, behind))
+    total = exponentials(score, highest)
+    for i in range(out.shape[0]):
+        out[i] = 0
+    _mix(before, v_at + start, bits, out)
+    _mix(behind, v_at, bits, out)
+    for i in range(out.shape[0]):
+        out[i] /= total
+
+
+@njit
+def _attend_panel(
+    rows: int, q_at: int, q_row: int, k_at: int, v_at: int, seen: Any, size: int, scale: Any, out_at: int, out_row: int
+) -> None:
+    """The same as `_attend_head`, of several queries of a head whose keys do not go around the end of a ring.
+
+    A load of a key or a value serves all queries that see it.
+    """
+    first, last = seen[0, 0], seen[0, 0] + seen[0, 1]
+    shared, until = first, last  # keys that all see
+    for t in range(1, rows):
+        first, last = min(first, seen[t, 0]), max(last, seen[t, 0] + seen[t, 1])
+        shared, until = max(shared, seen[t, 0]), min(until, seen[t, 0] + seen[t, 1])
+    until = max(shared, until)
+    row, steps, mixed = size * 4, size // LANES, size // MIXED * MIXED
+    panel, scores = np.empty(rows * size, np.float32), np.empty((rows, last - first), np.float32)
+    for t in range(rows):
+        for step in range(steps):
+            store_eight(panel.ctypes.data + (step * rows + t) * 32, load_eight(q_at + t * q_row + step * 32))
+    _score_panel(rows, panel.ctypes.data, q_at, q_row, size, k_at + first * row, scores)
+    totals = np.empty(rows, np.float32)
+    for t in range(rows):
+        own, start = scores[t, seen[t, 0] - first :][: seen[t, 1]], seen[t, 0]
+        totals[t] = exponentials(own, _scaled(own, scale))
+        out = vector(out_at + t * out_row, size)
+        out[:] = 0
+        _mix(own[: shared - start], v_at + start * row, 32, out)
+    if shared < until:
+        for column in range(0, mixed, MIXED):
+            mix_tile(
+                rows,
+                scores.ctypes.data + (shared - first) * 4,
+                scores.strides[0],
+                v_at + shared * row + column * 4,
+                row,
+                until - shared,
+                out_at + column * 4,
+                out_row,
+            )
+    for t in range(rows):
+        out, end = vector(out_at + t * out_row, size), seen[t, 0] + seen[t, 1]
+        for i in range(mixed, size):
+            for j in range(shared, until):
+                out[i] = fused_one(load_float(v_at + j * row + i * 4), scores[t, j - first], out[i])
+        _mix(scores[t, until - first : end - first], v_at + until * row, 32, out)
+        for i in range(size):
+            out[i] /= totals[t]
+    panel[0] = 0  # still there, which numba would not know from its address
+
+
+@njit
+def _can_share(seen: Any, slots: int) -> Any:
+    """Whether there are keys that all of these queries see, and none goes around the end of a ring."""
+    shared, until = 0, slots
+    for t in range(seen.shape[0]):
+        shared, until = max(shared, seen[t, 0]), min(until, seen[t, 0] + seen[t, 1])
+        if seen[t, 0] + seen[t, 1] > slots:
+            return False
+    return shared < until
+
+
+@njit(parallel=True)
+def attend_rows(blocks: Any, x: Any, table: Any, parts: Any, seen: Any, out: Any) -> None:
+    """The heads of q are the first of each token's line of x.
+
+    parts: as `parts_of` has them. seen: of each token, its first slot and how many keys.
+    """
+    heads, size, scale = blocks[0].heads, blocks[0].head_dim, np.float32(blocks[0].scale)
+    group = heads // blocks[0].kv_heads
+    for item in prange(parts.shape[0] * heads):
+        # A row after the other, each a head after the other: its keys stay in the processor's cache. The last queries
+        # of a prompt see the most keys, and no thread should have them all: first, last, second, ...
+        before, count = parts[item // heads, 1], parts[item // heads, 2]
+        h, part = (item - before * heads) // count, (item - before * heads) % count
+        part = before + (count - 1 - part // 2 if part % 2 else part // 2)
+        row, line, stop = parts[part, 0], parts[part, 3], parts[part, 4]
+        offset, bits, slots = h // group * table[row, STRIDE], table[row, BITS], table[row, SLOTS]
+        while line < stop:
+            count = panel_rows(stop - line)
+            own = seen[line : line + count]
+            if count > 1 and bits == 32 and _can_share(own, slots):
+                _attend_panel(
+                    count,
+                    x[line].ctypes.data + h * size * 4,
+                    x.strides[0],
+                    table[row, K] + offset,
+                    table[row, V] + offset,
+                    own,
+                    size,
+                    scale,
+                    out[line].ctypes.data + h * size * 4,
+                    out.strides[0],
+                )
+            else:
+                for t in range(line, line + count):
+                    _attend_head(
+                        x[t, h * size : (h + 1) * size],
+                        table[row, K] + offset,
+                        table[row, V] + offset,
+                        bits,
+                        slots,
+                        seen[t, 0],
+                        scale,
+                        np.empty(seen[t, 1], np.float32),
+                        out[t, h * size : (h + 1) * size],
+                    )
+            line += count
+
+
+@njit
+def write(block: Any, row: Any, kv: Any, slot: int) -> None:
+    """Put a token's keys and values, one head after the other, into their slot."""
+    size, start = block.head_dim, slot * _row_bytes(block.head_dim, row[BITS])
+    for h in range(block.kv_heads):
+        at = h * row[STRIDE] + start
+        _write_one(kv, h * size, row[K] + at, size, row[BITS])
+        _write_one(kv, (block.kv_heads + h) * size, row[V] + at, size, row[BITS])
+
+
+@njit
+def _write_one(kv: Any, start: int, at: int, size: int, bits: int) -> None:
+    """One head's vector."""
+    if bits == 32:
+        out = vector(at, size)
+        for i in range(size):
+            out[i] = kv[start + i]
+    else:
+        for first in range(0, size, GROUP):
+            count = min(GROUP, size - first)
+            _encode(kv[start + first : start + first + count], at + first, at + size + first // GROUP * 2)
+
+
+@njit
+def _encode(x: Any, at: int, scale_at: int) -> None:
+    """A group in 8 bits, with the very bits that `infer.cache.int8.encode` gives it."""
+    peak = np.float32(0)
+    for i in range(x.shape[0]):
+        peak = abs(x[i]) if abs(x[i]) > peak or x[i] != x[i] else peak  # a NaN stays
+    step = np.float32(np.nan) if peak == np.inf else np.float32(peak / np.float32(127))
+    step = np.float32(65504) if step > 65504 else step
+    store_as_half(scale_at, step)
+    if load_half(scale_at) < step:
+        raise_half(scale_at)
+    scale, codes = load_half(scale_at), bytes_at(at, x.shape[0])
+    for i in range(x.shape[0]):
+        # Of a group that is 0, or not finite, the scale alone says so.
+        code = np.float32(np.rint(x[i] / scale)) if scale > 0 else np.float32(0)
+        codes[i] = np.int8(min(max(code, np.float32(-127)), np.float32(127)))

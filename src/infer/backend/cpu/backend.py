@@ -1,0 +1,187 @@
+"""Passes on a CPU, through kernels that numba compiles. Each gives a token the same bits, whatever is beside it.
+
+A step should be compiled as a whole: numba's threads and torch's are two pools, and while one of them works the
+other's still spin. The kernels hold the GIL, so that no two Python threads run them at once. A process forked after
+their first use cannot run them (GNU OpenMP): start it with spawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.backend.cpu import kernels
+from infer.backend.cpu.functions import CpuAttention, activate, empty, linear, look_up, norm, running
+from infer.backend.cpu.records import ACTIVATION_CODES, Record, block_record, head_record, readable
+from infer.backend.parts import BlockParts, ModelParts, NotPlain
+from infer.models.rows import Packed, Row, pack
+from infer.nn.norm import Norm
+from infer.nn.quantized import QuantizedWeight
+from infer.nn.rope import apply_rope
+
+CPU = torch.device("cpu")
+AT_ONCE = 16  # tokens of which all blocks are one call: a longer one could not be interrupted
+ATTENTION = CpuAttention()
+RopeTables = dict[str, tuple[Tensor, Tensor]]  # by layer type: cos and sin [T, D]
+
+
+class CpuBackend:
+    """Computes in float32, whatever the weights are kept in."""
+
+    name = "cpu"
+    why = "numba kernels"
+
+    def __init__(self, parts: ModelParts) -> None:
+        self.parts = parts
+        self._blocks = np.concatenate([block_record(block) for block in parts.blocks])
+        self._head = head_record(*parts.head)
+
+    @staticmethod
+    def of(parts: ModelParts, dtype: torch.dtype) -> CpuBackend | NarrowCpuBackend:
+        """Raises NotPlain where there are no kernels for such a model."""
+        if kernels() is None:
+            raise NotPlain("there are no kernels for this CPU: INFER_KERNELS=0, or numba is missing")
+        modules = [*parts.head, *(part for block in parts.blocks for part in (*block.linears, *_norms(block)))]
+        weights = [each for part in modules for each in (*part.parameters(), *part.buffers())]
+        wide = dtype is torch.float32
+        if not all(readable(weight) or (not wide and weight.dtype is dtype) for weight in weights):
+            raise NotPlain("its weights are in a form that no kernel reads")
+        if any(block.activation not in ACTIVATION_CODES for block in parts.blocks):
+            raise NotPlain(f"kernels have no such activation as {parts.blocks[0].activation}")
+        if dtype.itemsize != 2 and not wide:
+            raise NotPlain(f"kernels do not compute in {dtype}")
+        return CpuBackend(parts) if wide else NarrowCpuBackend(parts, dtype)
+
+    def decoding(self) -> None:
+        return None
+
+    def run(self, rows: Sequence[Row]) -> list[Tensor]:
+        packed = pack(rows, CPU)
+        self.parts.check_positions(packed.end)
+        x = _embed(self.parts, packed, torch.float32)
+        rope_cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
+        wanted = np.array(range(len(x)) if packed.wanted() is None else packed.wanted(), np.int64)
+        logits = empty(len(wanted), self.parts.head.linear.weight.shape[0])
+        tables = self._tables(packed)
+        if tables is None:
+            self._by_cache(packed, x, rope_cos_sin, wanted, logits)
+        else:
+            self._by_table(packed, x, rope_cos_sin, tables, wanted, logits)
+        packed.advance()
+        return packed.split(logits)
+
+    def _tables(self, packed: Packed) -> Record | None:
+        """Where kernels find the keys and values of all rows; None where some cache must be asked."""
+        tables = [span.row.cache.table(self.parts.config, torch.float32, span.n) for span in packed.spans]
+        if any(table is None for table in tables):
+            return None
+        return tables[0] if len(tables) == 1 else np.concatenate(tables, 1)
+
+    def _by_table(
+        self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, tables: Record, wanted: Record, logits: Tensor
+    ) -> None:
+        """Kernels store keys and values themselves."""
+        made = running()
+        counts = [span.n for span in packed.spans for _ in range(span.batch)]
+        row_of = np.repeat(np.arange(len(counts)), counts)
+        tokens = np.stack((row_of, packed.positions.numpy()), 1)
+        parts = made.parts_of(counts)
+        addresses = {kind: (cos.data_ptr(), sin.data_ptr()) for kind, (cos, sin) in rope_cos_sin.items()}
+        ropes = np.array([addresses.get(block.layer_type, (0, 0)) for block in self.parts.blocks], np.int64)
+        if len(x) < AT_ONCE:
+            blocks, head = self._blocks, self._head
+            made.run(blocks, head, x.numpy(), ropes, tables, tokens, parts, wanted, logits.numpy())
+            return
+        for i in range(len(self._blocks)):
+            done, one = empty(*x.shape), slice(i, i + 1)
+            blocks = self._blocks[one]
+            made.run(blocks, made.NO_HEADS, x.numpy(), ropes[one], tables[one], tokens, parts, wanted, done.numpy())
+            x = done
+        made.head(self._head, x.numpy()[wanted], logits.numpy())
+
+    def _by_cache(self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, wanted: Record, logits: Tensor) -> None:
+        """Each block in two calls around the caches, which store and attend."""
+        for i, block in enumerate(self.parts.blocks):
+            made, record = running(), self._blocks[i : i + 1]
+            cos_sin = rope_cos_sin.get(block.layer_type)
+            ropes = np.array([(0, 0) if cos_sin is None else [each.data_ptr() for each in cos_sin]], np.int64)
+            heads = empty(len(x), block.qkv.weight.shape[0])
+            made.before_attention(record, x.numpy(), ropes, heads.numpy())
+            attended = _attended(packed, i, block, heads)
+            done = empty(*x.shape)
+            running().behind_attention(record, attended.contiguous().numpy(), x.numpy(), done.numpy())
+            x = done
+        running().head(self._head, x.numpy()[wanted], logits.numpy())
+
+
+class NarrowCpuBackend:
+    """Computes in 16 bits: each part widens what it is given, and rounds what it returns."""
+
+    name = "cpu"
+    why = "numba kernels"
+
+    def __init__(self, parts: ModelParts, dtype: torch.dtype) -> None:
+        self.parts, self.dtype = parts, dtype
+
+    def decoding(self) -> None:
+        return None
+
+    def run(self, rows: Sequence[Row]) -> list[Tensor]:
+        packed = pack(rows, CPU)
+        self.parts.check_positions(packed.end)
+        x = _embed(self.parts, packed, self.dtype)
+        rope_cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
+        for i, block in enumerate(self.parts.blocks):
+            x = self._block(packed, i, block, x, rope_cos_sin.get(block.layer_type))
+        if (wanted := packed.wanted()) is not None:
+            x = x[wanted]
+        head = self.parts.head
+        logits = linear(norm(x, head.norm), head.linear)
+        packed.advance()
+        return packed.split(logits)
+
+    def _block(
+        self, packed: Packed, layer_idx: int, block: BlockParts, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        heads = linear(norm(x, block.before_attention), block.qkv).view(len(x), -1, block.head_dim)
+        q, k, v = heads.split_with_sizes([block.heads, block.kv_heads, block.kv_heads], 1)
+        if block.q_norm is not None and block.k_norm is not None:
+            q, k = norm(q, block.q_norm), norm(k, block.k_norm)
+        if cos_sin is not None:
+            q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
+        attended = _attended(packed, layer_idx, block, torch.cat((q, k, v), 1).flatten(1))
+        x = x + _normed(linear(attended, block.o), block.after_attention)
+        up = linear(norm(x, block.before_mlp), block.up)
+        inner = activate(up, block.down.weight.shape[1], block.activation)
+        return x + _normed(linear(inner, block.down), block.after_mlp)
+
+
+def _normed(x: Tensor, after: Norm | None) -> Tensor:
+    return x if after is None else norm(x, after)
+
+
+def _norms(block: BlockParts) -> list[Norm]:
+    return [part for part in block if isinstance(part, Norm)]
+
+
+def _embed(parts: ModelParts, packed: Packed, dtype: torch.dtype) -> Tensor:
+    """As `Decoder.embed`: [T, C]."""
+    tokens, positions, factor = parts.embedding
+    if isinstance(tokens.weight, QuantizedWeight):
+        x = look_up(tokens.weight, packed.ids).to(dtype)
+    else:
+        x = tokens(packed.ids).to(dtype)
+    if factor != 1:
+        x = x * factor
+    return x if positions is None else x + positions(packed.positions)
+
+
+def _attended(packed: Packed, layer_idx: int, block: BlockParts, heads: Tensor) -> Tensor:
+    """heads [T, (Hq + 2 Hkv) D], normed and rotated -> [T, Hq D]"""
+    q, k, v = heads.view(len(heads), -1, block.head_dim).split_with_sizes(
+        [block.heads, block.kv_heads, block.kv_heads], 1
+    )
+    return packed.attend(layer_idx, q, k, v, scale=block.scale, window=block.window, kernel=ATTENTION)

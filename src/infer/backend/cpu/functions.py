@@ -1,0 +1,109 @@
+"""The parts of a model one by one, through the kernels: each row and each query is computed by itself.
+
+What has 16 bits is widened to float32, computed, and rounded at the end.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.backend.cpu import kernels
+from infer.backend.cpu.records import ACTIVATION_CODES, WEIGHT_KINDS, Record, packed_record
+from infer.cache.table import Table
+from infer.nn.linear import Linear
+from infer.nn.norm import Norm
+from infer.nn.quantized import QuantizedWeight
+
+
+def linear(x: Tensor, part: Linear) -> Tensor:
+    """x [T, in] -> [T, out]"""
+    made = running()
+    weight, bias = part.weight, None if part.bias is None else _floats(part.bias)
+    head, out = np.zeros(1, made.HEAD), empty(x.shape[0], weight.shape[0])
+    if isinstance(weight, QuantizedWeight):
+        head["weight"] = packed_record(weight, bias)
+    else:
+        at = 0 if bias is None else bias.data_ptr()
+        head["weight"] = WEIGHT_KINDS[weight.dtype], weight.data_ptr(), at, *weight.shape
+    made.head(head, _floats(x).numpy(), out.numpy())
+    return out.to(x.dtype)
+
+
+def norm(x: Tensor, part: Norm) -> Tensor:
+    """Each vector of x [..., C]."""
+    made = running()
+    weight, bias = _floats(part.weight), None if part.bias is None else _floats(part.bias)
+    rows = _floats(x.reshape(-1, x.shape[-1]))
+    head, out = np.zeros(1, made.HEAD), empty(*rows.shape)
+    head["norm"] = weight.data_ptr(), 0 if bias is None else bias.data_ptr(), part.eps, part.offset, part.centred
+    made.norm(head, rows.numpy(), out.numpy())
+    return out.view(x.shape).to(x.dtype)
+
+
+def activate(x: Tensor, inner: int, activation: str) -> Tensor:
+    """activation(x [T, inner]), or activation(gate) * up, where x [T, 2 inner] holds both."""
+    made = running()
+    block, out = np.zeros(1, made.BLOCK), empty(x.shape[0], inner)
+    block["activation"] = ACTIVATION_CODES[activation]
+    made.activate(block, _floats(x).numpy(), out.numpy())
+    return out.to(x.dtype)
+
+
+def look_up(weight: QuantizedWeight, ids: Tensor) -> Tensor:
+    """Rows ids [T] of a quantised weight, as float32 [T, K]."""
+    out = empty(len(ids), weight.columns)
+    head = np.zeros(1, kernels().HEAD)
+    head["weight"] = packed_record(weight)
+    kernels().look_up(head, ids.long().contiguous().numpy(), out.numpy())
+    return out
+
+
+class CpuAttention:
+    """Attention over keys and values that a cache hands out: an `AttentionKernel`."""
+
+    takes_int8 = True
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+        batch, heads, n, head_dim = q.shape
+        if window is not None and k.shape[2] > n + window - 1:  # no query sees the keys before the first one's window
+            k, v = k[:, :, 1 - n - window :], v[:, :, 1 - n - window :]
+        ends = np.arange(k.shape[2] - n, k.shape[2]) + 1
+        counts = ends if window is None else np.minimum(ends, window)
+        if k.dtype is not torch.int8:
+            k, v = k.float(), v.float()
+        if k.stride()[2:] != (k.shape[3], 1) or k.stride() != v.stride():
+            k, v = k.contiguous(), v.contiguous()
+        rows = _floats(q.transpose(1, 2).reshape(batch * n, heads * head_dim))
+        out, record = empty(*rows.shape), _attention_record(heads, k.shape[1], head_dim, scale)
+        seen = np.tile(np.stack((ends - counts, counts), 1), (batch, 1))
+        parts = kernels().parts_of([n] * batch)
+        running().attend(record, rows.numpy(), Table([k], [v]).at(0), seen, parts, out.numpy())
+        return out.to(q.dtype).view(batch, n, heads, head_dim).transpose(1, 2)
+
+
+@cache
+def _attention_record(heads: int, kv_heads: int, head_dim: int, scale: float) -> Record:
+    """A block that has attention and nothing else."""
+    record = np.zeros(1, kernels().BLOCK)
+    record["heads"], record["kv_heads"], record["head_dim"], record["scale"] = heads, kv_heads, head_dim, scale
+    return record
+
+
+def running() -> Any:
+    """The kernels, with as many threads as torch has."""
+    made = kernels()
+    made.use_threads(torch.get_num_threads())
+    return made
+
+
+def empty(rows: int, columns: int) -> Tensor:
+    return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
+
+
+def _floats(x: Tensor) -> Tensor:
+    return x.detach().float().contiguous()

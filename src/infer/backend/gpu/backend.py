@@ -1,0 +1,129 @@
+"""Passes on a GPU, through Triton kernels. Each gives a token the same bits, whatever is beside it.
+
+A pass of one token a row is a decode step (`step.py`). Any other goes block by block through kernels for many tokens:
+
+    norm | q, k, v | heads | attention | output | residual, norm | gate, up | activation | down | residual
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.backend.gpu.attention import GpuAttention, Tiles, attend_rows, prepare, queries_of, tiles_of
+from infer.backend.gpu.captured import CapturedSteps, Decoding
+from infer.backend.gpu.products import Normed, normed_rows, on, product
+from infer.backend.gpu.step import Fed, Plan, counters, launch, plan_of, turns
+from infer.backend.parts import BlockParts, ModelParts
+from infer.cache.base import Cache
+from infer.models.rows import Packed, Row, pack
+
+ATTENTION = GpuAttention()
+
+
+class GpuBackend:
+    name = "gpu"
+    why = "Triton kernels"
+
+    def __init__(self, parts: ModelParts, plan: Plan, dtype: torch.dtype) -> None:
+        self.parts, self.plan, self.dtype = parts, plan, dtype
+        self.device = parts.head.norm.weight.device
+        self.captured = CapturedSteps(parts.config, plan, self.device)
+
+    @staticmethod
+    def of(parts: ModelParts, dtype: torch.dtype) -> GpuBackend:
+        """Raises NotPlain where there are no kernels for such a model."""
+        return GpuBackend(parts, plan_of(parts), dtype)
+
+    def run(self, rows: Sequence[Row]) -> list[Tensor]:
+        packed = pack(rows, self.device)
+        self.parts.check_positions(packed.end)
+        x = self._embed(packed)
+        positions = packed.positions.to(torch.int32)
+        tables = self.tables([span.row.cache for span in packed.spans], [span.n for span in packed.spans])
+        with on(self.device):
+            turned = [turns(each, positions) for each in self.plan.frequencies if each.numel()]
+            if tables is not None and all(span.n == 1 for span in packed.spans):
+                fed = Fed(x, positions, turned)
+                logits = launch(self.plan, fed, tables, counters(self.plan, len(x)))
+                if (wanted := packed.wanted()) is not None and len(wanted) < len(x):
+                    logits = logits[wanted]
+            else:
+                logits = self._blocks(packed, x, positions, turned, tables)
+        packed.advance()
+        return packed.split(logits)
+
+    def decoding(self) -> Decoding | None:
+        """Captured steps, for rows that have one token to feed."""
+        return Decoding(self.captured) if self.captured.possible else None
+
+    def tables(self, caches: Sequence[Cache], counts: Sequence[int]) -> Tensor | None:
+        """[layers, R, COLUMNS]: where kernels find keys and values; None where some cache must be asked."""
+        tables = [cache.table(self.parts.config, self.dtype, n) for cache, n in zip(caches, counts, strict=True)]
+        if any(table is None for table in tables):
+            return None
+        return torch.from_numpy(np.concatenate(tables, 1)).to(self.device)
+
+    def _embed(self, packed: Packed) -> Tensor:
+        """As `Decoder.embed`: [T, C]."""
+        tokens, learned, factor = self.parts.embedding
+        x: Tensor = tokens(packed.ids)
+        if factor != 1:
+            x = x * factor
+        return x if learned is None else x + learned(packed.positions)
+
+    def _blocks(
+        self, packed: Packed, x: Tensor, positions: Tensor, turned: Sequence[Tensor], tables: Tensor | None
+    ) -> Tensor:
+        pdl, tiles = self.plan.pdl, None
+        if tables is not None:
+            block = self.plan.blocks[0]
+            queries = queries_of(block.heads, block.kv_heads, block.head_dim, self.dtype, self.device)
+            spans = [(span.row.cache.seq_len, span.n) for span in packed.spans for _ in range(span.batch)]
+            tiles = tiles_of(spans, queries, self.device)
+        for i, (block, kind) in enumerate(zip(self.plan.blocks, self.plan.kinds, strict=True)):
+            normed, _ = normed_rows(x, block.before_attention, pdl=pdl)
+            qkv, _ = product(block.qkv, normed, None, eps=block.before_attention.eps, pdl=pdl)
+            table = None if tables is None else tables[i]
+            rope_cos_sin = None if kind is None else turned[kind]
+            attended = self._attended(packed, i, block, qkv, positions, rope_cos_sin, table, tiles)
+            added, _ = product(block.o, Normed(attended), None, pdl=pdl)
+            normed, x = normed_rows(x, block.before_mlp, added, block.after_attention, pdl=pdl)
+            inner, _ = product(
+                block.up,
+                normed,
+                None,
+                eps=block.before_mlp.eps,
+                activation=block.activation,
+                gated=block.gated,
+                pdl=pdl,
+            )
+            added, _ = product(block.down, Normed(inner), None, pdl=pdl)
+            x = normed_rows(x, None, added, block.after_mlp, pdl=pdl)[1]
+        if (wanted := packed.wanted()) is not None:
+            x = x[wanted]
+        head = self.plan.head
+        normed, _ = normed_rows(x, head.norm, pdl=pdl)
+        return product(head.linear, normed, None, eps=head.norm.eps, pdl=pdl)[0]
+
+    def _attended(
+        self,
+        packed: Packed,
+        layer_idx: int,
+        block: BlockParts,
+        qkv: Tensor,
+        positions: Tensor,
+        turned: Tensor | None,
+        table: Tensor | None,
+        tiles: Tiles | None,
+    ) -> Tensor:
+        """qkv [T, (Hq + 2 Hkv) D] -> [T, Hq D]"""
+        pdl = self.plan.pdl
+        if table is None or tiles is None:
+            q, k, v = prepare(block, qkv, positions, turned, pdl=pdl)
+            return packed.attend(layer_idx, q, k, v, scale=block.scale, window=block.window, kernel=ATTENTION)
+        q, _, _ = prepare(block, qkv, positions, turned, table, tiles.rows, pdl=pdl)
+        return attend_rows(q, table, tiles, kv_heads=block.kv_heads, scale=block.scale, window=block.window, pdl=pdl)

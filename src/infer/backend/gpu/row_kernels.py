@@ -1,0 +1,246 @@
+"""What GPU kernels compute row by row: norms, activations, and what becomes of a product.
+
+Kernels that compute the same numbers for few rows and for many share these functions, so that each number is made by
+the same operations in the same order:
+
+- A sum over a vector is a balanced binary tree over its elements, padded with zeros (`tree_sum`). Each step adds two
+  numbers, so neither the compiler's layout nor a cut of the vector into aligned pieces changes a bit.
+- A product is rounded to the model's dtype, as torch's is, before anything else is done with it.
+- An RMSNorm in front of a product is split: `prepared` vectors are multiplied by the norm's weight alone, and the
+  product is scaled afterwards, so that no kernel has to wait for the whole vector.
+
+All kernels are launched without fused multiplication and addition (`UNFUSED` in `ops/gpu_product.py`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from infer.backend.gpu.launch_kernels import let_next_start, wait_for_previous
+from infer.backend.gpu.launcher import kernel
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        x = x * tl.sigmoid(2 * inner)  # (1 + tanh(inner)) / 2
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    return x
+
+
+@triton.jit
+def tree_sum(x):
+    """[N, M] -> [M]: a balanced tree over the first dimension, a power of two, of neighbours first."""
+    M: tl.constexpr = x.shape[1]
+    for _ in tl.static_range(LEVELS):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0] // 2, 2, M)), 1)
+    return tl.reshape(x, (M,))
+
+
+LEVELS = tl.constexpr(20)  # more than any vector has
+
+
+@triton.jit
+def load_parts(vector, PARTS: tl.constexpr, K: tl.constexpr):
+    """[K] in float32, cut into parts whose sizes are powers of two; 0 where it is over."""
+    parts = ()
+    for i in tl.static_range(len(PARTS)):
+        at = PARTS[i][0] + tl.arange(0, PARTS[i][1])
+        parts = parts + (tl.load(vector + at, at < K, 0.0).to(tl.float32),)
+    return parts
+
+
+@triton.jit
+def store_parts(out, parts, PARTS: tl.constexpr, K: tl.constexpr):
+    for i in tl.static_range(len(PARTS)):
+        at = PARTS[i][0] + tl.arange(0, PARTS[i][1])
+        tl.store(out + at, parts[i].to(out.dtype.element_ty), at < K)
+
+
+@triton.jit
+def sum_of_parts(x, PARTS: tl.constexpr):
+    """The tree over a vector in parts: each part is aligned and at least as long as all that follow it."""
+    LAST: tl.constexpr = len(PARTS) - 1
+    total = tl.sum(tree_sum(tl.reshape(x[LAST], (PARTS[LAST][1], 1))), 0)
+    for i in tl.static_range(LAST):
+        total = tl.sum(tree_sum(tl.reshape(x[LAST - 1 - i], (PARTS[LAST - 1 - i][1], 1))), 0) + total
+    return total
+
+
+@triton.jit
+def squared(x, PARTS: tl.constexpr):
+    """The sum of all squares."""
+    squares = ()
+    for i in tl.static_range(len(PARTS)):
+        squares = squares + (x[i] * x[i],)
+    return sum_of_parts(squares, PARTS)
+
+
+@triton.jit
+def norm_scale(squares, K: tl.constexpr, EPS: tl.constexpr):
+    """What an RMSNorm multiplies with."""
+    return tl.rsqrt(squares / K + EPS)
+
+
+@triton.jit
+def weighted(x, weight, dtype, PARTS: tl.constexpr, OFFSET: tl.constexpr):
+    out = ()
+    for i in tl.static_range(len(PARTS)):
+        out = out + ((x[i] * (weight[i] + OFFSET)).to(dtype).to(tl.float32),)
+    return out
+
+
+@triton.jit
+def normed(
+    x,
+    weight,
+    bias,
+    dtype,
+    PARTS: tl.constexpr,
+    K: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """x in parts, scaled to unit root mean square, or first centred; rounded to dtype."""
+    centred = x
+    if CENTRED:
+        mean = sum_of_parts(x, PARTS) / K
+        centred = ()
+        for i in tl.static_range(len(PARTS)):
+            at = PARTS[i][0] + tl.arange(0, PARTS[i][1])
+            centred = centred + (tl.where(at < K, x[i] - mean, 0.0),)
+    scale = norm_scale(squared(centred, PARTS), K, EPS)
+    out = ()
+    for i in tl.static_range(len(PARTS)):
+        y = centred[i] * scale * (weight[i] + OFFSET)
+        if BIAS:
+            y += bias[i]
+        out = out + (y.to(dtype).to(tl.float32),)
+    return out
+
+
+@triton.jit
+def added(x, carried, dtype, PARTS: tl.constexpr):
+    out = ()
+    for i in tl.static_range(len(PARTS)):
+        out = out + ((x[i] + carried[i]).to(dtype).to(tl.float32),)
+    return out
+
+
+@kernel()
+def norm_rows(
+    x,  # [T, K]
+    residual,  # [T, K], to which x is added; None: x is the residual
+    after_weight,  # [K]: of a norm of x before that; None: there is none
+    residual_out,  # [T, K]: the sum
+    norm_weight,  # [K]
+    norm_bias,  # [K] or None
+    out,  # [T, K]: normed; where PREPARED, by the weight alone
+    squares,  # float32 [T]: of the residual, where PREPARED
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr,
+    PREPARED: tl.constexpr,
+    NORM: tl.constexpr,  # False: nothing but the residual
+    PDL: tl.constexpr,
+):
+    """What stands between two products, a row in each program: x added to the residual, and that normed."""
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    start = row * K
+    dtype = x.dtype.element_ty
+    if NORM:
+        weights = load_parts(norm_weight, PARTS, K)
+        biases = weights
+        if norm_bias is not None:
+            biases = load_parts(norm_bias, PARTS, K)
+    if after_weight is not None:
+        after_weights = load_parts(after_weight, PARTS, K)
+    wait_for_previous(PDL)
+    vector = load_parts(x + start, PARTS, K)
+    if residual is not None:
+        before = load_parts(residual + start, PARTS, K)
+        if after_weight is not None:
+            vector = normed(vector, after_weights, after_weights, dtype, PARTS, K, EPS, OFFSET, False, False)
+        vector = added(vector, before, dtype, PARTS)
+        store_parts(residual_out + start, vector, PARTS, K)
+    if NORM:
+        if PREPARED:
+            tl.store(squares + row, squared(vector, PARTS))
+            vector = weighted(vector, weights, dtype, PARTS, OFFSET)
+        else:
+            BIAS: tl.constexpr = norm_bias is not None
+            vector = normed(vector, weights, biases, dtype, PARTS, K, EPS, OFFSET, CENTRED, BIAS)
+        store_parts(out + start, vector, PARTS, K)
+
+
+@triton.jit
+def finished_sums(sums, dtype: tl.constexpr, scale, biases, addend, ACTIVATION: tl.constexpr):
+    """What becomes of a product, or of two of which the first is the other's gate.
+
+    scale, addend: None if there is none; biases: ().
+    """
+    y = sums[0].to(dtype).to(tl.float32)
+    if scale is not None:
+        y *= scale
+    if len(biases) > 0:
+        y += biases[0]
+    y = activated(y, ACTIVATION)
+    if len(sums) > 1:
+        up = sums[1].to(dtype).to(tl.float32)
+        if scale is not None:
+            up *= scale
+        if len(biases) > 0:
+            up += biases[1]
+        y *= up
+    if addend is not None:
+        if len(biases) > 0:
+            y = y.to(dtype).to(tl.float32)  # as `norm_rows` finds it
+        y += addend
+    return y
+
+
+@kernel()
+def finish_rows(
+    x,  # [T, N]: products; where GATED [T, 2 N], the gates first
+    squares,  # float32 [T]: those of the vectors that were multiplied, or None
+    bias,  # like a row of x, or None
+    out,  # [T, N]
+    N,
+    K: tl.constexpr,  # size of the vectors
+    EPS: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`finished_sums` of the products of many rows."""
+    let_next_start(PDL)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype: tl.constexpr = x.dtype.element_ty
+    inside = at < N
+    own = x + row * (2 * N if GATED else N) + at
+    biases = ()
+    if bias is not None:
+        biases = (tl.load(bias + at, inside, 0.0).to(tl.float32),)
+        if GATED:
+            biases = biases + (tl.load(bias + N + at, inside, 0.0).to(tl.float32),)
+    wait_for_previous(PDL)
+    scale = None
+    if squares is not None:
+        scale = norm_scale(tl.load(squares + row), K, EPS)
+    sums = (tl.load(own, inside, 0.0),)
+    if GATED:
+        sums = sums + (tl.load(own + N, inside, 0.0),)
+    y = finished_sums(sums, dtype, scale, biases, None, ACTIVATION)
+    tl.store(out + row * N + at, y.to(dtype), inside)

@@ -1,0 +1,219 @@
+"""The next token of each row, chosen on a GPU: launches that can be captured, and what they keep on the device.
+
+From the same logits, `engine/sampler.py` chooses the same tokens on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from infer.backend.gpu import sampling_kernels as sample
+from infer.nn import draw
+
+MAX_VOCAB = draw.MAX_VOCAB
+WARPS = 4
+
+
+class GreedySampler:
+    """Chooses the likeliest token of each of up to `rows` rows."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device | str, pdl: bool = False) -> None:
+        """pdl: launch each kernel while the one before it still runs."""
+        if not 0 < vocab <= MAX_VOCAB:
+            raise ValueError(f"a vocabulary of {vocab} tokens: at most {MAX_VOCAB} are possible")
+        self.rows, self.vocab = rows, vocab
+        self._slices = triton.cdiv(vocab, sample.SLICE.value)
+        self._best = torch.empty(rows, self._slices, dtype=torch.float32, device=device)
+        self._best_at = torch.empty(rows, self._slices, dtype=torch.int32, device=device)
+        self._padded = triton.next_power_of_2(self._slices)
+        self._options: dict[str, Any] = {"PDL": pdl, "num_warps": WARPS, "enable_fp_fusion": False}
+        if pdl:
+            self._options["launch_pdl"] = True
+
+    def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, sent: Tensor, steps: Tensor) -> None:
+        """Write the token of each row to tokens [R] int64: -1 where a logit is NaN, or none is above -inf.
+
+        logits: [R, V], contiguous; positions: [R] int32, of the tokens to be chosen. Below 0, nothing of that row is
+        read or written. sent: [turns, R] int64, where a host reads them, in the line of the step's number, `steps`.
+        """
+        grid = self._grid(logits)
+        nothing = (None,) * 7
+        sample.best_of_slices[grid](
+            logits,
+            positions,
+            self._best,
+            self._best_at,
+            *nothing,
+            V=self.vocab,
+            GREEDY=True,
+            CLEARED=1,
+            **self._options,
+        )
+        sample.best_of_row[grid[1:]](
+            positions,
+            self._best,
+            self._best_at,
+            tokens,
+            sent,
+            steps,
+            TURNS=sent.shape[0],
+            SLICES=self._slices,
+            PADDED=self._padded,
+            **self._options,
+        )
+
+    def _grid(self, logits: Tensor) -> tuple[int, int]:
+        rows, vocab = logits.shape
+        if rows > self.rows or vocab != self.vocab or not logits.is_contiguous():
+            raise ValueError(
+                f"logits of shape {tuple(logits.shape)} and strides {logits.stride()}: "
+                f"they must be contiguous, at most {self.rows} rows of {self.vocab}"
+            )
+        return self._slices, rows
+
+
+class DeviceSampler(GreedySampler):
+    """Chooses the next token of each of up to `rows` rows, by settings that lie on the device.
+
+    Rows are independent: a row gets the same tokens alone or among others. Until `set_row`, it is greedy.
+    """
+
+    def __init__(self, rows: int, vocab: int, device: torch.device | str, pdl: bool = False) -> None:
+        super().__init__(rows, vocab, device, pdl)
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=device)
+
+        self._whole = zeros(sample.WHOLE.value, dtype=torch.int64)
+        self._fractions = zeros(sample.FRACTIONS.value, dtype=torch.float32)
+        self._history = zeros(vocab, dtype=torch.int32)
+        self._bias = zeros(vocab, dtype=torch.float32)
+        self._scores = zeros(vocab, dtype=torch.int32)
+        self._counts = zeros(sample.COUNTS.value, sample.BINS.value, dtype=torch.int32)
+        self._masses = zeros(sample.MASSES.value, sample.BINS.value, dtype=torch.int64)
+        self._notes = zeros(sample.NOTES.value, dtype=torch.int64)
+        self._weights = zeros(self._slices, dtype=torch.int64)
+        self._has_history = [False] * rows
+        self._has_bias = [False] * rows
+
+    def set_row(
+        self,
+        row: int,
+        *,
+        temperature: float,
+        top_k: int | None,
+        top_p: float,
+        min_p: float,
+        repetition_penalty: float,
+        presence_penalty: float,
+        frequency_penalty: float,
+        logit_bias: Mapping[int, float],
+        seed: int,
+        tokens: Sequence[int],
+        prompt_len: int,
+    ) -> None:
+        """What a row is chosen by from now on. tokens: those so far, of which the first prompt_len are the prompt.
+
+        Tokens chosen by `launch` are added to them on the device.
+        """
+        sampled = draw.is_sampled(temperature, top_k)
+        filters = draw.Filters.of(temperature, top_k, top_p, min_p)
+        penalised = repetition_penalty != 1 or presence_penalty != 0 or frequency_penalty != 0
+        flags = sampled * sample.SAMPLED.value + penalised * sample.PENALISED.value
+        whole = {
+            sample.FLAGS: flags + bool(logit_bias) * sample.BIASED.value,
+            sample.TOP_K: filters.top_k if filters.top_k < self.vocab else 0,
+            sample.TOP_P: filters.top_p,
+            sample.MIN_P_DEPTH: filters.min_p_depth,
+            # V tokens this far down have less than 1 - top_p of the likeliest's mass; 0.01 is more than any rounding.
+            sample.TAIL_DEPTH: draw.to_depth(math.log2(self.vocab / (1 - top_p)) + 0.01) if top_p < 1 else 0,
+            sample.SEED_KEY: draw.mix(seed & draw.U64),
+        }
+        fractions = {
+            sample.PER_TEMPERATURE: filters.per_temperature,
+            sample.REPETITION: repetition_penalty,
+            sample.PRESENCE: presence_penalty,
+            sample.FREQUENCY: frequency_penalty,
+        }
+        _fill(self._whole[row], {i.value: _signed(value) for i, value in whole.items()})
+        _fill(self._fractions[row], {i.value: value for i, value in fractions.items()})
+        if self._has_history[row]:
+            self._history[row].zero_()
+        self._has_history[row] = penalised  # before it has: an interrupt must not leave it behind unseen
+        if penalised:
+            so_far = torch.tensor(tokens, dtype=torch.int64).to(self._history.device)
+            self._history[row].index_fill_(0, so_far[:prompt_len], 1)
+            generated = so_far[prompt_len:]
+            self._history[row].index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
+        if self._has_bias[row]:
+            self._bias[row].zero_()
+        self._has_bias[row] = bool(logit_bias)
+        if logit_bias:
+            ids = torch.tensor(list(logit_bias)).to(self._bias.device)
+            values = torch.tensor(list(logit_bias.values()), dtype=torch.float32).to(self._bias.device)
+            self._bias[row].index_copy_(0, ids, values)
+
+    def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, sent: Tensor, steps: Tensor) -> None:
+        grid = self._grid(logits)
+        options = self._options
+        best, best_at, scores = self._best, self._best_at, self._scores
+        whole, fractions, notes = self._whole, self._fractions, self._notes
+        counts, masses = self._counts, self._masses
+        cleared = triton.next_power_of_2(triton.cdiv(masses[0].numel(), self._slices))
+        sample.best_of_slices[grid](
+            logits,
+            positions,
+            best,
+            best_at,
+            scores,
+            whole,
+            fractions,
+            self._history,
+            self._bias,
+            counts,
+            masses,
+            V=self.vocab,
+            GREEDY=False,
+            CLEARED=cleared,
+            **options,
+        )
+        sample.count[grid](
+            positions, best, scores, whole, fractions, counts, masses, V=self.vocab, PADDED=self._padded, **options
+        )
+        sample.narrow_top_k[grid](positions, scores, whole, counts, masses, notes, V=self.vocab, **options)
+        sample.narrow_top_p[grid](positions, scores, whole, counts, masses, notes, V=self.vocab, **options)
+        sample.weigh[grid](positions, scores, whole, masses, notes, self._weights, V=self.vocab, **options)
+        sample.draw[grid[1:]](
+            positions,
+            best,
+            best_at,
+            scores,
+            whole,
+            notes,
+            self._weights,
+            self._history,
+            tokens,
+            sent,
+            steps,
+            V=self.vocab,
+            TURNS=sent.shape[0],
+            SLICES=self._slices,
+            PADDED=self._padded,
+            **options,
+        )
+
+
+def _fill(out: Tensor, values: Mapping[int, float]) -> None:
+    """One copy to the device."""
+    out.copy_(torch.tensor([values.get(i, 0) for i in range(len(out))], dtype=out.dtype))
+
+
+def _signed(bits: int) -> int:
+    """As int64 holds them."""
+    return bits - 2**64 if bits >= 2**63 else bits

@@ -1,0 +1,49 @@
+"""Plain torch: the modules themselves. The reference, and what runs with hooks, gradients, or without kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.backend.parts import METHODS
+from infer.models.common import Decoder
+from infer.models.rows import LAST, Row
+
+
+class TorchBackend:
+    name = "torch"
+
+    def __init__(self, model: Any, why: str) -> None:
+        self.model, self.why = model, why
+
+    def run(self, rows: Sequence[Row]) -> list[Tensor]:
+        """All rows in one pass; one by one where the model itself is hooked, or is somebody else's."""
+        model = self.model
+        if isinstance(model, Decoder) and not _is_wrapped(model):
+            return model.run(rows)
+        return [self._called(row) for row in rows]
+
+    def decoding(self) -> None:
+        return None
+
+    def _called(self, row: Row) -> Tensor:
+        ids = row.tokens
+        if not isinstance(ids, Tensor):
+            weight = next(self.model.parameters(), None)
+            ids = torch.tensor([ids], device=None if weight is None else weight.device)
+        if row.logits == LAST:
+            return self.model(ids, kv_cache=row.cache)[:, -1:]  # type: ignore[no-any-return]
+        return self.model(ids, kv_cache=row.cache, all_logits=True)[:, row.logits]  # type: ignore[no-any-return]
+
+
+def _is_wrapped(model: Decoder) -> bool:
+    """Whether calling the model does more than its `run` would."""
+    return bool(
+        model._forward_hooks
+        or model._forward_pre_hooks
+        or "forward" in vars(model)
+        or type(model).forward is not METHODS["forward"]
+    )

@@ -1,0 +1,225 @@
+"""The sliding cache: a layer that sees a window stores a window, not the whole sequence.
+
+Position p of a window layer lies in slot p % slots of a ring. The ring has room for the window and for the chunk being
+written beside it, so that a pass overwrites nothing that its own queries, or the next pass after a failed one, still
+see. What lies beyond the window is kept until it is overwritten: that is how far `truncate` can go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from infer.cache.base import AttentionKernel, BaseCache, CacheShape, check_memory, checked
+from infer.cache.table import Table
+from infer.config import ModelConfig
+from infer.nn.attention import ring_span
+
+PREFILL_CHUNK = 512
+
+
+class SlidingCache(BaseCache):
+    """Window layers keep a ring of `window + prefill_chunk` positions, the others keep everything.
+
+    k, v: one tensor per layer, [batch, num_kv_heads, slots, width]: the head_dim, and in int8 the scales.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        windows: Sequence[int | None] = (),
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        super().__init__(shape, dtype, device)
+        self.windows = tuple(windows) or (None,) * shape.num_layers
+        sizes_given = [window for window in self.windows if window is not None]
+        if len(self.windows) != shape.num_layers or any(type(size) is not int or size < 1 for size in sizes_given):
+            raise ValueError(f"{shape.num_layers} layers need a window of at least 1, or None, each; not {windows}")
+        if type(prefill_chunk) is not int or prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be a whole number, 1 or more, not {prefill_chunk!r}")
+        slots = [ring_slots(window, prefill_chunk, shape.max_seq_len) for window in self.windows]
+        check_memory(sum(slots), shape, dtype, device)
+        self.k, self.v = (
+            [torch.zeros(*shape[1:3], count, self.width, dtype=dtype, device=device) for count in slots]
+            for _ in range(2)
+        )
+        self._table: Table | None = None
+        self._oldest = [0] * shape.num_layers  # the first position that has not been overwritten
+        self._staged: dict[int, tuple[Tensor, Tensor]] = {}  # of a pass too wide to be written before it is through
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        *,
+        batch_size: int = 1,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "auto",
+        windows: Sequence[int | None] = (),
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> Self:
+        """An empty cache. windows: one per layer, None where it sees everything; empty: all layers do."""
+        shape = CacheShape(num_layers, batch_size, num_kv_heads, max_seq_len, head_dim)
+        return cls(*checked(shape, dtype, device), windows, prefill_chunk)
+
+    @classmethod
+    def from_model_config(
+        cls,
+        config: ModelConfig,
+        max_seq_len: int,
+        *,
+        batch_size: int = 1,
+        prefill_chunk: int = PREFILL_CHUNK,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "auto",
+    ) -> Self:
+        """An empty cache for a model of this config. prefill_chunk: the tokens that most passes have at most."""
+        return cls.allocate(
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            config.computed_head_dim,
+            max_seq_len,
+            batch_size=batch_size,
+            dtype=dtype,
+            device=device,
+            windows=[config.window(i) for i in range(config.num_hidden_layers)],
+            prefill_chunk=prefill_chunk,
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(t.nbytes for t in self.k + self.v)
+
+    def check_model(
+        self, config: ModelConfig, batch_size: int, dtype: torch.dtype | None, device: torch.device
+    ) -> None:
+        super().check_model(config, batch_size, dtype, device)
+        for layer_idx in range(config.num_hidden_layers):
+            self._check_window(layer_idx, config.window(layer_idx))
+
+    def positions(self, n: int) -> Tensor:
+        if self._interrupted():
+            raise ValueError("a pass was interrupted while it wrote: reset the cache, and feed the tokens again")
+        positions = super().positions(n)
+        if self._fits_ring(n):  # the pass that begins here writes before it attends
+            self._will_overwrite(n)
+        return positions
+
+    def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As in every cache, but a window layer returns only the keys and values that the new queries can see."""
+        n, k, v = self._to_store(layer_idx, k, v)
+        first, end = self._first_seen(layer_idx), self.seq_len + n
+        rings = self.k[layer_idx], self.v[layer_idx]
+        slots = rings[0].shape[2]
+        if end - first <= slots:
+            self._write(layer_idx, self.seq_len, k, v)
+            return ring_span(rings[0], first, end), ring_span(rings[1], first, end)
+        self._staged[layer_idx] = k[:, :, -slots:].clone(), v[:, :, -slots:].clone()
+        return (
+            torch.cat((ring_span(rings[0], first, self.seq_len), k), 2),
+            torch.cat((ring_span(rings[1], first, self.seq_len), v), 2),
+        )
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        kernel: AttentionKernel | None = None,
+    ) -> Tensor:
+        self._check_window(layer_idx, window)
+        return super().attend(layer_idx, q, k, v, scale=scale, window=window, kernel=kernel)
+
+    def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any:
+        windows = tuple(config.window(i) for i in range(config.num_hidden_layers))
+        if windows != self.windows or not self._suits_kernels(config, dtype):
+            return None
+        if self._interrupted() or not self._fits_ring(n):
+            return None
+        if self._table is None or not self._table.is_of(self.k, self.v):
+            self._table = Table(self.k, self.v)
+        return self._table.at(self.seq_len) if self._table.aligned else None
+
+    def advance(self, n: int) -> None:
+        self._check_room(n)
+        for layer_idx, (k, v) in list(self._staged.items()):
+            self._write(layer_idx, self.seq_len + n - k.shape[2], k, v)
+        self._will_overwrite(n)  # by kernels that ran ahead of `positions`
+        super().advance(n)
+
+    def truncate(self, seq_len: int) -> None:
+        """Forget everything from position seq_len on; refused where a ring has already lost what it would need."""
+        for window, oldest in zip(self.windows, self._oldest, strict=True):
+            needed = 0 if window is None else max(0, seq_len - window + 1)
+            if needed < min(oldest, seq_len):
+                raise ValueError(
+                    f"cannot truncate to {seq_len}: its window begins at {needed}, "
+                    f"and positions before {oldest} have been overwritten; reset, and feed the tokens again"
+                )
+        super().truncate(seq_len)
+
+    def _move_to(self, seq_len: int) -> None:
+        # First: an interrupt in between must not leave them behind.
+        self._staged = {}
+        super()._move_to(seq_len)
+        if seq_len == 0:
+            self._oldest = [0] * self.shape.num_layers
+
+    def _check_window(self, layer_idx: int, window: int | None) -> None:
+        kept = self.windows[layer_idx]
+        if kept is not None and (window is None or window > kept):
+            raise ValueError(f"layer {layer_idx} sees {window or 'all'} positions, but its cache keeps only {kept}")
+
+    def _first_seen(self, layer_idx: int) -> int:
+        """The furthest position that the next query sees."""
+        window = self.windows[layer_idx]
+        return 0 if window is None else max(0, self.seq_len - window + 1)
+
+    def _interrupted(self) -> bool:
+        """Whether a pass has overwritten what the next query sees, and was not completed."""
+        return any(self._first_seen(i) < min(oldest, self.seq_len) for i, oldest in enumerate(self._oldest))
+
+    def _fits_ring(self, n: int) -> bool:
+        """Whether n more positions can be written before they are attended to: none that is still seen is lost."""
+        end = self.seq_len + n
+        return all(end - self._first_seen(i) <= k.shape[2] for i, k in enumerate(self.k))
+
+    def _will_overwrite(self, n: int) -> None:
+        end = self.seq_len + n
+        self._oldest = [max(oldest, end - k.shape[2]) for oldest, k in zip(self._oldest, self.k, strict=True)]
+
+    def _write(self, layer_idx: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Put k, v [B, Hkv, n, width] into the slots of positions start..start+n-1, no more than the ring has."""
+        self._staged.pop(layer_idx, None)
+        n, slots = k.shape[2], self.k[layer_idx].shape[2]
+        slot = start % slots
+        until_end = min(n, slots - slot)
+        self._oldest[layer_idx] = max(self._oldest[layer_idx], start + n - slots)
+        for ring, new in ((self.k[layer_idx], k), (self.v[layer_idx], v)):
+            if until_end == n:
+                ring.narrow(2, slot, n).copy_(new)
+            else:
+                ring.narrow(2, slot, until_end).copy_(new[:, :, :until_end])
+                ring.narrow(2, 0, n - until_end).copy_(new[:, :, until_end:])
+
+
+def ring_slots(window: int | None, prefill_chunk: int, max_seq_len: int) -> int:
+    """How many positions a layer stores."""
+    return max_seq_len if window is None else min(window + prefill_chunk, max_seq_len)
+
+
+def layer_slots(config: ModelConfig, max_seq_len: int, prefill_chunk: int = PREFILL_CHUNK) -> list[int]:
+    """How many positions each layer of a model stores."""
+    return [ring_slots(config.window(i), prefill_chunk, max_seq_len) for i in range(config.num_hidden_layers)]

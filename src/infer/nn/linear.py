@@ -1,0 +1,81 @@
+"""Matrix products and look-ups. Weights are made empty: a checkpoint, or a training script, fills them.
+
+A weight is a parameter, or quantised. Parameters may be of another dtype than the input, which the result has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from infer.nn.module import Module
+from infer.nn.quantized import QuantizedWeight
+
+AT_ONCE = 1 << 22  # weights that are widened: with fewer, torch's products take longer
+
+
+class Embedding(Module):
+    """One vector per token id."""
+
+    weight: nn.Parameter | QuantizedWeight
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, size))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if isinstance(self.weight, QuantizedWeight):
+            return self.weight.look_up(ids)
+        return F.embedding(ids, self.weight)
+
+
+class Linear(Module):
+    """y = W x (+ b) (+ residual)."""
+
+    weight: nn.Parameter | QuantizedWeight
+    bias: Tensor | None
+    slices: int | None = None  # into which a GPU cuts the columns for its sums; None: as the shape asks for
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features)) if bias else None)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [T, in] -> [T, out], or any other dimensions in front."""
+        if x.dim() != 2:
+            flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
+            return self.forward(x.reshape(-1, x.shape[-1]), flat).view(*x.shape[:-1], -1)
+        if isinstance(self.weight, QuantizedWeight):
+            out: Tensor = self.weight(x, self.bias)
+        elif x.dtype is self.weight.dtype:
+            out = F.linear(x, self.weight, self.bias)
+        else:
+            out = _widened(x, self.weight, self.bias)
+        # Added last: a product that accumulates onto a large residual (addmm) loses digits of the small terms.
+        return out if residual is None else out.add_(residual)
+
+
+def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product with a weight of another dtype, a part of which is made x's at a time."""
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias)):
+        return F.linear(x, weight.to(x.dtype), bias)
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for start in range(0, weight.shape[0], step := max(1, AT_ONCE // weight.shape[1])):
+        out[:, start : start + step] = F.linear(x, weight[start : start + step].to(x.dtype))
+    return out if bias is None else out.add_(bias)
+
+
+class FusedLinear(Linear):
+    """Several projections of one input, stacked into a single product.
+
+    At batch 1 a product costs one read of its weights plus a fixed overhead: one large read beats three small ones.
+    `parts` names the stacked projections in order, with their output sizes, as checkpoints store them.
+    """
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias)
+        self.parts = dict(parts)
