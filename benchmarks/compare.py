@@ -34,7 +34,10 @@ from engines import (
     transformers_engine,
 )
 
-from infer import KVCache, SamplingParams, Tokenizer, kernels, load_model, perplexity
+from infer import KVCache, SamplingParams, Tokenizer, load_model, perplexity
+from infer.backend import backend_for, cpu
+from infer.backend.cpu.backend import CpuBackend
+from infer.backend.cpu.records import head_record
 from infer.engine.model import step
 from infer.engine.request import check_request
 from infer.engine.text import encode_readable
@@ -42,7 +45,6 @@ from infer.evaluate.bench import describe_machine, fixed_prompt, machine_line
 from infer.loader import open_checkpoint
 from infer.machine import resolve_device, resolve_dtype
 from infer.models.common import Decoder
-from infer.ops import compiled, rowwise
 from infer.nn.attention import attention
 from infer.nn.linear import Linear
 from infer.nn.quantized import BITS, QuantizedWeight
@@ -108,7 +110,7 @@ def products_alone(model: Decoder) -> Callable[[], Any]:
     """All products of a step with one row; where kernels take the model, in a single call, as within a step."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     inputs = [torch.randn(1, m.weight.shape[1], dtype=model.dtype, device=model.device) for m in linears]
-    if not compiled.available(inputs[0], {}):
+    if not isinstance(_backend(model), CpuBackend):
         return lambda: [linear(x) for linear, x in zip(linears, inputs, strict=True)]
     import numba
 
@@ -120,7 +122,7 @@ def products_alone(model: Decoder) -> Callable[[], Any]:
             weight = records[i].weight
             product(weight, widest[:, : weight.columns].copy(), out[:, : weight.rows])
 
-    records = np.concatenate([compiled.head_record(None, linear) for linear in linears])
+    records = np.concatenate([head_record(None, linear) for linear in linears])
     widest = torch.randn(1, max(m.weight.shape[1] for m in linears)).numpy()
     out = np.empty((1, max(m.weight.shape[0] for m in linears)), np.float32)
     run(records, widest, out)
@@ -132,22 +134,28 @@ def attention_alone(model: Decoder, cache: KVCache) -> Callable[[], Any]:
     config, keys = model.config, cache.seq_len + 1
     q = torch.ones(1, config.num_attention_heads, 1, config.computed_head_dim, dtype=model.dtype, device=model.device)
     spans = [(k[:, :, :keys], v[:, :, :keys]) for k, v in zip(cache.k, cache.v, strict=True)]
-    if not rowwise.can_attend(q, *spans[0]):
+    backend = _backend(model)
+    if not isinstance(backend, CpuBackend):
         return lambda: [attention(q, k, v, scale=config.attention_scale, mask=None) for k, v in spans]
     import numba
 
     from infer.backend.cpu.block import attend_rows
 
     @numba.njit
-    def run(blocks: Any, q: Any, tables: Any, seen: Any, out: Any) -> None:
+    def run(blocks: Any, q: Any, tables: Any, parts: Any, seen: Any, out: Any) -> None:
         for layer in range(blocks.shape[0]):
-            attend_rows(blocks[layer : layer + 1], q, tables[layer], seen, out)
+            attend_rows(blocks[layer : layer + 1], q, tables[layer], parts, seen, out)
 
-    blocks, _ = model.plan().record
     rows = q.view(1, -1).numpy()
-    tables, seen, out = cache.table(config, q), np.array([[0, keys]]), np.empty_like(rows)
-    run(blocks, rows, tables, seen, out)
-    return lambda: run(blocks, rows, tables, seen, out)
+    tables, seen, out = cache.table(config, torch.float32, 1), np.array([[0, keys]]), np.empty_like(rows)
+    arguments = backend.blocks, rows, tables, cpu.kernels().parts_of([1]), seen, out
+    run(*arguments)
+    return lambda: run(*arguments)
+
+
+@torch.no_grad()
+def _backend(model: Decoder) -> Any:
+    return backend_for(model)
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -219,7 +227,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     prompt = fixed_prompt(tokenizer, args.prompt_tokens)
     for tokens, new_tokens in ((prompt, args.new_tokens), ([0] * max(args.positions), 1)):
         check_request(checkpoint.config, tokens, SamplingParams(max_new_tokens=new_tokens))
-    kernels.cpu()  # compiled by now, whatever the order of loading
+    cpu.kernels()  # compiled by now, whatever the order of loading
     models, loads = {}, {}
     for width in args.widths or ["float", *(BITS if device.type == "cpu" else ())]:
         quantize = width if width in BITS else None

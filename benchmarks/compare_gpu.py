@@ -158,12 +158,11 @@ def infer_trial(
 
 def uncaptured() -> Callable[[], AbstractContextManager[None]] | None:
     """What makes infer run step by step; None where it does so anyway."""
-    if importlib.util.find_spec("infer.engine.graph") is None:
+    if importlib.util.find_spec("triton") is None:
         return None
-    from infer.engine import graph
+    from infer.backend.gpu import captured
 
-    found: Callable[[], AbstractContextManager[None]] | None = getattr(graph, "disabled", None)
-    return found
+    return captured.disabled
 
 
 def transformers_twin(shape: str, model: Decoder) -> Any:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infer import kernels
+from infer.backend.cpu import kernels
 from infer.cache.table import Table
 
 SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)]
@@ -42,9 +42,9 @@ def fastest(*functions: Callable[[], object]) -> list[float]:
 
 
 def product(weight: Tensor, x: Tensor, out: Tensor) -> Callable[[], None]:
-    head = np.zeros(1, kernels.cpu().HEAD)
+    head = np.zeros(1, kernels().HEAD)
     head["weight"] = KINDS[weight.dtype], weight.data_ptr(), 0, *weight.shape
-    return lambda: kernels.cpu().head(head, x.numpy(), out.numpy())
+    return lambda: kernels().head(head, x.numpy(), out.numpy())
 
 
 def multiplied(weight: Tensor, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def measure_attention(heads: int, kv_heads: int, size: int, count: int, keys: in
     """The last `count` of so many positions attend to all before them."""
     q = torch.randn(1, heads, count, size)
     k, v = torch.randn(1, kv_heads, keys, size), torch.randn(1, kv_heads, keys, size)
-    block = np.zeros(1, kernels.cpu().BLOCK)
+    block = np.zeros(1, kernels().BLOCK)
     block["heads"], block["kv_heads"], block["head_dim"], block["scale"] = heads, kv_heads, size, size**-0.5
     seen = np.array([(0, keys - count + 1 + t) for t in range(count)])
     lines = q.transpose(1, 2).reshape(count, -1).contiguous()
@@ -98,7 +98,9 @@ def measure_attention(heads: int, kv_heads: int, size: int, count: int, keys: in
 
     def attend(part: slice) -> Tensor:
         out = torch.full((len(seen[part]), heads * size), torch.nan)
-        kernels.cpu().attend(block, lines[part].numpy(), table, seen[part].copy(), out.numpy())
+        kernels().attend(
+            block, lines[part].numpy(), table, seen[part].copy(), kernels().parts_of([len(out)]), out.numpy()
+        )
         return out
 
     def torchs() -> Tensor:
@@ -129,12 +131,12 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     start = time.perf_counter()
-    if kernels.cpu() is None:
+    if kernels() is None:
         raise SystemExit("there are no kernels")
-    kernels.cpu().use_threads(arguments.threads)
-    from infer.kernels import cpu_tile
+    kernels().use_threads(arguments.threads)
+    from infer.backend.cpu import tile
 
-    shape = f"{cpu_tile.W_ROWS} rows of W x {cpu_tile.X_ROWS} of x, registers of {cpu_tile.WIDTH} floats"
+    shape = f"{tile.W_ROWS} rows of W x {tile.X_ROWS} of x, registers of {tile.WIDTH} floats"
     print(f"{arguments.threads} threads, torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()})")
     print(f"kernels ready after {time.perf_counter() - start:.1f} s; tiles of {shape}")
     with torch.inference_mode():

@@ -20,13 +20,14 @@ import torch
 from gpu_shapes import SHAPES, build, lengths
 from torch import Tensor
 
+from infer.backend import backend_for
+from infer.backend.gpu import step as gpu_step
+from infer.backend.gpu.captured import CapturedStep
+from infer.backend.parts import BlockParts
 from infer.cache.base import Cache
-from infer.engine import graph
 from infer.engine.caches import make_cache
 from infer.evaluate.bench import describe_machine, machine_line
 from infer.models.common import Decoder
-from infer.ops import fused
-from infer.backend.parts import BlockParts
 
 LENGTHS = 192, 640
 REPLAYS = 50
@@ -38,7 +39,7 @@ def without_attention() -> AbstractContextManager[Any]:
     def attend(block: BlockParts, qkv: Tensor, *_: Any, **__: Any) -> Tensor:
         return qkv.new_empty(qkv.shape[0], block.heads * block.head_dim)
 
-    return mock.patch.object(fused, "attend_step", attend)
+    return mock.patch.object(gpu_step, "attend_step", attend)
 
 
 WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -55,20 +56,19 @@ def filled(model: Decoder, positions: Sequence[int]) -> list[Cache]:
     return caches
 
 
-def captured(model: Decoder, caches: Sequence[Cache]) -> graph.Captured:
+def captured(model: Decoder, caches: Sequence[Cache]) -> CapturedStep:
     """A greedy step of these rows that feeds the same position each time."""
-    plan = model.fused_plan()
-    if plan is None:
-        raise RuntimeError("there are no kernels for this GPU, or they are switched off")
-    tables = [cache.table(model.config, model.norm.weight) for cache in caches]
-    step = graph.Captured(model, plan, len(caches), False)
+    backend: Any = backend_for(model)
+    if backend.name != "gpu":
+        raise RuntimeError(f"these are steps of the GPU's kernels, but {backend.why}")
+    step = CapturedStep(model.config, backend.plan, model.device, len(caches), False)
     step.positions.copy_(torch.tensor([cache.seq_len for cache in caches]))
-    step.tables.copy_(torch.cat([torch.from_numpy(table) for table in tables], 1))
+    step.tables.copy_(backend.tables(caches, [1] * len(caches)))
     step.capture()
     return step
 
 
-def microseconds(step: graph.Captured) -> float:
+def microseconds(step: CapturedStep) -> float:
     """Of one of many in a row."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

@@ -197,9 +197,7 @@ class Decoder(Module):
         forward_pass = Pass(packed, {kind: rope(packed.positions) for kind, rope in self.ropes.items()})
         for layer in self.layers:
             x = layer(x, forward_pass)
-        if (wanted := packed.wanted()) is not None:
-            x = x[wanted]
-        logits = self.lm_head(self.norm(x))
+        logits = self.lm_head(self.norm(packed.choose(x)))
         packed.advance()
         return packed.split(logits)
 

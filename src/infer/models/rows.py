@@ -79,6 +79,14 @@ class Packed(NamedTuple):
             return None
         return [i for span in self.spans for i in span.wanted()]
 
+    def choose(self, x: Tensor) -> Tensor:
+        """Of x [T, C], the wanted tokens."""
+        if (wanted := self.wanted()) is None or len(wanted) == len(x):
+            return x
+        if len(wanted) == 1:
+            return x[wanted[0] : wanted[0] + 1]
+        return x[torch.tensor(wanted, dtype=torch.int64).to(x.device, non_blocking=True)]
+
     def split(self, logits: Tensor) -> list[Tensor]:
         """Logits of all wanted tokens, by row: each [B, wanted, V]."""
         counts = [span.batch * len(range(span.n)[span.row.logits]) for span in self.spans]
@@ -111,7 +119,7 @@ def pack(rows: Sequence[Row], device: torch.device) -> Packed:
         positions.append(at.flatten())
     if not rows:
         raise ValueError("a pass needs at least one row")
-    return Packed(spans, _joined(ids).to(device), _joined(positions))
+    return Packed(spans, _joined(ids).to(device, non_blocking=True), _joined(positions))
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

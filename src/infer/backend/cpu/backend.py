@@ -36,7 +36,7 @@ class CpuBackend:
 
     def __init__(self, parts: ModelParts) -> None:
         self.parts = parts
-        self._blocks = np.concatenate([block_record(block) for block in parts.blocks])
+        self.blocks = np.concatenate([block_record(block) for block in parts.blocks])
         self._head = head_record(*parts.head)
 
     @staticmethod
@@ -92,12 +92,12 @@ class CpuBackend:
         addresses = {kind: (cos.data_ptr(), sin.data_ptr()) for kind, (cos, sin) in rope_cos_sin.items()}
         ropes = np.array([addresses.get(block.layer_type, (0, 0)) for block in self.parts.blocks], np.int64)
         if len(x) < AT_ONCE:
-            blocks, head = self._blocks, self._head
+            blocks, head = self.blocks, self._head
             made.run(blocks, head, x.numpy(), ropes, tables, tokens, parts, wanted, logits.numpy())
             return
-        for i in range(len(self._blocks)):
+        for i in range(len(self.blocks)):
             done, one = empty(*x.shape), slice(i, i + 1)
-            blocks = self._blocks[one]
+            blocks = self.blocks[one]
             made.run(blocks, made.NO_HEADS, x.numpy(), ropes[one], tables[one], tokens, parts, wanted, done.numpy())
             x = done
         made.head(self._head, x.numpy()[wanted], logits.numpy())
@@ -105,7 +105,7 @@ class CpuBackend:
     def _by_cache(self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, wanted: Record, logits: Tensor) -> None:
         """Each block in two calls around the caches, which store and attend."""
         for i, block in enumerate(self.parts.blocks):
-            made, record = running(), self._blocks[i : i + 1]
+            made, record = running(), self.blocks[i : i + 1]
             cos_sin = rope_cos_sin.get(block.layer_type)
             ropes = np.array([(0, 0) if cos_sin is None else [each.data_ptr() for each in cos_sin]], np.int64)
             heads = empty(len(x), block.qkv.weight.shape[0])
@@ -136,10 +136,8 @@ class NarrowCpuBackend:
         rope_cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
         for i, block in enumerate(self.parts.blocks):
             x = self._block(packed, i, block, x, rope_cos_sin.get(block.layer_type))
-        if (wanted := packed.wanted()) is not None:
-            x = x[wanted]
         head = self.parts.head
-        logits = linear(norm(x, head.norm), head.linear)
+        logits = linear(norm(packed.choose(x), head.norm), head.linear)
         packed.advance()
         return packed.split(logits)
 

@@ -180,14 +180,27 @@ class Tiles(NamedTuple):
 
 def tiles_of(spans: Sequence[tuple[int, int]], queries: int, device: torch.device) -> Tiles:
     """spans: of each row of the tables, the position of its first token, and how many there are."""
-    rows = np.repeat(np.arange(len(spans), dtype=np.int32), [n for _, n in spans])
-    tiles, token = [], 0
-    for row, (start, n) in enumerate(spans):
-        tiles += [(row, token, start, start + n, at) for at in range(start // queries * queries, start + n, queries)]
-        token += n
-    tiles.sort(key=lambda tile: -tile[4])  # those with the most keys first, so that none of them is the last to run
-    both = torch.from_numpy(np.concatenate((rows, np.array(tiles, np.int32).ravel()))).to(device)
-    return Tiles(both[: len(rows)], both[len(rows) :].view(-1, 5), max(start + n for start, n in spans), queries)
+    start, n = np.array(spans, np.int32).T
+    end = start + n
+    first = start // queries
+    counts = -(-end // queries) - first  # tiles of each row
+    row = np.repeat(np.arange(len(n), dtype=np.int32), counts)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    at = (first[row] + within) * queries
+    tiles = np.stack((row, (np.cumsum(n) - n)[row], start[row], end[row], at), 1)
+    tiles = tiles[np.argsort(-at, kind="stable")]  # most keys first, so that none of these is the last to run
+    rows = np.repeat(np.arange(len(n), dtype=np.int32), n)
+    padding = np.zeros(-len(rows) % 4, np.int32)  # tiles begin at a multiple of 16 bytes
+    both = torch.from_numpy(np.concatenate((rows, padding, tiles.ravel().astype(np.int32)))).to(
+        device, non_blocking=True
+    )
+    return Tiles(both[: len(rows)], both[len(rows) + len(padding) :].view(-1, 5), int(end.max()), queries)
+
+
+@lru_cache(8)
+def _tiles(start: int, n: int, batch: int, queries: int, device: torch.device) -> Tiles:
+    """The same in all layers of a pass."""
+    return tiles_of([(start, n)] * batch, queries, device)
 
 
 def queries_of(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -204,7 +217,8 @@ def attend_rows(
     out = empty_rows(count, heads * size, q)
     shape = _shape(heads, kv_heads, size, q.dtype, q.device)
     single = _blocks(tiles.end, window, shape["BLOCK"]) <= GROUPS
-    kind = q.dtype, q.device, tuple(shape.items()), window is not None, single, pdl
+    wraps = 0 if window is None else 1 if window >= shape["BLOCK"] else 2
+    kind = q.dtype, q.device, tuple(shape.items()), wraps, single, pdl
     launch = _attend_many(tiles.tiles.shape[0], tiles.queries, kind)
     launch(q, out, table, tiles.tiles, _scale(scale), window or 0)
     return out
@@ -212,7 +226,7 @@ def attend_rows(
 
 @lru_cache(LAUNCHES)
 def _attend_many(tiles: int, queries: int, kind: tuple[Any, ...]) -> Launch:
-    dtype, device, sizes, windowed, single, pdl = kind
+    dtype, device, sizes, wraps, single, pdl = kind
     shape = dict(sizes)
     group = next_power(shape["GROUP"])
     return Launch(
@@ -221,7 +235,8 @@ def _attend_many(tiles: int, queries: int, kind: tuple[Any, ...]) -> Launch:
         BLOCK_G=group,
         QUERIES=queries,
         SINGLE=single,
-        WINDOWED=windowed,
+        WINDOWED=wraps > 0,
+        WRAPS=wraps,
         ALIGNED=alignment(shape["D"], dtype),
         STAGES=_stages(queries * group, shape, dtype.itemsize, device),
         num_warps=4 if shape["D"] <= 128 else 8,
@@ -239,14 +254,16 @@ class GpuAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
         batch, heads, n, size = q.shape
         kv_heads, keys = k.shape[1], k.shape[2]
-        if k.stride()[2:] != (size, 1) or k.stride() != v.stride() or not Table([k], [v]).aligned:
+        where = Table([k], [v])
+        if k.stride()[2:] != (size, 1) or k.stride() != v.stride() or not where.aligned:
             k, v = k.contiguous(), v.contiguous()
-        table = torch.from_numpy(Table([k], [v]).from_position(end - keys)[0]).to(q.device)
-        rows = q.transpose(1, 2).reshape(batch * n, heads, size)
+            where = Table([k], [v])
+        table = torch.from_numpy(where.from_position(end - keys)[0]).to(q.device, non_blocking=True)
+        rows = q.transpose(1, 2).contiguous().view(batch * n, heads, size)
         with on(q.device):
             if n > 1:
                 queries = queries_of(heads, kv_heads, size, q.dtype, q.device)
-                tiles = tiles_of([(end - n, n)] * batch, queries, q.device)
+                tiles = _tiles(end - n, n, batch, queries, q.device)
                 out = attend_rows(rows, table, tiles, kv_heads=kv_heads, scale=scale, window=window)
             else:
                 positions = torch.full((batch,), end - 1, dtype=torch.int32, device=q.device)

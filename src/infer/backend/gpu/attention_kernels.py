@@ -386,11 +386,21 @@ def load_keys(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    WRAPS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """A block of a prompt's keys, or values: of those from first to last where MASKED."""
+    """A block of a prompt's keys, or values: of those from first to last where MASKED.
+
+    WRAPS: around the end of a ring, at most so often; 2: as often as it takes.
+    """
     d, at = tl.arange(0, BLOCK_D)[None, :], block * BLOCK + tl.arange(0, BLOCK)
-    places = keys + (at % slots).to(tl.int64)[:, None] * D + d
+    slot = at
+    if WRAPS == 1:
+        slot = block * BLOCK % slots + tl.arange(0, BLOCK)
+        slot = tl.where(slot < slots, slot, slot - slots)
+    elif WRAPS == 2:
+        slot = at % slots
+    places = keys + slot.to(tl.int64)[:, None] * D + d
     if MASKED:
         loaded = tl.load(places, ((at >= first) & (at <= last))[:, None] & (d < D), 0.0)
     elif D == BLOCK_D:
@@ -463,6 +473,7 @@ def attend_many(
     GROUPS: tl.constexpr,
     SINGLE: tl.constexpr,  # whether all queries take their blocks one by one
     WINDOWED: tl.constexpr,
+    WRAPS: tl.constexpr,
     ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -502,8 +513,8 @@ def attend_many(
     group_highest, group_total, group_sums = highest, total, sums
     if WINDOWED:
         for block in tl.range(first // BLOCK, whole, num_stages=STAGES):
-            next_k = load_keys(own_k, block, slots, first, last_query, D, BLOCK_D, BLOCK, True)
-            next_v = load_keys(own_v, block, slots, first, last_query, D, BLOCK_D, BLOCK, True)
+            next_k = load_keys(own_k, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
+            next_v = load_keys(own_v, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
             highest, total, sums, group_highest, group_total, group_sums = fold_block(
                 queries,
                 next_k,
@@ -520,8 +531,8 @@ def attend_many(
                 SINGLE,
             )
     for block in tl.range(whole, partial, num_stages=STAGES):
-        next_k = load_keys(own_k, block, slots, first, last_query, D, BLOCK_D, BLOCK, False)
-        next_v = load_keys(own_v, block, slots, first, last_query, D, BLOCK_D, BLOCK, False)
+        next_k = load_keys(own_k, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
+        next_v = load_keys(own_v, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
         highest, total, sums, group_highest, group_total, group_sums = fold_block(
             queries,
             next_k,
@@ -538,8 +549,8 @@ def attend_many(
             SINGLE,
         )
     for block in tl.range(partial, last_query // BLOCK + 1, num_stages=STAGES):
-        next_k = load_keys(own_k, block, slots, first, last_query, D, BLOCK_D, BLOCK, True)
-        next_v = load_keys(own_v, block, slots, first, last_query, D, BLOCK_D, BLOCK, True)
+        next_k = load_keys(own_k, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
+        next_v = load_keys(own_v, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
         highest, total, sums, group_highest, group_total, group_sums = fold_block(
             queries,
             next_k,

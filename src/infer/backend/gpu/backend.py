@@ -2,7 +2,7 @@
 
 A pass of one token a row is a decode step (`step.py`). Any other goes block by block through kernels for many tokens:
 
-    norm | q, k, v | heads | attention | output | residual, norm | gate, up | activation | down | residual
+    q, k, v | heads | attention | output | residual, norm | gate, up | activation | down | residual, norm
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infer.backend.gpu.attention import GpuAttention, Tiles, attend_rows, prepare, queries_of, tiles_of
 from infer.backend.gpu.captured import CapturedSteps, Decoding
-from infer.backend.gpu.products import Normed, normed_rows, on, product
+from infer.backend.gpu.products import Normed, aligned, normed_rows, on, product
 from infer.backend.gpu.step import Fed, Plan, counters, launch, plan_of, turns
 from infer.backend.parts import BlockParts, ModelParts
 from infer.cache.base import Cache
@@ -49,8 +49,7 @@ class GpuBackend:
             if tables is not None and all(span.n == 1 for span in packed.spans):
                 fed = Fed(x, positions, turned)
                 logits = launch(self.plan, fed, tables, counters(self.plan, len(x)))
-                if (wanted := packed.wanted()) is not None and len(wanted) < len(x):
-                    logits = logits[wanted]
+                logits = packed.choose(logits)
             else:
                 logits = self._blocks(packed, x, positions, turned, tables)
         packed.advance()
@@ -65,7 +64,7 @@ class GpuBackend:
         tables = [cache.table(self.parts.config, self.dtype, n) for cache, n in zip(caches, counts, strict=True)]
         if any(table is None for table in tables):
             return None
-        return torch.from_numpy(np.concatenate(tables, 1)).to(self.device)
+        return torch.from_numpy(np.concatenate(tables, 1)).to(self.device, non_blocking=True)
 
     def _embed(self, packed: Packed) -> Tensor:
         """As `Decoder.embed`: [T, C]."""
@@ -84,8 +83,10 @@ class GpuBackend:
             queries = queries_of(block.heads, block.kv_heads, block.head_dim, self.dtype, self.device)
             spans = [(span.row.cache.seq_len, span.n) for span in packed.spans for _ in range(span.batch)]
             tiles = tiles_of(spans, queries, self.device)
+        head = self.plan.head
+        norms = [*(block.before_attention for block in self.plan.blocks), head.norm]
+        normed, _ = normed_rows(x, norms[0], pdl=pdl)
         for i, (block, kind) in enumerate(zip(self.plan.blocks, self.plan.kinds, strict=True)):
-            normed, _ = normed_rows(x, block.before_attention, pdl=pdl)
             qkv, _ = product(block.qkv, normed, None, eps=block.before_attention.eps, pdl=pdl)
             table = None if tables is None else tables[i]
             rope_cos_sin = None if kind is None else turned[kind]
@@ -102,11 +103,9 @@ class GpuBackend:
                 pdl=pdl,
             )
             added, _ = product(block.down, Normed(inner), None, pdl=pdl)
-            x = normed_rows(x, None, added, block.after_mlp, pdl=pdl)[1]
-        if (wanted := packed.wanted()) is not None:
-            x = x[wanted]
-        head = self.plan.head
-        normed, _ = normed_rows(x, head.norm, pdl=pdl)
+            normed, x = normed_rows(x, norms[i + 1], added, block.after_mlp, pdl=pdl)
+        squares = None if normed.squares is None else aligned(packed.choose(normed.squares))
+        normed = Normed(aligned(packed.choose(normed.x)), squares)
         return product(head.linear, normed, None, eps=head.norm.eps, pdl=pdl)[0]
 
     def _attended(

@@ -92,13 +92,13 @@ class CapturedStep:
 
     def load(self, slots: Sequence[int], rows: Sequence[DecodingRow], tables: np.ndarray[Any, Any]) -> None:
         """Let rows take part. tables: [layers, rows, COLUMNS], as caches give them."""
-        at = torch.tensor(slots, device=self.device)
+        at = torch.tensor(slots).to(self.device, non_blocking=True)
         fed = [[row.tokens[-1] for row in rows], [len(row.tokens) - 1 for row in rows]]
-        tokens, positions = torch.tensor(fed, device=self.device)
+        tokens, positions = torch.tensor(fed).to(self.device, non_blocking=True)
         self.tokens[at] = tokens
         self.positions[at] = positions.int()
         self.moves[at] = 1
-        self.tables[:, at] = torch.from_numpy(tables).to(self.device)
+        self.tables[:, at] = torch.from_numpy(tables).to(self.device, non_blocking=True)
         if self.sampler is not None:
             for slot, row in zip(slots, rows, strict=True):
                 self.sampler.set_row(slot, tokens=row.tokens, prompt_len=row.prompt_len, **row.settings)
