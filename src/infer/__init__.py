@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infer.cache import GrowingCache, KVCache, SlidingCache
-    from infer.config import ModelConfig
     from infer.engine.batch import generate_batch
     from infer.engine.cached import (
         allocate_kv_cache,
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from infer.engine.params import SamplingParams
     from infer.engine.result import GenerationResult
     from infer.evaluate.perplexity import perplexity
-    from infer.loader import Tokenizer, load_model, render_chat_template
+    from infer.loader import ModelConfig, Tokenizer, load_model, render_chat_template
     from infer.trace import Trace
 
 # How long GNU OpenMP's threads spin before they sleep; it is read when torch is loaded. By default that is a
@@ -35,7 +34,7 @@ _HOMES = {
     "GenerationResult": "infer.engine.result",
     "GrowingCache": "infer.cache",
     "KVCache": "infer.cache",
-    "ModelConfig": "infer.config",
+    "ModelConfig": "infer.loader",
     "SamplingParams": "infer.engine.params",
     "SlidingCache": "infer.cache",
     "Tokenizer": "infer.loader",

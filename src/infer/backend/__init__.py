@@ -14,12 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from infer.backend import cpu
 from infer.backend.parts import NotPlain, Watch, parts_of
 from infer.backend.plain import TorchBackend
 from infer.models.common import Decoder
 from infer.models.rows import Row
 
-__all__ = ["Backend", "Row", "backend_for"]
+__all__ = ["Backend", "Row", "backend_for", "expected"]
 
 
 class Backend(Protocol):
@@ -56,6 +57,23 @@ def backend_for(model: Any) -> Backend:
     if planned.watch.hooked():
         return TorchBackend(model, "a module has a hook")
     return TorchBackend(model, planned.why) if planned.backend is None else planned.backend
+
+
+def expected(device: torch.device, dtype: torch.dtype) -> str:
+    """What will run a model of this dtype that nobody changes, and why, before there is one."""
+    if device.type == "cuda":
+        from infer.backend import gpu
+
+        try:
+            gpu.check(device)
+        except NotPlain as reason:
+            return f"torch: {reason}"
+        return "gpu: Triton kernels"
+    if device.type != "cpu":
+        return f"torch: there are no kernels for {device.type}"
+    if not cpu.expected() or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "torch: INFER_KERNELS=0, numba is missing, or it is a dtype without kernels"
+    return "cpu: numba kernels"
 
 
 def _plan(model: Decoder) -> _Planned:

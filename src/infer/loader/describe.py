@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infer import backend
 from infer.cache.base import resolve_cache_dtype
 from infer.cache.ring import layer_slots
 from infer.config import SLIDING_ATTENTION
@@ -31,6 +32,7 @@ class Description:
     vocab_size: int
     dtype: str
     device: str
+    backend: str  # what will run it, and why
     quantize: str | None
     weights: str  # what they are kept in, most of them
     weight_bytes: int
@@ -56,6 +58,7 @@ class Description:
         computed = "" if self.weights == self.dtype else f", computed in {self.dtype}"
         form = f"{self.weights} on {self.device}, {each:.2f} bytes per weight{computed}"
         yield "weights", f"{_size(self.weight_bytes)} in {form}"
+        yield "backend", self.backend
         if self.sliding_layers:
             yield "windows", f"{self.sliding_layers} of {self.layers} layers see {self.sliding_window} positions"
         full = self.cache_bytes_per_token * (self.layers - self.sliding_layers) // self.layers
@@ -118,6 +121,7 @@ def describe(
         vocab_size=config.vocab_size,
         dtype=str(element).removeprefix("torch."),
         device=str(target),
+        backend=backend.expected(target, element),
         quantize=quantize,
         weights=form(widths, quantize, element),
         weight_bytes=weights,

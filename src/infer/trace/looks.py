@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from infer.trace.record import Trace
+from infer.trace.data import TraceData
 
 LOOKED_AT = 3  # tokens named
 
@@ -21,7 +21,7 @@ class Look(NamedTuple):
     weight: float
 
 
-def attention(trace: Trace, number: int, *, layer: int | None = None, head: int | None = None) -> Weights:
+def attention(trace: TraceData, number: int, *, layer: int | None = None, head: int | None = None) -> Weights:
     """What a step gave to each token before it, [positions]: of one layer and head, or the mean of those traced."""
     layers = trace.layers if layer is None else [layer]
     heads = slice(None) if head is None else [trace.heads.index(head)]
@@ -31,7 +31,7 @@ def attention(trace: Trace, number: int, *, layer: int | None = None, head: int 
     return np.nan_to_num(total)
 
 
-def looked_at(trace: Trace, weights: Weights, count: int = LOOKED_AT) -> list[Look]:
+def looked_at(trace: TraceData, weights: Weights, count: int = LOOKED_AT) -> list[Look]:
     """The tokens that got most, the first apart: it gets whatever attention is needed nowhere else."""
     tokens = [*trace.prompt, *trace.steps]
     best = np.argsort(-weights[1:], kind="stable")[:count] + 1

@@ -8,19 +8,16 @@ import json
 import re
 import zlib
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from infer.trace.save import finite
-
-if TYPE_CHECKING:
-    from infer.trace.record import Alternative, Trace, TraceStep
+from infer.trace.data import Alternative, TraceData, TraceStep, finite
 
 LEVELS = 200  # that the root of a weight is rounded to; a byte has more, which take space and cannot be seen
 
 
-def page(trace: Trace) -> str:
+def page(trace: TraceData) -> str:
     """The template with the trace in it; the script in there draws everything."""
     if not trace.steps:
         raise ValueError("there is nothing to show: the trace has no steps; generate at least one token with it")
@@ -36,7 +33,7 @@ def page(trace: Trace) -> str:
     return re.sub(r"@@(\w+)@@", lambda place: parts[place[1]], template)
 
 
-def _data(trace: Trace) -> dict[str, Any]:
+def _data(trace: TraceData) -> dict[str, Any]:
     """All but the attention weights."""
     return {
         "title": trace.title,
@@ -77,7 +74,7 @@ def _json(data: Any) -> str:
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _rows(trace: Trace, layer: int) -> str:
+def _rows(trace: TraceData, layer: int) -> str:
     """A byte for each weight, all steps' [heads, keys] one behind another: the root, so that small ones keep digits."""
     rows = (np.nan_to_num(step.attention[layer].weights.astype(np.float32)) for step in trace.steps)
     deflate = zlib.compressobj(strategy=zlib.Z_FILTERED)  # for small numbers: rows do not repeat each other

@@ -1,57 +1,23 @@
-"""What a traced run leaves behind: for each token how it was chosen, where attention looked, how full the cache was."""
+"""Recording a run: give a `Trace` to `generate` or `stream`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from infer.cache.traced import TracedCache
 from infer.config import ModelConfig
 from infer.machine import available_memory
+from infer.trace.data import Alternative, AttentionRows, Token, TraceData, TraceStep
+from infer.trace.save import save
 from infer.trace.text import token_text, token_texts
 
 
-class Token(NamedTuple):
-    token_id: int
-    text: str
-
-
-class Alternative(NamedTuple):
-    token_id: int
-    text: str
-    probability: float
-
-
-class AttentionRows(NamedTuple):
-    """Where one layer looked: weights of the keys at positions first, first + 1, ... of the sequence."""
-
-    first: int
-    weights: npt.NDArray[np.float16]  # [heads, keys]; each row sums to 1
-
-
-@dataclass(frozen=True)
-class TraceStep:
-    """One generated token. Probabilities are the model's own: before temperature, filters and penalties."""
-
-    token_id: int
-    text: str
-    probability: float
-    entropy: float  # of all probabilities, in nats
-    alternatives: tuple[Alternative, ...]  # the top_k likeliest tokens, this one among them or not
-    attention: dict[int, AttentionRows]  # by layer: the row of the query that the token was chosen from
-    cache_positions: int  # filled after the step; 0 where no cache took part
-    cache_bytes: int  # held by that cache
-    time_s: float
-
-
-class Trace:
+class Trace(TraceData):
     """Give one to `generate` or `stream`, and read `steps` while or after it runs.
 
     Each step keeps 2 bytes for every traced layer, head and visible position: for long runs choose some. The rows are
@@ -70,13 +36,9 @@ class Trace:
                 raise TypeError(f"{name} must be a list of numbers, or None for all, not {asked!r}")
         if heads is not None and not heads:
             raise ValueError("no heads are chosen: leave heads out for all of them, or give layers=[] for no rows")
+        super().__init__()
         self._asked_layers, self._asked_heads, self.top_k = layers, heads, top_k
-        self.title = self._model_type = ""
-        self.layers: list[int] = []
-        self.heads: list[int] = []
-        self.prompt: list[Token] = []
-        self.steps: list[TraceStep] = []
-        self.cache_capacity = 0  # positions; 0 without a cache
+        self._model_type = ""
 
     def check(self, config: ModelConfig, prompt_len: int, max_new_tokens: int) -> None:
         """Settle layers and heads; refuse those that the model does not have, and more rows than memory would hold."""
@@ -123,8 +85,6 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """As JSON lines (.jsonl), as arrays (.npz), or as a page to look at (.html)."""
-        from infer.trace.save import save
-
         save(self, Path(path))
 
     def _check_memory(self, config: ModelConfig, prompt_len: int, max_new_tokens: int) -> None:

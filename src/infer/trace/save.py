@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from infer.trace.record import Trace, TraceStep
+from infer.trace.data import TraceData, TraceStep, finite
+from infer.trace.page import page
 
 
-def save(trace: Trace, path: Path) -> None:
+def save(trace: TraceData, path: Path) -> None:
     """By the suffix of the file's name."""
     check_path(path)
     if path.suffix == ".jsonl":
@@ -25,8 +24,6 @@ def save(trace: Trace, path: Path) -> None:
         with path.open("wb") as file:
             np.savez_compressed(file, **arrays(trace))
     else:
-        from infer.trace.page import page
-
         path.write_text(page(trace), encoding="utf-8")
 
 
@@ -40,7 +37,7 @@ def check_path(path: Path) -> None:
         raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
 
 
-def json_lines(trace: Trace) -> Iterator[dict[str, Any]]:
+def json_lines(trace: TraceData) -> Iterator[dict[str, Any]]:
     """The run, then a line for each step."""
     yield {
         "model": trace.title,
@@ -73,17 +70,12 @@ def without_rows(step: TraceStep) -> dict[str, Any]:
     }
 
 
-def finite(x: float) -> float | None:
-    """JSON has no NaN."""
-    return x if math.isfinite(x) else None
-
-
 def _numbers(weights: npt.NDArray[np.float16]) -> list[list[float]]:
     """With the digits that float16 has, and no more."""
     return np.nan_to_num(weights.astype(np.float64)).round(7).tolist()  # type: ignore[no-any-return]
 
 
-def arrays(trace: Trace) -> dict[str, Any]:
+def arrays(trace: TraceData) -> dict[str, Any]:
     """One array for each thing, a row for each step; attention_N: layer N's, float16 [steps, heads, positions]."""
     steps = trace.steps
     positions = len(trace.prompt) + max(0, len(steps) - 1)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from infer.trace.data import TraceData, TraceStep
 from infer.trace.looks import Weights, attention, looked_at
-from infer.trace.record import Trace, TraceStep
 
 HEAT = " ▁▂▃▄▅▆▇█"  # nothing, then eight levels
 HEAT_STYLES = ("", "bright_black", "blue", "blue", "cyan", "cyan", "yellow", "yellow", "bold red")
@@ -34,7 +34,7 @@ class Cell(NamedTuple):
 
 
 def draw(
-    trace: Trace,
+    trace: TraceData,
     width: int = 100,
     *,
     layer: int | None = None,
@@ -57,7 +57,7 @@ def draw(
         yield from strip(trace, number, width, layer=layer, head=head)
 
 
-def table(trace: Trace, width: int, *, layer: int | None = None, head: int | None = None) -> Iterator[Text]:
+def table(trace: TraceData, width: int, *, layer: int | None = None, head: int | None = None) -> Iterator[Text]:
     """A title, then a line for each step."""
     narrow = width < NARROW
     columns = _columns(trace, width)
@@ -85,7 +85,7 @@ def table(trace: Trace, width: int, *, layer: int | None = None, head: int | Non
         yield _row(columns, cells)
 
 
-def legend(trace: Trace, width: int, layer: int | None = None, head: int | None = None) -> list[str]:
+def legend(trace: TraceData, width: int, layer: int | None = None, head: int | None = None) -> list[str]:
     """What the columns mean, those that there is room for."""
     columns = _columns(trace, width)
     lines = []
@@ -107,7 +107,7 @@ def legend(trace: Trace, width: int, layer: int | None = None, head: int | None 
 
 
 def strip(
-    trace: Trace,
+    trace: TraceData,
     number: int,
     width: int,
     *,
@@ -174,7 +174,7 @@ def _printable(character: str) -> str:
     return character
 
 
-def _columns(trace: Trace, width: int) -> dict[str, int]:
+def _columns(trace: TraceData, width: int) -> dict[str, int]:
     """Name and width of each, in order: what there is no room for is left out, what is left is shared."""
     narrow = width < NARROW
     positions = len(trace.prompt) + len(trace.steps) - 1
@@ -265,7 +265,7 @@ def _map(weights: Weights, positions: int, size: int) -> Text:
     return line
 
 
-def _cells(trace: Trace, number: int, weights: Weights, width: int) -> Iterator[Cell]:
+def _cells(trace: TraceData, number: int, weights: Weights, width: int) -> Iterator[Cell]:
     levels = heat(weights)
     prompt = [(visible(token.text, token.token_id), "") for token in trace.prompt]
     answer = [(visible(step.text, step.token_id), uncertainty_style(step)) for step in trace.steps[: number + 1]]
