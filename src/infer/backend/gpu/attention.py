@@ -1,7 +1,6 @@
 """Attention on a GPU: of a decode step, over keys where a table says they are, and of passes that bring theirs along.
 
-The kernels are in `attention_kernels.py` and `warp_kernels.py`; all give a query the same bits. Their sizes
-are what was fastest on an H200, by the time of whole steps and prompts.
+The kernels are in `attention_kernels.py` and `warp_kernels.py`; all give a query the same bits.
 """
 
 from __future__ import annotations
@@ -18,17 +17,11 @@ from torch import Tensor
 from infer.backend.gpu import device_check
 from infer.backend.gpu.attention_kernels import attend_many, attend_one, prepare_heads
 from infer.backend.gpu.launcher import Launch
-from infer.backend.gpu.products import LAUNCHES, UNFUSED, empty_rows, next_power, on, pdl_options, shared_memory
+from infer.backend.gpu.products import UNFUSED, empty_rows, next_power, on, pdl_options, shared_memory
+from infer.backend.gpu.tuned import BLOCK, BUSY, GROUPS, HEADS, LAUNCHES, QUERIES, STAGES
 from infer.backend.gpu.warp_kernels import attend_by_warps
 from infer.backend.parts import BlockParts
 from infer.cache.table import Table, alignment
-
-BLOCK = {2: 64, 4: 32}  # keys of a block, by bytes of a number; wide heads of 16 bits take half as many
-GROUPS = 64  # of blocks of keys, about: what a query's keys are folded in
-QUERIES = {2: 64, 4: 32}  # heads of queries that a program attends with, where a prompt has as many
-STAGES = 3  # blocks of keys on their way at once, where memory allows
-BUSY = 1024  # programs that keep a GPU busy with keys
-HEADS = 8  # that a program prepares
 
 
 def attend_step(

@@ -22,7 +22,8 @@ from torch import Tensor
 from infer.backend.gpu import precompile
 from infer.backend.gpu.products import on
 from infer.backend.gpu.sampling import MAX_VOCAB, DeviceSampler, GreedySampler
-from infer.backend.gpu.step import ROWS_COMPILED, Plan, begin, compile_ahead, counters, launch
+from infer.backend.gpu.step import Plan, begin, compile_ahead, counters, launch
+from infer.backend.gpu.tuned import ROWS_COMPILED
 from infer.cache.base import Cache
 from infer.cache.table import empty_tables
 from infer.config import ModelConfig

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from infer.backend.gpu import precompile
+from infer.backend.gpu.tuned import SHARED
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:
@@ -92,7 +93,6 @@ class Launch:
             self._run = self._kernel.bound(compiled, self._grid, len(args), self._options)
 
 
-SHARED = 58  # percent of a processor's memory that programs share, the rest is its cache: what was fastest on an H200
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
 

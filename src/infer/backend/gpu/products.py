@@ -1,7 +1,7 @@
 """Products on a GPU, and what stands between them: norms in front, the residual behind.
 
 The kernels are in `row_kernels.py` and `product_kernels.py`. Which one runs depends on the number of rows, and
-what comes out does not. Their sizes are what was fastest on an H200, by the time of whole steps and prompts.
+what comes out does not.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ from infer.backend.gpu import device_check
 from infer.backend.gpu.launcher import Launch
 from infer.backend.gpu.product_kernels import eight_rows, few_rows, many_rows
 from infer.backend.gpu.row_kernels import finish_rows, norm_rows
+from infer.backend.gpu.tuned import (
+    ALONE,
+    APART,
+    BLOCK_N,
+    FETCHED,
+    FEW,
+    FINISHED,
+    LAUNCHES,
+    LONG,
+    MANY_FLOAT32,
+    MANY_SLICED,
+    MANY_WHOLE,
+    MOST_SLICES,
+    PADDED_TO,
+    SLICED_BELOW,
+)
 from infer.nn.linear import Linear
 from infer.nn.norm import Norm
 
-ROWS = 4096  # of a matrix: with fewer, the chain of additions takes longer than reading it
-LONG = 4096  # columns beyond which a matrix of fewer than twice as many rows takes twice as many slices
-MOST_SLICES = 8
-BLOCK_N = 64  # rows of the matrix that a program of the product of few rows takes, at least
-FEW = 128  # rows that it takes
-APART = 64  # rows up to which each slice of a matrix has programs of its own there
-ALONE = 768  # columns on their way where a program has a processor to itself
-FETCHED = 512  # columns that it fetches before it may start
-PADDED_TO = 128  # rows of a prompt: torch's products are checked once for each multiple
-FINISHED = 2048  # columns of a program of `finish_rows`
-LAUNCHES = 1024  # that are kept of each kernel of prompts, by shapes
 # Contracted multiplications and additions would round otherwise, wherever the compiler sees fit. (Matrix products
 # of float32 are made of fused ones all the same.)
 UNFUSED = {"enable_fp_fusion": False}
@@ -53,8 +58,8 @@ def slices_of(linear: Linear) -> int:
 
 @cache
 def _slices(n: int, k: int) -> int:
-    wanted = 1 if n >= ROWS else next_power(-(-2 * ROWS // n))
-    if k > LONG and n < 2 * ROWS:
+    wanted = 1 if n >= SLICED_BELOW else next_power(-(-2 * SLICED_BELOW // n))
+    if k > LONG and n < 2 * SLICED_BELOW:
         wanted *= 2
     wanted = min(wanted, MOST_SLICES)
     while k % (64 * wanted):
@@ -463,9 +468,8 @@ def _many_rows(x: Tensor, linear: Linear, pdl: bool) -> Tensor:
 def _many_rows_of(
     rows: int, n: int, k: int, slices: int, length: int, dtype: torch.dtype, device: torch.device, pdl: bool
 ) -> Launch:
-    block_b, block_n, block_k, stages, warps = (128, 128, 64, 4, 8) if slices > 1 else (128, 256, 64, 3, 8)
-    if dtype.itemsize == 4:
-        block_b, block_n, block_k, stages, warps = 64, 64, 32, 2, 4
+    tile = MANY_FLOAT32 if dtype.itemsize == 4 else MANY_SLICED if slices > 1 else MANY_WHOLE
+    block_b, block_n, block_k, stages, warps = tile
     block_k = _block(block_k, length)
     return Launch(
         many_rows,

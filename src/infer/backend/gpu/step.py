@@ -20,7 +20,6 @@ from infer.backend.gpu.attention import attend_step
 from infer.backend.gpu.attention_kernels import begin as begin_kernel
 from infer.backend.gpu.attention_kernels import turns as turns_kernel
 from infer.backend.gpu.products import (
-    BLOCK_N,
     UNFUSED,
     Normed,
     Residual,
@@ -31,12 +30,12 @@ from infer.backend.gpu.products import (
     on,
     scales_behind,
 )
+from infer.backend.gpu.tuned import BLOCK_N
 from infer.backend.parts import BlockParts, EmbeddingParts, HeadParts, ModelParts, NotPlain
 from infer.nn.linear import Linear
 from infer.nn.norm import Norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROWS_COMPILED = (1, 8, 16, 32, 64, 128, 256)  # a step of any number of rows has the kernels of one of these
 
 
 class Plan(NamedTuple):
