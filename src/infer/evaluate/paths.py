@@ -127,7 +127,7 @@ def compare(
 
 def number_of_paths(prompts: Sequence[Sequence[int]], threads: Sequence[int] = ()) -> int:
     """How many `compare` will go."""
-    together = 5 if len(prompts) > 1 else 1
+    together = 6 if len(prompts) > 1 else 1
     return len(_chunkings(prompts)) * len(CACHES) + 2 * len(CACHES) + 6 + len(threads) + together
 
 
