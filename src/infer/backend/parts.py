@@ -93,11 +93,7 @@ class ModelParts(NamedTuple):
     blocks: Sequence[BlockParts]
     head: HeadParts
     ropes: Mapping[str, Rope]  # by layer type
-
-    def check_positions(self, end: int) -> None:
-        """As `Decoder.check_positions`."""
-        if self.embedding.positions is not None and end > (known := self.embedding.positions.weight.shape[0]):
-            raise ValueError(f"{end} positions exceed the {known} that the model learned")
+    positions_learned: int | None  # how many, where positions are
 
 
 class NotPlain(Exception):
@@ -117,7 +113,8 @@ def parts_of(model: Decoder) -> ModelParts:
     head = HeadParts(model.norm, model.lm_head)
     if len(blocks) != len(layers) or not fit or not head.fit() or not all(block.fit() for block in blocks):
         raise NotPlain("shapes of its weights do not fit each other")
-    return ModelParts(config, embedding, blocks, head, model.ropes)
+    learned = None if model.embed_positions is None else model.embed_positions.weight.shape[0]
+    return ModelParts(config, embedding, blocks, head, model.ropes, learned)
 
 
 def _block_parts(block: Block, layer_idx: int, config: ModelConfig) -> BlockParts:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infer.backend.parts import METHODS
 from infer.models.common import Decoder
-from infer.models.rows import LAST, Row
+from infer.models.rows import LAST, NONE, Row
 
 
 class TorchBackend:
@@ -34,8 +34,8 @@ class TorchBackend:
         if not isinstance(ids, Tensor):
             weight = next(self.model.parameters(), None)
             ids = torch.tensor([ids], device=None if weight is None else weight.device)
-        if row.logits == LAST:
-            return self.model(ids, kv_cache=row.cache)[:, -1:]  # type: ignore[no-any-return]
+        if row.logits in (LAST, NONE):  # a chunk of a prompt must not compute the logits of all its tokens
+            return self.model(ids, kv_cache=row.cache)[:, -1:][:, row.logits]  # type: ignore[no-any-return]
         return self.model(ids, kv_cache=row.cache, all_logits=True)[:, row.logits]  # type: ignore[no-any-return]
 
 

@@ -95,6 +95,7 @@ class BaseCache(ABC):
             self.keeps_gradients = False
         self.seq_len = 0
         self._masks: Masks = {}  # of this forward pass
+        self._suited: tuple[ModelConfig, torch.dtype, bool] | None = None  # what `_suits` has last said
 
     @classmethod
     def allocate(
@@ -223,6 +224,11 @@ class BaseCache(ABC):
 
     def _suits_kernels(self, config: ModelConfig, dtype: torch.dtype) -> bool:
         """Whether kernels can write to this cache for such a model: what does not fit is left to `attend` to refuse."""
+        if self._suited is None or self._suited[:2] != (config, dtype):
+            self._suited = config, dtype, self._suits(config, dtype)
+        return self._suited[2]
+
+    def _suits(self, config: ModelConfig, dtype: torch.dtype) -> bool:
         own = self.shape
         rounds = self.quantized and self.device.type == "cpu"
         return (

@@ -61,6 +61,7 @@ class Runner:
         self._device = model_device(model)
         self._context = model.config.max_position_embeddings
         self._backend: Backend | None = None
+        self._decided = False  # whether that is what runs the model: asked again when a row is admitted
         self._decoding: Any = None  # the backend's captured steps, once a row goes through them
 
     def __enter__(self) -> Self:
@@ -86,6 +87,7 @@ class Runner:
         request, for errors.
         """
         self.flights.append(Flight(request, cache, prefill_chunk, watch, name))
+        self._decided = False
         return self.flights[-1]
 
     def retire(self, flight: Flight) -> None:
@@ -96,10 +98,7 @@ class Runner:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Feed each row what it has to feed, and choose its next token where that was all. Retires those that end."""
-        backend = backend_for(self.model)
-        if backend is not self._backend:
-            self._close()
-            self._backend = backend
+        backend = self._decide()
         for flight in self.flights:
             self._route(flight, backend)
         outputs = self._step_captured() if any(flight.captured for flight in self.flights) else []
@@ -109,6 +108,14 @@ class Runner:
             if output.flight.request.finish_reason is not None:
                 self.retire(output.flight)
         return outputs
+
+    def _decide(self) -> Backend:
+        """What runs the model. If it was changed, rows leave the captured steps of what it was."""
+        if self._backend is None or not self._decided:
+            before, self._backend, self._decided = self._backend, backend_for(self.model), True
+            if before is not self._backend:
+                self._close()
+        return self._backend
 
     def _route(self, flight: Flight, backend: Backend) -> None:
         """Decide how a row goes on."""

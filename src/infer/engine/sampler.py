@@ -1,7 +1,7 @@
 """From logits to a token: pure functions.
 
 A draw is a function of (seed, position) and the logits, so it does not depend on the cache, the batch, or how many
-draws came before; nor on the device, as `ops/choice.py` computes the same numbers on a GPU.
+draws came before; nor on the device, as `backend/gpu/sampling.py` computes the same numbers on a GPU.
 """
 
 from __future__ import annotations

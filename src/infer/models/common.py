@@ -191,8 +191,8 @@ class Decoder(Module):
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
         """One forward pass over rows of any lengths. Returns the logits of each, [B, wanted, V]."""
-        packed = pack(rows, self.device)
-        self.check_positions(packed.end)
+        learned = None if self.embed_positions is None else self.embed_positions.weight.shape[0]
+        packed = pack(rows, self.device, learned)
         x = self.embed(packed.ids, packed.positions)  # [T, C]
         forward_pass = Pass(packed, {kind: rope(packed.positions) for kind, rope in self.ropes.items()})
         for layer in self.layers:
@@ -200,11 +200,6 @@ class Decoder(Module):
         logits = self.lm_head(self.norm(packed.choose(x)))
         packed.advance()
         return packed.split(logits)
-
-    def check_positions(self, end: int) -> None:
-        """Refuse positions that no vector was learned for."""
-        if self.embed_positions is not None and end > (known := self.embed_positions.weight.shape[0]):
-            raise ValueError(f"{end} positions exceed the {known} that the model learned")
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Both [T] -> [T, C]"""

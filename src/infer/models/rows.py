@@ -46,11 +46,6 @@ class Packed(NamedTuple):
     ids: Tensor  # [T]
     positions: Tensor  # [T]
 
-    @property
-    def end(self) -> int:
-        """One more than the highest position."""
-        return max(span.row.cache.seq_len + span.n for span in self.spans)
-
     def attend(
         self,
         layer_idx: int,
@@ -98,8 +93,8 @@ class Packed(NamedTuple):
             span.row.cache.advance(span.n)
 
 
-def pack(rows: Sequence[Row], device: torch.device) -> Packed:
-    """Refuses rows that do not fit their caches, before any work."""
+def pack(rows: Sequence[Row], device: torch.device, positions_learned: int | None = None) -> Packed:
+    """Refuses rows that do not fit their caches, or go beyond the positions that a model learned, before any work."""
     if len({id(row.cache) for row in rows}) < len(rows):
         raise ValueError("each row of a pass needs a cache of its own")
     spans, ids, positions, start = [], [], [], 0
@@ -113,6 +108,8 @@ def pack(rows: Sequence[Row], device: torch.device) -> Packed:
         at = row.cache.positions(tokens.shape[1])
         if at.shape[0] != tokens.shape[0]:
             raise ValueError(f"input_ids have a batch of {tokens.shape[0]}, but the cache one of {at.shape[0]}")
+        if positions_learned is not None and (end := row.cache.seq_len + tokens.shape[1]) > positions_learned:
+            raise ValueError(f"{end} positions exceed the {positions_learned} that the model learned")
         spans.append(Span(row, tokens.shape[0], tokens.shape[1], start))
         start = spans[-1].stop
         ids.append(tokens.flatten())

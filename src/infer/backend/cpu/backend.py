@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from infer.backend.cpu import kernels
-from infer.backend.cpu.functions import CpuAttention, activate, empty, linear, look_up, norm, running
+from infer.backend.cpu.functions import CpuAttention, activate, empty, linear, look_up, norm
 from infer.backend.cpu.records import ACTIVATION_CODES, Record, block_record, head_record, readable
 from infer.backend.parts import BlockParts, ModelParts, NotPlain
 from infer.models.rows import Packed, Row, pack
@@ -35,7 +36,7 @@ class CpuBackend:
     why = "numba kernels"
 
     def __init__(self, parts: ModelParts) -> None:
-        self.parts = parts
+        self.parts, self._kernels = parts, kernels()
         self.blocks = np.concatenate([block_record(block) for block in parts.blocks])
         self._head = head_record(*parts.head)
 
@@ -59,12 +60,12 @@ class CpuBackend:
         return None
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
-        packed = pack(rows, CPU)
-        self.parts.check_positions(packed.end)
+        self._kernels.use_threads(torch.get_num_threads())
+        packed = pack(rows, CPU, self.parts.positions_learned)
         x = _embed(self.parts, packed, torch.float32)
         rope_cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
         wanted = np.array(range(len(x)) if packed.wanted() is None else packed.wanted(), np.int64)
-        logits = empty(len(wanted), self.parts.head.linear.weight.shape[0])
+        logits = torch.empty(len(wanted), self.parts.head.linear.weight.shape[0])
         tables = self._tables(packed)
         if tables is None:
             self._by_cache(packed, x, rope_cos_sin, wanted, logits)
@@ -84,7 +85,7 @@ class CpuBackend:
         self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, tables: Record, wanted: Record, logits: Tensor
     ) -> None:
         """Kernels store keys and values themselves."""
-        made = running()
+        made = self._kernels
         counts = [span.n for span in packed.spans for _ in range(span.batch)]
         row_of = np.repeat(np.arange(len(counts)), counts)
         tokens = np.stack((row_of, packed.positions.numpy()), 1)
@@ -105,16 +106,16 @@ class CpuBackend:
     def _by_cache(self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, wanted: Record, logits: Tensor) -> None:
         """Each block in two calls around the caches, which store and attend."""
         for i, block in enumerate(self.parts.blocks):
-            made, record = running(), self.blocks[i : i + 1]
+            made, record = self._kernels, self.blocks[i : i + 1]
             cos_sin = rope_cos_sin.get(block.layer_type)
             ropes = np.array([(0, 0) if cos_sin is None else [each.data_ptr() for each in cos_sin]], np.int64)
             heads = empty(len(x), block.qkv.weight.shape[0])
             made.before_attention(record, x.numpy(), ropes, heads.numpy())
             attended = _attended(packed, i, block, heads)
             done = empty(*x.shape)
-            running().behind_attention(record, attended.contiguous().numpy(), x.numpy(), done.numpy())
+            made.behind_attention(record, attended.contiguous().numpy(), x.numpy(), done.numpy())
             x = done
-        running().head(self._head, x.numpy()[wanted], logits.numpy())
+        self._kernels.head(self._head, x.numpy()[wanted], logits.numpy())
 
 
 class NarrowCpuBackend:
@@ -130,8 +131,7 @@ class NarrowCpuBackend:
         return None
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
-        packed = pack(rows, CPU)
-        self.parts.check_positions(packed.end)
+        packed = pack(rows, CPU, self.parts.positions_learned)
         x = _embed(self.parts, packed, self.dtype)
         rope_cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
         for i, block in enumerate(self.parts.blocks):
@@ -171,7 +171,7 @@ def _embed(parts: ModelParts, packed: Packed, dtype: torch.dtype) -> Tensor:
     if isinstance(tokens.weight, QuantizedWeight):
         x = look_up(tokens.weight, packed.ids).to(dtype)
     else:
-        x = tokens(packed.ids).to(dtype)
+        x = F.embedding(packed.ids, tokens.weight).to(dtype)
     if factor != 1:
         x = x * factor
     return x if positions is None else x + positions(packed.positions)

@@ -39,8 +39,7 @@ class GpuBackend:
         return GpuBackend(parts, plan_of(parts), dtype)
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
-        packed = pack(rows, self.device)
-        self.parts.check_positions(packed.end)
+        packed = pack(rows, self.device, self.parts.positions_learned)
         x = self._embed(packed)
         positions = packed.positions.to(torch.int32)
         tables = self.tables([span.row.cache for span in packed.spans], [span.n for span in packed.spans])

@@ -2,7 +2,7 @@
 
 All three give a row the same bits. The columns K are cut into SLICES of LENGTH columns, a property of the matrix. In a
 slice the matrix units add up 16 columns after 16 into one accumulator, whatever the tile; that a small and a large
-matrix instruction agree on this is not documented, so it is checked on each device (`ops/gpu_check.py`). The sums of
+matrix instruction agree on this is not documented, so it is checked on each device (`device_check.py`). The sums of
 the slices are added one after the other.
 
 The first two are W x^T: the matrix units take many rows of their first factor, and only W has as many. What becomes of

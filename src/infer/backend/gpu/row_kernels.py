@@ -9,7 +9,7 @@ the same operations in the same order:
 - An RMSNorm in front of a product is split: `prepared` vectors are multiplied by the norm's weight alone, and the
   product is scaled afterwards, so that no kernel has to wait for the whole vector.
 
-All kernels are launched without fused multiplication and addition (`UNFUSED` in `ops/gpu_product.py`).
+All kernels are launched without fused multiplication and addition (`UNFUSED` in `products.py`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ the model ran: they are read before the wait, and then all that is waited for at
 numbers, so the order in which atomics arrive changes nothing, and a row gets the same token alone or among others.
 
 `draw.py` says what a depth and a mass are. The filters look at depths in steps of 2^-16 octaves (coarse bins of 2048
-fine ones): tokens that are closer than that count as equally likely. `ops/draw.py` computes the same numbers on the
+fine ones): tokens that are closer than that count as equally likely. `nn/draw.py` computes the same numbers on the
 host, so launch these kernels with enable_fp_fusion=False: the penalties are float32, each operation rounded.
 """
 
