@@ -3,7 +3,7 @@
 A query goes through its keys in blocks counted from position 0, so what a pass was cut into, or a ring, changes no sum.
 Blocks are taken together in groups, whose size follows from the position of the query and the window. A group has its
 largest score, the sum of its weights, and its values by weight; groups are folded into each other in order. So programs
-can share the keys of one query (`attend_one`, and `gpu_warps.py`), and a prompt's queries can go through theirs one
+can share the keys of one query (`attend_one`, and `warp_kernels.py`), and a prompt's queries can go through theirs one
 block after the other (`attend_many`).
 
 Scores and values are matrix products, whose elements add up 16 columns after 16, whatever the tile. The weights of a

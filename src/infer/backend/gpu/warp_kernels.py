@@ -1,9 +1,9 @@
 """Attention of one new token a row, for 16 bits an element and up to eight query heads of a KV head.
 
-It gives what `prepare_heads` and `attend_one` in gpu_attention.py give, in one kernel: norm the token's heads, rotate
-them, store its key and value, and attend. Keys and values are loaded into just the registers that the matrix units take
-them from, and wait there for the query, as the weights of `eight_rows` do. Of each block of keys, a warp has some for
-the scores, and some columns of all values.
+It gives what `prepare_heads` and `attend_one` in attention_kernels.py give, in one kernel: norm the token's heads,
+rotate them, store its key and value, and attend. Keys and values are loaded into just the registers that the matrix
+units take them from, and wait there for the query, as the weights of `eight_rows` do. Of each block of keys, a warp has
+some for the scores, and some columns of all values.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load_halves(first, there, D: tl.constexpr):
 def rotated_halves(
     x, weights, cosine, sine, STEPS: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr
 ):
-    """As `rotated` in gpu_attention.py, of the halves of heads, each in STEPS tiles.
+    """As `rotated` in attention_kernels.py, of the halves of heads, each in STEPS tiles.
 
     weights: of a norm, (None, None) without; cosine: None without RoPE.
     """
