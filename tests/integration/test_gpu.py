@@ -24,20 +24,29 @@ import torch
 from torch import Tensor
 
 from infer import KVCache, SamplingParams, SlidingCache, generate, generate_batch, load_model, stream
-from infer.cache import BatchCache, Cache
-from infer.engine import graph
+from infer.backend import Row, backend_for
+from infer.backend.parts import Watch
+from infer.cache import Cache, NoCache
+from infer.engine.model import all_logits, step
+from infer.engine.request import Request
+from infer.engine.runner import Flight, Runner
 from infer.engine.sampler import penalise, sample
 from infer.models.common import Decoder
-from infer.ops import compiled, fused, gpu_attention, gpu_check, gpu_product
+from infer.models.rows import ALL
 from infer.nn.draw import Filters, weights
 from infer.nn.linear import Linear
 from infer.nn.norm import RMSNorm
 from infer.trace.record import Trace
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.usefixtures("compiled_apart"),
-]
+pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
+
+from infer.backend.gpu import attention, captured, device_check, precompile, products
+from infer.backend.gpu import backend as gpu_backend
+from infer.backend.gpu.sampling import DeviceSampler
+from infer.backend.gpu.step import compile_ahead
+from infer.backend.gpu.tuned import ROWS_COMPILED
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -77,10 +86,9 @@ class Letters:
 
 
 @pytest.fixture(autouse=True)
-def no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, too, the reference is what the modules compute."""
-    monkeypatch.setattr(compiled, "available", lambda *_: False)
-    monkeypatch.setattr("infer.backend.cpu.functions.can_attend", lambda *_: False)
+def compiled_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are not compiled ahead: tests have more models than anybody runs."""
+    monkeypatch.setattr(precompile, "possible", lambda: False)
 
 
 @pytest.fixture
@@ -93,28 +101,28 @@ def make_model(tiny_model: MakeModel) -> MakeModel:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each step that engine/graph.py launches."""
+    """The rows of each step that backend/gpu/captured.py launches."""
     rows: list[int] = []
-    launch = graph.Captured.launch
+    launch = captured.CapturedStep.launch
 
-    def counted(step: graph.Captured) -> None:
+    def counted(step: captured.CapturedStep) -> None:
         rows.append(step.rows)
         launch(step)
 
-    monkeypatch.setattr(graph.Captured, "launch", counted)
+    monkeypatch.setattr(captured.CapturedStep, "launch", counted)
     return rows
 
 
 @contextmanager
 def plain() -> Iterator[None]:
-    """Plain torch, module by module."""
-    with mock.patch.object(fused, "available", return_value=False):
+    """Plain torch, module by module: as if there were a hook."""
+    with mock.patch.object(Watch, "hooked", return_value=True):
         yield
 
 
 WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "captured": nullcontext,
-    "launched": graph.disabled,
+    "launched": captured.disabled,
     "plain": plain,
 }
 
@@ -213,8 +221,8 @@ class TestLogits:
             assert logits.shape == expected.shape
             return float((logits.float().cpu() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
-        launch = mock.Mock(wraps=fused.launch)
-        monkeypatch.setattr(fused, "launch", launch)
+        launch = mock.Mock(wraps=gpu_backend.launch)
+        monkeypatch.setattr(gpu_backend, "launch", launch)
         got = error(self.decoded(model, prompts, sliding))
         assert launch.call_count == 1
         with plain():
@@ -233,10 +241,10 @@ class TestLogits:
             )
             with plain():
                 if prompt[:-1]:
-                    model(torch.tensor([prompt[:-1]], device="cuda"), kv_cache=cache)
+                    step(model, cache, torch.tensor([prompt[:-1]], device="cuda"))
             rows.append(cache)
-        last = torch.tensor([prompt[-1:] for prompt in prompts], device="cuda")
-        return model(last, kv_cache=rows[0] if len(rows) == 1 else BatchCache(rows))[:, -1]
+        fed = [Row(cache, prompt[-1:]) for cache, prompt in zip(rows, prompts, strict=True)]
+        return torch.cat([logits[:, -1] for logits in backend_for(model).run(fed)])
 
     @pytest.mark.parametrize(
         ("family", "dtype"), [("llama", torch.float32), ("llama", torch.bfloat16), ("qwen3", torch.float32)], ids=str
@@ -245,7 +253,7 @@ class TestLogits:
         """Fewer dimensions than a matrix product on a GPU takes."""
         model = tiny_model(model_type=family, dtype=dtype, head_dim=8).to("cuda")
         prompt = [i % 64 for i in prompt_of(9)]
-        with graph.disabled():
+        with captured.disabled():
             expected = tokens_of(model, prompt)
         assert tokens_of(model, prompt) == expected
         if dtype is torch.float32:
@@ -272,7 +280,7 @@ class TestTokens:
     def test_in_16_bits(self, make_model: MakeModel, family: str, head_dim: int, params: SamplingParams) -> None:
         """Captured or not, it is the same kernels; and a second run replays what the first has captured."""
         model = make_model(family, torch.bfloat16, head_dim=head_dim)
-        with graph.disabled():
+        with captured.disabled():
             expected = tokens_of(model, prompt_of(67), params)
         assert tokens_of(model, prompt_of(67), params) == expected
         assert tokens_of(model, prompt_of(67), params) == expected
@@ -365,9 +373,80 @@ class TestBatches:
         model = make_model("gemma3", torch.bfloat16)
         prompts = [prompt_of(n) for n in BATCH_LENGTHS]
         run = lambda: [r.token_ids for r in generate_batch(model, Letters(), prompts, BATCH_PARAMS)]  # noqa: E731
-        with graph.disabled():
+        with captured.disabled():
             expected = run()
         assert run() == expected
+
+
+class Text:
+    """A text to be generated, and when it is asked for."""
+
+    def __init__(self, at: int, length: int, params: SamplingParams, chunk: int | None = None) -> None:
+        self.at, self.params, self.chunk = at, params, chunk
+        self.prompt = prompt_of(length, seed=at)
+        self.tokens: list[int] = []
+
+    def admit(self, model: Decoder, runner: Runner) -> Flight:
+        request = Request(model.config, Letters(), self.prompt, self.params)
+        kind = SlidingCache if model.config.has_windows else KVCache
+        cache = make_cache(model, kind, request.max_seq_len, **{"prefill_chunk": 8} if kind is SlidingCache else {})
+        return runner.admit(request, cache, prefill_chunk=self.chunk)
+
+
+class TestComingAndGoing:
+    """Texts that a Runner is given one by one while others are on their way: each is what its prompt gives alone."""
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("way", ["captured", "launched"])
+    def test_one_by_one(
+        self, make_model: MakeModel, family: str, dtype: torch.dtype, way: str, launches: list[int]
+    ) -> None:
+        """Greedy ones first, then others; in larger steps, then smaller ones; prompts in one pass, or in several."""
+        model = make_model(family, dtype)
+        texts = [
+            Text(0, 5, replace(GREEDY, max_new_tokens=40)),
+            Text(3, 130, GREEDY),
+            Text(5, 1, replace(GREEDY, max_new_tokens=2)),
+            Text(6, 66, SAMPLED, chunk=20),
+            Text(6, 7, PENALISED, chunk=3),
+            Text(11, 90, FREE),
+            Text(60, 12, SAMPLED),  # when all others are through
+            Text(62, 3, GREEDY),
+        ]
+        with WAYS[way]():
+            self.run(model, texts)
+            assert set(launches) >= {1, 2, 4}
+            for text in texts:
+                assert len(text.tokens) == text.params.max_new_tokens
+                assert text.tokens == tokens_of(model, text.prompt, text.params)
+
+    @staticmethod
+    def run(model: Decoder, texts: Sequence[Text], retired: dict[int, Text] | None = None) -> None:
+        """retired: texts that are given up, by the step before which they are."""
+        with Runner(model) as runner:
+            flights: dict[Flight, Text] = {}
+            for i in range(200):
+                for text in texts:
+                    if text.at == i:
+                        flights[text.admit(model, runner)] = text
+                for flight, text in flights.items():
+                    if retired is not None and retired.get(i) is text:
+                        runner.retire(flight)
+                for output in runner.step():
+                    flights[output.flight].tokens.append(output.token.token_id)
+            assert not runner.flights
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    def test_one_that_is_given_up(self, make_model: MakeModel, family: str) -> None:
+        """While a step of it is on its way: the others go on, and another takes its place."""
+        model = make_model(family, torch.bfloat16)
+        texts = [Text(0, 70, SAMPLED), Text(0, 9, SAMPLED), Text(2, 30, GREEDY), Text(8, 4, PENALISED)]
+        self.run(model, texts, retired={8: texts[1]})
+        assert 0 < len(texts[1].tokens) < SAMPLED.max_new_tokens
+        for text in texts:
+            expected = tokens_of(model, text.prompt, text.params)
+            assert text.tokens == (expected[: len(text.tokens)] if text is texts[1] else expected)
 
 
 class TestLengths:
@@ -411,17 +490,17 @@ class TestLengths:
     ) -> None:
         """From one block of keys in each group to two, and on."""
         model = make_model(family, dtype, head_dim=head_dim, max_position_embeddings=16_384)
-        edge = gpu_attention.GROUPS * gpu_attention._shape(4, 2, head_dim, dtype, model.device)["BLOCK"]
+        edge = attention.GROUPS * attention._shape(4, 2, head_dim, dtype, model.device)["BLOCK"]
         cache = make_cache(model, KVCache, 2 * edge + 64)
         for length in (edge - 1, edge, edge + 1, edge + 2, edge + 700, 2 * edge):
             fed = torch.tensor([prompt_of(length - cache.seq_len)], device="cuda")
             with plain():
-                model(fed, kv_cache=cache)
+                step(model, cache, fed)
             token = torch.tensor([[7]], device="cuda")
-            got = model(token, kv_cache=cache)
+            got = step(model, cache, token)
             cache.truncate(length)
             with plain():
-                expected = model(token, kv_cache=cache)
+                expected = step(model, cache, token)
             cache.truncate(length)
             torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance / 2)
 
@@ -430,7 +509,7 @@ class TestLengths:
         model = make_model(family, torch.bfloat16, head_dim=head_dim)
         params = replace(SAMPLED, max_new_tokens=2000)
         prompt = prompt_of(50)
-        with graph.disabled():
+        with captured.disabled():
             expected = tokens_of(model, prompt, params)
         gc.collect()  # or what other tests have left might go meanwhile
         tokens, peaks = [], {}
@@ -544,9 +623,9 @@ class TestFullContext:
     @pytest.mark.parametrize("family", ["llama", "gpt2"])
     def test_is_recomputed_and_sampled(self, make_model: MakeModel, family: str) -> None:
         model, params = make_model(family, max_position_embeddings=self.CONTEXT), replace(SAMPLED, max_new_tokens=30)
-        captured = tokens_of(model, prompt_of(20), params, on_full="recompute")
-        with graph.disabled():
-            assert captured == tokens_of(model, prompt_of(20), params, on_full="recompute")
+        replayed = tokens_of(model, prompt_of(20), params, on_full="recompute")
+        with captured.disabled():
+            assert replayed == tokens_of(model, prompt_of(20), params, on_full="recompute")
 
     def test_in_a_batch(self, make_model: MakeModel) -> None:
         model = make_model("gpt2", max_position_embeddings=self.CONTEXT)
@@ -679,7 +758,9 @@ class TestFallingBack:
     def test_gradients(self, model: Decoder) -> None:
         """Where torch is to record them, nothing may run that it does not see."""
         model.requires_grad_(True)
-        logits = model(torch.tensor([self.PROMPT[:1]], device="cuda"))
+        backend = backend_for(model)
+        assert (backend.name, backend.why) == ("torch", "gradients are recorded")
+        [logits] = backend.run([Row(NoCache(1, "cuda"), self.PROMPT[:1], ALL)])
         logits.sum().backward()
         assert model.layers[0].mlp.down_proj.weight.grad is not None
         model.requires_grad_(False)
@@ -687,7 +768,7 @@ class TestFallingBack:
 
 def heavy_tailed(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """Numbers of very different sizes: sums in another order come out otherwise."""
-    return gpu_check._heavy_tailed(rows, columns, torch.empty(0, dtype=dtype, device="cuda"))
+    return device_check._heavy_tailed(rows, columns, torch.empty(0, dtype=dtype, device="cuda"))
 
 
 def same(got: Tensor, expected: Tensor) -> None:
@@ -703,38 +784,45 @@ class TestWhatIsTakenForGranted:
     @torch.inference_mode()
     def test_instructions_agree(self, dtype: torch.dtype) -> None:
         """If not, few rows are slower, and as exact: then this test is what tells."""
-        assert gpu_check._compare_instructions(torch.device("cuda", 0), dtype)
+        assert device_check._compare_instructions(torch.device("cuda", 0), dtype)
 
     @pytest.mark.parametrize("agree", [True, False], ids=["", "as if they did not"])
     @torch.inference_mode()
     def test_products(self, agree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whatever the device's answers, rows get the same bits."""
         if not agree:
-            monkeypatch.setattr(gpu_check, "instructions_agree", lambda *_: False)
-            monkeypatch.setattr(gpu_check, "torch_agrees", lambda *_: False)
+            monkeypatch.setattr(device_check, "instructions_agree", lambda *_: False)
+            monkeypatch.setattr(device_check, "torch_agrees", lambda *_: False)
         for slices in (1, 4):
             linear = Linear(2048, 1024).requires_grad_(False).to("cuda", torch.bfloat16)
             linear.weight.copy_(heavy_tailed(1024, 2048, torch.bfloat16))
             linear.slices = slices
             x = heavy_tailed(300, 2048, torch.bfloat16)
-            many, _ = gpu_product.product(linear, gpu_product.Normed(x), None)
+            many, _ = products.product(linear, products.Normed(x), None)
             for count in (1, 2, 8, 9, 16, 17, 64, 128, 129):
-                got, _ = gpu_product.product(linear, gpu_product.Normed(x[:count].contiguous()), None)
+                got, _ = products.product(linear, products.Normed(x[:count].contiguous()), None)
                 same(got, many[:count])
 
     @torch.inference_mode()
     def test_another_order_shows(self) -> None:
         linear = Linear(2048, 1024).requires_grad_(False).to("cuda", torch.bfloat16)
         linear.weight.copy_(heavy_tailed(1024, 2048, torch.bfloat16))
-        x = gpu_product.Normed(heavy_tailed(128, 2048, torch.bfloat16))
+        x = products.Normed(heavy_tailed(128, 2048, torch.bfloat16))
         linear.slices = 1
-        one, _ = gpu_product.product(linear, x, None)
+        one, _ = products.product(linear, x, None)
         linear.slices = 4
-        assert not torch.equal(gpu_product.product(linear, x, None)[0], one)
+        assert not torch.equal(products.product(linear, x, None)[0], one)
 
 
 CHUNKS = (1, 2, 8, 9, 16, 17, 64, 128, 129, 256, 257, 512)
 BATCHES = (1, 2, 3, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 200, 256)
+RAGGED = (  # how many tokens of each of eight rows are in each pass
+    (1, 200, 3, 63, 128, 0, 1, 2),
+    (0, 1, 0, 1, 1, 7, 1, 0),  # few in all
+    (0, 1, 0, 0, 0, 1, 1, 0),  # a step
+    (0, 498, 0, 0, 0, 32, 297, 0),
+    (0, 1, 0, 0, 5, 0, 1, 0),
+)
 
 
 @pytest.mark.parametrize(
@@ -775,36 +863,56 @@ class TestSameBits:
     @torch.inference_mode()
     def compile(self, model: Decoder) -> None:
         """What is launched below, in threads: one by one, it would take minutes."""
-        plan = model.fused_plan()
-        assert plan is not None
+        backend = backend_for(model)
+        assert isinstance(backend, gpu_backend.GpuBackend)
 
         def walk() -> None:
-            for rows in fused.ROWS_COMPILED:
-                graph.Captured(model, plan, rows, rows == 1).run()
+            for rows in ROWS_COMPILED:
+                captured.CapturedStep(model.config, backend.plan, model.device, rows, rows == 1).run()
             for n in (1, 2, 16, 32, 64, 128, 256):
-                model(torch.zeros(1, n, dtype=torch.int64, device="cuda"))
+                all_logits(model, NoCache(1, "cuda"), torch.zeros(1, n, dtype=torch.int64, device="cuda"))
 
-        fused.compile_ahead(model.device, walk)
+        compile_ahead(model.device, walk)
 
     @torch.inference_mode()
     def test_of_a_pass(self, model: Decoder) -> None:
         tokens = torch.tensor([prompt_of(self.POSITIONS)], device="cuda")
-        whole = model(tokens)[0]
+        whole = all_logits(model, NoCache(1, "cuda"), tokens)[0]
         for size in CHUNKS:
             count = self.POSITIONS if size > 8 else 200
             cache = make_cache(model, KVCache, self.POSITIONS)
-            parts = [model(each, kv_cache=cache, all_logits=True)[0] for each in tokens[:, :count].split(size, 1)]
+            parts = [all_logits(model, cache, each)[0] for each in tokens[:, :count].split(size, 1)]
             same(torch.cat(parts), whole[:count])
         lengths = [1 + i * 37 % 600 for i in range(max(BATCHES))]
         caches = []
         for length in lengths:
             caches.append(make_cache(model, KVCache, length + 1))
-            model(tokens[:, :length], kv_cache=caches[-1])
+            step(model, caches[-1], tokens[:, :length])
         for rows in BATCHES:
-            fed = tokens[0, lengths[:rows]].view(rows, 1)
-            same(model(fed, kv_cache=BatchCache(caches[:rows]))[:, 0], whole[lengths[:rows]])
+            fed = [Row(cache, tokens[:, n : n + 1]) for cache, n in zip(caches[:rows], lengths, strict=False)]
+            same(torch.cat(backend_for(model).run(fed))[:, 0], whole[lengths[:rows]])
             for cache, length in zip(caches[:rows], lengths, strict=False):
                 cache.truncate(length)
+
+    @pytest.mark.parametrize("rings", [False, True], ids=["", "rings"])
+    @torch.inference_mode()
+    def test_of_ragged_passes(self, model: Decoder, rings: bool) -> None:
+        """Prompts of different lengths, pieces of others, and single tokens, all in one pass; rows come and go."""
+        prompts = [prompt_of(sum(sizes), seed=i) for i, sizes in enumerate(zip(*RAGGED, strict=True))]
+        alone = [all_logits(model, NoCache(1, "cuda"), torch.tensor([ids], device="cuda"))[0] for ids in prompts]
+        caches: list[Any] = [
+            make_cache(model, SlidingCache, len(ids) + 2, prefill_chunk=512)
+            if rings and i % 3 < 2
+            else make_cache(model, KVCache, len(ids) + i)
+            for i, ids in enumerate(prompts)
+        ]
+        for sizes in RAGGED:
+            taking_part = [i for i, size in enumerate(sizes) if size]
+            spans = [slice(caches[i].seq_len, caches[i].seq_len + sizes[i]) for i in taking_part]
+            rows = [Row(caches[i], prompts[i][span], ALL) for i, span in zip(taking_part, spans, strict=True)]
+            for got, i, span in zip(backend_for(model).run(rows), taking_part, spans, strict=True):
+                same(got[0], alone[i][span])
+        assert [cache.seq_len for cache in caches] == [len(ids) for ids in prompts]
 
     def test_of_a_text(self, model: Decoder) -> None:
         """Sampled: captured, launched kernel by kernel, without a cache, in chunks, traced, and in a batch."""
@@ -820,7 +928,7 @@ class TestSameBits:
         assert alone(prefill_chunk=4) == expected
         assert [row.token_ids for row in generate_batch(model, Letters(), prompts, params)] == expected
         assert tokens_of(model, prompts[1], params, trace=Trace()) == expected[1]
-        with graph.disabled():
+        with captured.disabled():
             assert alone() == expected
 
 
@@ -828,11 +936,12 @@ class TestSameBits:
 def test_a_ring_has_the_same_bits(make_model: MakeModel) -> None:
     model = make_model("gemma3", torch.bfloat16)
     tokens = torch.tensor([prompt_of(3 * WINDOW)], device="cuda")
-    whole = model(tokens)
+    whole = all_logits(model, NoCache(1, "cuda"), tokens)
     for size in (1, 7, 64):
-        cache = make_cache(model, SlidingCache, 256, prefill_chunk=size)
-        parts = [model(each, kv_cache=cache, all_logits=True) for each in tokens.split(size, 1)]
-        same(torch.cat(parts, 1), whole)
+        for chunk in {size, 3}:  # a pass may be wider than the ring was made for
+            cache = make_cache(model, SlidingCache, 256, prefill_chunk=chunk)
+            parts = [all_logits(model, cache, each) for each in tokens.split(size, 1)]
+            same(torch.cat(parts, 1), whole)
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
@@ -863,7 +972,7 @@ class Letters:
     ("family", "head_dim", "dtype"), [("qwen3", 24, "bfloat16"), ("qwen3", 128, "bfloat16"), ("gemma3", 24, "float32")]
 )
 def test_nothing_is_compiled_later(family: str, head_dim: int, dtype: str, tmp_path: Path) -> None:
-    """On a machine that has compiled nothing yet: after one text, other texts, batches and settings find it all."""
+    """On a machine that has compiled nothing yet: after one text, steps of any rows and settings find it all."""
     sizes = SIZES | {"model_type": family} | OWN.get(family, {}) | {"head_dim": head_dim}
     program = f"""
 import os, torch, triton
@@ -876,8 +985,9 @@ there = set(os.listdir(os.environ["TRITON_CACHE_DIR"]))
 late = set()
 triton.knobs.compilation.listener = lambda *, src, **_: late.add(src.name)
 sampled = dict(temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.2, logit_bias={{5: 1.0}}, seed=3)
+generate(model, Letters(), [4, 5, 6], SamplingParams(max_new_tokens=4, **sampled))
 for count in (1, 2, 5, 8, 16, 20, 40, 70, 128):
-    prompts = [[1 + i % 7] * 3 for i in range(count)]
+    prompts = [[1 + i % 7] for i in range(count)]
     generate_batch(model, Letters(), prompts, SamplingParams(max_new_tokens=4))
     if count < 8:
         generate_batch(model, Letters(), prompts, SamplingParams(max_new_tokens=4, **sampled))
@@ -895,10 +1005,12 @@ def test_without_kernels(make_model: MakeModel) -> None:
 import torch
 from conftest import make_tiny_model
 from infer import SamplingParams, generate
+from infer.backend import backend_for
 
 model = make_tiny_model(**{sizes!r}).to("cuda")
 with torch.inference_mode():
-    assert model.fused_plan() is None
+    backend = backend_for(model)
+    assert (backend.name, "INFER_KERNELS=0" in backend.why) == ("torch", True)
 print(*generate(model, Letters(), {prompt_of(80)!r}, SamplingParams(max_new_tokens=12)).token_ids)
 """
     done = run_alone(program, INFER_KERNELS="0")
@@ -911,8 +1023,6 @@ print(*generate(model, Letters(), {prompt_of(80)!r}, SamplingParams(max_new_toke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_host_and_device_draw_the_same(vocab: int, dtype: torch.dtype) -> None:
     """The device's sampler against the host's, token for token: over settings, seeds, positions and a growing text."""
-    from infer.backend.gpu.sampling import Choice
-
     settings: list[dict[str, Any]] = [
         {},
         {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
@@ -931,9 +1041,9 @@ def test_host_and_device_draw_the_same(vocab: int, dtype: torch.dtype) -> None:
     params = [SamplingParams(**({"temperature": 1.0} | settings[row % len(settings)])) for row in range(rows)]
     # Of different lengths; of tokens with these counts, fused penalties would have other bits.
     texts = [[1, 2, 3] + [0] * 3 + [1] * 5 + [2] * 7 + [9] * (row % 5) for row in range(rows)]
-    choice = Choice(rows, vocab, "cuda")
+    sampler = DeviceSampler(rows, vocab, "cuda")
     for row, own in enumerate(params):
-        choice.set_row(
+        sampler.set_row(
             row,
             temperature=own.temperature,
             top_k=own.top_k,
@@ -950,15 +1060,15 @@ def test_host_and_device_draw_the_same(vocab: int, dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     tokens = torch.zeros(rows, dtype=torch.int64, device="cuda")
     sent = torch.zeros(1, rows, dtype=torch.int64, device="cuda")
-    for step in range(steps):
-        logits = torch.randn(rows, vocab, generator=generator, device="cuda").mul(1 + step % 4).to(dtype)
+    for turn in range(steps):
+        logits = torch.randn(rows, vocab, generator=generator, device="cuda").mul(1 + turn % 4).to(dtype)
         positions = torch.tensor([len(text) for text in texts], dtype=torch.int32, device="cuda")
-        choice.launch(logits, positions, tokens, sent, torch.zeros(1, dtype=torch.int32, device="cuda"))
-        on_host, chosen, kept = logits.cpu(), tokens.tolist(), choice._weights.sum(1).tolist()
+        sampler.launch(logits, positions, tokens, sent, torch.zeros(1, dtype=torch.int32, device="cuda"))
+        on_host, chosen, kept = logits.cpu(), tokens.tolist(), sampler._weights.sum(1).tolist()
         for row, (own, text, param) in enumerate(zip(on_host, texts, params, strict=True)):
-            assert chosen[row] == sample(own, text, prompt_len, param, row), (row, step)
+            assert chosen[row] == sample(own, text, prompt_len, param, row), (row, turn)
             if param.temperature > 0:
                 filters = Filters.of(param.temperature, param.top_k, param.top_p, param.min_p)
                 _, mass = weights(penalise(own.float().numpy(), text, prompt_len, param), filters)
-                assert kept[row] == int(mass.sum()), (row, step)
+                assert kept[row] == int(mass.sum()), (row, turn)
             text.append(chosen[row])

@@ -177,7 +177,7 @@ class Watch:
 
     def __init__(self, model: Decoder) -> None:
         modules = [model, *(module for _, module in _modules(model))]
-        self._changes, self._state = Module.changes, _state(model)
+        self._changes, self._state, self._intact = Module.changes, _state(model), _intact()
         self._layers = [*model.layers]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._weights = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
@@ -194,19 +194,29 @@ class Watch:
             self._layers != [*model.layers]
             or self._places != _places(self._weights)
             or not all(map(Tensor.is_contiguous, self._weights))
-            or any(kind.forward is not forward for kind, forward in FORWARDS.items())
+            or self._intact != _intact()
         )
 
     def hooked(self) -> bool:
         return any(self._hooks)
 
 
+def _intact() -> bool:
+    """Whether no class has another method than it is defined with."""
+    patched = (getattr(Decoder, name) is not method for name, method in METHODS.items())
+    return not any(patched) and all(kind.forward is forward for kind, forward in FORWARDS.items())
+
+
 def _state(model: Decoder) -> list[Any]:
-    """All modules with their constants."""
+    """All modules with the names of their attributes and their constants."""
     modules = [model, *(module for _, module in _modules(model))]
     plain = (bool, int, float, str, type(None))
     return [
-        (id(m), [(k, v) for k, v in vars(m).items() if isinstance(v, plain)], [*map(id, m._parameters.values())])
+        (
+            id(m),
+            [(k, v if isinstance(v, plain) else None) for k, v in vars(m).items()],
+            [*map(id, m._parameters.values())],
+        )
         for m in modules
     ]
 

@@ -67,6 +67,7 @@ class Runner:
     def __enter__(self) -> Self:
         return self
 
+    @torch.inference_mode()  # as the steps were made
     def __exit__(self, *_: object) -> None:
         for flight in [*self.flights]:
             self.retire(flight)
@@ -90,6 +91,7 @@ class Runner:
         self._decided = False
         return self.flights[-1]
 
+    @torch.inference_mode()
     def retire(self, flight: Flight) -> None:
         """No more of its tokens are wanted. Steps launched ahead are rolled back."""
         self.flights.remove(flight)
