@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import tokenizers
 import torch
+from amount import ALL
 from gguf import GGMLQuantizationType as Quant
 from gguf import quants
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -31,7 +32,10 @@ from transformers import (
 )
 
 from infer import GrowingCache, KVCache, SlidingCache, load_model
-from infer.cache import Cache
+from infer.backend import backend_for
+from infer.backend.cpu import kernels
+from infer.cache import Cache, NoCache
+from infer.engine.model import all_logits
 from infer.models.common import Decoder
 
 TOLERANCE = 1e-4
@@ -126,23 +130,59 @@ CACHES: dict[str, tuple[type[KVCache | GrowingCache | SlidingCache], dict[str, A
 }
 
 
-def logits_in_chunks(model: Decoder, ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
-    return torch.cat([model(part, cache, all_logits=True) for part in ids.split(chunk, 1)], 1)
+@torch.inference_mode()
+def torch_logits(model: Decoder, cache: Cache, ids: torch.Tensor) -> torch.Tensor:
+    """Of all positions, [B, n, V], as the modules compute them."""
+    return model(ids, cache, all_logits=True)
+
+
+@torch.inference_mode()
+def kernel_logits(model: Decoder, cache: Cache, ids: torch.Tensor) -> torch.Tensor:
+    """The same through the backend, which must have kernels for the model wherever the machine has any."""
+    backend = backend_for(model)
+    assert backend.name == ("torch" if kernels() is None else "cpu"), backend.why
+    return all_logits(model, cache, ids)
+
+
+Run = Callable[[Decoder, Cache, torch.Tensor], torch.Tensor]
+WAYS: dict[str, Run] = {"torch": torch_logits, "kernels": kernel_logits}
+
+
+def check_logits(model: Decoder, ids: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    """Of a pass without a cache: the model as it is called, and through kernels."""
+    assert expected.std() > 0.5  # logits that are all alike would agree with anything
+    with torch.inference_mode():
+        assert difference(model(ids), expected) <= tolerance
+    assert difference(kernel_logits(model, NoCache(len(ids)), ids), expected) <= tolerance
+
+
+def logits_in_chunks(
+    model: Decoder, ids: torch.Tensor, cache: Cache, chunk: int, run: Run = kernel_logits
+) -> torch.Tensor:
+    return torch.cat([run(model, cache, part) for part in ids.split(chunk, 1)], 1)
+
+
+def ways(chunks: Sequence[int]) -> Iterator[tuple[str, int, int, str]]:
+    """Caches, rows and chunks: through kernels every pair of them, in plain torch each cache and chunk once."""
+    for i, name in enumerate(CACHES):
+        for j, chunk in enumerate(chunks):
+            for rows in (1, 2) if ALL else (1 + (i + j) % 2,):
+                yield name, rows, chunk, "kernels"
+        for chunk in chunks if ALL else (chunks[i % len(chunks)],):
+            yield name, 1 + i % 2, chunk, "torch"
 
 
 def check_every_way(reference: PreTrainedModel, model: Decoder, length: int, chunks: Sequence[int]) -> None:
     both = random_ids(2, length)
     expected = reference(both).logits
-    assert expected.std() > 0.5
-    assert difference(model(both), expected) <= TOLERANCE
-    for name, (cache_type, settings) in CACHES.items():
-        for rows in (1, 2):
-            for chunk in sorted({min(chunk, length) for chunk in chunks}):
-                cache = cache_type.from_model_config(
-                    model.config, length, batch_size=rows, dtype="float32", device="cpu", **settings
-                )
-                logits = logits_in_chunks(model, both[:rows], cache, chunk)
-                assert difference(logits, expected[:rows]) <= TOLERANCE, (name, rows, chunk)
+    check_logits(model, both, expected)
+    for name, rows, chunk, way in ways(sorted({min(chunk, length) for chunk in chunks})):
+        cache_type, settings = CACHES[name]
+        cache = cache_type.from_model_config(
+            model.config, length, batch_size=rows, dtype="float32", device="cpu", **settings
+        )
+        logits = logits_in_chunks(model, both[:rows], cache, chunk, WAYS[way])
+        assert difference(logits, expected[:rows]) <= TOLERANCE, (name, rows, chunk, way)
 
 
 def single_threaded() -> Iterator[None]:

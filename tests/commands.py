@@ -6,7 +6,7 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +16,13 @@ from checkpoints import byte_tokenizer, reference_model, save_folder
 from torch import Tensor
 
 from infer import KVCache, Tokenizer, render_chat_template
+from infer.backend import Backend, Row
+from infer.backend.cpu.backend import CpuBackend, NarrowCpuBackend
+from infer.backend.plain import TorchBackend
 from infer.cli import main
 from infer.loader import load
 from infer.loader.gguf_file import GGUFFile
 from infer.loader.hf_folder import HFFolder
-from infer.models.common import Decoder
 
 # Templates may refuse a message, as some of the real ones do.
 TEMPLATE = (
@@ -74,18 +76,31 @@ def thinker(folder: Path) -> Path:
     return path
 
 
+def note_passes(monkeypatch: pytest.MonkeyPatch, note: Callable[[list[int]], None]) -> None:
+    """Tell of each pass how many tokens each of its rows is fed, whichever backend runs it."""
+    for backend in (TorchBackend, CpuBackend, NarrowCpuBackend):
+
+        def noted(self: Backend, rows: Sequence[Row], run: Callable = backend.run) -> list[Tensor]:
+            note([row.tokens.shape[1] if isinstance(row.tokens, Tensor) else len(row.tokens) for row in rows])
+            return run(self, rows)
+
+        monkeypatch.setattr(backend, "run", noted)
+
+
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that will hold how many tokens each forward pass was fed."""
+    """A list that will hold how many tokens each pass was fed, of all its rows together."""
     sizes: list[int] = []
-    forward = Decoder.forward
-
-    def noted(model: Decoder, input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
-        sizes.append(input_ids.shape[1])
-        return forward(model, input_ids, *args, **options)
-
-    monkeypatch.setattr(Decoder, "forward", noted)
+    note_passes(monkeypatch, lambda counts: sizes.append(sum(counts)))
     return sizes
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """A list that will hold how many tokens each row of each pass was fed."""
+    counts: list[list[int]] = []
+    note_passes(monkeypatch, counts.append)
+    return counts
 
 
 @pytest.fixture

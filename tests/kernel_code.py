@@ -1,4 +1,4 @@
-"""Run by itself, without Triton's interpreter: compiles GPU kernels, as `ops` launches them, where there is no GPU.
+"""Run by itself, without Triton's interpreter: compiles GPU kernels, as they are launched, where there is no GPU.
 
 Prints what became of each as JSON: `rounds` (loops), `shared` (bytes of memory that threads share), `stores` (into it),
 of these `early` (before the last matrix product), `weights` (loads of a thread), and of these `narrow` (of less than 16
@@ -11,7 +11,6 @@ import json
 import re
 import tempfile
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,12 +18,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from infer import kernels
-from infer.kernels import gpu_product as gpu_product_kernels
-from infer.kernels import gpu_rows, gpu_warps
-from infer.ops import gpu_attention, gpu_product
-from infer.nn.linear import Linear
+from infer.backend.gpu import attention as gpu_attention
+from infer.backend.gpu import products
+from infer.backend.gpu.launcher import Kernel
 from infer.backend.parts import BlockParts
+from infer.nn.linear import Linear
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
@@ -54,18 +52,10 @@ def code(launch: Callable[[], Any]) -> dict[str, int]:
     """What the one kernel that is launched becomes."""
     launched: list[Any] = []
 
-    class Launcher:
-        def __init__(self, kernel: Any) -> None:
-            self._kernel = kernel
+    def launcher(kernel: Kernel, grid: Any) -> Callable[..., None]:
+        return lambda *args, **constants: launched.append((kernel.jit, args, constants))
 
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            return lambda *args, **constants: launched.append((self._kernel, args, constants))
-
-    def launchers(module: Any) -> SimpleNamespace:
-        return SimpleNamespace(**{name: Launcher(getattr(module, name, None)) for name in vars(module)})
-
-    modules = {"rows": gpu_rows, "product": gpu_product_kernels, "warps": gpu_warps}
-    kernels.gpu_modules = lambda: SimpleNamespace(**{name: launchers(module) for name, module in modules.items()})
+    Kernel.__getitem__ = launcher  # type: ignore[method-assign]
     launch()
     [(kernel, args, constants)] = launched
     options = {name: constants.pop(name) for name in OPTIONS if name in constants}
@@ -85,7 +75,7 @@ def code(launch: Callable[[], Any]) -> dict[str, int]:
 def product(rows: int, k: int, *, gated: bool = False, slices: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
     linear, x = Linear(k, 512).to(dtype), torch.empty(rows, k, dtype=dtype)
     linear.slices = slices
-    gpu_product.product(linear, gpu_product.Normed(x), None, activation="silu" if gated else "", gated=gated, pdl=True)
+    products.product(linear, products.Normed(x), None, activation="silu" if gated else "", gated=gated, pdl=True)
 
 
 def attention(head_dim: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,8 @@ from infer import (
     generate_batch,
     load_model,
 )
+from infer.backend import Row, backend_for
+from infer.cache import NoCache
 from infer.loader.builtin import BUILTIN
 from infer.models.common import Decoder
 
@@ -34,7 +35,8 @@ SHORT = [
     "水は",
     "1, 1, 2, 3, 5, 8,",
 ]
-LONG_TOKENS, NEW_TOKENS = amount(1_100, 600), 24
+LONG_TOKENS, NEW_TOKENS = amount((1_100, 24), (600, 12))
+CLOSE = 1e-3
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
 LICENSE = Path(__file__).parents[2] / "LICENSE"
 
@@ -57,70 +59,89 @@ def prompts(gemma: tuple[Decoder, Tokenizer]) -> Ids:
 
 
 @pytest.fixture(scope="module")
-def expected(prompts: Ids) -> Ids:
-    """What transformers generates, with its own reading of the same GGUF file."""
+def generated(gemma: tuple[Decoder, Tokenizer], prompts: Ids) -> Ids:
+    """With the default cache."""
+    model, tokenizer = gemma
+    return [generate(model, tokenizer, prompt, GREEDY).token_ids for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+@torch.inference_mode()
+def expected(prompts: Ids, generated: Ids) -> list[torch.Tensor]:
+    """The logits that transformers would choose each token by, with its own reading of the same GGUF file."""
     path = BUILTIN[NAME].path
     reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
     return [
-        reference.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **settings)[
-            0, len(ids) :
-        ].tolist()
-        for ids in prompts
+        reference(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=NEW_TOKENS).logits
+        for prompt, tokens in zip(prompts, generated, strict=True)
     ]
 
 
-def test_it_knows_something(gemma: tuple[Decoder, Tokenizer], expected: Ids) -> None:
-    assert "capital" in gemma[1].decode(expected[0])
+def test_same_tokens_as_transformers(
+    gemma: tuple[Decoder, Tokenizer], generated: Ids, expected: list[torch.Tensor]
+) -> None:
+    """If transformers, fed our prompt and tokens, finds each token the likeliest, then it would have generated them."""
+    assert [logits[0].argmax(-1).tolist() for logits in expected] == generated
+    assert "capital" in gemma[1].decode(generated[0])
 
 
-def test_short_prompts(gemma: tuple[Decoder, Tokenizer], prompts: Ids, expected: Ids) -> None:
+@torch.inference_mode()
+def test_same_logits_as_transformers(
+    gemma: tuple[Decoder, Tokenizer], prompts: Ids, generated: Ids, expected: list[torch.Tensor]
+) -> None:
+    """Past the window too, through kernels and in plain torch."""
+    model = gemma[0]
+    for i in amount(range(len(prompts)), (0, 4, -1)):
+        fed = prompts[i] + generated[i][:-1]
+        for run in (backend_for(model).run, model.run):
+            [logits] = run([Row(NoCache(), fed, slice(-NEW_TOKENS, None))])
+            assert (logits - expected[i]).abs().max() <= CLOSE
+
+
+def test_short_prompts_in_chunks(gemma: tuple[Decoder, Tokenizer], prompts: Ids, generated: Ids) -> None:
     model, tokenizer = gemma
-    for prompt, tokens in zip(prompts[:-1], expected, strict=False):
-        assert generate(model, tokenizer, prompt, GREEDY).token_ids == tokens
-        assert generate(model, tokenizer, prompt, GREEDY, prefill_chunk=3).token_ids == tokens
+    for i in amount(range(len(SHORT)), (0, 3)):
+        assert generate(model, tokenizer, prompts[i], GREEDY, prefill_chunk=3).token_ids == generated[i]
 
 
 @pytest.mark.parametrize(
     ("kind", "chunk"),
     [
-        (SlidingCache, None),
         (SlidingCache, 100),
-        (SlidingCache, 513),
         (KVCache, None),
-        (KVCache, 512),
         (GrowingCache, 512),
+        *amount([(SlidingCache, None), (SlidingCache, 513), (KVCache, 512)], []),
     ],
 )
 def test_past_the_window(
-    gemma: tuple[Decoder, Tokenizer], prompts: Ids, expected: Ids, kind: type[KVCache], chunk: int | None
+    gemma: tuple[Decoder, Tokenizer], prompts: Ids, generated: Ids, kind: type[KVCache], chunk: int | None
 ) -> None:
     model, tokenizer = gemma
     cache = kind.from_model_config(model.config, LONG_TOKENS + NEW_TOKENS, dtype="float32", device="cpu")
     result = generate(model, tokenizer, prompts[-1], GREEDY, cache=cache, prefill_chunk=chunk)
-    assert result.token_ids == expected[-1]
+    assert result.token_ids == generated[-1]
 
 
-def test_default_cache_past_the_window(gemma: tuple[Decoder, Tokenizer], prompts: Ids, expected: Ids) -> None:
+def test_default_cache_past_the_window(gemma: tuple[Decoder, Tokenizer], prompts: Ids, generated: Ids) -> None:
     """A ring as narrow as the chunks, which is far smaller than a cache of everything."""
     model, tokenizer = gemma
     result = generate(model, tokenizer, prompts[-1], GREEDY, prefill_chunk=64)
-    assert result.token_ids == expected[-1]
+    assert result.token_ids == generated[-1]
     everything = (LONG_TOKENS + NEW_TOKENS) * model.config.cache_bytes_per_token(4)
     assert result.cache_memory_bytes == (3 * (LONG_TOKENS + NEW_TOKENS) + 15 * (512 + 64)) * everything // (
         18 * (LONG_TOKENS + NEW_TOKENS)
     )
 
 
-def test_without_cache(gemma: tuple[Decoder, Tokenizer], prompts: Ids, expected: Ids) -> None:
+def test_without_cache(gemma: tuple[Decoder, Tokenizer], prompts: Ids, generated: Ids) -> None:
     model, tokenizer = gemma
-    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
-    for i in (0, 3, -1):
-        assert generate(model, tokenizer, prompts[i], params, use_kv_cache=False).token_ids == expected[i][:4]
+    for i, count in amount(((0, 4), (3, 4), (-1, 4)), ((0, 4), (-1, 2))):
+        params = SamplingParams(max_new_tokens=count, ignore_eos=True)
+        assert generate(model, tokenizer, prompts[i], params, use_kv_cache=False).token_ids == generated[i][:count]
 
 
-def test_batch(gemma: tuple[Decoder, Tokenizer], prompts: Ids, expected: Ids) -> None:
+def test_batch(gemma: tuple[Decoder, Tokenizer], prompts: Ids, generated: Ids) -> None:
     """Rows from 2 tokens to more than a window side by side."""
     model, tokenizer = gemma
     results = generate_batch(model, tokenizer, prompts, GREEDY, prefill_chunk=512)
-    assert [result.token_ids for result in results] == expected
+    assert [result.token_ids for result in results] == generated

@@ -10,11 +10,13 @@ import pytest
 import torch
 from checkpoints import (
     CONV1D,
-    TOLERANCE,
+    WAYS,
     byte_tokenizer,
     check_every_way,
+    check_logits,
     difference,
     greedy,
+    kernel_logits,
     load,
     nanogpt_args,
     nanogpt_weights,
@@ -31,6 +33,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from infer import KVCache, SamplingParams, SlidingCache, Tokenizer, generate, generate_batch, load_model
+from infer.cache import NoCache
 from infer.loader import hf_folder, nanogpt
 
 one_thread = pytest.fixture(scope="module", autouse=True)(single_threaded)
@@ -41,9 +44,7 @@ CONTEXT = 12
 
 def agree(path: Path, reference: PreTrainedModel) -> None:
     ids = random_ids()
-    expected = reference(ids).logits
-    assert expected.std() > 0.5
-    assert difference(load(path)(ids), expected) <= CLOSE
+    check_logits(load(path), ids, reference(ids).logits, CLOSE)
 
 
 def nanogpt_model(**changes: Any) -> PreTrainedModel:
@@ -204,7 +205,8 @@ def test_all_formats_hold_the_same_model(tmp_path: Path) -> None:
     for name, parameter in folder.named_parameters():
         assert torch.equal(nano.get_parameter(name), parameter)
         assert torch.equal(file.get_parameter(name), parameter)
-    assert torch.equal(nano(random_ids()), folder(random_ids()))
+    ids = random_ids()
+    assert torch.equal(kernel_logits(nano, NoCache(2), ids), kernel_logits(folder, NoCache(2), ids))
 
 
 # GGUF
@@ -223,7 +225,7 @@ def test_quantised_gguf(tmp_path: Path) -> None:
             parameter.copy_(rows.T if name.endswith(CONV1D) else rows)
     expected = columns(ids).logits
     assert difference(expected, reference(ids).logits) > 0.01
-    assert difference(load(path)(ids), expected) <= TOLERANCE
+    check_logits(load(path), ids, expected)
 
 
 @torch.inference_mode()
@@ -263,17 +265,18 @@ def test_beyond_the_last_position(short: tuple[PreTrainedModel, Path], cache_typ
     """Refused in words, and the cache stays usable, though it has room."""
     reference, folder = short
     model, ids = load(folder), random_ids(1, CONTEXT + 1)
-    with pytest.raises(ValueError, match="13 positions exceed the 12 that the model learned"):
-        model(ids)
-    cache = cache_type.from_model_config(model.config, 2 * CONTEXT, dtype="float32", device="cpu")
-    if filled:
-        model(ids[:, :filled], cache)
-    with pytest.raises(ValueError, match="13 positions exceed the 12 that the model learned"):
-        model(ids[:, filled:], cache)
-    assert cache.seq_len == filled
-    if filled < CONTEXT:
-        logits = model(ids[:, filled:-1], cache)
-        assert difference(logits, reference(ids[:, :-1]).logits[:, -1:]) <= CLOSE
+    for run in WAYS.values():
+        with pytest.raises(ValueError, match="13 positions exceed the 12 that the model learned"):
+            run(model, NoCache(), ids)
+        cache = cache_type.from_model_config(model.config, 2 * CONTEXT, dtype="float32", device="cpu")
+        if filled:
+            run(model, cache, ids[:, :filled])
+        with pytest.raises(ValueError, match="13 positions exceed the 12 that the model learned"):
+            run(model, cache, ids[:, filled:])
+        assert cache.seq_len == filled
+        if filled < CONTEXT:
+            logits = run(model, cache, ids[:, filled:-1])
+            assert difference(logits, reference(ids[:, :-1]).logits[:, filled:]) <= CLOSE
 
 
 @pytest.mark.parametrize("use_kv_cache", [True, False])
@@ -318,11 +321,12 @@ def test_16_bit(tmp_path: Path, dtype: str, form: str) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
     ids = random_ids(2, 16)
     expected = reference(ids).logits
-    logits = model(ids)
-    assert torch.nn.functional.cosine_similarity(logits.float(), expected, dim=-1).min() > 0.99
-    cache = KVCache.from_model_config(config, 16, batch_size=2, dtype=dtype, device="cpu")
-    model(ids[:, :-1], cache)
-    assert model(ids[:, -1:], cache).float().isclose(logits[:, -1:].float(), atol=0.5).all()
+    for run in WAYS.values():
+        logits = run(model, NoCache(2), ids)
+        assert torch.nn.functional.cosine_similarity(logits.float(), expected, dim=-1).min() > 0.99
+        cache = KVCache.from_model_config(config, 16, batch_size=2, dtype=dtype, device="cpu")
+        run(model, cache, ids[:, :-1])
+        assert run(model, cache, ids[:, -1:]).float().isclose(logits[:, -1:].float(), atol=0.5).all()
 
 
 @torch.inference_mode()

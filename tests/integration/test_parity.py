@@ -12,21 +12,28 @@ from checkpoints import (
     GEMMA3_ROPES,
     LLAMA3_ROPE,
     TOLERANCE,
+    WAYS,
+    byte_tokenizer,
+    check_logits,
     difference,
     greedy,
+    kernel_logits,
     load,
     random_ids,
     reference_model,
     save_folder,
     single_threaded,
 )
+from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
-from infer import GrowingCache, KVCache, SamplingParams, SlidingCache, Tokenizer, generate, kernels, load_model
+from infer import GrowingCache, KVCache, SamplingParams, SlidingCache, generate, load_model
+from infer.backend.cpu import kernels
+from infer.cache import NoCache
+from infer.models.common import Decoder
 
 CACHES = (KVCache, GrowingCache, SlidingCache)
-Cache = KVCache | GrowingCache | SlidingCache
-Pair = tuple[PreTrainedModel, Path]
+Pair = tuple[PreTrainedModel, Decoder]
 
 one_thread = pytest.fixture(scope="module", autouse=True)(single_threaded)
 
@@ -103,40 +110,36 @@ CASES = {
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     family, changes = CASES[request.param]
     reference = reference_model(family, **changes)
-    return reference, save_folder(reference, tmp_path_factory.mktemp(request.param))
+    return reference, load(save_folder(reference, tmp_path_factory.mktemp(request.param)))
 
 
 @torch.inference_mode()
 def test_logits_without_cache(pair: Pair) -> None:
-    reference, folder = pair
-    expected = reference(random_ids()).logits
-    assert expected.std() > 0.5  # logits that are all alike would agree with anything
-    assert difference(load(folder)(random_ids()), expected) <= TOLERANCE
+    reference, model = pair
+    check_logits(model, random_ids(), reference(random_ids()).logits)
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("cache_type", CACHES)
-def test_logits_with_cache(pair: Pair, cache_type: type[Cache]) -> None:
+def test_logits_with_cache(pair: Pair) -> None:
     """Prefill, a second chunk, then one token at a time."""
-    reference, folder = pair
-    model, ids = load(folder), random_ids()
+    reference, model = pair
+    ids = random_ids()
     expected = reference(ids).logits
-    cache = cache_type.from_model_config(model.config, 60, batch_size=2, dtype="float32", device="cpu")
-    start = 0
-    for n in (20, 15, *[1] * 25):
-        logits = model(ids[:, start : start + n], cache)
-        start += n
-        assert difference(logits, expected[:, start - 1 : start]) <= TOLERANCE
-    assert cache.seq_len == 60
+    for cache_type, way in [*((cache_type, "kernels") for cache_type in CACHES), (KVCache, "torch")]:
+        cache = cache_type.from_model_config(model.config, 60, batch_size=2, dtype="float32", device="cpu")
+        for part in ids.split([20, 15, *[1] * 25], 1):
+            start = cache.seq_len
+            logits = WAYS[way](model, cache, part)
+            assert difference(logits, expected[:, start : cache.seq_len]) <= TOLERANCE, (cache_type, way, start)
+        assert cache.seq_len == 60
 
 
 def test_greedy_tokens(pair: Pair) -> None:
-    reference, folder = pair
-    model, tokenizer, prompts = load(folder), Tokenizer(folder), random_ids(3, 12)
-    params = SamplingParams(max_new_tokens=20)
+    reference, model = pair
+    prompts, params = random_ids(3, 12), SamplingParams(max_new_tokens=20)
     expected = greedy(reference, prompts, 20)
-    assert [generate(model, tokenizer, ids, params).token_ids for ids in prompts.tolist()] == expected
-    assert generate(model, tokenizer, prompts[0].tolist(), params, use_kv_cache=False).token_ids == expected[0]
+    assert [generate(model, byte_tokenizer(), ids, params).token_ids for ids in prompts.tolist()] == expected
+    assert generate(model, byte_tokenizer(), prompts[0].tolist(), params, use_kv_cache=False).token_ids == expected[0]
 
 
 @torch.inference_mode()
@@ -144,7 +147,7 @@ def test_sharded(tmp_path: Path) -> None:
     reference = reference_model()
     save_folder(reference, tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    assert difference(load(tmp_path)(random_ids()), reference(random_ids()).logits) <= TOLERANCE
+    check_logits(load(tmp_path), random_ids(), reference(random_ids()).logits)
 
 
 @torch.inference_mode()
@@ -157,18 +160,19 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, dtype: str) -> None:
     save_folder(reference.to(stored), tmp_path)
     model, config = load_model(tmp_path, dtype=dtype, device="cpu")
     assert model.dtype is getattr(torch, dtype)
-    stays = stored is torch.bfloat16 and dtype == "float32" and kernels.cpu() is not None  # what matrices are stored in
+    stays = stored is torch.bfloat16 and dtype == "float32" and kernels() is not None  # what matrices are stored in
     narrow = stored if stays else model.dtype
     assert {parameter.dtype for parameter in model.parameters()} == {model.dtype, narrow}
     assert torch.equal(model.embed_tokens.weight, reference.model.embed_tokens.weight.to(narrow))
     ids = random_ids(1, 16)
     expected = reference.float()(ids).logits
-    logits = model(ids)
-    assert logits.dtype == model.dtype
-    assert torch.nn.functional.cosine_similarity(logits.float(), expected, dim=-1).min() > 0.99
-    cache = KVCache.from_model_config(config, 16, dtype=dtype, device="cpu")
-    model(ids[:, :-1], cache)
-    assert model(ids[:, -1:], cache).float().isclose(logits[:, -1:].float(), atol=0.5).all()
+    for run in WAYS.values():
+        logits = run(model, NoCache(), ids)
+        assert logits.dtype == model.dtype
+        assert cosine_similarity(logits.float(), expected, dim=-1).min() > 0.99
+        cache = KVCache.from_model_config(config, 16, dtype=dtype, device="cpu")
+        run(model, cache, ids[:, :-1])
+        assert run(model, cache, ids[:, -1:]).float().isclose(logits[:, -1:].float(), atol=0.5).all()
 
 
 @torch.inference_mode()
@@ -181,7 +185,8 @@ def test_16_bit(tmp_path: Path, family: str, dtype: str) -> None:
     model, _ = load_model(tmp_path, dtype=dtype, device="cpu")
     ids = random_ids(2, 30)
     expected = reference(ids).logits
-    assert torch.nn.functional.cosine_similarity(model(ids).float(), expected, dim=-1).min() > 0.99
+    for run in WAYS.values():
+        assert cosine_similarity(run(model, NoCache(2), ids).float(), expected, dim=-1).min() > 0.99
     embedded = reference.to(model.dtype).model.embed_tokens(ids.flatten())
     assert torch.equal(model.embed(ids.flatten(), torch.zeros(60)), embedded)  # wherever they stand
 
@@ -203,8 +208,9 @@ def test_older_config_keys(tmp_path: Path, name: str, type_key: str) -> None:
     path.write_text(json.dumps(config))
     after = load(tmp_path)
     assert after.config == before.config
-    assert torch.equal(after(random_ids()), before(random_ids()))
-    assert difference(after(random_ids()), reference(random_ids()).logits) <= TOLERANCE
+    ids = random_ids()
+    assert torch.equal(kernel_logits(after, NoCache(2), ids), kernel_logits(before, NoCache(2), ids))
+    check_logits(after, ids, reference(ids).logits)
 
 
 def test_eos_ids_come_from_both_configs(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import torch
 from mocks import CACHES, naive_attention, sees
 from torch import Tensor
 
-from infer import SlidingCache, kernels
+from infer import SlidingCache
+from infer.backend.cpu.functions import CpuAttention
 from infer.cache import BaseCache, NoCache
 from infer.models.common import Attention, Pass
-from infer.ops import attention as ops
+from infer.models.rows import Row, pack
+from infer.nn import attention as attending
 from infer.nn.rope import Rope
 
 SCALE = 0.4
@@ -21,6 +23,8 @@ LENGTH = 9
 # How 9 tokens are fed: whole, token by token, in chunks, and as prefill and decode.
 SPLITS = [(9,), (1,) * 9, (4, 5), (2, 3, 4), (5, 1, 1, 2), (6, 1, 1, 1)]
 WINDOWS = [None, 1, 3, 8, 9, 100]
+# What computes it: plain torch, or a backend's kernel.
+KERNELS = pytest.mark.parametrize("kernel", [None, CpuAttention()], ids=["torch", "kernel"])
 
 
 @pytest.fixture(params=CACHES, ids=lambda cls: cls.__name__)
@@ -54,13 +58,13 @@ class TestVisibility:
     def test_rule_pair_by_pair(self, window: int | None) -> None:
         q_pos = torch.tensor([0, 3, 4, 9])
         k_pos = torch.tensor([-1, 0, 1, 4, 3, -1, 9, 12])  # empty slots, and in no order
-        mask = ops.visible(q_pos, k_pos, window)
+        mask = attending.visible(q_pos, k_pos, window)
         assert mask.tolist() == [[sees(q, k, window) for k in k_pos.tolist()] for q in q_pos.tolist()]
 
     def test_rows_of_different_lengths(self) -> None:
         q_pos = torch.tensor([[2], [5]])
         k_pos = torch.tensor([[0, 1, 2, -1], [3, 4, 5, 2]])
-        mask = ops.visible(q_pos, k_pos, 3)
+        mask = attending.visible(q_pos, k_pos, 3)
         assert mask.tolist() == [[[True, True, True, False]], [[True, True, True, False]]]
 
     @pytest.mark.parametrize("window", [None, 1, 2, 3, 7, 100])
@@ -69,7 +73,7 @@ class TestVisibility:
     def test_span_mask_is_the_rule(self, start: int, n: int, window: int | None) -> None:
         """For n queries behind `start` keys: where those begin does not matter."""
         keys = start + n
-        mask = ops.span_mask(n, keys, window, torch.device("cpu"))
+        mask = attending.span_mask(n, keys, window, torch.device("cpu"))
         if mask is None:
             got = [[True] * keys] * n
         elif isinstance(mask, str):
@@ -80,112 +84,112 @@ class TestVisibility:
         assert got == [[sees(start + i, k, window) for k in range(keys)] for i in range(n)]
 
 
+@KERNELS
 class TestAttend:
     @pytest.mark.parametrize("window", WINDOWS)
     @pytest.mark.parametrize("split", SPLITS, ids=str)
-    def test_windows_and_chunks(self, cache_class: type[BaseCache], split: tuple[int, ...], window: int | None) -> None:
+    def test_windows_and_chunks(
+        self, kernel: Any, cache_class: type[BaseCache], split: tuple[int, ...], window: int | None
+    ) -> None:
         qkv = random_qkv(4, 2, batch=2)
         cache = cache_class.allocate(1, 2, 8, LENGTH, batch_size=2, dtype="float32", device="cpu")
-        outputs = attend_in_parts(cache, qkv, split, window=window)
+        outputs = attend_in_parts(cache, qkv, split, window=window, kernel=kernel)
         assert_close(outputs, naive_attention(*qkv, scale=SCALE, window=window))
 
     @pytest.mark.parametrize("window", WINDOWS)
     @pytest.mark.parametrize("split", SPLITS, ids=str)
     @pytest.mark.parametrize("prefill_chunk", [1, 2, 4, 9])
-    def test_rings(self, split: tuple[int, ...], prefill_chunk: int, window: int | None) -> None:
+    def test_rings(self, kernel: Any, split: tuple[int, ...], prefill_chunk: int, window: int | None) -> None:
         """Passes narrower than the ring's chunk, as wide, and wider."""
         qkv = random_qkv(4, 2, batch=2)
         layout = {"windows": [window], "prefill_chunk": prefill_chunk, "batch_size": 2}
         cache = SlidingCache.allocate(1, 2, 8, LENGTH, dtype="float32", device="cpu", **layout)
-        outputs = attend_in_parts(cache, qkv, split, window=window)
+        outputs = attend_in_parts(cache, qkv, split, window=window, kernel=kernel)
         assert_close(outputs, naive_attention(*qkv, scale=SCALE, window=window))
 
     @pytest.mark.parametrize("kept", [None, 5, 8])
     @pytest.mark.parametrize("split", SPLITS, ids=str)
-    def test_rings_that_keep_more_than_the_window(self, split: tuple[int, ...], kept: int | None) -> None:
+    def test_rings_that_keep_more_than_the_window(self, kernel: Any, split: tuple[int, ...], kept: int | None) -> None:
         qkv = random_qkv(4, 2)
         layout = {"windows": [kept], "prefill_chunk": 1}
         cache = SlidingCache.allocate(1, 2, 8, LENGTH, dtype="float32", device="cpu", **layout)
-        outputs = attend_in_parts(cache, qkv, split, window=3)
+        outputs = attend_in_parts(cache, qkv, split, window=3, kernel=kernel)
         assert_close(outputs, naive_attention(*qkv, scale=SCALE, window=3))
 
     @pytest.mark.parametrize("kv_heads", [1, 2])
     @pytest.mark.parametrize("ratio", [1, 3, 8])
-    def test_grouped_heads(self, cache_class: type[BaseCache], ratio: int, kv_heads: int) -> None:
+    def test_grouped_heads(self, kernel: Any, cache_class: type[BaseCache], ratio: int, kv_heads: int) -> None:
         qkv = random_qkv(ratio * kv_heads, kv_heads, batch=2)
         cache = cache_class.allocate(1, kv_heads, 8, LENGTH, batch_size=2, dtype="float32", device="cpu")
-        assert_close(attend_in_parts(cache, qkv, (4, 1, 1, 3)), naive_attention(*qkv, scale=SCALE))
+        assert_close(attend_in_parts(cache, qkv, (4, 1, 1, 3), kernel=kernel), naive_attention(*qkv, scale=SCALE))
 
     @pytest.mark.parametrize("window", WINDOWS)
-    def test_no_cache(self, window: int | None) -> None:
+    def test_no_cache(self, kernel: Any, window: int | None) -> None:
         qkv = random_qkv(6, 2, batch=2)
         cache = NoCache(batch_size=2)
         for _ in range(2):  # it has forgotten the first
             assert_close(
-                attend_in_parts(cache, qkv, (9,), window=window), naive_attention(*qkv, scale=SCALE, window=window)
+                attend_in_parts(cache, qkv, (9,), window=window, kernel=kernel),
+                naive_attention(*qkv, scale=SCALE, window=window),
             )
 
     @pytest.mark.parametrize("window", [None, 3])
-    def test_after_truncate(self, cache_class: type[BaseCache], window: int | None) -> None:
+    def test_after_truncate(self, kernel: Any, cache_class: type[BaseCache], window: int | None) -> None:
         q, k, v = random_qkv(4, 2)
         cache = cache_class.allocate(1, 2, 8, LENGTH, dtype="float32", device="cpu")
-        attend_in_parts(cache, (q, k.flip(2), v.flip(2)), (5, 1, 3), window=window)
+        attend_in_parts(cache, (q, k.flip(2), v.flip(2)), (5, 1, 3), window=window, kernel=kernel)
         cache.reset()
-        attend_in_parts(cache, (q, k, v), (5, 4), window=window)
+        attend_in_parts(cache, (q, k, v), (5, 4), window=window, kernel=kernel)
         cache.truncate(4)
-        rest = attend_in_parts(cache, (q[:, :, 4:], k[:, :, 4:], v[:, :, 4:]), (3, 1, 1), window=window)
+        rest = attend_in_parts(cache, (q[:, :, 4:], k[:, :, 4:], v[:, :, 4:]), (3, 1, 1), window=window, kernel=kernel)
         assert_close(rest, naive_attention(q, k, v, scale=SCALE, window=window)[:, :, 4:])
 
 
-@pytest.fixture
-def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "cpu", lambda: None)
-
-
-@pytest.mark.usefixtures("plain_torch")
 class TestBlocks:
     """In plain torch a window layer's queries attend in blocks, each to its own window's keys."""
 
     @staticmethod
-    def check(n: int, cached: int, window: int, masks: ops.Masks) -> None:
+    def check(n: int, cached: int, window: int, masks: attending.Masks) -> None:
         q, k, v = random_qkv(2, 1, length=cached + n)
-        got = ops.span_attention(q[:, :, cached:], k, v, scale=SCALE, window=window, masks=masks)
+        got = attending.span_attention(q[:, :, cached:], k, v, scale=SCALE, window=window, masks=masks)
         assert_close(got, naive_attention(q, k, v, scale=SCALE, window=window)[:, :, cached:])
 
     @pytest.mark.parametrize("cached", [0, 1, 3, 17])
     @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 9, 18, 99])
     def test_small_blocks(self, monkeypatch: pytest.MonkeyPatch, window: int, cached: int) -> None:
-        monkeypatch.setattr(ops, "BLOCK", 4)
+        monkeypatch.setattr(attending, "BLOCK", 4)
         for n in range(1, 3 * 4 + 6):
             self.check(n, cached, window, {})
 
     @pytest.mark.parametrize("cached", [0, 50])
-    @pytest.mark.parametrize("window", [1, 2, ops.BLOCK - 1, ops.BLOCK, ops.BLOCK + 1, 4 * ops.BLOCK])
-    @pytest.mark.parametrize("n", [ops.BLOCK + 1, 3 * ops.BLOCK + 5])
+    @pytest.mark.parametrize(
+        "window", [1, 2, attending.BLOCK - 1, attending.BLOCK, attending.BLOCK + 1, 4 * attending.BLOCK]
+    )
+    @pytest.mark.parametrize("n", [attending.BLOCK + 1, 3 * attending.BLOCK + 5])
     def test_blocks(self, n: int, window: int, cached: int) -> None:
-        masks: ops.Masks = {}
+        masks: attending.Masks = {}
         self.check(n, cached, window, masks)
         assert len(masks) <= 3  # the first block, those between, the last
-        assert all(queries <= max(window, ops.BLOCK) for queries, _, _ in masks)
+        assert all(queries <= max(window, attending.BLOCK) for queries, _, _ in masks)
         assert all(keys < queries + window for queries, keys, _ in masks)
 
-    @pytest.mark.parametrize("n", [4 * ops.BLOCK, 4 * ops.BLOCK + 5])
-    @pytest.mark.parametrize("window", [3, ops.BLOCK + 1])
+    @pytest.mark.parametrize("n", [4 * attending.BLOCK, 4 * attending.BLOCK + 5])
+    @pytest.mark.parametrize("window", [3, attending.BLOCK + 1])
     def test_a_mask_is_shared_by_blocks_and_layers(
         self, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable, n: int, window: int
     ) -> None:
         seen: list[Any] = []  # every mask that attention was given, kept alive: an id stands for one object
-        attention = ops.attention
+        attention = attending.attention
 
-        def spy(q: Tensor, k: Tensor, v: Tensor, *, mask: ops.Mask, **settings: Any) -> Tensor:
+        def spy(q: Tensor, k: Tensor, v: Tensor, *, mask: attending.Mask, **settings: Any) -> Tensor:
             seen.append(mask)
             return attention(q, k, v, mask=mask, **settings)
 
-        monkeypatch.setattr(ops, "attention", spy)
+        monkeypatch.setattr(attending, "attention", spy)
         kinds = {"layer_types": ("sliding_attention",) * 4, "sliding_window": window}
         model = tiny_model(num_hidden_layers=4, max_position_embeddings=1024, **kinds)
         model(torch.zeros(1, n, dtype=torch.long))
-        blocks = -(-n // max(window, ops.BLOCK))
+        blocks = -(-n // max(window, attending.BLOCK))
         assert blocks >= 4
         assert len(seen) == 4 * blocks
         assert len({id(mask) for mask in seen}) <= 3
@@ -202,29 +206,13 @@ class TestRing:
             for position in range(end):
                 ring[:, :, position % slots] = position
             for first in range(max(0, end - slots), end + 1):
-                span = ops.ring_span(ring, first, end)
+                span = attending.ring_span(ring, first, end)
                 assert span.shape == (2, 3, end - first, 2)
                 assert span[1, 2, :, 1].tolist() == list(range(first, end))
 
     def test_span_without_a_wrap_is_a_view(self) -> None:
         ring = torch.randn(1, 2, 6, 4)
-        assert ops.ring_span(ring, 8, 12).data_ptr() == ring[:, :, 2:].data_ptr()
-
-    @pytest.mark.parametrize("compiled", [False, True])
-    @pytest.mark.parametrize("batch", [1, 2])
-    @pytest.mark.parametrize("end", [1, 4, 6, 7, 9, 12, 13, 25])
-    def test_attention(self, monkeypatch: pytest.MonkeyPatch, end: int, batch: int, compiled: bool) -> None:
-        if not compiled:
-            monkeypatch.setattr(kernels, "cpu", lambda: None)
-        slots, window = 6, 4
-        q, k, v = random_qkv(6, 2, batch=batch, length=end)
-        rings = [torch.full((batch, 2, slots, 8), torch.nan) for _ in range(2)]
-        for position in range(end):
-            for ring, rows in zip(rings, (k, v), strict=True):
-                ring[:, :, position % slots] = rows[:, :, position]
-        with torch.inference_mode():
-            got = ops.ring_attention(q[:, :, -1:], *rings, max(0, end - window), end, scale=SCALE)
-        assert_close(got, naive_attention(q, k, v, scale=SCALE, window=window)[:, :, -1:])
+        assert attending.ring_span(ring, 8, 12).data_ptr() == ring[:, :, 2:].data_ptr()
 
 
 class TestAttentionLayer:
@@ -242,9 +230,11 @@ class TestAttentionLayer:
     def feed(layer: Attention, x: Tensor, cache: BaseCache, tiny_config: Callable) -> Tensor:
         """x [1, n, C] -> [1, n, C], without the residual."""
         n = x.shape[1]
-        ropes = {"full_attention": Rope(tiny_config().rope, 8)}
-        out = layer(x[0], torch.zeros(n, 32), Pass(1, n, cache.positions(n), ropes, {}, cache))
-        cache.advance(n)
+        rows = pack([Row(cache, [0] * n)], x.device)
+        out = layer(
+            x[0], torch.zeros(n, 32), Pass(rows, {"full_attention": Rope(tiny_config().rope, 8)(rows.positions)})
+        )
+        rows.advance()
         return out[None]
 
     def test_prefill_then_decode(self, layer: Attention, cache: BaseCache, tiny_config: Callable) -> None:
@@ -264,7 +254,6 @@ class TestAttentionLayer:
             assert_close(out[:, 0], self.feed(layer, x[:, : i + 1], NoCache(), tiny_config)[:, i])
 
 
-@pytest.mark.usefixtures("plain_torch")
 class TestMaskIsBuiltRarely:
     KINDS = {  # noqa: RUF012
         "full": {},
@@ -276,13 +265,13 @@ class TestMaskIsBuiltRarely:
     def built(self, monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
         """The windows that masks were built for."""
         built: list[int | None] = []
-        visible = ops.visible
+        visible = attending.visible
 
         def counted(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
             built.append(window)
             return visible(q_pos, k_pos, window)
 
-        monkeypatch.setattr(ops, "visible", counted)
+        monkeypatch.setattr(attending, "visible", counted)
         return built
 
     @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +10,9 @@ import torch
 from mocks import MockModel, MockTokenizer
 
 from infer import GenerationResult, KVCache, SamplingParams, SlidingCache, generate, generate_batch
-from infer.cache import BatchCache
+from infer.backend.cpu.backend import CpuBackend
 from infer.models.common import Decoder
+from infer.models.rows import Row
 
 WINDOW = 5
 WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": WINDOW}
@@ -61,13 +62,6 @@ def check(model: Decoder, prompts: list[list[int]], params: Any = None, **option
     alone = [generate(model, LETTERS, *one, **options) for one in zip(prompts, each, strict=True)]
     assert [outcome(result) for result in results] == [outcome(result) for result in alone]
     return results
-
-
-def fed(model: Decoder) -> list[tuple[int, ...]]:
-    """A list that will hold the shape of whatever the model is fed."""
-    shapes: list[tuple[int, ...]] = []
-    model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-    return shapes
 
 
 class TestRowsAreThoseOfEachAlone:
@@ -156,23 +150,31 @@ class TestSeeds:
 
 
 class TestSteps:
-    def test_nothing_is_padded_and_rows_leave_when_done(self, llama: Decoder) -> None:
-        shapes = fed(llama)
+    def test_nothing_is_padded_and_rows_leave_when_done(self, llama: Decoder, fed: list[list[int]]) -> None:
         params = [SamplingParams(max_new_tokens=count) for count in (3, 1, 5)]
         results = generate_batch(llama, LETTERS, [PROMPTS[4], PROMPTS[0], PROMPTS[1]], params)
-        assert shapes == [(1, 13), (1, 1), (1, 4), (2, 1), (2, 1), (1, 1), (1, 1)]
+        assert fed == [[13, 1, 4], [1, 1], [1, 1], [1], [1]]
         assert [len(result.timing.decode_times_s) for result in results] == [2, 0, 4]
         assert all(result.timing.prefill_time_s > 0 for result in results)
 
-    def test_chunks(self, llama: Decoder) -> None:
-        shapes = fed(llama)
-        generate_batch(llama, LETTERS, [PROMPTS[4], PROMPTS[3]], SamplingParams(max_new_tokens=2), prefill_chunk=5)
-        assert [size for _, size in shapes] == [5, 5, 3, 5, 1, 1]
+    def test_chunks(self, llama: Decoder, fed: list[list[int]]) -> None:
+        """A row goes on as soon as its own prompt is through."""
+        params = SamplingParams(max_new_tokens=3)
+        generate_batch(llama, LETTERS, [PROMPTS[4], PROMPTS[3], PROMPTS[0]], params, prefill_chunk=5)
+        assert fed == [[5, 5, 1], [5, 1, 1], [3, 1, 1], [1, 1], [1]]
 
-    def test_done_with_the_first_token(self, llama: Decoder) -> None:
-        shapes = fed(llama)
+    def test_done_with_the_first_token(self, llama: Decoder, fed: list[list[int]]) -> None:
         generate_batch(llama, LETTERS, PROMPTS, SamplingParams(max_new_tokens=1))
-        assert shapes == [(1, length) for length in LENGTHS]
+        assert fed == [LENGTHS]
+
+    def test_long_prompts_do_not_go_into_one_pass(
+        self, llama: Decoder, fed: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As many as it should have tokens, or one by itself."""
+        monkeypatch.setattr("infer.engine.runner.PASS_TOKENS", 10)
+        check(llama, PROMPTS, SamplingParams(max_new_tokens=2))
+        assert fed[:4] == [[1, 4, 5], [6], [13], [5]]
+        assert fed[4] == [1] * 6
 
     def test_caches_are_as_long_as_each_row_needs(self, tiny_model: Callable[..., Decoder]) -> None:
         model = tiny_model(**WINDOWS)
@@ -270,15 +272,20 @@ class TestRefusals:
 
 
 def test_a_mix_up_of_rows_would_be_seen(tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts are such that a row which read its neighbour's keys would answer otherwise."""
+    """The prompts are such that a row which was given its neighbour's keys would answer otherwise."""
     model = tiny_model(**WINDOWS)
     right = generate_batch(model, LETTERS, PROMPTS, SamplingParams(max_new_tokens=12))
-    attend = BatchCache.attend
+    run = CpuBackend.run
 
-    def rotated(cache: BatchCache, *args: Any, **options: Any) -> torch.Tensor:
-        return attend(cache, *args, **options).roll(1, 0)
+    def rotated(backend: CpuBackend, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """Of a step, every row is fed to the next one's cache."""
+        if len(rows) < 2 or {len(row.tokens) for row in rows} != {1}:
+            return run(backend, rows)
+        caches = [row.cache for row in rows]
+        mixed = [Row(cache, *row[1:]) for cache, row in zip(caches[1:] + caches[:1], rows, strict=True)]
+        return run(backend, mixed)
 
-    monkeypatch.setattr(BatchCache, "attend", rotated)
+    monkeypatch.setattr(CpuBackend, "run", rotated)
     wrong = generate_batch(model, LETTERS, PROMPTS, SamplingParams(max_new_tokens=12))
     assert all(a.token_ids != b.token_ids for a, b in zip(right, wrong, strict=True))
 

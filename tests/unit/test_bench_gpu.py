@@ -21,7 +21,10 @@ from matplotlib.image import imread
 from infer.loader.hf_config import config_from_hf
 from infer.models.common import Decoder
 from infer.models.registry import build_model
-from infer.ops import fused, gpu_attention
+
+pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
+
+from infer.backend.gpu import attention, step
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MACHINE = {"device": "cuda", "name": "Abacus 9", "torch": "2.0", "cuda": "13", "triton": None, "dtype": "bfloat16"}
@@ -501,7 +504,7 @@ class TestBareSteps:
         """They take turns, and the first turn does not count."""
 
         def captured(model: SimpleNamespace, caches: list[int]) -> bool:
-            return fused.attend_step is gpu_attention.attend_step
+            return step.attend_step is attention.attend_step
 
         seen: list[bool] = []
 
@@ -515,11 +518,11 @@ class TestBareSteps:
         found = gpu.gpu_steps.measure(SimpleNamespace(), [300, 400], trials=3)
         assert seen == [True, False] * 4
         assert found == {"as it is": 5.0, "no attention": 6.0}
-        assert fused.attend_step is gpu_attention.attend_step
+        assert step.attend_step is attention.attend_step
 
     def test_nothing_comes_of_no_attention(self, gpu: SimpleNamespace) -> None:
         with gpu.gpu_steps.without_attention():
-            out = fused.attend_step(SimpleNamespace(heads=4, head_dim=8), torch.empty(3, 64, dtype=torch.bfloat16))
+            out = step.attend_step(SimpleNamespace(heads=4, head_dim=8), torch.empty(3, 64, dtype=torch.bfloat16))
         assert (out.shape, out.dtype) == ((3, 32), torch.bfloat16)
 
     def test_caches_are_filled(self, gpu: SimpleNamespace) -> None:

@@ -13,11 +13,15 @@ from mocks import CACHES, LAYOUT_NAMES, LAYOUTS, STORED, as_stored
 from torch import Tensor, nn
 
 from infer import GrowingCache, KVCache, ModelConfig, SlidingCache
-from infer.cache import BaseCache, BatchCache, Cache, NoCache, TracedCache
+from infer.backend.cpu import kernels
+from infer.backend.cpu.functions import CpuAttention
+from infer.cache import BaseCache, Cache, NoCache, TracedCache
 from infer.cache.debug import DebugCache
 from infer.cache.int8 import GROUP, decode, encode, values_in
 from infer.cache.int8 import width as stored_width
 from infer.cache.ring import layer_slots
+from infer.cache.table import BITS, FILLED, SLOTS, STRIDE, K, V
+from infer.engine.model import all_logits
 from infer.models.common import Decoder
 
 SIZES = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "max_seq_len": 16}
@@ -452,8 +456,10 @@ class TestSlidingCache:
         )
 
     @staticmethod
-    def feed(model: Decoder, cache: Cache, ids: Tensor, chunk: int) -> Tensor:
-        """All logits [B, S, V] of feeding ids in chunks."""
+    def feed(model: Decoder, cache: Cache, ids: Tensor, chunk: int, compiled: bool = False) -> Tensor:
+        """All logits [B, S, V] of feeding ids in chunks; compiled: through the backend, which writes where they lie."""
+        if compiled:
+            return torch.cat([all_logits(model, cache, part) for part in ids.split(chunk, 1)], 1)
         return torch.cat([model(part, kv_cache=cache, all_logits=True) for part in ids.split(chunk, 1)], 1)
 
     def test_layout(self) -> None:
@@ -488,15 +494,16 @@ class TestSlidingCache:
         self.feed(model, cache, random_ids(1, 39), 7)
         assert [t.data_ptr() for t in cache.k + cache.v] == memory
 
-    @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3, 39])
     @pytest.mark.parametrize("chunk", [1, 3, WINDOW, WINDOW + 1, 40])
     @pytest.mark.parametrize("prefill_chunk", [1, 3, WINDOW, 40])
-    def test_around_the_ring(self, model: Decoder, length: int, chunk: int, prefill_chunk: int) -> None:
-        ids = random_ids(2, length)
-        cache = self.make(model, prefill_chunk, batch_size=2)
-        assert_close(self.feed(model, cache, ids, chunk), model(ids))
-        last = random_ids(2, 1, seed=1)
-        assert_close(model(last, kv_cache=cache), model(torch.cat((ids, last), 1))[:, -1:])
+    @pytest.mark.parametrize("compiled", [False, True], ids=["torch", "kernels"])
+    def test_around_the_ring(self, model: Decoder, compiled: bool, chunk: int, prefill_chunk: int) -> None:
+        for length in (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3, 39):
+            ids = random_ids(2, length)
+            cache = self.make(model, prefill_chunk, batch_size=2)
+            assert_close(self.feed(model, cache, ids, chunk, compiled), model(ids))
+            last = random_ids(2, 1, seed=1)
+            assert_close(self.feed(model, cache, last, 1, compiled), model(torch.cat((ids, last), 1))[:, -1:])
 
     @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch says so once where the CPU has no bf16
     @pytest.mark.parametrize("chunk", [1, 3, 40])
@@ -512,10 +519,13 @@ class TestSlidingCache:
     @pytest.mark.parametrize("chunk", [1, 4, 40])
     @pytest.mark.parametrize("prefill_chunk", [1, 3, WINDOW + 2])
     @pytest.mark.parametrize("length", [3, WINDOW + 2, 17])
-    def test_truncates_as_far_as_it_holds(self, model: Decoder, length: int, prefill_chunk: int, chunk: int) -> None:
+    @pytest.mark.parametrize("compiled", [False, True], ids=["torch", "kernels"])
+    def test_truncates_as_far_as_it_holds(
+        self, model: Decoder, compiled: bool, length: int, prefill_chunk: int, chunk: int
+    ) -> None:
         ids, last = random_ids(1, length), random_ids(1, 2, seed=1)
         full = self.make(model, prefill_chunk)
-        self.feed(model, full, ids, chunk)
+        self.feed(model, full, ids, chunk, compiled)
         slots = WINDOW + prefill_chunk
         for target in range(length + 1):
             cache = copy.deepcopy(full)
@@ -524,13 +534,14 @@ class TestSlidingCache:
                 cache.truncate(target)
                 assert cache.seq_len == target
                 tokens = torch.cat((ids[:, :target], last), 1)
-                assert_close(self.feed(model, cache, last, 1), model(tokens)[:, -2:])
+                assert_close(self.feed(model, cache, last, 1, compiled), model(tokens)[:, -2:])
             else:
                 with pytest.raises(ValueError, match=rf"cannot truncate to {target}: .* have been overwritten; reset"):
                     cache.truncate(target)
                 assert cache.seq_len == length
                 assert all(map(torch.equal, stored(cache), stored(full)))
-                assert torch.equal(self.feed(model, cache, last, 1), self.feed(model, copy.deepcopy(full), last, 1))
+                again = self.feed(model, copy.deepcopy(full), last, 1, compiled)
+                assert torch.equal(self.feed(model, cache, last, 1, compiled), again)
 
     def test_a_window_of_one_truncates_anywhere(self, tiny_model: Callable) -> None:
         """The token that follows sees itself alone: nothing that was overwritten is missed."""
@@ -640,132 +651,86 @@ class TestSlidingCache:
             SlidingCache.allocate(2, 2, 64, 10**6, **layout)
 
 
-class TestBatchCache:
-    LENGTHS = (1, 4, 11)
-
-    @pytest.fixture(params=["llama", "qwen3", "gemma3"])
-    def model(self, request: pytest.FixtureRequest, tiny_model: Callable) -> Decoder:
-        return tiny_model(model_type=request.param)
+class TestTable:
+    """Where kernels may write the next keys themselves. Asking changes nothing."""
 
     @pytest.fixture
-    def gemma(self, tiny_model: Callable) -> Decoder:
-        return tiny_model(model_type="gemma3")
+    def model(self, tiny_model: Callable) -> Decoder:
+        return tiny_model(model_type="gemma3", sliding_window=WINDOW)
 
     @staticmethod
-    def rows(model: Decoder, capacity: int = 20) -> list[Any]:
-        """One of each layout, in turn filled with 1, 4 and 11 tokens."""
-        caches = [
-            cls.from_model_config(model.config, capacity, dtype="float32", device="cpu", **options)
-            for cls, options in LAYOUTS
-        ]
-        for i, cache in enumerate(caches):
-            model(TestBatchCache.prompt(i), kv_cache=cache)
-        return caches
+    def make(model: Decoder, cls: Any = KVCache, **options: Any) -> Any:
+        return cls.from_model_config(model.config, 24, **({"dtype": "float32", "device": "cpu"} | options))
 
-    @staticmethod
-    def prompt(row: int) -> Tensor:
-        return random_ids(1, TestBatchCache.LENGTHS[row % 3], seed=row)
+    @pytest.mark.parametrize("dtype", STORED)
+    @pytest.mark.parametrize("cls", [KVCache, SlidingCache])
+    def test_says_where_everything_lies(self, model: Decoder, cls: type[BaseCache], dtype: str) -> None:
+        cache = self.make(model, cls, dtype=dtype, batch_size=2)
+        fill(cache, 3)
+        before = copy.deepcopy(cache)
+        table = cache.table(model.config, torch.float32, 2)
+        assert table.shape[:2] == (3, 2)
+        for layer in range(3):
+            for row in range(2):
+                keys, values = cache.k[layer][row], cache.v[layer][row]
+                at = table[layer, row]
+                assert (at[K], at[V]) == (keys.data_ptr(), values.data_ptr())
+                assert (at[STRIDE], at[SLOTS]) == (keys[1].data_ptr() - keys[0].data_ptr(), keys.shape[1])
+                assert (at[FILLED], at[BITS]) == (3, keys.element_size() * 8)
+        assert (cache.seq_len, all(map(torch.equal, stored(cache), stored(before)))) == (3, True)
+        cache.advance(1)
+        assert (cache.table(model.config, torch.float32, 1)[:, :, FILLED] == 4).all()
 
-    @pytest.mark.parametrize("widths", [(1, 1, 1), (3, 1, 2), (7, 1)], ids=str)
-    def test_equals_its_rows_alone(self, model: Decoder, widths: tuple[int, ...]) -> None:
-        rows = self.rows(model)
-        batch = BatchCache(rows)
-        fed = [self.prompt(i) for i in range(len(rows))]
-        for step, width in enumerate(widths):
-            new = random_ids(len(rows), width, seed=100 + step)
-            fed = [torch.cat((before, new[i : i + 1]), 1) for i, before in enumerate(fed)]
-            logits = model(new, kv_cache=batch, all_logits=True)
-            assert logits.shape == (len(rows), width, 64)
-            for i, tokens in enumerate(fed):
-                assert_close(logits[i], model(tokens)[0, -width:])
-        assert [row.seq_len for row in rows] == [tokens.shape[1] for tokens in fed]
+    @pytest.mark.parametrize("cls", [KVCache, SlidingCache])
+    def test_is_of_the_tensors_it_has(self, model: Decoder, cls: type[BaseCache]) -> None:
+        """A copy has others, and so has a cache whose tensors were set."""
+        cache = self.make(model, cls)
+        first = cache.table(model.config, torch.float32, 1)[0, 0, K]
+        assert first == cache.k[0].data_ptr()
+        twin = copy.deepcopy(cache)
+        assert twin.table(model.config, torch.float32, 1)[0, 0, K] == twin.k[0].data_ptr() != first
+        cache.k = cache.k.clone() if cls is KVCache else [k.clone() for k in cache.k]
+        assert cache.table(model.config, torch.float32, 1)[0, 0, K] == cache.k[0].data_ptr() != first
 
-    def test_order_and_company_do_not_matter(self, gemma: Decoder) -> None:
-        ids = random_ids(len(LAYOUTS), 1, seed=9)
-        logits = gemma(ids, kv_cache=BatchCache(self.rows(gemma)))
-        backwards = gemma(ids.flip(0), kv_cache=BatchCache(self.rows(gemma)[::-1]))
-        assert_close(backwards.flip(0), logits)
-        some = gemma(ids[1:3], kv_cache=BatchCache(self.rows(gemma)[1:3]))
-        assert_close(some, logits[1:3])
+    @pytest.mark.parametrize("cls", [KVCache, SlidingCache])
+    def test_none_for_another_model(self, model: Decoder, tiny_config: Callable, cls: type[BaseCache]) -> None:
+        cache = self.make(model, cls)
+        assert cache.table(model.config, torch.float32, 1) is not None
+        assert cache.table(model.config, torch.bfloat16, 1) is None
+        for unlike in ({"num_hidden_layers": 2}, {"num_key_value_heads": 4}, {"head_dim": 8}):
+            config = tiny_config(model_type="gemma3", sliding_window=WINDOW, **unlike)
+            assert cache.table(config, torch.float32, 1) is None
+        other_windows = tiny_config(model_type="gemma3", sliding_window=WINDOW - 1)
+        assert (cache.table(other_windows, torch.float32, 1) is None) == (cls is SlidingCache)
 
-    def test_positions_and_sizes(self, gemma: Decoder) -> None:
-        rows = self.rows(gemma)[:3]
-        batch = BatchCache(rows)
-        assert batch.positions(2).tolist() == [[1, 2], [4, 5], [11, 12]]
-        assert batch.seq_len == 11
-        assert batch.capacity == 20
-        assert batch.memory_bytes == sum(row.memory_bytes for row in rows)
-        small = KVCache.from_model_config(gemma.config, 6, dtype="float32", device="cpu")
-        small.advance(4)
-        assert BatchCache([*rows, small]).capacity == 11 + 2  # until the small one is full
+    def test_none_where_each_call_must_be_seen(self, model: Decoder) -> None:
+        cache = self.make(model)
+        for other in (self.make(model, GrowingCache), NoCache(), TracedCache(cache, [0]), DebugCache(cache)):
+            assert other.table(model.config, torch.float32, 1) is None
 
-    def test_truncate_and_reset(self, model: Decoder) -> None:
-        rows = self.rows(model)[:4]  # 1, 4, 11 and 1 tokens
-        batch = BatchCache(rows)
-        batch.truncate(3)
-        assert [row.seq_len for row in rows] == [1, 3, 3, 1]
-        new = random_ids(4, 2, seed=50)
-        logits = model(new, kv_cache=batch)
-        for i in range(4):
-            assert_close(logits[i], model(torch.cat((self.prompt(i)[:, :3], new[i : i + 1]), 1))[0, -1:])
-        batch.reset()
-        assert [row.seq_len for row in rows] == [0] * 4
-        assert batch.seq_len == 0
-        assert_close(model(new, kv_cache=batch), model(new)[:, -1:])
+    def test_none_for_tensors_that_lie_otherwise(self, model: Decoder) -> None:
+        shape = tuple(self.make(model).k.shape)
+        turned = torch.zeros(shape).transpose(3, 4).contiguous().transpose(3, 4)
+        for k, v in ((turned, turned.clone()), (torch.zeros(shape), turned)):
+            assert KVCache(k, v).table(model.config, torch.float32, 1) is None
 
-    @pytest.mark.parametrize("seq_len", [-1, 12])
-    def test_truncate_refuses(self, gemma: Decoder, seq_len: int) -> None:
-        rows = self.rows(gemma)[:3]
-        with pytest.raises(ValueError, match=rf"cannot truncate to {seq_len}: the longest row has 11"):
-            BatchCache(rows).truncate(seq_len)
-        assert [row.seq_len for row in rows] == [1, 4, 11]
+    @pytest.mark.parametrize(("n", "offered"), [(1, True), (2, True), (3, False), (20, False)])
+    def test_none_for_a_pass_that_the_ring_cannot_hold(self, model: Decoder, n: int, offered: bool) -> None:
+        cache = self.make(model, SlidingCache, prefill_chunk=1)
+        fill(cache, 4)
+        assert (cache.table(model.config, torch.float32, n) is not None) == offered
 
-    @pytest.mark.parametrize("full", range(3))
-    @pytest.mark.parametrize("n", [1, 3])
-    def test_a_full_row_refuses_before_anything_is_written(self, gemma: Decoder, n: int, full: int) -> None:
-        rows = self.rows(gemma)[:3]
-        short = KVCache.from_model_config(gemma.config, 11 + n - 1, dtype="float32", device="cpu")
-        gemma(self.prompt(2), kv_cache=short)
-        rows[full] = short
-        before = copy.deepcopy(rows)
-        with pytest.raises(ValueError, match=f"overflow: 11 positions filled, {n} more asked for, capacity {10 + n}"):
-            gemma(random_ids(3, n), kv_cache=BatchCache(rows))
-        for row, was in zip(rows, before, strict=True):
-            assert row.seq_len == was.seq_len
-            assert all(map(torch.equal, stored(row), stored(was)))
-
-    def test_a_failed_pass_leaves_all_rows_as_they_were(self, gemma: Decoder) -> None:
-        rows = self.rows(gemma)
-        before = copy.deepcopy(rows)
-        for width in (1, 8):
-            with failing(gemma.layers[2]):
-                gemma(random_ids(len(rows), width), kv_cache=BatchCache(rows))
-            assert [row.seq_len for row in rows] == [row.seq_len for row in before]
-        ids = random_ids(len(rows), 2, seed=3)
-        assert torch.equal(gemma(ids, kv_cache=BatchCache(rows)), gemma(ids, kv_cache=BatchCache(before)))
-
-    @pytest.mark.parametrize("count", [1, 3])
-    @pytest.mark.parametrize("fed", [2, 4])
-    def test_the_batch_must_be_the_rows(self, gemma: Decoder, count: int, fed: int) -> None:
-        rows = self.rows(gemma)[:count]
-        with pytest.raises(ValueError, match=f"batch of {fed}, but the cache one of {count}"):
-            gemma(random_ids(fed, 1), kv_cache=BatchCache(rows))
-        assert [row.seq_len for row in rows] == list(self.LENGTHS[:count])
-
-    def test_update(self) -> None:
-        """Rows of one length have common keys, others have none."""
-        rows = [cls.allocate(**SIZES, dtype=torch.float32, device="cpu") for cls in (KVCache, GrowingCache)]
-        k, v = torch.randn(2, 2, 4, 3, 8).unbind()
-        got_k, got_v = BatchCache(rows).update(1, k, v)
-        assert torch.equal(got_k, k)
-        assert torch.equal(got_v, v)
-        rows[0].advance(3)
-        with pytest.raises(ValueError, match="rows of different lengths have no common keys"):
-            BatchCache(rows).update(1, k, v)
-
-    def test_no_rows(self) -> None:
-        with pytest.raises(ValueError, match="at least one row"):
-            BatchCache([])
+    @pytest.mark.parametrize("name", ["_store", "update", "attend"])
+    @pytest.mark.parametrize("cls", [KVCache, SlidingCache])
+    def test_none_for_a_subclass_with_its_own_way(self, model: Decoder, cls: type[BaseCache], name: str) -> None:
+        """Unless it has a table of its own too; one that adds something else keeps its parent's."""
+        different = type("Different", (cls,), {name: getattr(cls, name)})
+        assert self.make(model, different).table(model.config, torch.float32, 1) is None
+        assert self.make(model, type("Child", (different,), {})).table(model.config, torch.float32, 1) is None
+        sure = type("Sure", (cls,), {name: getattr(cls, name), "table": cls.table})
+        assert self.make(model, sure).table(model.config, torch.float32, 1) is not None
+        named = type("Named", (cls,), {"name": "mine"})
+        assert self.make(model, named).table(model.config, torch.float32, 1) is not None
 
 
 class TestEncoding:
@@ -929,25 +894,24 @@ class TestInt8:
             assert cache.attend(1, k, k, v, scale=1.0, window=window).dtype == dtype
 
     @pytest.mark.parametrize("window", [None, 3, 8])
-    @pytest.mark.parametrize("compiled", [True, False])
+    @pytest.mark.parametrize("kernel", [None, CpuAttention()], ids=["torch", "kernel"])
     def test_attends_to_what_is_stored(
-        self, layout: tuple[Any, dict[str, Any]], window: int | None, compiled: bool
+        self, layout: tuple[Any, dict[str, Any]], window: int | None, kernel: CpuAttention | None
     ) -> None:
         """The pass's own keys and values too: what a float cache gives of rounded ones."""
         cls, own = layout
         window = 8 if cls is SlidingCache and own and window is None else window
         rounding, plain = (cls.allocate(**SIZES, **own, dtype=dtype, device="cpu") for dtype in ("int8", "float32"))
-        with torch.inference_mode(compiled):
-            for n in (5, 1, 1, 4, 1, 2):
-                k, v = random_kv(rounding, n, seed=n)
-                q = random_kv(rounding, n, seed=50 + n)[0].repeat(1, 2, 1, 1)
-                for layer in range(2):
-                    got = rounding.attend(layer, q, k, v, scale=0.3, window=window)
-                    rounded = as_stored(k, rounding), as_stored(v, rounding)
-                    expected = plain.attend(layer, q, *rounded, scale=0.3, window=window)
-                    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
-                rounding.advance(n)
-                plain.advance(n)
+        for n in (5, 1, 1, 4, 1, 2):
+            k, v = random_kv(rounding, n, seed=n)
+            q = random_kv(rounding, n, seed=50 + n)[0].repeat(1, 2, 1, 1)
+            for layer in range(2):
+                got = rounding.attend(layer, q, k, v, scale=0.3, window=window, kernel=kernel)
+                rounded = as_stored(k, rounding), as_stored(v, rounding)
+                expected = plain.attend(layer, q, *rounded, scale=0.3, window=window)
+                torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
+            rounding.advance(n)
+            plain.advance(n)
 
     @pytest.mark.parametrize("chunk", [1, 2, 3, 5])
     def test_the_same_bytes_however_it_is_fed(self, layout: tuple[Any, dict[str, Any]], chunk: int) -> None:
@@ -959,24 +923,6 @@ class TestInt8:
                 cut.update(layer, k[:, :, start : start + chunk], v[:, :, start : start + chunk])
             cut.advance(min(chunk, 16 - start))
         assert all(map(torch.equal, stored(cut), stored(whole)))
-
-    def test_a_row_among_others_has_the_bytes_it_has_alone(self) -> None:
-        alone = [cls.allocate(**SIZES, dtype="int8", device="cpu") for cls in CACHES]
-        together = copy.deepcopy(alone)
-        batch = BatchCache(together)
-        for n in (3, 1, 5):
-            k, v = torch.randn(2, len(CACHES), 4, n, 8).unbind()
-            q = torch.randn(len(CACHES), 8, n, 8)
-            for layer in range(2):
-                got = batch.attend(layer, q, k, v, scale=1.0)
-                for i, row in enumerate(alone):
-                    own = slice(i, i + 1)
-                    assert torch.equal(got[own], row.attend(layer, q[own], k[own], v[own], scale=1.0))
-            batch.advance(n)
-            for row in alone:
-                row.advance(n)
-        for row, same in zip(alone, together, strict=True):
-            assert all(map(torch.equal, stored(row), stored(same)))
 
     @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3, 39])
     @pytest.mark.parametrize("chunk", [1, 3, WINDOW + 1, 40])
@@ -1054,6 +1000,45 @@ class TestInterrupted:
             cache.positions(1)
         cache.reset()
         assert cache.positions(1).tolist() == [[0]]
+
+    @pytest.mark.parametrize("n", [1, 20])  # all blocks in one call, and one by one
+    @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
+    @pytest.mark.parametrize("dtype", STORED)
+    def test_in_a_pass_of_kernels(
+        self,
+        dtype: str,
+        cls: type[BaseCache],
+        options: dict,
+        n: int,
+        tiny_model: Callable,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """What it has written by then does not count."""
+        model = tiny_model(model_type="gemma3", sliding_window=WINDOW)
+        cache = cls.from_model_config(model.config, 40, dtype=dtype, device="cpu", **options)
+        all_logits(model, cache, random_ids(1, 9))
+        untouched = copy.deepcopy(cache)
+        made, calls = kernels(), []
+
+        def interrupting(run: Callable) -> Callable:
+            def interrupted(*args: Any) -> None:
+                run(*args)
+                calls.append(run)
+                if len(calls) == (1 if n == 1 else 2):
+                    raise KeyboardInterrupt
+
+            return interrupted
+
+        for name in ("run", "before_attention"):
+            monkeypatch.setattr(made, name, interrupting(getattr(made, name)))
+        with pytest.raises(KeyboardInterrupt):
+            all_logits(model, cache, random_ids(1, n, seed=1))
+        monkeypatch.undo()
+        assert cache.seq_len == 9
+        for width in (1, 3, 20):
+            again, before = copy.deepcopy(cache), copy.deepcopy(untouched)
+            ids = random_ids(1, width, seed=2)
+            assert torch.equal(all_logits(model, again, ids), all_logits(model, before, ids))
 
     @pytest.mark.parametrize("cls", [KVCache, SlidingCache])
     @pytest.mark.parametrize("dtype", STORED)

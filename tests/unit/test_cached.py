@@ -22,8 +22,10 @@ from infer import (
     generate_ids_greedy_full,
     prefill,
 )
-from infer.cache import BatchCache, Cache, TracedCache
+from infer.backend import backend_for
+from infer.cache import TracedCache
 from infer.models.common import Decoder
+from infer.models.rows import Row
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
 NO_EOT = 63  # a token that no test generates
@@ -272,18 +274,18 @@ class TestSteps:
 
 
 class TestTracedCache:
-    def test_rows_of_a_ragged_batch(self, model: Decoder) -> None:
-        """A batch of traced rows: each row's cache keeps its own."""
-        prompts = some_ids(2, 9)
-        rows: list[Cache] = []
-        for prompt, length in zip(prompts, (9, 4), strict=True):
-            rows.append(TracedCache(make(model), [1]))
-            model(prompt[None, :length], kv_cache=rows[-1])
-        model(torch.tensor([[7], [8]]), kv_cache=BatchCache(rows))
-        for row, prompt, length, last in zip(rows, prompts, (9, 4), (7, 8), strict=True):
-            assert isinstance(row, TracedCache)
-            matrix = full_attention_matrix(model, [*prompt[:length].tolist(), last], trace_layer=1)
-            torch.testing.assert_close(row.rows[1], matrix[:, :, -1], atol=1e-6, rtol=0)
+    @pytest.mark.parametrize("way", ["torch", "backend"])
+    def test_rows_of_a_ragged_pass(self, model: Decoder, way: str) -> None:
+        """Each row's cache keeps its own."""
+        prompts, lengths, last = some_ids(2, 9), (9, 4), (7, 8)
+        caches = [TracedCache(make(model), [1]) for _ in prompts]
+        with torch.inference_mode():
+            run = model.run if way == "torch" else backend_for(model).run
+            run([Row(cache, ids[None, :n]) for cache, ids, n in zip(caches, prompts, lengths, strict=True)])
+            run([Row(cache, [token]) for cache, token in zip(caches, last, strict=True)])
+        for cache, ids, n, token in zip(caches, prompts, lengths, last, strict=True):
+            matrix = full_attention_matrix(model, [*ids[:n].tolist(), token], trace_layer=1)
+            torch.testing.assert_close(cache.rows[1], matrix[:, :, -1], atol=1e-6, rtol=0)
 
     def test_long_prompts_in_blocks(self, tiny_model: Make) -> None:
         """More queries than one block of the softmax in plain sight."""

@@ -19,8 +19,9 @@ from checkpoints import reference_model, save_gguf
 from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, WINDOW, Done, Run, assert_refused, chat_ids
 from matplotlib.image import imread
 
-from infer import KVCache, SamplingParams, Tokenizer, kernels, load_model, machine
+from infer import KVCache, SamplingParams, Tokenizer, load_model, machine
 from infer import generate as generate_tokens
+from infer.backend.cpu import backend as cpu_backend
 from infer.cli import main
 from infer.cli.common import DEFAULT_MODEL
 from infer.engine import generate as engine
@@ -99,7 +100,7 @@ class TestGenerate:
         args = ("generate", "hello", "--json", "--max-new-tokens", "8")
         expected = json.loads(run(*args).out)["token_ids"]
         with monkeypatch.context() as patch:
-            patch.setattr(KVCache, "attend", lambda *args, **options: pytest.fail("a cache was used"))
+            patch.setattr(KVCache, "__init__", lambda *args, **options: pytest.fail("a cache was made"))
             output = json.loads(run(*args, "--no-kv-cache").out)
         assert output["token_ids"] == expected
         assert output["cache_memory_bytes"] == 0
@@ -655,6 +656,7 @@ class TestInfo:
             "vocab_size": 128,
             "dtype": "float32",
             "device": "cpu",
+            "backend": "cpu: numba kernels",
             "quantize": None,
             "weights": "float32",
             "weight_bytes": weights,
@@ -669,6 +671,19 @@ class TestInfo:
             "largest_context": 100,
         }
         assert (done.status, done.err) == (0, "")
+
+    def test_backend(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What will run it, and why, before there is a model."""
+
+        def backend(*options: str) -> str:
+            return json.loads(run("info", "--json", "--device", "cpu", *options).out)["backend"]
+
+        for dtype in ("float32", "bfloat16", "float16"):
+            assert backend("--dtype", dtype) == "cpu: numba kernels"
+        none = "torch: INFER_KERNELS=0, numba is missing, or it is a dtype without kernels"
+        assert backend("--dtype", "float64") == none
+        monkeypatch.setenv("INFER_KERNELS", "0")
+        assert backend() == none
 
     @pytest.mark.parametrize(("quantize", "least", "most"), [("int4", 0.6, 1.2), ("int8", 1.0, 1.2)])
     def test_quantize(self, run: Run, quantize: str, least: float, most: float) -> None:
@@ -702,6 +717,7 @@ class TestInfo:
         assert lines["parameters"] == "0.1 M"
         assert lines["heads"] == "4 query, 2 key/value, 16 dimensions each"
         assert lines["weights"] == f"{4 * self.PARAMETERS / 1e3:.1f} kB in float32 on cpu, 4.00 bytes per weight"
+        assert lines["backend"] == "cpu: numba kernels"
         assert lines["cache per token"] == f"{CACHE_BYTES_PER_TOKEN} bytes"
         assert lines["context"] == f"{CONTEXT} positions, {CONTEXT * CACHE_BYTES_PER_TOKEN / 1e3:.1f} kB of cache"
         assert lines["largest that fits"].startswith("100 positions (")
@@ -801,11 +817,11 @@ class TestVerify:
         ]
 
     def test_without_kernels(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("INFER_KERNELS", "0")
-        monkeypatch.setattr(kernels, "cpu", lambda: None)
+        monkeypatch.setattr(cpu_backend, "kernels", lambda: None)
         done = run("verify", "--max-new-tokens", "3", "--also-threads", "1")
         assert done.status == 0
-        assert done.out.startswith("plain torch (INFER_KERNELS=0): paths agree within rounding\n")
+        why = "there are no kernels for this CPU: INFER_KERNELS=0, or numba is missing"
+        assert done.out.startswith(f"plain torch ({why}): paths agree within rounding\n")
         assert "the likeliest token is the same everywhere, near-ties aside" in done.err
 
     def test_windows(self, run: Run, windowed: Path, compared: list[list[int]]) -> None:

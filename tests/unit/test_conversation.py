@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from mocks import CACHES, STORED
-from torch import Tensor, nn
+from torch import Tensor
 
 from infer import SamplingParams, SlidingCache, generate
+from infer.backend import Row
+from infer.backend.cpu.backend import CpuBackend
 from infer.cache import BaseCache
 from infer.engine.conversation import Conversation, Encode, Message
 from infer.models.common import Decoder
@@ -33,24 +35,26 @@ class Letters:
 
 
 class Watched:
-    """A model that notes what it is fed, and can break off in the middle of a chosen pass."""
+    """Notes what a model is fed, and can break off before or after a chosen pass."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = model
         self.config = model.config
         self.fed: list[list[int]] = []
         self.break_before: int | None = None  # the number of the pass
         self.break_after: int | None = None
+        self.resting = False
+        self.run = CpuBackend.run
+        monkeypatch.setattr(CpuBackend, "run", lambda backend, rows: self.watch(backend, rows))
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.model.parameters()
-
-    def __call__(self, input_ids: Tensor, kv_cache: Any = None) -> Tensor:
+    def watch(self, backend: CpuBackend, rows: Sequence[Row]) -> list[Tensor]:
+        if self.resting:
+            return self.run(backend, rows)
         number = len(self.fed)
-        self.fed.append(input_ids[0].tolist())
+        self.fed.append(list(rows[0].tokens))
         if number == self.break_before:
             raise KeyboardInterrupt
-        logits = self.model(input_ids, kv_cache)
+        logits = self.run(backend, rows)
         if number == self.break_after:
             raise KeyboardInterrupt
         return logits
@@ -84,8 +88,8 @@ ENCODERS = [rendered, without_earlier_answers, with_other_answers, last_message_
 
 
 @pytest.fixture
-def model(tiny_model: Callable[..., Decoder]) -> Watched:
-    return Watched(tiny_model(eos_token_ids=(EOS,)))
+def model(tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(tiny_model(eos_token_ids=(EOS,)), monkeypatch)
 
 
 @pytest.fixture(params=STORED)
@@ -98,18 +102,27 @@ def cache(request: pytest.FixtureRequest, dtype: str, model: Watched) -> BaseCac
     return request.param.from_model_config(model.config, 200, dtype=dtype, device="cpu")
 
 
-def talk(model: Watched, cache: BaseCache, encode: Encode = rendered, **options: Any) -> Conversation:
-    return Conversation(model, Letters(), encode, cache, **options)
+class Chat(Conversation):
+    watched: Watched
 
 
-def fresh(chat: Conversation, text: str, params: SamplingParams = GREEDY) -> list[int]:
+def talk(model: Watched, cache: BaseCache, encode: Encode = rendered, **options: Any) -> Chat:
+    chat = Chat(model.model, Letters(), encode, cache, **options)
+    chat.watched = model
+    return chat
+
+
+def fresh(chat: Chat, text: str, params: SamplingParams = GREEDY) -> list[int]:
     """What a run that remembers nothing answers; from a cache if that rounds, or there is nothing to compare with."""
     prompt = chat.encode([*chat.messages, {"role": "user", "content": text}])
     how: dict[str, Any] = {"cache_dtype": "int8"} if chat.cache.quantized else {"use_kv_cache": False}  # type: ignore[attr-defined]
-    return generate(chat.model.model, Letters(), prompt, params, **how).token_ids  # type: ignore[attr-defined]
+    chat.watched.resting = True
+    tokens = generate(chat.model, Letters(), prompt, params, **how).token_ids
+    chat.watched.resting = False
+    return tokens
 
 
-def say(chat: Conversation, text: str, params: SamplingParams = GREEDY) -> list[int]:
+def say(chat: Chat, text: str, params: SamplingParams = GREEDY) -> list[int]:
     """Take a turn, and check that it is kept and is what a fresh run gives."""
     before = list(chat.messages)
     expected = fresh(chat, text, params)
@@ -215,6 +228,7 @@ def test_interrupting_a_pass(
     with monkeypatch.context() as patch:
         if when == "inside":
             patch.setattr(cache, "attend", interrupted)
+            patch.setattr(cache, "table", lambda *_: None)  # every layer attends
         else:
             patch.setattr(model, when, number)
         with pytest.raises(KeyboardInterrupt):
@@ -298,8 +312,8 @@ class TestRing:
     """A model with windows and a ring that wraps within one turn."""
 
     @pytest.fixture
-    def model(self, tiny_model: Callable[..., Decoder]) -> Watched:
-        return Watched(tiny_model(eos_token_ids=(EOS,), **WINDOWS))
+    def model(self, tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> Watched:
+        return Watched(tiny_model(eos_token_ids=(EOS,), **WINDOWS), monkeypatch)
 
     @pytest.fixture(params=[1, 4, 512])
     def cache(self, request: pytest.FixtureRequest, dtype: str, model: Watched) -> BaseCache:

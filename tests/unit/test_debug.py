@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from mocks import Letters
+from torch import Tensor
 
 from infer import KVCache, SamplingParams, Trace, generate, generate_batch
-from infer.cache import Cache
+from infer.backend import Row
+from infer.backend.cpu.backend import CpuBackend
 from infer.cache.debug import debugged
 from infer.models.common import Decoder
 
@@ -99,14 +101,13 @@ def test_off(model: Decoder, monkeypatch: pytest.MonkeyPatch, value: str | None)
     else:
         monkeypatch.setenv("KV_DEBUG", value)
     cache = KVCache.from_model_config(model.config, 20, dtype="float32", device="cpu")
-    seen: list[Cache | None] = []
-    forward = model.forward
+    seen, run = [], CpuBackend.run
 
-    def watch(*args: Any, **kwargs: Any) -> Any:
-        seen.append(kwargs["kv_cache"])
-        return forward(*args, **kwargs)
+    def watch(backend: CpuBackend, rows: Sequence[Row]) -> list[Tensor]:
+        seen.extend(row.cache for row in rows)
+        return run(backend, rows)
 
-    monkeypatch.setattr(model, "forward", watch)
+    monkeypatch.setattr(CpuBackend, "run", watch)
     generate(model, Letters(), PROMPT, SamplingParams(max_new_tokens=2), cache=cache)
     assert all(held is cache for held in seen)
     assert len(seen) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -11,28 +12,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from amount import amount
 from conftest import make_tiny_model
 from mocks import CACHES, RoundingNoCache
-from torch import Tensor
+from torch import Tensor, nn
 
-from infer import GrowingCache, KVCache, SlidingCache, kernels
-from infer.cache import BatchCache, Cache
+from infer import GrowingCache, KVCache, SlidingCache
+from infer.backend import Row, backend_for
+from infer.backend.cpu import backend as backend_module
+from infer.backend.cpu import functions, kernels
+from infer.backend.cpu.functions import CpuAttention
+from infer.backend.cpu.records import ACTIVATION_CODES
+from infer.cache import Cache, NoCache
+from infer.cache.table import Table
 from infer.cache.traced import TracedCache
 from infer.config import RopeConfig
+from infer.engine.model import all_logits, step
 from infer.models.common import Decoder
-from infer.ops import compiled, rowwise
+from infer.models.rows import ALL
 from infer.nn.activation import ACTIVATIONS, activated, gated
-from infer.nn.attention import ring_attention, ring_span, softmax_attention, span_attention
+from infer.nn.attention import ring_span, softmax_attention
 from infer.nn.linear import Linear
 from infer.nn.norm import LayerNorm, RMSNorm, ZeroCentredRMSNorm
-from infer.backend.parts import ACTIVATION_CODES
 from infer.nn.quantized import QuantizedWeight
 from infer.nn.rope import Rope, apply_rope
 
-pytestmark = pytest.mark.skipif(kernels.cpu() is None, reason="plain torch promises no bits")
+pytestmark = pytest.mark.skipif(kernels() is None, reason="plain torch promises no bits")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 any_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -95,10 +104,14 @@ def make_cache(cls: Any, model: Decoder, stored: Any = None, **options: Any) -> 
     return cls.from_model_config(model.config, 96, dtype=dtype, device="cpu", **options)
 
 
+def in_one_pass(model: Decoder, ids: Tensor) -> Tensor:
+    """Logits [B, n, V] of ids [B, n], without a cache."""
+    return all_logits(model, NoCache(ids.shape[0]), ids)
+
+
 def feed(model: Decoder, ids: Tensor, cache: Cache, chunk: int = LENGTH) -> Tensor:
     """Logits [n, V] at each of ids [1, n], which are fed in chunks."""
-    parts = [model(part, kv_cache=cache, all_logits=True)[0] for part in ids.split(chunk, 1)]
-    return torch.cat(parts)
+    return torch.cat([all_logits(model, cache, part)[0] for part in ids.split(chunk, 1)])
 
 
 # Each way to the logits of all positions, given the model, the tokens and what makes a cache.
@@ -126,21 +139,18 @@ def traced(model: Decoder, ids: Tensor, new: Callable[[], Cache]) -> Tensor:
 
 
 def among_others(model: Decoder, ids: Tensor, new: Callable[[], Cache]) -> Tensor:
-    """The last tokens with neighbours: rows of other lengths, and so many that torch would multiply otherwise."""
+    """The last tokens with neighbours: prompts, single tokens, and so many that torch would multiply otherwise."""
     n = ids.shape[1]
     cache, others = new(), [new() for _ in range(8)]
     first = feed(model, ids[:, : n - 6], cache)
     for i, other in enumerate(others[1:]):  # the first one is empty
-        model(tokens(model, (1, 2, 19)[i % 3], seed=i), kv_cache=other)
-    together = BatchCache([*others[:3], cache, *others[3:]])
-    last = []
-    for i in range(n - 6, n, 2):  # two tokens a row, and one
-        rows = torch.randint(0, model.config.vocab_size, (9, 2), generator=torch.Generator().manual_seed(i))
-        rows[3] = ids[0, i : i + 2]
-        if i == n - 2:
-            last += [model(rows[:, j : j + 1], kv_cache=together, all_logits=True)[3] for j in range(2)]
-        else:
-            last.append(model(rows, kv_cache=together, all_logits=True)[3])
+        step(model, other, tokens(model, (1, 2, 19)[i % 3], seed=i))
+    last, at = [], n - 6
+    for count, lengths in ((2, (1, 2, 19, 1)), (2, (2, 2, 2, 2)), (1, (1, 1, 1, 1)), (1, (1, 7, 1, 1))):
+        rows = [Row(other, tokens(model, lengths[i % 4], seed=at + i)) for i, other in enumerate(others)]
+        rows.insert(3, Row(cache, ids[:, at : at + count], ALL))
+        last.append(backend_for(model).run(rows)[3][0])
+        at += count
     return torch.cat((first, *last))
 
 
@@ -169,22 +179,28 @@ def float_caches(model: Decoder) -> dict[str, Callable[[], Cache]]:
     return made | {"small rings": partial(make_cache, SlidingCache, model, prefill_chunk=16)}
 
 
+def some(caches: dict[str, Callable[[], Cache]], turn: int) -> dict[str, Callable[[], Cache]]:
+    """One of them, or all in `make test-all`."""
+    return amount(caches, dict([list(caches.items())[turn % len(caches)]]))
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_bits_whatever_the_path(name: str, form: str) -> None:
     model = make_model(name, form)
     length = LENGTH if model.dtype is torch.float32 else SHORTER
     ids = tokens(model, length)
-    expected = model(ids)[0]
+    assert backend_for(model).name == "cpu"
+    expected = in_one_pass(model, ids)[0]
     assert expected.isfinite().all()
     assert expected.std() > 0.1
-    check(model, ids, float_caches(model), expected)
+    turn = list(MODELS).index(name) + FORMS.index(form)  # each model, and each form, meets every cache
+    check(model, ids, some(float_caches(model), turn), expected)
     for start in range(1, length, 20):
-        assert torch.equal(model(ids[:, :start])[0], expected[:start])
+        assert torch.equal(in_one_pass(model, ids[:, :start])[0], expected[:start])
     batch = torch.cat([tokens(model, length, seed=i) for i in range(1, 5)] + [ids, ids])
-    assert torch.equal(model(batch)[4:], expected.expand(2, -1, -1))
-    cache = make_cache(KVCache, model, batch_size=6)
-    assert torch.equal(model(batch, kv_cache=cache)[4:, 0], expected[-1:].expand(2, -1))
+    assert torch.equal(in_one_pass(model, batch)[4:], expected.expand(2, -1, -1))
+    assert torch.equal(step(model, make_cache(KVCache, model, batch_size=6), batch)[4:], expected[-1:].expand(2, -1))
 
 
 # Prompt lengths around every number of rows at which some kernel, of whatever device, is another.
@@ -208,12 +224,12 @@ def test_prompts_of_any_length(name: str, form: str, cache: Any) -> None:
     """As a whole with a cache and without, then one token more; against the longest in one pass."""
     model = make_model(name, form, max_position_embeddings=1024)
     ids = tokens(model, LENGTHS[-1] + 1)
-    expected = model(ids)[0]
+    expected = in_one_pass(model, ids)[0]
     for length in LENGTHS:
         held = cache.from_model_config(model.config, length + 1, dtype=model.dtype, device="cpu")
         got = feed(model, ids[:, :length], held, length), feed(model, ids[:, length : length + 1], held)
         assert torch.equal(torch.cat(got), expected[: length + 1]), length
-        assert torch.equal(model(ids[:, :length])[0], expected[:length]), length
+        assert torch.equal(in_one_pass(model, ids[:, :length])[0], expected[:length]), length
 
 
 @pytest.mark.parametrize(("name", "form"), [("llama", "float32"), ("gemma3", "bfloat16"), ("qwen3", "int4")])
@@ -224,21 +240,23 @@ def test_batches_of_any_size(name: str, form: str) -> None:
     alone = [feed(model, rows[i : i + 1], make_cache(KVCache, model), 3) for i in (0, 1, 7)]
     for count in (2, 8, 9, 16, 17, 128, 129, 256):
         cache = KVCache.from_model_config(model.config, 4, batch_size=count, dtype=model.dtype, device="cpu")
-        first = model(rows[:count, :3], kv_cache=cache, all_logits=True)
-        together = torch.cat((first, model(rows[:count, 3:], kv_cache=cache, all_logits=True)), 1)
+        together = torch.cat([all_logits(model, cache, rows[:count, part]) for part in (slice(3), slice(3, 4))], 1)
         for i, expected in zip((0, 1, 7), alone, strict=True):
             assert i >= count or torch.equal(together[i], expected), (count, i)
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2"])
+IN_8_BITS = list(itertools.product(["llama", "qwen3", "gemma3", "gpt2"], ["float32", "bfloat16", "int8"]))
+
+
+@pytest.mark.parametrize(("name", "form"), IN_8_BITS)
 def test_caches_of_8_bits_among_themselves(name: str, form: str) -> None:
     model = make_model(name, form)
     ids = tokens(model, LENGTH if model.dtype is torch.float32 else SHORTER)
     caches = {cls.__name__: partial(make_cache, cls, model, "int8") for cls in CACHES}
     expected = feed(model, ids, make_cache(KVCache, model, "int8"))
-    check(model, ids, caches, expected)
-    rounding = model(ids, kv_cache=RoundingNoCache(), all_logits=True)[0]
+    turn = sum(divmod(IN_8_BITS.index((name, form)), 3))
+    check(model, ids, some(caches, turn), expected)
+    rounding = all_logits(model, RoundingNoCache(), ids)[0]
     torch.testing.assert_close(expected, rounding, atol=0.3, rtol=0.1)
 
 
@@ -256,7 +274,7 @@ def test_any_number_of_threads(form: str, threads: Callable[[int], None]) -> Non
     ids, results = tokens(model, 20), []
     for count in (1, 2, 3):
         threads(count)
-        results.append(torch.cat((model(ids)[0], feed(model, ids, make_cache(KVCache, model), 7))))
+        results.append(torch.cat((in_one_pass(model, ids)[0], feed(model, ids, make_cache(KVCache, model), 7))))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -268,7 +286,7 @@ def digests() -> str:
         for name in ("llama", "gemma3", "gpt2"):
             for form in ("float32", "bfloat16", "int4"):
                 model = make_model(name, form)
-                logits = model(tokens(model)).float().contiguous()
+                logits = in_one_pass(model, tokens(model)).float().contiguous()
                 lines.append(hashlib.sha256(logits.numpy().tobytes()).hexdigest())
     return "\n".join(lines)
 
@@ -284,32 +302,6 @@ def test_another_process() -> None:
     assert run.stdout.strip() == digests()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("form", ["float32", "bfloat16"])
-def test_a_module_somebody_looks_into(name: str, form: str) -> None:
-    """In 16 bits each module keeps to the kernels. In float32 its block is plain torch, equal within rounding."""
-    model = make_model(name, form)
-    ids = tokens(model)
-    expected, seen = model(ids)[0], []
-    model.layers[1].self_attn.o_proj.register_forward_hook(lambda *_: seen.append(1))
-    got = model(ids)[0], feed(model, ids, make_cache(KVCache, model), 1)
-    assert len(seen) == 1 + ids.shape[1]
-    for logits in got:
-        if form == "bfloat16":
-            assert torch.equal(logits, expected)
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_with_gradients_plain_torch_runs() -> None:
-    with torch.inference_mode(False), torch.enable_grad():
-        model = make_model("gpt2", "float32").requires_grad_(True)
-        ids = tokens(model, 40)
-        logits = model(ids)
-        logits.sum().backward()
-        assert all(weight.grad is not None for weight in model.parameters())
-    torch.testing.assert_close(logits, model(ids), atol=1e-4, rtol=1e-4)
-
-
 def close_to(dtype: torch.dtype) -> dict[str, float]:
     digits = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     return {"atol": digits, "rtol": digits}
@@ -317,11 +309,10 @@ def close_to(dtype: torch.dtype) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", MODELS)
 @any_dtype
-def test_the_same_model_as_in_plain_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_model_as_in_plain_torch(name: str, dtype: torch.dtype) -> None:
     model = make_model(name, str(dtype).removeprefix("torch."))
     ids = tokens(model)
-    got = model(ids).float()
-    monkeypatch.setattr(kernels, "cpu", lambda: None)
+    got = in_one_pass(model, ids).float()
     expected = model.float()(ids)
     scale = expected.std().item()
     assert (got - expected).abs().mean() < 20 * scale * close_to(dtype)["atol"]
@@ -332,18 +323,26 @@ def test_the_same_model_as_in_plain_torch(name: str, dtype: torch.dtype, monkeyp
 SHAPES = [(1, 1), (3, 2), (5, 7), (16, 8), (17, 9), (33, 64), (64, 95), (70, 576)]  # rows and columns of a weight
 
 
+def make_product(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    made = Linear(1, 1, bias=bias is not None)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, requires_grad=False)
+    return made
+
+
 @any_dtype
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_products(rows: int, columns: int, bias: bool, dtype: torch.dtype) -> None:
-    weight, offset = torch.randn(rows, columns).to(dtype), torch.randn(rows).to(dtype) if bias else None
+    product = make_product(torch.randn(rows, columns).to(dtype), torch.randn(rows).to(dtype) if bias else None)
     x = (torch.randn(70, columns) * columns**-0.5).to(dtype)
-    whole = rowwise.linear(x, weight, offset)
-    expected = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    whole = functions.linear(x, product)
+    expected = F.linear(x.double(), product.weight.double(), product.bias.double() if bias else None)
     torch.testing.assert_close(whole.double(), expected, **close_to(dtype))
     for count in (1, 2, 3, 4, 5, 8, 16, 23, 64):
         for start in (0, 1, 6):
-            assert torch.equal(rowwise.linear(x[start : start + count], weight, offset), whole[start : start + count])
+            assert torch.equal(functions.linear(x[start : start + count], product), whole[start : start + count])
 
 
 @any_dtype
@@ -351,7 +350,7 @@ def test_weights_of_a_product_are_read_as_they_are(dtype: torch.dtype) -> None:
     """All numbers of 16 bits, the smallest and infinite ones too."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16 if dtype.itemsize > 2 else dtype)
     values = values.to(dtype)[:, None]
-    got = rowwise.linear(torch.ones(1, 1, dtype=dtype), values, None)[0]
+    got = functions.linear(torch.ones(1, 1, dtype=dtype), make_product(values))[0]
     assert torch.equal(got.nan_to_num(0.25), (values[:, 0] + 0.0).nan_to_num(0.25))
 
 
@@ -363,11 +362,10 @@ def test_norms(kind: Any, size: int, dtype: torch.dtype) -> None:
     for parameter in norm.parameters():
         parameter.copy_(torch.randn(size))
     x = torch.randn(2, 3, 17, size).to(dtype)
-    whole = rowwise.norm(x, norm)
-    assert all(torch.equal(rowwise.norm(x[:, :, i : i + 1], norm), whole[:, :, i : i + 1]) for i in range(17))
-    assert torch.equal(rowwise.norm(x.transpose(1, 2), norm), whole.transpose(1, 2))
-    assert dtype is torch.float32 or torch.equal(norm(x), whole)
-    torch.testing.assert_close(whole, norm.plain(x), **close_to(dtype))
+    whole = functions.norm(x, norm)
+    assert all(torch.equal(functions.norm(x[:, :, i : i + 1], norm), whole[:, :, i : i + 1]) for i in range(17))
+    assert torch.equal(functions.norm(x.transpose(1, 2), norm), whole.transpose(1, 2))
+    torch.testing.assert_close(whole, norm(x), **close_to(dtype))
 
 
 @any_dtype
@@ -376,10 +374,9 @@ def test_norms(kind: Any, size: int, dtype: torch.dtype) -> None:
 def test_activations(activation: str, inner: int, dtype: torch.dtype) -> None:
     x = (torch.randn(19, 2 * inner) * 4).to(dtype)
     for module, size in ((gated, inner), (activated, 2 * inner)):
-        function = partial(rowwise.activate, inner=size, code=ACTIVATION_CODES[activation])
+        function = partial(functions.activate, inner=size, activation=activation)
         whole = function(x)
         assert all(torch.equal(function(x[i : i + 3]), whole[i : i + 3]) for i in range(17))
-        assert dtype is torch.float32 or torch.equal(module(x, activation), whole)
         torch.testing.assert_close(whole, module(x.float(), activation).to(dtype), **close_to(dtype))
 
 
@@ -395,83 +392,92 @@ def test_attention(heads: int, kv_heads: int, head_dim: int, window: int | None,
     q = torch.randn(2, keys, heads, head_dim).to(dtype).transpose(1, 2)
     k, v = (torch.randn(2, keys, kv_heads, head_dim).to(dtype).transpose(1, 2) for _ in range(2))
     expected, _ = softmax_attention(q, k, v, scale=0.3, window=window)
-    attend = partial(span_attention, scale=0.3, window=window, masks={})
-    whole = attend(q, k, v)
+    attend = partial(CpuAttention(), scale=0.3, window=window)
+    whole = attend(q, k, v, end=keys)
     for start, end in [(0, 1), (0, 7), (1, 2), (7, 30), (39, 40), (5, 40)]:
-        part = attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end])
+        part = attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end], end=end)
         assert torch.equal(part, whole[:, :, start:end])
         first = 0 if window is None else max(0, start - window + 1)
         cut = attend(q[:, :, start:end], k[:, :, first:end].contiguous(), v[:, :, first:end].contiguous(), end=end)
         assert torch.equal(cut, part)
-        assert torch.equal(attend(q[1:, :, start:end], k[1:, :, :end], v[1:, :, :end]), part[1:])
+        assert torch.equal(attend(q[1:, :, start:end], k[1:, :, :end], v[1:, :, :end], end=end), part[1:])
     torch.testing.assert_close(whole, expected, **close_to(dtype))
 
 
 @pytest.mark.parametrize("head_dim", [6, 7, 8])
 def test_rings_are_read_as_spans(head_dim: int) -> None:
+    """A query gives the same bits wherever in a ring its keys lie."""
     slots = 13
     q = torch.randn(1, 4, 1, head_dim)
     k, v = (torch.randn(1, 2, slots, head_dim) for _ in range(2))
+    block = np.zeros(1, kernels().BLOCK)
+    block["heads"], block["kv_heads"], block["head_dim"], block["scale"] = 4, 2, head_dim, 0.3
+    table, got = Table([k], [v]).at(0), torch.empty(1, 4 * head_dim)
     for first in range(slots):
         for count in range(1, slots + 1):
             keys, values = ring_span(k, first, first + count), ring_span(v, first, first + count)
-            expected = rowwise.attend(q, keys, values, scale=0.3, window=None)
-            assert torch.equal(ring_attention(q, k, v, first, first + count, scale=0.3), expected)
+            expected = CpuAttention()(q, keys, values, scale=0.3, window=None, end=count)
+            seen, parts = np.array([[first, count]]), kernels().parts_of([1])
+            kernels().attend(block, q.view(1, -1).numpy(), table, seen, parts, got.numpy())
+            assert torch.equal(got, expected.view(1, -1))
 
 
 @any_dtype
 def test_rotation(dtype: torch.dtype) -> None:
-    x = torch.randn(1, 3, 29, 10).to(dtype)
-    cos, sin = torch.randn(1, 1, 29, 10), torch.randn(1, 1, 29, 10)
+    x = torch.randn(29, 3, 10).to(dtype)
+    cos, sin = torch.randn(29, 10), torch.randn(29, 10)
     whole = apply_rope(x, cos, sin)
     for i in range(29):
         part = slice(i, i + 1)
-        assert torch.equal(apply_rope(x[:, :, part], cos[:, :, part], sin[:, :, part]), whole[:, :, part])
+        assert torch.equal(apply_rope(x[part], cos[part], sin[part]), whole[part])
 
 
 @pytest.mark.parametrize("head_dim", [6, 10, 64, 256])
 def test_cos_and_sin_of_a_position(head_dim: int, threads: Callable[[int], None]) -> None:
     """Whichever positions are asked for together, in whichever order the table grows, on any number of threads."""
-    everything = torch.arange(300)[None]
+    everything = torch.arange(300)
     expected = Rope(RopeConfig(), head_dim)(everything)
-    angles = everything[0, :, None].double() * Rope(RopeConfig(), head_dim).inv_freq.double()
-    torch.testing.assert_close(expected[0][0, 0].double(), angles.cos(), atol=1e-4, rtol=1e-4)
+    angles = everything[:, None].double() * Rope(RopeConfig(), head_dim).inv_freq.double()
+    torch.testing.assert_close(expected[0].double(), angles.cos(), atol=1e-4, rtol=1e-4)
     for count in (1, 3):
         threads(count)
         rope = Rope(RopeConfig(), head_dim)
         for positions in ([7], [40, 3], [299, 0, 5], list(range(17, 250))):
-            got = rope(torch.tensor([positions]))
-            assert all(torch.equal(a, b[:, :, positions]) for a, b in zip(got, expected, strict=True))
+            got = rope(torch.tensor(positions))
+            assert all(torch.equal(a, b[positions]) for a, b in zip(got, expected, strict=True))
 
 
 # These tests can fail: where one operation looks at how many rows there are, the comparison above says so.
 
 
-def linear_by_count(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_by_count(x: Tensor, part: Linear) -> Tensor:
     """Columns from the last to the first, where there is more than one row."""
     order = 1 if len(x) == 1 else -1
-    parts = x.unflatten(1, (-1, 2))[:, None].float() * weight.unflatten(1, (-1, 2))[None].float()
-    total = torch.zeros(len(x), len(weight), dtype=x.dtype)
-    for i in range(parts.shape[2])[::order]:
-        total += parts[:, :, i].sum(-1)
-    return (total if bias is None else total + bias).to(x.dtype)
+    products = x.unflatten(1, (-1, 2))[:, None].float() * part.weight.unflatten(1, (-1, 2))[None].float()
+    total = torch.zeros(len(x), len(part.weight), dtype=x.dtype)
+    for i in range(products.shape[2])[::order]:
+        total += products[:, :, i].sum(-1)
+    return (total if part.bias is None else total + part.bias).to(x.dtype)
 
 
-def norm_by_count(x: Tensor, norm: Any) -> Tensor:
+def norm_by_count(x: Tensor, part: Any) -> Tensor:
     """One digit less where there is more than one row."""
-    out = norm.plain(x.float()).double()
+    out = part(x.float()).double()
     return (out if x.numel() == x.shape[-1] else out * (1 + 2**-9)).to(x.dtype)
 
 
-def attention_by_count(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+class AttentionByCount(CpuAttention):
     """From the last key to the first, for more than one query: they then see the same in another order."""
-    if q.shape[2] == 1:
-        return softmax_attention(q, k, v, scale=scale, window=window)[0]
-    rows = [
-        softmax_attention(q[:, :, i : i + 1], k[:, :, :end].flip(2), v[:, :, :end].flip(2), scale=scale, window=None)[0]
-        for i, end in enumerate(range(k.shape[2] - q.shape[2] + 1, k.shape[2] + 1))
-    ]
-    return torch.cat(rows, 2)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+        if q.shape[2] == 1:
+            return softmax_attention(q, k, v, scale=scale, window=window)[0]
+        ends = range(k.shape[2] - q.shape[2] + 1, k.shape[2] + 1)
+        rows = [
+            softmax_attention(q[:, :, i : i + 1], k[:, :, :e].flip(2), v[:, :, :e].flip(2), scale=scale, window=None)
+            for i, e in enumerate(ends)
+        ]
+        return torch.cat([out for out, _ in rows], 2)
 
 
 @pytest.mark.parametrize(
@@ -480,7 +486,7 @@ def attention_by_count(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window:
         ("linear", linear_by_count, "bfloat16"),
         ("linear", linear_by_count, "float16"),
         ("norm", norm_by_count, "bfloat16"),
-        ("attend", attention_by_count, "float32"),
+        ("ATTENTION", AttentionByCount(), "float32"),
     ],
 )
 def test_an_operation_that_looks_at_the_batch_is_found(
@@ -489,22 +495,22 @@ def test_an_operation_that_looks_at_the_batch_is_found(
     model = make_model("llama", form)
     ids = tokens(model, 14)
     caches = {"KVCache": partial(make_cache, KVCache, model)}
-    check(model, ids, caches, model(ids)[0])
-    monkeypatch.setattr(rowwise, name, mutant)
+    check(model, ids, caches, in_one_pass(model, ids)[0])
+    monkeypatch.setattr(backend_module, name, mutant)
     with pytest.raises(AssertionError, match=r"KVCache .*: position \[\d+\] differs"):
-        check(model, ids, caches, model(ids)[0])
+        check(model, ids, caches, in_one_pass(model, ids)[0])
 
 
-@pytest.mark.parametrize("part", ["before_attention", "behind_attention", "head"])
-def test_a_part_of_a_block_that_looks_at_the_batch_is_found(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["run", "before_attention", "behind_attention", "head"])
+def test_a_kernel_that_looks_at_the_batch_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama", "float32")
-    ids = tokens(model, 14)
-    compute = getattr(compiled, part)
+    ids, compute = tokens(model, 14), getattr(kernels(), kernel)
 
-    def mutant(plan: Any, x: Tensor, *args: Any) -> Tensor:
-        out = compute(plan, x, *args)
-        return out if len(x) == 1 else out * (1 + 2**-20)
+    def mutant(*args: Any) -> None:
+        compute(*args)
+        if len(args[2 if kernel == "run" else 1]) > 1:  # rows of x
+            args[-1][:] *= np.float32(1 + 2**-20)
 
-    monkeypatch.setattr(compiled, part, mutant)
+    monkeypatch.setattr(kernels(), kernel, mutant)
     with pytest.raises(AssertionError, match=r"KVCache .*: position \[\d+\] differs"):
-        check(model, ids, {"KVCache": partial(make_cache, KVCache, model)}, model(ids)[0])
+        check(model, ids, {"KVCache": partial(make_cache, KVCache, model)}, in_one_pass(model, ids)[0])

@@ -17,6 +17,7 @@ from mocks import MockTokenizer
 from torch import Tensor
 
 from infer import KVCache, ModelConfig, SamplingParams, SlidingCache, Tokenizer, generate, load_model
+from infer.backend.cpu.backend import CpuBackend
 from infer.cli.explain import reason, show
 from infer.engine.result import GenerationResult, Timing
 from infer.evaluate import explain as explaining
@@ -121,19 +122,11 @@ class TestTokensFed:
 
     @pytest.mark.parametrize("use_kv_cache", [True, False])
     def test_is_what_the_engine_feeds(
-        self, tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch, use_kv_cache: bool
+        self, tiny_model: Callable[..., Decoder], passes: list[int], use_kv_cache: bool
     ) -> None:
-        sizes: list[int] = []
-        forward = Decoder.forward
-
-        def noted(model: Decoder, input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
-            sizes.append(input_ids.shape[1])
-            return forward(model, input_ids, *args, **options)
-
-        monkeypatch.setattr(Decoder, "forward", noted)
         tokenizer = MockTokenizer("x" * 64)
         generate(tiny_model(), tokenizer, [1, 2, 3], SamplingParams(max_new_tokens=6), use_kv_cache=use_kv_cache)
-        assert sizes == tokens_fed(3, 6, use_kv_cache=use_kv_cache)
+        assert passes == tokens_fed(3, 6, use_kv_cache=use_kv_cache)
 
 
 class TestCost:
@@ -456,15 +449,14 @@ class TestCommand:
         assert message in done.err
 
     def test_interrupt(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        forward = Decoder.forward
-        calls = iter(range(100))
+        calls, ran = iter(range(100)), CpuBackend.run
 
-        def interrupted(*args: Any, **options: Any) -> Tensor:
+        def interrupted(*args: Any) -> list[Tensor]:
             if next(calls) == 9:
                 raise KeyboardInterrupt
-            return forward(*args, **options)
+            return ran(*args)
 
-        monkeypatch.setattr(Decoder, "forward", interrupted)
+        monkeypatch.setattr(CpuBackend, "run", interrupted)
         done = run("hello", "--max-new-tokens", "6")
         assert (done.status, done.out) == (130, "")
         assert "Traceback" not in done.err

@@ -99,7 +99,7 @@ def loss_and_gradients(model: Decoder, forward: Callable[[Tensor], Tensor], ids:
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("shape", [(3, 9), (1, 1), (1, 256)], ids=str)  # a single token must not be compiled
+@pytest.mark.parametrize("shape", [(3, 9), (1, 1), (1, 256)], ids=str)
 def test_loss_and_gradients(tiny_model: Make, variant: dict[str, Any], shape: tuple[int, int]) -> None:
     model, ids = trainable(tiny_model, **variant), random_ids(*shape)
     loss, gradients = loss_and_gradients(model, model, ids)
@@ -265,7 +265,7 @@ class TestAttentionTrace:
         assert not trace["attn_full"].triu(1).any()
         for row in range(batch):
             matrix = full_attention_matrix(model, ids[row].tolist(), trace_layer=layer)
-            torch.testing.assert_close(trace["attn_full"][row], matrix[0], atol=3e-6, rtol=0)
+            torch.testing.assert_close(trace["attn_full"][row], matrix[0], atol=1e-5, rtol=0)  # of kernels
         plain_logits, plain = model.forward_with_attn_trace(ids, layer)
         assert plain.keys() == {"layer", "attn_row"}
         torch.testing.assert_close(plain["attn_row"], trace["attn_row"], atol=1e-6, rtol=1e-5)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,17 +20,18 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is there on L
 
 from interpreted import hurried, matrix_units, poison  # noqa: E402
 
-from infer import kernels  # noqa: E402
+from infer.backend.gpu import attention, attention_kernels, device_check, product_kernels, products, step  # noqa: E402
+from infer.backend.gpu.backend import GpuBackend  # noqa: E402
+from infer.backend.parts import BlockParts, parts_of  # noqa: E402
 from infer.cache.base import BaseCache, Cache, NoCache  # noqa: E402
-from infer.cache.growing import GrowingCache  # noqa: E402
 from infer.cache.contiguous import KVCache  # noqa: E402
+from infer.cache.growing import GrowingCache  # noqa: E402
 from infer.cache.ring import SlidingCache  # noqa: E402
-from infer.models.common import Block, Decoder  # noqa: E402
-from infer.ops import fused, gpu_attention, gpu_product, gpu_prompt  # noqa: E402
+from infer.cache.table import Table  # noqa: E402
+from infer.models.common import Decoder  # noqa: E402
+from infer.models.rows import ALL, LAST, NONE, Row  # noqa: E402
 from infer.nn.linear import Linear  # noqa: E402
 from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm  # noqa: E402
-from infer.backend.parts import BlockParts, HeadParts  # noqa: E402
-from infer.cache.table import Table  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -44,9 +44,7 @@ TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 4e-3), torch.bf
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.backend.cpu.plan.available", lambda *_: False)
-    monkeypatch.setattr("infer.backend.cpu.functions.can_attend", lambda *_: False)
-    poison(monkeypatch, fused, gpu_attention, gpu_product)
+    poison(monkeypatch, attention, products, step)
     if DEVICE.type == "cpu":
         matrix_units(monkeypatch, coarse=True)
         hurried(monkeypatch)
@@ -54,12 +52,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_attention, "BLOCK", {2: BLOCK, 4: BLOCK})
-    monkeypatch.setattr(gpu_attention, "QUERIES", {2: 64, 4: 64})
-    monkeypatch.setattr(gpu_attention, "GROUPS", GROUPS)
-    monkeypatch.setattr(gpu_attention, "BUSY", 8)
+    monkeypatch.setattr(attention, "BLOCK", {2: BLOCK, 4: BLOCK})
+    monkeypatch.setattr(attention, "QUERIES", {2: 64, 4: 64})
+    monkeypatch.setattr(attention, "GROUPS", GROUPS)
+    monkeypatch.setattr(attention, "BUSY", 8)
     if DEVICE.type == "cpu":  # what is compiled must not change
-        monkeypatch.setattr(kernels.gpu_modules().attention, "FOLDED", triton.language.constexpr(2))
+        monkeypatch.setattr(attention_kernels, "FOLDED", triton.language.constexpr(2))
 
 
 @pytest.fixture
@@ -118,9 +116,9 @@ class Products:
 
     def run(self, rows: Sequence[int] | slice) -> tuple[Tensor, Tensor]:
         """The last product, and the residual."""
-        residual = gpu_product.Residual(self.carried[rows])
-        residual = gpu_product.added_product(self.first, self.x[rows], residual, self.after, self.norm, self.finished)
-        out, residual = gpu_product.normed_product(self.second, residual, self.norm, self.finished, **self.options)
+        residual = products.Residual(self.carried[rows])
+        residual = products.added_product(self.first, self.x[rows], residual, self.after, self.norm, self.finished)
+        out, residual = products.normed_product(self.second, residual, self.norm, self.finished, **self.options)
         assert not self.finished.any()
         return out, residual.x
 
@@ -161,20 +159,20 @@ class TestProducts:
         generator: torch.Generator,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(gpu_product, "FEW", 17)
+        monkeypatch.setattr(products, "FEW", 17)
         case = Products(generator, dtype, slices, 18, **options)
-        prepared = gpu_product.scales_behind(case.norm, dtype) and case.after is None
+        prepared = products.scales_behind(case.norm, dtype) and case.after is None
         case.check([1, 2, 8, 9, 16, 17] if prepared else [1, 2, 9])  # the interpreter takes long for norms
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @torch.inference_mode()
     def test_around_what_few_rows_are(self, dtype: torch.dtype, generator: torch.Generator) -> None:
-        assert gpu_product.FEW == 128
+        assert products.FEW == 128
         Products(generator, dtype, (2, 1), 129, sizes=(128, 64, 8)).check([1, 128])
 
     @torch.inference_mode()
     def test_the_same_wherever_a_row_lies(self, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gpu_product, "FEW", 17)
+        monkeypatch.setattr(products, "FEW", 17)
         case = Products(generator, torch.bfloat16, (2, 1), 18, sizes=(64, 32, 5))
         many, _ = case.run(slice(None))
         same(case.run([17, 3, 3])[0], many[[17, 3, 3]])
@@ -183,11 +181,11 @@ class TestProducts:
     @torch.inference_mode()
     def test_a_product_alone(self, rows: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without counters: what a head of a prompt asks for."""
-        monkeypatch.setattr(gpu_product, "FEW", 17)
+        monkeypatch.setattr(products, "FEW", 17)
         linear = randomised(Linear(64, 9), generator, torch.float16)
         linear.slices = 2
         x = random(generator, torch.float16, rows, 64)
-        got, following = gpu_product.product(linear, gpu_product.Normed(x), None)
+        got, following = products.product(linear, products.Normed(x), None)
         assert got.shape == (rows, 9)
         assert following is None
         close(got, linear(x))
@@ -196,10 +194,10 @@ class TestProducts:
     def test_a_norm_does_not_depend_on_where_a_row_lies(self, offset: int, generator: torch.Generator) -> None:
         norm = randomised(LayerNorm(33, 1e-5), generator, torch.float32)
         x = random(generator, torch.float32, 5 * 33 + offset)[offset:].view(5, 33)
-        got = gpu_product.normed_rows(x, norm)[0].x
+        got = products.normed_rows(x, norm)[0].x
         close(got, norm(x))
-        same(gpu_product.normed_rows(x[3:4], norm)[0].x, got[3:4])
-        assert gpu_product.aligned(x[1:]).data_ptr() % 16 == 0
+        same(products.normed_rows(x[3:4], norm)[0].x, got[3:4])
+        assert products.aligned(x[1:]).data_ptr() % 16 == 0
 
 
 class TestSlices:
@@ -221,13 +219,13 @@ class TestSlices:
     def test_follow_from_the_shape(self, n: int, k: int, expected: int) -> None:
         with torch.device("meta"):
             linear = Linear(k, n)
-        assert gpu_product.slices_of(linear) == expected
+        assert products.slices_of(linear) == expected
 
     def test_a_model_may_say_otherwise(self) -> None:
         linear = Linear(96, 4)
         linear.slices = 2
-        assert gpu_product.slices_of(linear) == 2
-        assert gpu_product.length_of(linear) == 64  # the second is padded
+        assert products.slices_of(linear) == 2
+        assert products.length_of(linear) == 64  # the second is padded
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("rows", [9, 65, 129])
@@ -239,13 +237,15 @@ class TestSlices:
             def __getitem__(self, grid: Any) -> Callable[..., None]:
                 return lambda *_, **constants: launched.append(constants)
 
-        modules = SimpleNamespace(rows=SimpleNamespace(few_rows=Kernel(), many_rows=Kernel()))
-        monkeypatch.setattr("infer.kernels.gpu_modules", lambda: modules)
+        for name in ("few_rows", "many_rows"):
+            monkeypatch.setattr(products, name, Kernel())
+        monkeypatch.setattr(products, "_many_rows_of", products._many_rows_of.__wrapped__)  # none are kept
+        monkeypatch.setattr(device_check, "torch_agrees", lambda *_: False)
         for k in (1, 24, 32, 33, 64, 128, 1152, 4096):
             for slices in (None, 1, 2, 4, 8):
                 linear, x = Linear(k, 8).to(DEVICE, dtype), torch.zeros(rows, k, dtype=dtype, device=DEVICE)
                 linear.slices = slices
-                gpu_product.product(linear, gpu_product.Normed(x), None)
+                products.product(linear, products.Normed(x), None)
                 used = launched.pop()
                 assert used["LENGTH"] % used["BLOCK_K"] == 0
                 assert used["LENGTH"] >= 2 * used["BLOCK_K"]
@@ -274,7 +274,7 @@ class Attention:
 
     def attend(self, start: int, end: int, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
         k, v = self.k[:, :, :end] if k is None else k, self.v[:, :, :end] if v is None else v
-        return gpu_attention.attend(self.q[:, :, start:end], k, v, scale=0.4, window=self.window, end=end)
+        return attention.GpuAttention()(self.q[:, :, start:end], k, v, scale=0.4, window=self.window, end=end)
 
     def expected(self) -> Tensor:
         groups = self.q.shape[1] // self.k.shape[1]
@@ -324,7 +324,7 @@ class TestAttention:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """At the edges of blocks and groups, and elsewhere; by however many programs share its keys."""
-        monkeypatch.setattr(gpu_attention, "BUSY", programs)
+        monkeypatch.setattr(attention, "BUSY", programs)
         case = Attention(generator, dtype, **options)
         whole = case.attend(0, case.positions)
         for at in (0, *(edge + d for edge in (BLOCK, BLOCK * GROUPS, 2 * BLOCK * GROUPS) for d in (-1, 0)), 68):
@@ -362,6 +362,141 @@ class TestAttention:
             setattr(case, name, getattr(case, name).transpose(1, 2).contiguous().transpose(1, 2))
         same(case.attend(0, case.positions), whole)
         same(case.attend(33, 34), whole[:, :, 33:34])
+
+
+class Span(NamedTuple):
+    """A row of a ragged pass."""
+
+    start: int  # its first query's position
+    n: int
+    slots: int  # of its cache: fewer than positions where it is a ring
+
+
+class Ragged:
+    """The queries of rows of different lengths, whose keys and values are where a table says."""
+
+    def __init__(
+        self,
+        generator: torch.Generator,
+        spans: Sequence[Span],
+        dtype: torch.dtype = torch.float16,
+        *,
+        heads: int = 3,
+        kv_heads: int = 1,
+        head_dim: int = 20,
+        window: int | None = None,
+    ) -> None:
+        self.spans, self.window, self.kv_heads = spans, window, kv_heads
+        self.q = random(generator, dtype, sum(span.n for span in spans), heads, head_dim)
+        self.kept, self.expected = [], []
+        tables, first = [], 0
+        for start, n, slots in spans:
+            end, seen = start + n, max(0, start - (window or 10**9) + 1)
+            assert end - seen <= slots
+            k, v = (random(generator, dtype, 1, kv_heads, end, head_dim) for _ in range(2))
+            stored = [torch.full_like(k, torch.nan)[:, :, :1].repeat(1, 1, slots, 1) for _ in range(2)]
+            for position in range(seen, end):  # nothing else may be looked at
+                stored[0][:, :, position % slots], stored[1][:, :, position % slots] = (
+                    k[:, :, position],
+                    v[:, :, position],
+                )
+            self.kept.append(stored)
+            tables.append(Table(stored[:1], stored[1:]).at(start)[0])
+            self.expected.append(self.reference(self.q[first : first + n], k[0], v[0], start))
+            first += n
+        self.table = torch.from_numpy(np.concatenate(tables)).to(DEVICE)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        groups = q.shape[1] // self.kv_heads
+        k, v = (each.float().repeat_interleave(groups, 0) for each in (k, v))
+        distance = start + torch.arange(len(q), device=DEVICE)[:, None] - torch.arange(k.shape[1], device=DEVICE)
+        seen = (distance >= 0) & (distance < (self.window or 10**9))
+        scores = (q.float().transpose(0, 1) @ k.transpose(1, 2) * 0.4).masked_fill(~seen, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1).to(q.dtype)
+
+    def together(self, rows: Sequence[int] | None = None) -> Tensor:
+        """[T, Hq D], of these rows."""
+        rows = range(len(self.spans)) if rows is None else rows
+        queries = attention.queries_of(self.q.shape[1], self.kv_heads, self.q.shape[2], self.q.dtype, DEVICE)
+        tiles = attention.tiles_of([self.spans[row][:2] for row in rows], queries, DEVICE)
+        q = torch.cat([self.of(row, self.q) for row in rows])
+        options = {"kv_heads": self.kv_heads, "scale": 0.4, "window": self.window}
+        return attention.attend_rows(q, self.table[list(rows)], tiles, **options)
+
+    def alone(self) -> Tensor:
+        """[T, Hq D], each query by itself."""
+        rows = [row for row, span in enumerate(self.spans) for _ in range(span.n)]
+        at = [span.start + i for span in self.spans for i in range(span.n)]
+        positions = torch.tensor(at, dtype=torch.int32, device=DEVICE)
+        finished = torch.zeros(len(rows) * self.kv_heads, dtype=torch.int32, device=DEVICE)
+        out = attention._attend_one(
+            self.q, self.table[rows], positions, finished, self.kv_heads, 0.4, self.window, False
+        )
+        assert not finished.any()
+        return out
+
+    def of(self, row: int, x: Tensor) -> Tensor:
+        first = sum(span.n for span in self.spans[:row])
+        return x[first : first + self.spans[row].n]
+
+
+EDGE = BLOCK * GROUPS  # from here on, groups are of several blocks
+SPANS = [Span(0, 5, 40), Span(37, 1, 38), Span(EDGE - 3, EDGE + 9, 80), Span(0, EDGE, EDGE), Span(2 * EDGE, 3, 90)]
+WIDE = [Span(0, 5, 40), Span(60, 7, BLOCK + 9), Span(100, 30, BLOCK + 3 + 29), Span(33, 1, BLOCK + 3), Span(0, 40, 60)]
+
+
+@pytest.mark.usefixtures("small")
+class TestRaggedPrompts:
+    """`attend_many` gives each query of each row what `attend_one` does."""
+
+    @pytest.mark.parametrize(
+        ("spans", "dtype", "options"),
+        [
+            (SPANS, torch.float16, {}),
+            (SPANS[:3], torch.bfloat16, {"heads": 4, "kv_heads": 2, "head_dim": 33}),
+            (SPANS[1:3], torch.float32, {"heads": 2, "kv_heads": 2, "head_dim": 16}),
+            (WIDE, torch.float16, {"window": BLOCK + 3}),
+            (WIDE[:2], torch.float32, {"window": BLOCK + 3}),
+            (WIDE[:2], torch.bfloat16, {"window": BLOCK + 3, "heads": 8, "kv_heads": 2}),
+            ([Span(3, 4, 7), Span(40, 3, 3), Span(0, 1, 1)], torch.float16, {"window": 1}),
+            ([Span(50, 60, 3 * BLOCK + 59), Span(200, 1, 3 * BLOCK)], torch.float16, {"window": 3 * BLOCK}),
+        ],
+        ids=["half", "bfloat16", "float", "rings", "float rings", "heads", "one key", "three blocks"],
+    )
+    def test_each_query_alone(
+        self, spans: list[Span], dtype: torch.dtype, options: dict[str, Any], generator: torch.Generator
+    ) -> None:
+        case = Ragged(generator, spans, dtype, **options)
+        together = case.together()
+        close(together, torch.cat(case.expected))
+        same(together, case.alone())
+
+    @pytest.mark.parametrize("window", [None, 3 * BLOCK])
+    def test_whatever_is_beside_them(self, window: int | None, generator: torch.Generator) -> None:
+        """Short rows take blocks one by one, by another kernel where no row is long."""
+        spans = [Span(2, 9, 20), Span(0, 20, 20), Span(2 * EDGE - 7, 20, 100)]
+        case = Ragged(generator, spans, window=window)
+        together = case.together()
+        for rows in ([0], [1], [2], [0, 1], [1, 0, 2], [2, 0]):
+            same(case.together(rows), torch.cat([case.of(row, together) for row in rows]))
+
+    @pytest.mark.parametrize("queries", [1, 4, 16])
+    def test_tiles(self, queries: int) -> None:
+        """Each token is in one tile; tiles are counted from position 0; those with the most keys are first."""
+        spans = [(0, 1), (5, 11), (15, 1), (16, 16), (0, 70), (69, 2)]
+        tiles = attention.tiles_of(spans, queries, DEVICE)
+        assert tiles.rows.tolist() == [row for row, (_, n) in enumerate(spans) for _ in range(n)]
+        assert (tiles.end, tiles.queries) == (71, queries)
+        found = []
+        for row, first, start, end, at in tiles.tiles.tolist():
+            assert (start, end - start) == spans[row]
+            assert at % queries == 0
+            inside = range(max(at, start), min(at + queries, end))
+            assert inside
+            found += [(row, first + position - start) for position in inside]
+        assert sorted(found) == [(row, token) for token, row in enumerate(tiles.rows.tolist())]
+        starts = tiles.tiles[:, 4].tolist()
+        assert starts == sorted(starts, reverse=True)
 
 
 class Step:
@@ -405,14 +540,14 @@ class Step:
                     each[row, :, slot] = torch.nan
         self.qkv = random(generator, dtype, rows, (heads + 2) * head_dim)
         frequencies = torch.rand(head_dim // 2, generator=generator).repeat(2).to(DEVICE)
-        self.turned = fused.turns(frequencies, self.positions) if rope else None
+        self.turned = step.turns(frequencies, self.positions) if rope else None
 
     def run(self) -> list[Tensor]:
         """The outcome, and what is stored afterwards."""
         stored = [each.clone() for each in self.stored]
         table = torch.from_numpy(Table(stored[:1], stored[1:]).at(0)[0]).to(DEVICE)
         finished = torch.zeros(len(self.positions), dtype=torch.int32, device=DEVICE)
-        out = gpu_attention.attend_step(self.block, self.qkv, table, self.positions, finished, self.turned)
+        out = attention.attend_step(self.block, self.qkv, table, self.positions, finished, self.turned)
         assert not finished.any()
         return [out, *stored]
 
@@ -442,11 +577,11 @@ class TestByWarps:
         generator: torch.Generator,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(gpu_attention, "GROUPS", 2)
-        monkeypatch.setattr(gpu_attention, "BUSY", 4)
+        monkeypatch.setattr(attention, "GROUPS", 2)
+        monkeypatch.setattr(attention, "BUSY", 4)
         case = Step(generator, dtype, positions, slots, **options)
         got = case.run()
-        monkeypatch.setattr(gpu_attention, "_by_warps", lambda *_: False)
+        monkeypatch.setattr(attention, "_by_warps", lambda *_: False)
         expected = case.run()
         same(got[0], expected[0])
         for one, other in zip(got[1:], expected[1:], strict=True):
@@ -467,70 +602,45 @@ class TestByWarps:
     def test_which_attention_is_by_warps(
         self, head_dim: int, group: int, dtype: torch.dtype, by_warps: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        shape = gpu_attention._shape(group, 1, head_dim, dtype, DEVICE)
+        shape = attention._shape(group, 1, head_dim, dtype, DEVICE)
         x = torch.empty(1, dtype=dtype, device=DEVICE)
-        assert gpu_attention._by_warps(shape, x, None) == by_warps
+        assert attention._by_warps(shape, x, None) == by_warps
         monkeypatch.setattr("infer.backend.gpu.device_check.instructions_agree", lambda *_: False)
-        assert not gpu_attention._by_warps(shape, x, None)
-
-
-def plan_of(model: Decoder) -> fused.Plan:
-    parts = model.parts()
-    assert parts is not None
-    frequencies = {kind: rope.inv_freq for kind, rope in model.ropes.items()}
-    plan = fused.plan(*parts, [frequencies.get(kind) for kind in model.config.layer_types])
-    assert plan is not None
-    return plan
+        assert not attention._by_warps(shape, x, None)
 
 
 class Kernels:
-    """A model's passes through the kernels, as the model itself makes them on a GPU."""
+    """A model's passes through the kernels, as on a GPU."""
 
-    def __init__(self, model: Decoder, kind: type[BaseCache]) -> None:
+    def __init__(self, model: Decoder, kind: type[BaseCache] = KVCache) -> None:
         self.model, self.kind = model, kind
+        self.backend = GpuBackend.of(parts_of(model), model.dtype)
+        self.plan = self.backend.plan
 
     def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """[B, n] -> logits [B, n, V], in two parts around the cache."""
-        model, (batch, n) = self.model, tokens.shape
-        positions = cache.positions(n)
-        x = model.embed(tokens.flatten(), positions.flatten()).to(model.dtype)
-        at = positions.flatten().to(torch.int32)
-        turned = {kind: gpu_prompt.turns(rope.inv_freq, at) for kind, rope in model.ropes.items()}
-        for block in model.layers:
-            assert isinstance(block, Block)
-            plan = gpu_prompt.plan_block(block.parts())
-            attn = block.self_attn
-            parts = gpu_prompt.before_attention(plan, x, at, turned.get(attn.layer_type))
-            q, k, v = (each.view(batch, n, -1, attn.head_dim).transpose(1, 2) for each in parts)
-            keys, values = cache.update(attn.layer_idx, k, v)
-            end = cache.seq_len + n
-            out = gpu_prompt.attend(q, keys, values, scale=attn.scale, window=attn.window, end=end)
-            x = gpu_prompt.behind_attention(plan, out.transpose(1, 2).reshape(batch * n, -1), x)
-        cache.advance(n)
-        plan = gpu_prompt.plan_head(HeadParts(model.norm, model.lm_head))
-        return gpu_prompt.head(plan, x).view(batch, n, -1)
+        """[B, n] -> logits [B, n, V]"""
+        return self.backend.run([Row(cache, tokens, ALL)])[0]
 
-    def step(self, tokens: Sequence[int], caches: Sequence[Any], *, begin: bool = True) -> Tensor:
-        """One token a row -> [B, V], in one go. begin: what is fed is looked up by a kernel too."""
-        model, plan = self.model, plan_of(self.model)
+    def step(self, tokens: Sequence[int], caches: Sequence[Any]) -> Tensor:
+        """One token a row -> [B, V], of which all but the token itself is known on the device."""
         ids = torch.tensor(tokens, device=DEVICE)
         positions = torch.tensor([cache.seq_len for cache in caches], dtype=torch.int32, device=DEVICE)
-        tables = np.concatenate([Table(list(cache.k), list(cache.v)).at(cache.seq_len) for cache in caches], 1)
-        if begin:
-            steps = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-            fed = fused.begin(plan, model.embedding_parts(), ids, positions, torch.ones_like(positions), steps)
-            finished = fused.counters(plan, len(caches))
-            logits = fused.launch(plan, fed, torch.from_numpy(tables).to(DEVICE), finished)
-            assert not finished.any()
-        else:
-            logits = fused.step(plan, model.embed(ids, positions).to(model.dtype), tables)
+        tables = self.backend.tables(caches, [1] * len(caches))
+        assert tables is not None
+        steps = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        fed = step.begin(self.plan, ids, positions, torch.ones_like(positions), steps)
+        finished = step.counters(self.plan, len(caches))
+        logits = step.launch(self.plan, fed, tables, finished)
+        assert not finished.any()
+        assert positions.tolist() == [cache.seq_len + 1 for cache in caches]
         for cache in caches:
             cache.advance(1)
         return logits
 
-    def cache(self) -> Any:
-        options = {"prefill_chunk": 3} if self.kind is SlidingCache else {}
+    def cache(self, **options: Any) -> Any:
         model = self.model
+        if self.kind is SlidingCache:
+            options = {"prefill_chunk": 3} | options
         return self.kind.from_model_config(model.config, 32, dtype=model.dtype, device=DEVICE, **options)
 
 
@@ -557,7 +667,7 @@ class TestModels:
     def kernels(
         self, request: pytest.FixtureRequest, tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
     ) -> Kernels:
-        monkeypatch.setattr(gpu_product, "FEW", 3)
+        monkeypatch.setattr(products, "FEW", 3)
         family, dtype, kind = request.param
         layers = 2 if family == "gemma3" else 1
         sizes = {"hidden_size": 24, "intermediate_size": 13, "vocab_size": 19, "num_attention_heads": 2}
@@ -571,21 +681,26 @@ class TestModels:
 
     @torch.inference_mode()
     def test_every_way_to_the_same_logits(self, kernels: Kernels, tokens: Tensor) -> None:
-        """A prompt in one pass, in chunks of many rows and few, in steps alone and beside others."""
+        """A prompt in one pass, in chunks of many rows and few, in steps alone, and in passes beside others."""
         whole = kernels(tokens, NoCache(1, DEVICE))
         if kernels.model.dtype is torch.float32:
             torch.testing.assert_close(whole, kernels.model(tokens), atol=1e-3, rtol=1e-3)
         cache = kernels.cache()
         chunks = [kernels(tokens[:, start:end], cache) for start, end in pairwise([0, 1, LENGTH - 2])]
         same(torch.cat(chunks, 1), whole[:, : LENGTH - 2])
+        ids = tokens[0].tolist()
         if kernels.kind is GrowingCache:  # it has no table
             same(kernels(tokens[:, -2:-1], cache)[:, 0], whole[:, -2])
-            return
-        same(kernels.step(tokens[0, -2:-1].tolist(), [cache]), whole[:, -2])
-        short = kernels.cache()
+        else:
+            same(kernels.step([ids[-2]], [cache]), whole[:, -2])
+        short, empty = kernels.cache(), kernels.cache()
         kernels(tokens[:, :2], short)
-        got = kernels.step([int(tokens[0, -1]), int(tokens[0, 2])], [cache, short], begin=False)
-        same(got, whole[0, [LENGTH - 1, 2]])
+        run = kernels.backend.run
+        one, three = run([Row(cache, ids[-1:], ALL), Row(empty, ids[:3], ALL)])
+        same(one[0], whole[0, -1:])
+        same(three[0], whole[0, :3])
+        two, one = run([Row(short, ids[2:3], ALL), Row(empty, ids[3:4])])
+        same(torch.cat((two, one), 1)[0], whole[0, 2:4])
 
     @pytest.mark.filterwarnings("ignore:divide by zero encountered in fmod:RuntimeWarning")  # of no slots
     @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -593,19 +708,119 @@ class TestModels:
     def test_rows_without_a_token_are_left_alone(self, tiny_model: Callable[..., Decoder]) -> None:
         sizes = {"hidden_size": 24, "intermediate_size": 13, "vocab_size": 19, "num_hidden_layers": 1}
         model = tiny_model(dtype=torch.bfloat16, **sizes).to(DEVICE)
-        cache, plan = KVCache.from_model_config(model.config, 8, dtype=model.dtype, device=DEVICE), plan_of(model)
-        expected = Kernels(model, KVCache)(torch.tensor([[3]], device=DEVICE), NoCache(1, DEVICE))[0]
-        tables = np.zeros((1, 3, 6), np.int64)
-        tables[:, 1:2] = Table(list(cache.k), list(cache.v)).at(0)
+        kernels = Kernels(model)
+        cache, plan = kernels.cache(), kernels.plan
+        expected = kernels(torch.tensor([[3]], device=DEVICE), NoCache(1, DEVICE))[0]
+        tables = torch.zeros(1, 3, 6, dtype=torch.int64, device=DEVICE)
+        tables[:, 1:2] = kernels.backend.tables([cache], [1])
         positions = torch.tensor([-1, 0, -1], dtype=torch.int32, device=DEVICE)
         steps, moves = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros_like(positions)
-        finished = fused.counters(plan, 3)
+        finished = step.counters(plan, 3)
         for _ in range(2):
             ids = torch.tensor([-1, 3, 5], device=DEVICE)
-            fed = fused.begin(plan, model.embedding_parts(), ids, positions, moves, steps)
-            got = fused.launch(plan, fed, torch.from_numpy(tables).to(DEVICE), finished)
+            fed = step.begin(plan, ids, positions, moves, steps)
+            got = step.launch(plan, fed, tables, finished)
             same(got[1:2], expected)
             assert not finished.any()
+
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3], [7, 9, 3], [2, 3, 8]]
+CUTS = [(0, 3, 4, 6, 7), (0, 1), (0, 1, 2, 3, 5, 6, 7, 8), (0, 3), (0, 2, 3)]  # rings wrap, and rows come and go
+KINDS: list[tuple[type[BaseCache], dict[str, Any]]] = [
+    (SlidingCache, {"prefill_chunk": 3}),
+    (KVCache, {}),
+    (SlidingCache, {"prefill_chunk": 1}),
+    (KVCache, {}),
+    (SlidingCache, {"prefill_chunk": 8}),
+]
+
+
+@pytest.mark.usefixtures("small")
+class TestRaggedPasses:
+    """Rows of different lengths, with caches of all kinds, in one pass: each has the logits that it has alone."""
+
+    @pytest.fixture
+    def make(self, tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernels]:
+        monkeypatch.setattr(products, "FEW", 3)
+        sizes = {"hidden_size": 24, "intermediate_size": 13, "vocab_size": 19, "num_attention_heads": 2}
+
+        def make(family: str, layers: int) -> Kernels:
+            config = sizes | {"num_hidden_layers": layers, "num_key_value_heads": 1}
+            return Kernels(tiny_model(model_type=family, dtype=torch.float16, **config).to(DEVICE))
+
+        return make
+
+    @pytest.fixture
+    def windows(self, make: Callable[..., Kernels]) -> Kernels:
+        """One layer with a window, and one without."""
+        return make("gemma3", 2)
+
+    @pytest.fixture
+    def kernels(self, make: Callable[..., Kernels]) -> Kernels:
+        return make("llama", 1)
+
+    def cache(self, kernels: Kernels, positions: int = 9, kind: type[BaseCache] = KVCache, **options: Any) -> Any:
+        model = kernels.model
+        return kind.from_model_config(model.config, positions, dtype=model.dtype, device=DEVICE, **options)
+
+    def caches(self, kernels: Kernels) -> list[Any]:
+        return [self.cache(kernels, 9 + i, kind, **options) for i, (kind, options) in enumerate(KINDS)]
+
+    def alone(self, kernels: Kernels) -> list[Tensor]:
+        return [kernels(torch.tensor([ids], device=DEVICE), NoCache(1, DEVICE))[0] for ids in PROMPTS]
+
+    @torch.inference_mode()
+    def test_prompts_and_single_tokens(self, windows: Kernels) -> None:
+        alone, caches = self.alone(windows), self.caches(windows)
+        for i in range(max(map(len, CUTS)) - 1):
+            rows, expected = [], []
+            for cuts, ids, cache, own in zip(CUTS, PROMPTS, caches, alone, strict=True):
+                if i + 1 < len(cuts):
+                    rows.append(Row(cache, ids[slice(*cuts[i : i + 2])], ALL))
+                    expected.append(own[slice(*cuts[i : i + 2])])
+            assert windows.backend.tables([row.cache for row in rows], [len(row.tokens) for row in rows]) is not None
+            for got, one in zip(windows.backend.run(rows), expected, strict=True):
+                same(got[0], one)
+        assert [cache.seq_len for cache in caches] == [len(ids) for ids in PROMPTS]
+
+    @torch.inference_mode()
+    def test_beside_caches_without_a_table(self, windows: Kernels) -> None:
+        """Then each is asked to attend: here beside one that grows, and a ring too small for its prompt."""
+        alone, caches = self.alone(windows), self.caches(windows)
+        caches[3] = self.cache(windows, 9, GrowingCache)
+        for i in (2, 3):
+            assert caches[i].table(windows.model.config, windows.model.dtype, len(PROMPTS[i])) is None
+        rows = [Row(cache, ids, ALL) for cache, ids in zip(caches, PROMPTS, strict=True)]
+        for got, one in zip(windows.backend.run(rows), alone, strict=True):
+            same(got[0], one)
+        for cache in caches:
+            cache.truncate(cache.seq_len - 1)
+        again = [Row(cache, ids[-1:]) for cache, ids in zip(caches, PROMPTS, strict=True)]
+        for got, one in zip(windows.backend.run(again), alone, strict=True):
+            same(got[0], one[-1:])
+
+    @torch.inference_mode()
+    def test_logits_of_what_is_wanted(self, kernels: Kernels) -> None:
+        """In a pass of prompts, in a step, and where nothing is."""
+        alone, caches = self.alone(kernels)[2:], [self.cache(kernels) for _ in PROMPTS[2:]]
+        nothing = [NONE] * 3
+        for start, wanted in [(0, [slice(1, 3), ALL, NONE]), (-1, [LAST, NONE, ALL]), (-1, nothing), (-2, nothing)]:
+            rows = [Row(cache, ids[start:], part) for cache, ids, part in zip(caches, PROMPTS[2:], wanted, strict=True)]
+            for got, one, part in zip(kernels.backend.run(rows), alone, wanted, strict=True):
+                assert got.shape == (1, len(one[start:][part]), 19)
+                same(got[0], one[start:][part])
+            for cache, ids in zip(caches, PROMPTS[2:], strict=True):
+                assert cache.seq_len == len(ids)
+                cache.truncate(cache.seq_len - (2 if wanted is nothing else 1))
+
+    @torch.inference_mode()
+    def test_a_cache_of_several_rows(self, kernels: Kernels) -> None:
+        """It attends beside another: to a prompt, and in a step."""
+        ids = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]], device=DEVICE)
+        expected, two = kernels(ids, NoCache(2, DEVICE)), self.cache(kernels, batch_size=2)
+        for start, end in [(0, 3), (3, 4)]:
+            rows = [Row(self.cache(kernels), [7, 9][: end - start]), Row(two, ids[:, start:end], ALL)]
+            same(kernels.backend.run(rows)[1], expected[:, start:end])
 
 
 class TestMutants:
@@ -614,22 +829,22 @@ class TestMutants:
     def test_blocks_of_keys(self, small: None, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
         case = Attention(generator, torch.float32)
         whole = case.attend(0, case.positions)
-        monkeypatch.setattr(gpu_attention, "BLOCK", {4: 2 * BLOCK})
+        monkeypatch.setattr(attention, "BLOCK", {4: 2 * BLOCK})
         assert not torch.equal(case.attend(case.positions - 1, case.positions), whole[:, :, -1:])
 
     def test_groups_of_blocks(self, small: None, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
         case = Attention(generator, torch.float32)
         whole = case.attend(0, case.positions)
-        monkeypatch.setattr(gpu_attention, "GROUPS", 4 * GROUPS)
+        monkeypatch.setattr(attention, "GROUPS", 4 * GROUPS)
         assert not torch.equal(case.attend(case.positions - 1, case.positions), whole[:, :, -1:])
 
     @pytest.mark.parametrize("rows", [1, 9])
     @torch.inference_mode()
     def test_slices(self, rows: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
         case = Products(generator, torch.bfloat16, (4, 1), 9, sizes=(256, 64, 64))
-        monkeypatch.setattr(gpu_product, "FEW", 8)
+        monkeypatch.setattr(products, "FEW", 8)
         expected, _ = case.run(slice(None))
-        monkeypatch.setattr(gpu_product, "FEW", 9)
+        monkeypatch.setattr(products, "FEW", 9)
         same(case.run(slice(rows))[0], expected[:rows])
         case.first.slices = 2
         assert not torch.equal(case.run(slice(rows))[0], expected[:rows])
@@ -638,13 +853,13 @@ class TestMutants:
     def test_a_rounding(self, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of a product, before anything is done with it: a kernel of few rows that leaves it out."""
         case = Products(generator, torch.bfloat16, (1, 1), 9)
-        monkeypatch.setattr(gpu_product, "FEW", 8)
+        monkeypatch.setattr(products, "FEW", 8)
         expected, _ = case.run(slice(None))
 
         def finished_sums(sums: Any, dtype: Any, scale: Any, biases: Any, addend: Any, activation: Any) -> Any:
             wide = triton.language.float32
             return before(sums, wide, scale, biases, addend, activation)
 
-        before = kernels.gpu_modules().rows.finished_sums
-        monkeypatch.setattr(kernels.gpu_modules().rows, "finished_sums", finished_sums)
+        before = product_kernels.finished_sums
+        monkeypatch.setattr(product_kernels, "finished_sums", finished_sums)
         assert not torch.equal(case.run(slice(1))[0], expected[:1])

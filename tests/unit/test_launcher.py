@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels import launcher
-
 triton = pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
+
+from infer.backend.gpu import precompile  # noqa: E402
+from infer.backend.gpu.launcher import Kernel, Launch  # noqa: E402
+from infer.backend.gpu.launcher import kernel as decorated
 
 
 class Compiled:
@@ -57,15 +59,20 @@ def jitted() -> Jitted:
 
 
 @pytest.fixture
-def kernel(jitted: Jitted, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    modules = launcher.quick(SimpleNamespace(rows=SimpleNamespace(few_rows=jitted, SIZE=3)))
-    assert modules.rows.SIZE == 3
-    assert modules.rows.few_rows is modules.rows.few_rows
-    return modules.rows.few_rows
+def kernel(jitted: Jitted) -> Kernel:
+    return Kernel(jitted)
 
 
-def test_is_looked_up_once(kernel: Any, jitted: Jitted) -> None:
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is compiled ahead instead of being launched."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(precompile, "recording_launches", lambda: True)
+    monkeypatch.setattr(precompile, "record", compiled.append)
+    return compiled
+
+
+def test_is_looked_up_once(kernel: Kernel, jitted: Jitted) -> None:
     """Then all parameters are given, in order, and a grid of three dimensions."""
     for _ in range(2):
         kernel[(7,)](X, 2, 32, K=5, num_warps=4)
@@ -86,7 +93,7 @@ def test_is_looked_up_once(kernel: Any, jitted: Jitted) -> None:
         ((X, 2, 32), {"launch_pdl": True}),
     ],
 )
-def test_another_kind_is_another_kernel(kernel: Any, jitted: Jitted, args: tuple[Any, ...], options: Any) -> None:
+def test_another_kind_is_another_kernel(kernel: Kernel, jitted: Jitted, args: tuple[Any, ...], options: Any) -> None:
     given = {"K": 5, "num_warps": 4}
     kernel[(7,)](X, 2, 32, **given)
     kernel[(7,)](*args, **given | options)
@@ -94,7 +101,7 @@ def test_another_kind_is_another_kernel(kernel: Any, jitted: Jitted, args: tuple
 
 
 @pytest.mark.parametrize("args", [(X + 1, 2, 32), (X, 1, 32), (X, 16, 32), (X, 2, 64)])
-def test_the_same_kind_is_the_same(kernel: Any, jitted: Jitted, args: tuple[Any, ...]) -> None:
+def test_the_same_kind_is_the_same(kernel: Kernel, jitted: Jitted, args: tuple[Any, ...]) -> None:
     """Whatever the numbers, and the number of rows, which nothing is compiled for."""
     kernel[(7,)](X, 2, 32, K=5)
     kernel[(3, 2)](*args, K=5)
@@ -105,36 +112,39 @@ class TestPrepared:
     """A kernel with its grid and options."""
 
     @pytest.fixture
-    def launch(self, kernel: Any) -> launcher.Launch:
-        return launcher.Launch(lambda: kernel, (7,), K=5, num_warps=4)
+    def launch(self, kernel: Kernel) -> Launch:
+        return Launch(kernel, (7,), K=5, num_warps=4)
 
-    def test_is_looked_up_once(self, launch: launcher.Launch, jitted: Jitted) -> None:
+    def test_is_looked_up_once(self, launch: Launch, jitted: Jitted) -> None:
         for x in (X, X + 1):
             launch(x, 2, 32)
         assert [call[:2] for call in jitted.calls] == [("looked up", (7,)), ("again", (7, 1, 1))]
         assert jitted.calls[1][2][1:] == (2, 32, 5, None, 0.5)
 
-    def test_where_a_tensor_lies(self, launch: launcher.Launch, jitted: Jitted) -> None:
+    def test_where_a_tensor_lies(self, launch: Launch, jitted: Jitted) -> None:
         for x in (X[1:], X, X[1:], X):
             launch(x, 2, 32)
         assert [kind for kind, *_ in jitted.calls] == ["looked up"] * 2 + ["again"] * 2
         assert jitted.calls[2][2][0].data_ptr() == X[1:].data_ptr()
 
-    def test_is_compiled_ahead(self, launch: launcher.Launch, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_compiled_ahead(self, launch: Launch, jitted: Jitted, request: pytest.FixtureRequest) -> None:
+        """Also when it has been launched before."""
         launch(X, 2, 32)
-        compiled: list[Any] = []
-        monkeypatch.setattr(launcher.ahead, "recording", lambda: True)
-        launch._find = lambda: {(7,): lambda *args, **_: compiled.append(args)}
+        recorded = request.getfixturevalue("recorded")
         launch(X, 2, 32)
-        assert compiled == [(X, 2, 32)]
+        assert recorded == ["compiled for (7,)"]
+        assert len(jitted.calls) == 1
 
 
-def test_is_compiled_without_a_launch(kernel: Any, jitted: Jitted) -> None:
-    assert kernel.warmup(X, grid=(7,)) == "compiled for (7,)"
+def test_is_compiled_without_a_launch(kernel: Kernel, jitted: Jitted, recorded: list[Any]) -> None:
+    kernel[(7,)](X, 2, 32, K=5)
+    assert recorded == ["compiled for (7,)"]
     assert not jitted.calls
 
 
-def test_what_a_hook_took_over_is_looked_up_again(kernel: Any, jitted: Jitted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_hook_took_over_is_looked_up_again(
+    kernel: Kernel, jitted: Jitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Jitted, "__getitem__", lambda *_: lambda *args, **__: jitted.calls.append(args))
     for _ in range(2):
         kernel[(7,)](X, 2, 32, K=5)
@@ -142,7 +152,7 @@ def test_what_a_hook_took_over_is_looked_up_again(kernel: Any, jitted: Jitted, m
 
 
 def test_what_another_thread_compiles_is_waited_for(
-    kernel: Any, jitted: Jitted, monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, jitted: Jitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Future:
         """As Triton's: it seems to have what the kernel will have, but cannot be launched."""
@@ -159,7 +169,20 @@ def test_what_another_thread_compiles_is_waited_for(
     assert [kind for kind, *_ in jitted.calls] == ["again"]
 
 
-def test_the_interpreter_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    modules = SimpleNamespace()
-    assert launcher.quick(modules) is modules
+@pytest.mark.parametrize("interpret", [False, True])
+def test_the_interpreter_launches_its_own(interpret: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of ours stands for one that is compiled."""
+    asked: list[Any] = []
+
+    def jit(function: Any, **options: Any) -> Jitted:
+        asked.append((function, options))
+        return Jitted()
+
+    def add(x: Any) -> None: ...
+
+    monkeypatch.setattr(triton, "jit", jit)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
+    made = decorated(do_not_specialize=["x"])(add)
+    assert isinstance(made, Jitted if interpret else Kernel)
+    assert isinstance(made if interpret else made.jit, Jitted)
+    assert asked == [(add, {"do_not_specialize": ["x"]})]

@@ -13,12 +13,14 @@ import torch
 from mocks import LAYOUT_NAMES, LAYOUTS, naive_logits
 from torch import Tensor
 
-from infer import KVCache, kernels
+from infer import KVCache
+from infer.backend.cpu import functions
 from infer.cache import BaseCache
 from infer.config import RopeConfig
+from infer.engine.model import step
 from infer.models.common import Decoder
 from infer.models.registry import build_model
-from infer.ops import attention as ops
+from infer.nn import attention as attending
 from infer.nn.activation import ACTIVATIONS
 from infer.nn.linear import FusedLinear, Linear
 from infer.nn.norm import RMSNorm, ZeroCentredRMSNorm
@@ -81,10 +83,11 @@ class TestForward:
         model = tiny_model(**variant)
         ids = random_ids(2, 9)
         expected = naive_logits(model, ids)
-        cache = make_cache(model, 2, cls, **options)
+        cache, other = (make_cache(model, 2, cls, **options) for _ in range(2))
         for start, end in ((0, 4), (4, 5), (5, 8), (8, 9)):
-            logits = model(ids[:, start:end], kv_cache=cache)
-            torch.testing.assert_close(logits[:, 0], expected[:, end - 1], atol=1e-4, rtol=1e-4)
+            part = ids[:, start:end]
+            for logits in (model(part, kv_cache=cache)[:, 0], step(model, other, part)):  # in torch, and by a backend
+                torch.testing.assert_close(logits, expected[:, end - 1], atol=1e-4, rtol=1e-4)
 
     @pytest.mark.parametrize("batch", [1, 2])
     @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
@@ -134,14 +137,13 @@ class TestForward:
     def test_heads_are_not_expanded(self, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_model(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
         shapes: list[tuple[torch.Size, ...]] = []
-        attention = ops.attention
+        attention = attending.attention
 
         def spy(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             shapes.append((q.shape, k.shape, v.shape))
             return attention(q, k, v, **options)
 
-        monkeypatch.setattr(ops, "attention", spy)
-        monkeypatch.setattr(kernels, "cpu", lambda: None)
+        monkeypatch.setattr(attending, "attention", spy)
         cache = make_cache(model, 2)
         for n in (5, 1):
             model(random_ids(2, n), kv_cache=cache)
@@ -282,33 +284,31 @@ class TestActivation:
 class TestRope:
     def test_distance_alone_matters(self) -> None:
         rope = Rope(RopeConfig(), 8)
-        q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).unbind()
+        q, k = torch.randn(2, 1, 1, 8, generator=torch.Generator().manual_seed(0)).unbind()  # [T, H, D]
 
         def product(q_pos: int, k_pos: int) -> float:
-            turned = [apply_rope(x, *rope(torch.tensor([[at]]))) for x, at in ((q, q_pos), (k, k_pos))]
+            turned = [apply_rope(x, *rope(torch.tensor([at]))) for x, at in ((q, q_pos), (k, k_pos))]
             return float((turned[0] * turned[1]).sum())
 
         assert product(7, 3) == pytest.approx(product(104, 100), abs=1e-4)
         assert product(7, 3) != pytest.approx(product(7, 4), abs=1e-2)
         assert product(0, 0) == pytest.approx(float((q * k).sum()), abs=1e-5)
 
-    def test_each_row_has_its_positions(self) -> None:
+    def test_each_token_has_its_position(self) -> None:
+        """In any order, and whoever stands beside it."""
         rope = Rope(RopeConfig(), 8)
-        x = torch.randn(2, 3, 2, 8, generator=torch.Generator().manual_seed(0))
-        positions = torch.tensor([[0, 5], [9, 2]])
+        x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
+        positions = torch.tensor([0, 5, 9, 2])
         turned = apply_rope(x, *rope(positions))
-        for row in range(2):
-            for i in range(2):
-                alone = apply_rope(x[row : row + 1, :, i : i + 1], *rope(positions[row : row + 1, i : i + 1]))
-                torch.testing.assert_close(turned[row : row + 1, :, i : i + 1], alone)
-        torch.testing.assert_close(turned[0, :, 0], x[0, :, 0])  # position 0 turns nothing
+        for i in range(4):
+            assert torch.equal(turned[i : i + 1], apply_rope(x[i : i + 1], *rope(positions[i : i + 1])))
+        torch.testing.assert_close(turned[0], x[0])  # position 0 turns nothing
 
     def test_far_positions_stay_apart_in_half_precision(self) -> None:
         rope = Rope(RopeConfig(), 8)
-        x = torch.ones(1, 1, 2, 8, dtype=torch.bfloat16)
-        turned = apply_rope(x, *rope(torch.tensor([[1000, 1001]])))
+        turned = apply_rope(torch.ones(2, 1, 8, dtype=torch.bfloat16), *rope(torch.tensor([1000, 1001])))
         assert turned.dtype == torch.bfloat16
-        assert (turned[0, 0, 0] - turned[0, 0, 1]).abs().max() > 0.1
+        assert (turned[0] - turned[1]).abs().max() > 0.1
 
     def test_default_frequencies(self) -> None:
         inv_freq = inverse_frequencies(RopeConfig(theta=100.0), 4)
@@ -318,7 +318,7 @@ class TestRope:
         plain = inverse_frequencies(RopeConfig(), 16)
         scaled = inverse_frequencies(RopeConfig(scaling="linear", factor=4.0), 16)
         torch.testing.assert_close(scaled, plain / 4)
-        positions = torch.tensor([[8]])
+        positions = torch.tensor([8])
         torch.testing.assert_close(
             Rope(RopeConfig(scaling="linear", factor=4.0), 16)(positions)[0], Rope(RopeConfig(), 16)(positions // 4)[0]
         )
@@ -452,7 +452,7 @@ class TestModule:
         assert not torch.allclose(model(ids), plain)
         assert dict(model.named_modules())["layers.0.mlp"] is other.layers[0].mlp
 
-    @pytest.mark.parametrize("shape", [(2, 6), (1, 1)])  # a single token must not be compiled
+    @pytest.mark.parametrize("shape", [(2, 6), (1, 1)])
     def test_gradients_are_those_of_the_formulas(
         self, tiny_model: Callable, variant: dict, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -465,7 +465,7 @@ class TestModule:
             torch.nn.functional.cross_entropy(forward(ids).flatten(0, 1), targets).backward()
             return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
-        monkeypatch.setattr(ops, "BLOCK", 2)  # window layers attend in several blocks
+        monkeypatch.setattr(attending, "BLOCK", 2)  # window layers attend in several blocks
         got = gradients(model)
         expected = gradients(lambda ids: naive_logits(model, ids))
         if shape != (1, 1):  # where a query sees one key, its gradient is 0, up to rounding
@@ -501,73 +501,39 @@ def test_no_token_ids(tiny_model: Callable[..., Decoder], ids: Tensor, what: str
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-class TestSixteenBitsOnTheCPU:
-    """The kernels compute in float32. torch is slow in them where the CPU has no such instructions."""
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("mask", [None, "causal", torch.ones(5, 5).tril().bool()], ids=["all", "causal", "mask"])
+def test_attention_in_sixteen_bits(dtype: torch.dtype, mask: Any, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch attends in float32 where the CPU has no instructions for 16 bits: it would be slow."""
+    asked: list[torch.dtype] = []
+    functional = attending.F
 
-    @pytest.fixture(autouse=True)
-    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-        """In what torch was asked to multiply."""
-        asked: list[torch.dtype] = []
-        functional = ops.F
+    def attention(q: Tensor, *args: Any, **options: Any) -> Tensor:
+        asked.append(q.dtype)
+        return functional.scaled_dot_product_attention(q, *args, **options)
 
-        def linear(x: Tensor, *args: Any) -> Tensor:
-            asked.append(x.dtype)
-            return functional.linear(x.float(), *(None if arg is None else arg.float() for arg in args)).to(x.dtype)
+    changed = SimpleNamespace(**vars(functional) | {"scaled_dot_product_attention": attention})
+    monkeypatch.setattr(attending, "F", changed)
+    monkeypatch.setattr(attending, "cpu_multiplies", lambda _: there)
+    q, k, v = (torch.randn(1, heads, 5, 8).to(dtype) for heads in (4, 2, 2))
+    got = attending.attention(q, k, v, scale=0.3, mask=mask)
+    assert got.dtype is dtype
+    assert asked == [dtype if there else torch.float32]
+    expected = attending.attention(q.float(), k.float(), v.float(), scale=0.3, mask=mask)
+    torch.testing.assert_close(got.float(), expected, atol=0.02, rtol=0.02)
 
-        def attention(q: Tensor, *args: Any, **options: Any) -> Tensor:
-            asked.append(q.dtype)
-            return functional.scaled_dot_product_attention(q, *args, **options)
 
-        changed = {"linear": linear, "scaled_dot_product_attention": attention}
-        for module in ("linear", "attention"):
-            monkeypatch.setattr(f"infer.ops.{module}.F", SimpleNamespace(**vars(functional) | changed))
-        return asked
-
-    @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-    @pytest.mark.parametrize("rows", [1, 3, 40])
-    def test_products(self, dtype: torch.dtype, rows: int, bias: bool, asked: list[torch.dtype]) -> None:
-        """As close as 16 bits can hold, also of sums that would have been rounded on the way."""
-        generator = torch.Generator().manual_seed(rows)
-        linear = Linear(300, 70, bias=bias).requires_grad_(False)
-        for weight in linear.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator))
-        linear.to(dtype)
-        x, residual = (torch.randn(rows, n, generator=generator).to(dtype) for n in (300, 70))
-        wide = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
-        with torch.inference_mode():
-            torch.testing.assert_close(linear(x), wide.float().to(dtype), atol=1e-3, rtol=torch.finfo(dtype).eps)
-            got = linear(x, residual.clone())
-        torch.testing.assert_close(got, wide.to(dtype) + residual, atol=2e-3, rtol=2 * torch.finfo(dtype).eps)
-        assert not asked
-
-    @pytest.mark.parametrize("gradients", [False, True])
-    def test_products_that_torch_has(
-        self, dtype: torch.dtype, gradients: bool, asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Without kernels, and where it must go back through them."""
-        if not gradients:
-            monkeypatch.setattr(kernels, "cpu", lambda: None)
-        linear = Linear(8, 4).to(dtype)
-        torch.nn.init.ones_(linear.weight)
-        with torch.set_grad_enabled(gradients):
-            out = linear(torch.ones(2, 8, dtype=dtype))
-        assert asked == [dtype]
-        assert out.requires_grad == gradients
-
-    @pytest.mark.parametrize("there", [False, True])
-    @pytest.mark.parametrize("mask", [None, "causal", torch.ones(5, 5).tril().bool()], ids=["all", "causal", "mask"])
-    def test_attention(
-        self,
-        dtype: torch.dtype,
-        mask: Any,
-        there: bool,
-        asked: list[torch.dtype],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        monkeypatch.setattr("infer.nn.attention.cpu_multiplies", lambda _: there)
-        q, k, v = (torch.randn(1, heads, 5, 8).to(dtype) for heads in (4, 2, 2))
-        got = ops.attention(q, k, v, scale=0.3, mask=mask)
-        assert got.dtype is dtype
-        assert asked == [dtype if there else torch.float32]
-        expected = ops.attention(q.float(), k.float(), v.float(), scale=0.3, mask=mask)
-        torch.testing.assert_close(got.float(), expected, atol=0.02, rtol=0.02)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_products_in_sixteen_bits(rows: int, bias: bool, dtype: torch.dtype) -> None:
+    """A CPU's kernels compute in float32: as close as 16 bits can hold, also of sums torch would round on the way."""
+    generator = torch.Generator().manual_seed(rows)
+    linear = Linear(300, 70, bias=bias).requires_grad_(False)
+    for weight in linear.parameters():
+        weight.copy_(torch.randn(weight.shape, generator=generator))
+    linear.to(dtype)
+    x = torch.randn(rows, 300, generator=generator).to(dtype)
+    wide = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+    got = functions.linear(x, linear)
+    torch.testing.assert_close(got, wide.float().to(dtype), atol=1e-3, rtol=torch.finfo(dtype).eps)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import (
-    CACHES,
     FAMILIES,
     check_every_way,
+    check_logits,
     difference,
+    kernel_logits,
     load,
     logits_in_chunks,
     nanogpt_weights,
@@ -24,23 +25,28 @@ from checkpoints import (
     save_gguf,
     save_nanogpt,
     single_threaded,
+    torch_logits,
 )
 from gguf import GGMLQuantizationType as Quant
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infer import KVCache, kernels, load_model
+from infer import KVCache, load_model
+from infer.backend import cpu
+from infer.backend.cpu import functions
+from infer.cache import NoCache
+from infer.engine.model import step
 from infer.evaluate.bench import BenchConfig
 from infer.evaluate.bench import run as run_bench
 from infer.evaluate.explain import explain
 from infer.loader import load as loader
 from infer.loader.describe import describe
 from infer.models.common import Decoder
-from infer.ops import compiled, linear
+from infer.nn import linear
 from infer.nn.linear import Linear
 
-pytestmark = pytest.mark.skipif(not kernels.has_cpu(), reason="needs numba")
+pytestmark = pytest.mark.skipif(cpu.kernels() is None, reason="needs numba")
 _one_thread = pytest.fixture(autouse=True)(single_threaded)
 
 
@@ -101,7 +107,7 @@ def test_bit_for_bit_what_widened_weights_give(family: str, chunk: int, tmp_path
     for model in (load(path), widened(path)):
         cache = KVCache.from_model_config(model.config, 40, batch_size=2, dtype="float32", device="cpu")
         found.append(logits_in_chunks(model, ids, cache, chunk))
-        assert torch.equal(model(ids), found[-1])
+        assert torch.equal(kernel_logits(model, NoCache(2), ids), found[-1])
     assert torch.equal(*found)
 
 
@@ -111,8 +117,7 @@ def test_gguf(family: str, quant: Quant, tmp_path: Path) -> None:
     reference = rounded(family)
     model = load(save_gguf(reference, tmp_path / "model.gguf", quant))
     check_narrow(model, torch.bfloat16 if quant is Quant.BF16 else torch.float32)
-    ids = random_ids()
-    assert difference(model(ids), reference(ids).logits) <= 2e-5
+    check_logits(model, ids := random_ids(), reference(ids).logits, 2e-5)
 
 
 def test_nanogpt(tmp_path: Path) -> None:
@@ -121,8 +126,7 @@ def test_nanogpt(tmp_path: Path) -> None:
     weights = nanogpt_weights(copy.deepcopy(reference).bfloat16())
     model = load(save_nanogpt(reference, tmp_path / "ckpt.pt", model=weights))
     check_narrow(model)
-    ids = random_ids()
-    assert difference(model(ids), reference(ids).logits) <= 2e-5
+    check_logits(model, ids := random_ids(), reference(ids).logits, 2e-5)
 
 
 def test_what_is_stacked_of_several_dtypes_is_widened(tmp_path: Path) -> None:
@@ -137,24 +141,21 @@ def test_what_is_stacked_of_several_dtypes_is_widened(tmp_path: Path) -> None:
         assert layer.mlp.gate_up_proj.weight.dtype is torch.float32
         assert layer.self_attn.o_proj.weight.dtype is torch.bfloat16
     assert torch.equal(model.layers[0].mlp.gate_up_proj.weight[:96], stored["model.layers.0.mlp.gate_proj.weight"])
-    ids = random_ids()
-    assert difference(model(ids), widened(path)(ids)) <= 2e-5
+    check_logits(model, ids := random_ids(), widened(path)(ids), 2e-5)
 
 
-@pytest.mark.parametrize("there", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("rows", [1, 4, 33, 200])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products(rows: int, bias: bool, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In kernels; or in pieces: 5 rows of a weight at a time, and 2 in the end."""
+def test_products(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel; or in pieces: 5 rows of a weight at a time, and 2 in the end."""
     monkeypatch.setattr(linear, "AT_ONCE", 5 * 24)
-    if not there:
-        monkeypatch.setattr(kernels, "cpu", lambda: None)
     product = Linear(24, 37, bias=bias)
     for weight in product.parameters():
         weight.normal_()
     x, residual = torch.randn(rows, 24), torch.randn(rows, 37)
     product.weight = torch.nn.Parameter(product.weight.bfloat16(), requires_grad=False)
     expected = torch.nn.functional.linear(x.double(), product.weight.double(), product.bias.double() if bias else None)
+    assert difference(functions.linear(x, product).double(), expected) <= 1e-5
     assert difference(product(x).double(), expected) <= 1e-5
     assert difference(product(x, residual.clone()).double(), expected + residual) <= 1e-5
 
@@ -182,13 +183,15 @@ def test_a_hook_hears_of_a_product_once() -> None:
 def test_another_dtype_at_the_same_address(tmp_path: Path) -> None:
     model, ids = load(save(rounded("llama"), tmp_path)), random_ids(1, 1)
 
-    def step() -> Tensor:
-        return model(ids, KVCache.from_model_config(model.config, 1, dtype="float32", device="cpu"))
+    def logits() -> Tensor:
+        return step(model, KVCache.from_model_config(model.config, 1, dtype="float32", device="cpu"), ids)
 
-    expected = step()
+    expected = logits()
     weight = model.lm_head.weight
+    at = weight.data_ptr()
     weight.data = weight.data.view(torch.float16).copy_(weight.data.half())
-    assert difference(step(), expected) <= 1e-2
+    assert weight.data_ptr() == at
+    assert difference(logits(), expected) <= 1e-2
 
 
 def test_gradients() -> None:
@@ -216,25 +219,24 @@ class TestWithoutKernels:
         assert describe(str(path), device="cpu").weights == "float32"
 
     def test_not_to_be_compiled(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(compiled, "prepare", lambda: False)
+        monkeypatch.setattr(cpu, "kernels", lambda: None)
         self.check_wide(path)
 
     def test_not_to_be_compiled_and_then_too_large(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         needed = describe(str(path), device="cpu").weight_bytes
         monkeypatch.setattr(loader, "available_memory", lambda _: needed)
         load(path)
-        monkeypatch.setattr(compiled, "prepare", lambda: False)
+        monkeypatch.setattr(cpu, "kernels", lambda: None)
         with pytest.raises(ValueError, match="in float32, but"):
             load(path)
 
-    def test_gone_once_it_is_loaded(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As in a process that was forked."""
+    def test_gone_once_it_is_loaded(self, path: Path) -> None:
+        """As in a process that was forked: plain torch widens them."""
         ids, model = random_ids(), load(path)
-        expected = model(ids)
-        monkeypatch.setattr(kernels, "cpu", lambda: None)
+        expected = kernel_logits(model, NoCache(2), ids)
         assert difference(model(ids), expected) <= 1e-4
-        cache = CACHES["KVCache"][0].from_model_config(model.config, 60, batch_size=2, dtype="float32", device="cpu")
-        assert difference(logits_in_chunks(model, ids, cache, 1), expected) <= 1e-4
+        cache = KVCache.from_model_config(model.config, 60, batch_size=2, dtype="float32", device="cpu")
+        assert difference(logits_in_chunks(model, ids, cache, 1, torch_logits), expected) <= 1e-4
 
 
 def test_float16_is_widened(tmp_path: Path) -> None:

@@ -39,22 +39,22 @@ PUBLIC = [
     "render_chat_template",
     "stream",
 ]
-# What each part may import at module level, itself apart. A further part needs a line here.
+# What each part may import, itself apart: at module level or inside a function. A further part needs a line here.
 LAYERS = {
     "machine": set(),
     "config": set(),
-    "kernels": {"machine"},
-    "ops": {"machine", "config", "kernels"},
-    "cache": {"machine", "config", "ops"},
-    "models": {"machine", "config", "ops", "cache"},
-    "loader": {"machine", "config", "ops", "cache", "models"},
-    "trace": {"machine", "config", "ops", "cache"},
-    "engine": {"machine", "config", "ops", "cache", "models", "trace"},
-    "evaluate": {"machine", "config", "ops", "cache", "models", "loader", "engine", "trace"},
-    "cli": {"machine", "config", "ops", "cache", "models", "loader", "engine", "evaluate", "trace"},
+    "nn": {"machine", "config"},
+    "cache": {"machine", "config", "nn"},
+    "models": {"machine", "config", "nn", "cache"},
+    "backend": {"machine", "config", "nn", "cache", "models"},
+    "loader": {"machine", "config", "nn", "cache", "models", "backend"},
+    "trace": {"machine", "config", "nn", "cache"},
+    "engine": {"machine", "config", "nn", "cache", "models", "backend", "trace"},
+    "evaluate": {"machine", "config", "nn", "cache", "models", "backend", "trace", "engine"},
+    "cli": {"machine", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"},
 }
-# The one import that goes up, inside a function: ModelConfig.from_pretrained opens a checkpoint.
-UPWARD = {("config", "loader")}
+# Compilers of kernels, and who may use them.
+COMPILERS = {"numba": "backend/cpu", "llvmlite": "backend/cpu", "triton": "backend/gpu"}
 HEAVY = ["gguf", "typer", "rich", "huggingface_hub", "jinja2", "matplotlib", "numba", "triton", "transformers"]
 
 
@@ -72,24 +72,24 @@ def home(name: str) -> str:
     return getattr(infer, name).__module__ if name in PUBLIC else f"infer.{name}"
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """The modules of this package that a file imports, and whether it does so at module level."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    inside = {
-        node
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
+def imports(path: Path) -> Iterator[str]:
+    """All modules that a file imports, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
-            names = [home(alias.name) for alias in node.names] if node.module == "infer" else [node.module or ""]
+            module = node.module or ""
+            if module == "infer":
+                yield from (home(alias.name) for alias in node.names)
+            else:
+                yield module
+                yield from (f"{module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        yield from ((name, node not in inside) for name in names if name.split(".")[0] == "infer")
+            yield from (alias.name for alias in node.names)
+
+
+def own_imports(path: Path) -> list[str]:
+    """Those of this package."""
+    return [module for module in imports(path) if module.split(".")[0] == "infer"]
 
 
 def in_fresh_python(code: str, **environment: str) -> str:
@@ -122,25 +122,45 @@ class TestPublicNames:
         assert (ROOT / "py.typed").exists()
 
 
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
 class TestLayers:
-    @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+    @pytest.mark.parametrize("path", sources(), ids=name_of)
     def test_imports_go_one_way(self, path: Path) -> None:
         part = path.relative_to(ROOT).parts[0].removesuffix(".py")
         assert part in LAYERS, f"{part} has no place in the order of imports"
-        allowed = LAYERS[part] | {part}
-        for module, at_module_level in imports(path):
-            target = part_of(module)
-            if not at_module_level and (part, target) in UPWARD:
-                continue
-            assert target in allowed, f"{path.relative_to(ROOT)} imports {module}"
+        for module in own_imports(path):
+            assert part_of(module) in LAYERS[part] | {part}, f"{name_of(path)} imports {module}"
 
     def test_imports_are_seen(self) -> None:
-        """The checker finds what it should judge."""
-        assert ("infer.loader", False) in imports(ROOT / "config.py")
-        assert ("infer.nn.attention", True) in imports(ROOT / "cache" / "base.py")
+        """The checker finds what it should judge: at module level, in functions, of the package itself."""
+        assert "infer.nn.attention" in own_imports(ROOT / "cache" / "base.py")
+        assert "infer.backend.cpu.backend" in own_imports(ROOT / "backend" / "__init__.py")
+        assert "infer.backend" in own_imports(ROOT / "loader" / "describe.py")
+        assert "numba" in imports(ROOT / "backend" / "cpu" / "block.py")
 
     def test_order_has_no_cycle(self) -> None:
         TopologicalSorter(LAYERS).prepare()
+
+    def test_what_a_model_is_knows_nothing_of_how_it_is_run(self) -> None:
+        for part in ("nn", "cache", "models"):
+            assert "backend" not in LAYERS[part]
+
+    def test_backends_do_not_know_each_other(self) -> None:
+        """And the one check of models knows neither."""
+        for path in sorted((ROOT / "backend").rglob("*.py")):
+            inside = path.relative_to(ROOT / "backend").parts[0]
+            others = {"cpu", "gpu"} - {inside} if inside != "__init__.py" else set()
+            found = {module.split(".")[2] for module in own_imports(path) if module.startswith("infer.backend.")}
+            assert not found & others, name_of(path)
+
+    def test_compilers_stay_where_kernels_are(self) -> None:
+        for path in sources():
+            for module in imports(path):
+                home = COMPILERS.get(module.split(".")[0])
+                assert home is None or name_of(path).startswith(home), f"{name_of(path)} imports {module}"
 
 
 class TestCost:
@@ -148,7 +168,10 @@ class TestCost:
         assert in_fresh_python("import infer, sys; print('torch' in sys.modules)") == "False\n"
 
     def test_params_and_config_need_no_torch(self) -> None:
-        code = "import sys; from infer import ModelConfig, SamplingParams; print('torch' in sys.modules)"
+        code = (
+            "import sys; from infer import SamplingParams; from infer.config import ModelConfig\n"
+            "print('torch' in sys.modules)"
+        )
         assert in_fresh_python(code) == "False\n"
 
     def test_heavy_libraries_wait(self) -> None:
@@ -178,8 +201,8 @@ class TestCost:
     def test_kernels_do_not_change_the_number_of_threads(self) -> None:
         """Also where numba has the same OpenMP library as torch, which is so for some builds of torch."""
         code = (
-            "import torch; from infer import kernels; before = torch.get_num_threads()\n"
-            "kernels.cpu(); kernels.cpu() and kernels.cpu().use_threads(before)\n"
+            "import torch; from infer.backend.cpu import kernels; before = torch.get_num_threads()\n"
+            "kernels() and kernels().use_threads(before)\n"
             "print(before, torch.get_num_threads())"
         )
         for shared in ({}, {"LD_PRELOAD": str(find_library("gomp"))}):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,10 @@ from commands import Run, assert_refused
 from mocks import CACHES, Letters
 from torch import Tensor, nn
 
-from infer import GrowingCache, KVCache, ModelConfig, SlidingCache, generate, generate_batch, kernels
+from infer import GrowingCache, KVCache, ModelConfig, SlidingCache, generate, generate_batch
+from infer.backend import Row
+from infer.backend.cpu import backend as cpu_backend
+from infer.backend.plain import TorchBackend
 from infer.cache import BaseCache, Cache, NoCache
 from infer.evaluate import paths
 from infer.evaluate import verify as module
@@ -94,6 +97,7 @@ class TestEqual:
             "default cache, traced",
             "no cache, traced",
             "default cache, batch of 3",
+            "default cache, batch of 3, one after another",
             "KVCache of 3 rows",
             "KVCache, 1 thread",
             "generate",
@@ -112,6 +116,7 @@ class TestEqual:
         assert (found["KVCache, chunks of 7"].prompts, found["KVCache, chunks of 7"].positions) == (2, 20 + 9 + 2 * NEW)
         assert found["default cache, last logits alone"].positions == 3 * (1 + NEW)
         assert found["default cache, batch of 3"].positions == everything
+        assert found["default cache, batch of 3, one after another"].positions == everything
         assert found["KVCache of 3 rows"].positions == 3 * (3 + NEW)
         assert found["generate"].positions == found["generate_batch"].positions == 3 * NEW
         for name in ("KVCache, truncated", "no cache, stopped early"):
@@ -197,17 +202,33 @@ class TestDifferences:
             assert (difference.divergence.layer, difference.divergence.what) == (2, "query")
             assert difference.divergence.position == 4
 
-    def test_one_row_of_a_batch(self, config: ModelConfig) -> None:
+    def test_one_row_of_a_batch(self, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of three in one cache, and of three with a cache each."""
+        place, called = [(0, 0)], TorchBackend.run
+
+        def run(backend: TorchBackend, rows: Sequence[Row]) -> list[Tensor]:
+            logits = []
+            for i, row in enumerate(rows):
+                place[0] = len(rows), i
+                logits += called(backend, [row])
+            return logits
+
         def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-            if len(x) == 3 and positions.shape[1] == 1 and (layer, what) in ((0, "key"), (3, "logits")):
-                x = x.clone()
+            if positions.shape[1] != 1 or (layer, what) not in ((0, "key"), (3, "logits")):
+                return x
+            x = x.clone()
+            if len(x) == 3:
                 x[2] += 1
+            elif place[0] == (3, 2):
+                x += 1
             return x
 
+        monkeypatch.setattr(TorchBackend, "run", run)
         found = check(ExactModel(config, plant))
         wrong = {name for name, result in found.items() if not result.equal}
-        assert wrong - {"generate_batch"} == {"default cache, batch of 3", "KVCache of 3 rows"}
-        for name, position in (("default cache, batch of 3", 9), ("KVCache of 3 rows", 4)):
+        ragged = ["default cache, batch of 3", "default cache, batch of 3, one after another"]
+        assert wrong - {"generate_batch"} == {*ragged, "KVCache of 3 rows"}
+        for name, position in (*((name, 9) for name in ragged), ("KVCache of 3 rows", 4)):
             difference = found[name].difference
             assert difference is not None
             assert (difference.prompt, difference.position) == (2, position)
@@ -366,12 +387,13 @@ class TestCommand:
 
     def test_without_kernels(self, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """It says so, and how far the paths are apart; only other tokens are an error."""
-        monkeypatch.setenv("INFER_KERNELS", "0")
+        monkeypatch.setattr(cpu_backend, "kernels", lambda: None)
         asked = self.found(monkeypatch, self.EQUAL, self.CLOSE, self.OTHER_TEXT)
         done = run("verify", "--prompts", prompts)
         assert asked[0]["diagnose"] is False
         promise, _, *lines = done.out.splitlines()
-        assert promise == "plain torch (INFER_KERNELS=0): paths agree within rounding"
+        why = "there are no kernels for this CPU: INFER_KERNELS=0, or numba is missing"
+        assert promise == f"plain torch ({why}): paths agree within rounding"
         assert [line[54:] for line in lines] == [
             "equal",
             "apart by 2.5e-01 at most, at 7 positions",
@@ -404,24 +426,19 @@ class TestWhyPlainTorch:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert why_plain_torch(tiny_model(dtype=dtype)) is None
 
-    def test_switched_off(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("INFER_KERNELS", "0")
-        assert why_plain_torch(model) == "INFER_KERNELS=0"
-
-    def test_no_numba(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kernels, "has_cpu", lambda: False)
-        assert why_plain_torch(model) == "numba is not installed"
-
-    def test_numba_that_cannot(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kernels, "cpu", lambda: None)
-        assert why_plain_torch(model) == "numba cannot compile the kernels"
+    def test_no_kernels(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cpu_backend, "kernels", lambda: None)
+        why = "there are no kernels for this CPU: INFER_KERNELS=0, or numba is missing"
+        assert why_plain_torch(model) == why
 
     def test_a_hook(self, model: Decoder) -> None:
-        model.layers[0].mlp.register_forward_hook(lambda *_: None)
-        assert "hooked" in str(why_plain_torch(model))
+        hook = model.layers[0].mlp.register_forward_hook(lambda *_: None)
+        assert why_plain_torch(model) == "a module has a hook"
+        hook.remove()
+        assert why_plain_torch(model) is None
 
     def test_another_dtype(self, model: Decoder) -> None:
-        assert "a dtype without kernels" in str(why_plain_torch(model.double()))
+        assert why_plain_torch(model.double()) == "kernels do not compute in torch.float64"
 
     def test_another_device(self, tiny_model: Callable[..., Decoder]) -> None:
         assert why_plain_torch(tiny_model().to("meta")) == "there are no kernels for meta"

@@ -12,17 +12,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from infer import kernels
-from infer.kernels import ahead
+import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
 
+from infer.backend.gpu import precompile  # noqa: E402
+from infer.backend.gpu.launcher import Kernel, Launch  # noqa: E402
+
+X = torch.zeros(16)
 place = ContextVar("place", default="nowhere")
 
 
-class Kernel:
+class Jitted:
     """Compiled as Triton compiles: by the mode that is on, or at once."""
+
+    params = ()
 
     def __init__(self, compile: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -42,37 +46,42 @@ class Kernel:
         submit = triton.runtime._async_compile.active_mode.get().submit
         rest = len(inspect.signature(submit).parameters) - 2  # what is done afterwards: Triton's versions differ in it
 
-        def compile() -> Kernel:
+        def compile() -> Jitted:
             self._compile()
             return self
 
         return submit(len(self.calls), compile, *[lambda *_: None] * rest)
 
 
+@pytest.fixture(params=["kernel", "prepared"])
+def launch(request: pytest.FixtureRequest, jitted: Jitted) -> Callable[[], None]:
+    """A kernel that is launched each time it is called: as it is, or with its grid and options."""
+    kernel = Kernel(jitted)
+    if request.param == "kernel":
+        return lambda: kernel[(3,)](X, K=5)
+    prepared = Launch(kernel, (3,), K=5)
+    return lambda: prepared(X)
+
+
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel]:
-    def make(**options: Any) -> Kernel:
-        kernel = Kernel(**options)
-        modules = SimpleNamespace(rows=SimpleNamespace(few_rows=kernel))
-        monkeypatch.setattr(kernels, "_gpu_modules", lambda: modules)
-        return kernel
-
-    return make
+def jitted() -> Jitted:
+    return Jitted()
 
 
-def launch() -> None:
-    kernels.gpu_modules().rows.few_rows[(3,)]("x", K=5)
-
-
-def test_what_would_be_launched_is_compiled(make: Callable[..., Kernel]) -> None:
-    kernel = make()
+def test_what_would_be_launched_is_compiled(launch: Callable[[], None], jitted: Jitted) -> None:
     launch()
-    ahead.compile_all(launch)
+    precompile.compile_all(launch)
     launch()
-    assert kernel.calls == [(kind, (3,), ("x",), {"K": 5}) for kind in ("launched", "compiled", "launched")]
+    assert jitted.calls == [(kind, (3,), (X,), {"K": 5}) for kind in ("launched", "compiled", "launched")]
 
 
-def test_what_is_compiled_is_loaded(make: Callable[..., Kernel]) -> None:
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_an_interpreter_has_nothing_to_compile(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
+    assert precompile.possible() is not interpreted
+
+
+def test_what_is_compiled_is_loaded(launch: Callable[[], None], jitted: Jitted) -> None:
     """Once, however often it would be launched, and where the caller says."""
 
     @contextmanager
@@ -85,37 +94,34 @@ def test_what_is_compiled_is_loaded(make: Callable[..., Kernel]) -> None:
         launch()
         launch()
 
-    kernel = make()
-    ahead.compile_all(walk, device)
-    assert kernel.loaded == ["the device"]
+    precompile.compile_all(walk, device)
+    assert jitted.loaded == ["the device"]
 
 
-def test_what_cannot_be_loaded_is_left_to_whoever_launches_it(make: Callable[..., Kernel]) -> None:
+def test_what_cannot_be_loaded_is_left_to_whoever_launches_it(launch: Callable[[], None], jitted: Jitted) -> None:
     """Who is then told why: the kernel does not pass for one that is loaded."""
-    kernel = make()
-    kernel._run = "half loaded"
+    jitted._run = "half loaded"
 
     @contextmanager
     def full() -> Iterator[None]:
         raise MemoryError
         yield
 
-    ahead.compile_all(launch, full)
-    assert kernel.loaded == []
-    assert kernel._run is None
+    precompile.compile_all(launch, full)
+    assert jitted.loaded == []
+    assert jitted._run is None
 
 
 def test_what_triton_keeps_to_itself_is_left_alone(
-    make: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch
+    launch: Callable[[], None], jitted: Jitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where somebody's hook compiles a kernel instead, there is none to load."""
-    kernel = make()
-    monkeypatch.setattr(kernel, "warmup", lambda *_, **__: None)
-    assert ahead.compile_all(launch) == []
-    assert kernel.loaded == []
+    monkeypatch.setattr(jitted, "warmup", lambda *_, **__: None)
+    assert precompile.compile_all(launch) == []
+    assert jitted.loaded == []
 
 
-def test_what_no_disk_had_is_named(make: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_disk_had_is_named(launch: Callable[[], None], jitted: Jitted, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
 
     def before(*, src: Any, **_: Any) -> None:
@@ -127,26 +133,26 @@ def test_what_no_disk_had_is_named(make: Callable[..., Kernel], monkeypatch: pyt
                 src=SimpleNamespace(name=name), metadata={}, metadata_group={}, times=None, cache_hit=hit
             )
 
-    make(compile=tell)
+    jitted._compile = tell
     monkeypatch.setattr(triton.knobs.compilation, "listener", before)
-    assert ahead.compile_all(launch) == ["two"]
+    assert precompile.compile_all(launch) == ["two"]
     assert triton.knobs.compilation.listener is before
     assert heard == ["one", "two"]  # whoever listens is not left out
 
 
-def test_what_cannot_be_compiled_is_left_out(make: Callable[..., Kernel]) -> None:
+def test_what_cannot_be_compiled_is_left_out(launch: Callable[[], None], jitted: Jitted) -> None:
     def fail() -> None:
         raise ValueError
 
-    kernel = make(compile=fail)
-    assert ahead.compile_all(launch) == []
+    jitted._compile = fail
+    assert precompile.compile_all(launch) == []
     launch()
-    assert kernel.calls[-1][0] == "launched"
+    assert jitted.calls[-1][0] == "launched"
 
 
 @pytest.mark.parametrize("when", ["walking", "compiling"])
 def test_an_interrupt_leaves_nothing_behind(
-    when: str, make: Callable[..., Kernel], monkeypatch: pytest.MonkeyPatch
+    when: str, launch: Callable[[], None], jitted: Jitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = threading.Event()
 
@@ -164,13 +170,13 @@ def test_an_interrupt_leaves_nothing_behind(
         if when == "walking":
             raise KeyboardInterrupt
 
-    kernel = make(compile=compile_slowly)
+    jitted._compile = compile_slowly
     with monkeypatch.context() as patch:
         patch.setattr(triton.runtime._async_compile, "as_completed", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            ahead.compile_all(walk)
+            precompile.compile_all(walk)
     launch()
-    assert kernel.calls[-1][0] == "launched"
-    ahead.compile_all(launch)
-    assert kernel.calls[-1][0] == "compiled"
+    assert jitted.calls[-1][0] == "launched"
+    precompile.compile_all(launch)
+    assert jitted.calls[-1][0] == "compiled"
     assert triton.knobs.compilation.listener is None

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infer import SamplingParams
-from infer.engine.sampler import penalise, sample
-from infer.nn.draw import MAX_DEPTH, OCTAVE
+from infer.backend.gpu.sampling import MAX_VOCAB, DeviceSampler, GreedySampler
 from infer.backend.gpu.sampling_kernels import _mass
-from infer.backend.gpu.sampling import MAX_VOCAB, Choice, Greedy
-from infer.nn.draw import Filters, is_sampled, masses, uniform, weights
+from infer.engine.sampler import penalise, sample
+from infer.nn.draw import MAX_DEPTH, OCTAVE, Filters, is_sampled, masses, uniform, weights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -77
@@ -64,33 +63,35 @@ def sampling(**options: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 1.0} | options))
 
 
-def set_row(choice: Choice, row: int, params: SamplingParams, seed: int, tokens: list[int], prompt_len: int) -> None:
+def set_row(
+    sampler: DeviceSampler, row: int, params: SamplingParams, seed: int, tokens: list[int], prompt_len: int
+) -> None:
     of_row = {name: getattr(params, name) for name in SETTINGS}
-    choice.set_row(row, **of_row, seed=seed, tokens=tokens, prompt_len=prompt_len)
+    sampler.set_row(row, **of_row, seed=seed, tokens=tokens, prompt_len=prompt_len)
 
 
-def run(chooser: Greedy, logits: Tensor, positions: list[int]) -> list[int]:
+def run(sampler: GreedySampler, logits: Tensor, positions: list[int]) -> list[int]:
     """The tokens; that a host reads the same, in the line of the fifth step."""
     tokens, sent = torch.full((4, len(logits)), POISON, device=DEVICE).split([1, 3])
     steps = torch.tensor([5], dtype=torch.int32, device=DEVICE)
     at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
-    chooser.launch(logits.to(DEVICE), at, tokens[0], sent, steps)
+    sampler.launch(logits.to(DEVICE), at, tokens[0], sent, steps)
     assert torch.equal(sent[2], tokens[0])
     assert (sent[:2] == POISON).all()
     return tokens[0].tolist()
 
 
 def run_and_compare(
-    choice: Choice, logits: Tensor, texts: Any, prompt_len: int, params: list[SamplingParams], seeds: list[int]
+    sampler: DeviceSampler, logits: Tensor, texts: Any, prompt_len: int, params: list[SamplingParams], seeds: list[int]
 ) -> list[int]:
     """The tokens, which are those of the host, as are the masses that they are drawn from."""
-    tokens = run(choice, logits, [len(text) for text in texts])
+    tokens = run(sampler, logits, [len(text) for text in texts])
     for row, (own, text, param, seed) in enumerate(zip(logits, texts, params, seeds, strict=True)):
         assert tokens[row] == sample(own, text, prompt_len, param, seed), row
         if tokens[row] >= 0 and is_sampled(param.temperature, param.top_k):
             scores = penalise(own.float().numpy(), text, prompt_len, param)
             _, mass = weights(scores, Filters.of(param.temperature, param.top_k, param.top_p, param.min_p))
-            assert int(choice._weights[row].sum()) == int(mass.sum()), row
+            assert int(sampler._weights[row].sum()) == int(mass.sum()), row
     return tokens
 
 
@@ -122,16 +123,16 @@ def make_logits(kind: str, rows: int, vocab: int, seed: int = 0) -> Tensor:
 def test_against_the_sampler(vocab: int, kind: str, dtype: torch.dtype, steps: int) -> None:
     """Every setting in a row of its own, over several steps, so that the history grows."""
     rows = len(FILTERS)
-    choice = Choice(rows + 2, vocab, DEVICE)
+    sampler = DeviceSampler(rows + 2, vocab, DEVICE)
     params = [sampling(**options) for options in FILTERS]
     seeds = [SEEDS[row % len(SEEDS)] for row in range(rows)]
     # Of different lengths; of tokens with these counts, fused penalties would have other bits.
     texts = [PROMPT + [0] * 3 + [1] * 5 + [2] * 7 + list(range(3, row)) for row in range(rows)]
     for row in range(rows):
-        set_row(choice, row, params[row], seeds[row], texts[row], len(PROMPT))
+        set_row(sampler, row, params[row], seeds[row], texts[row], len(PROMPT))
     for step in range(steps):
         logits = make_logits(kind, rows, vocab, seed=step).to(dtype)
-        chosen = run_and_compare(choice, logits, texts, len(PROMPT), params, seeds)
+        chosen = run_and_compare(sampler, logits, texts, len(PROMPT), params, seeds)
         for text, token in zip(texts, chosen, strict=True):
             text.append(token)
 
@@ -172,11 +173,11 @@ def test_any_draw(
     logits = make_logits(kind, ROWS, vocab, seed=seed % 2**32).mul(scale).to(dtype)
     for row, token, value in special:
         logits[row, token] = value
-    choice = Choice(ROWS, vocab, DEVICE)
+    sampler = DeviceSampler(ROWS, vocab, DEVICE)
     params = [sampling(**each) for each in options]
     for row in range(ROWS):
-        set_row(choice, row, params[row], seed, texts[row], 1)
-    run_and_compare(choice, logits, texts, 1, params, [seed] * ROWS)
+        set_row(sampler, row, params[row], seed, texts[row], 1)
+    run_and_compare(sampler, logits, texts, 1, params, [seed] * ROWS)
 
 
 def test_masses() -> None:
@@ -204,31 +205,31 @@ class TestFilters:
         vocab = 200
         order = torch.randperm(vocab, generator=torch.Generator().manual_seed(0))
         logits = (order * math.log(2) * 2.0**-16)[None]
-        choice = Choice(len(SEEDS), vocab, DEVICE)
+        sampler = DeviceSampler(len(SEEDS), vocab, DEVICE)
         for row, seed in enumerate(SEEDS):
-            set_row(choice, row, sampling(**options), seed, PROMPT, 2)
+            set_row(sampler, row, sampling(**options), seed, PROMPT, 2)
         expected = [sample(logits[0], PROMPT, 2, sampling(**options), seed) for seed in SEEDS]
-        assert run(choice, logits.repeat(len(SEEDS), 1), [4] * len(SEEDS)) == expected
+        assert run(sampler, logits.repeat(len(SEEDS), 1), [4] * len(SEEDS)) == expected
 
     def test_shares_are_exact(self) -> None:
         """Logits of whole octaves: the first token has half of the mass, and with any more than that others stay."""
         octave = 1 / math.log(2)
         params = [sampling(temperature=octave, top_p=top_p) for top_p in (0.5, 0.5 + 2**-53, 0.75, 0.75 + 2**-53)]
-        choice = Choice(4, 4, DEVICE)
+        sampler = DeviceSampler(4, 4, DEVICE)
         for row, own in enumerate(params):
-            set_row(choice, row, own, 1, PROMPT, 2)
+            set_row(sampler, row, own, 1, PROMPT, 2)
         logits = torch.tensor([0.0, -1.0, -2.0, -2.0]).repeat(4, 1)
-        run_and_compare(choice, logits, [PROMPT] * 4, 2, params, [1] * 4)
-        assert choice._weights.sum(1).tolist() == [2**44, 3 * 2**43, 3 * 2**43, 2**45]
+        run_and_compare(sampler, logits, [PROMPT] * 4, 2, params, [1] * 4)
+        assert sampler._weights.sum(1).tolist() == [2**44, 3 * 2**43, 3 * 2**43, 2**45]
 
     def test_unlikely_tokens_count_in_top_p(self) -> None:
         """The second likeliest stays only because of the many that are far too unlikely to."""
         logits = torch.full((1, 1000), -9.23)
         logits[0, 0], logits[0, 500] = math.log(0.06), 0.0
         seed = next(seed for seed in range(1000) if uniform(seed, 4) < 0.03)
-        choice = Choice(1, 1000, DEVICE)
-        set_row(choice, 0, sampling(top_p=0.9), seed, PROMPT, 2)
-        assert run(choice, logits, [4]) == [0] == [sample(logits[0], PROMPT, 2, sampling(top_p=0.9), seed)]
+        sampler = DeviceSampler(1, 1000, DEVICE)
+        set_row(sampler, 0, sampling(top_p=0.9), seed, PROMPT, 2)
+        assert run(sampler, logits, [4]) == [0] == [sample(logits[0], PROMPT, 2, sampling(top_p=0.9), seed)]
 
 
 class TestRows:
@@ -238,13 +239,13 @@ class TestRows:
         """The same logits every time: without a history, greedy would choose the same token every time."""
         logits = make_logits("spread", 1, 1100) * 2
         params = sampling(temperature=temperature, **{penalty: 1.5})
-        choice = Choice(1, 1100, DEVICE)
+        sampler = DeviceSampler(1, 1100, DEVICE)
         best = int(logits.argmax())
         text = [best, best, 7]  # of the prompt, repetition alone takes notice
-        set_row(choice, 0, params, 5, text, 2)
+        set_row(sampler, 0, params, 5, text, 2)
         for _ in range(6):
             expected = sample(logits[0], text, 2, params, 5)
-            assert run(choice, logits, [len(text)]) == [expected]
+            assert run(sampler, logits, [len(text)]) == [expected]
             text.append(expected)
         assert len(set(text[3:])) > 1
 
@@ -253,51 +254,51 @@ class TestRows:
         params = [sampling(top_p=0.9), sampling(top_k=9, presence_penalty=1.0), sampling(logit_bias={5: 3.0})]
 
         def tokens(rows: list[int]) -> list[int]:
-            choice = Choice(len(rows), 2500, DEVICE)
+            sampler = DeviceSampler(len(rows), 2500, DEVICE)
             for at, row in enumerate(rows):
-                set_row(choice, at, params[row], row, PROMPT, 2)
-            return run(choice, logits[rows], [4] * len(rows))
+                set_row(sampler, at, params[row], row, PROMPT, 2)
+            return run(sampler, logits[rows], [4] * len(rows))
 
         together = tokens([0, 1, 2])
         assert [tokens([row])[0] for row in range(3)] == together
         assert tokens([2, 0, 1]) == [together[2], together[0], together[1]]
 
     def test_inactive_rows_are_left_alone(self) -> None:
-        choice = Choice(3, 1500, DEVICE)
+        sampler = DeviceSampler(3, 1500, DEVICE)
         logits = make_logits("spread", 3, 1500)
         params = sampling(top_k=20, top_p=0.9, frequency_penalty=1.0)
         for row in range(3):
-            set_row(choice, row, params, row, PROMPT, 2)
+            set_row(sampler, row, params, row, PROMPT, 2)
         expected = sample(logits[1], PROMPT, 2, params, 1)
         poisoned = logits.clone()
         poisoned[1] = NAN
-        first = run(choice, poisoned, [4, -1, 4])
+        first = run(sampler, poisoned, [4, -1, 4])
         assert first[1] == POISON
-        assert run(choice, logits, [-1, 4, -1]) == [POISON, expected, POISON]
+        assert run(sampler, logits, [-1, 4, -1]) == [POISON, expected, POISON]
         third = [*PROMPT, first[0]]
-        assert run(choice, logits, [5, -1, -1])[0] == sample(logits[0], third, 2, params, 0)
+        assert run(sampler, logits, [5, -1, -1])[0] == sample(logits[0], third, 2, params, 0)
 
     @pytest.mark.parametrize("options", [{"presence_penalty": 9.0}, {"logit_bias": {5: 1.0}}, {}], ids=str)
     def test_settings_can_change(self, options: dict) -> None:
         """Nothing of a row's former history, bias and filters stays."""
-        choice = Choice(1, 1000, DEVICE)
+        sampler = DeviceSampler(1, 1000, DEVICE)
         logits = make_logits("spread", 1, 1000)
         best = int(logits.argmax())
         former = sampling(top_k=2, top_p=0.1, min_p=0.9, frequency_penalty=5.0, logit_bias={4: 90.0})
-        set_row(choice, 0, former, 3, [1, best, best], 1)
-        assert run(choice, logits, [3]) == [4]
+        set_row(sampler, 0, former, 3, [1, best, best], 1)
+        assert run(sampler, logits, [3]) == [4]
         greedy = sampling(temperature=0.0, **options)
-        set_row(choice, 0, greedy, 7, [1, 2], 1)
-        assert run(choice, logits, [2]) == [best]
+        set_row(sampler, 0, greedy, 7, [1, 2], 1)
+        assert run(sampler, logits, [2]) == [best]
         sampled = sampling(temperature=3.0, **options)
         text = [1, 2, best]
         for seed in SEEDS:
-            set_row(choice, 0, sampled, seed, text, 1)
-            assert run(choice, logits, [3]) == [sample(logits[0], text, 1, sampled, seed)]
+            set_row(sampler, 0, sampled, seed, text, 1)
+            assert run(sampler, logits, [3]) == [sample(logits[0], text, 1, sampled, seed)]
 
     def test_greedy_until_set(self) -> None:
         logits = make_logits("spread", 2, 1000)
-        assert run(Choice(2, 1000, DEVICE), logits, [0, 9]) == logits.argmax(1).tolist()
+        assert run(DeviceSampler(2, 1000, DEVICE), logits, [0, 9]) == logits.argmax(1).tolist()
 
     @pytest.mark.parametrize("options", [{"temperature": 1e-40}, {"temperature": 1e-6}, {"top_k": 1}], ids=str)
     def test_greedy_in_all_but_name(self, options: dict) -> None:
@@ -305,20 +306,20 @@ class TestRows:
         logits = torch.full((len(SEEDS), 1100), -1.0)
         logits[:, 1050] = 1.0
         logits[:, [3, 1060]] = float(torch.tensor(1.0).nextafter(torch.tensor(0.0))) if "top_k" in options else 0.9
-        choice = Choice(len(SEEDS), 1100, DEVICE)
+        sampler = DeviceSampler(len(SEEDS), 1100, DEVICE)
         for row, seed in enumerate(SEEDS):
-            set_row(choice, row, sampling(**options), seed, PROMPT, 2)
-        assert run(choice, logits, [4] * len(SEEDS)) == [1050] * len(SEEDS)
+            set_row(sampler, row, sampling(**options), seed, PROMPT, 2)
+        assert run(sampler, logits, [4] * len(SEEDS)) == [1050] * len(SEEDS)
 
     def test_frequencies(self) -> None:
         """Chi-square with at most 2 degrees of freedom: above 20 once in 20,000 tries, and these are fixed."""
         logits = torch.tensor([1.0, -1.0, -INF, 0.5, 0.0, -9.0])
         params = sampling(top_k=3)
         tries = 120
-        choice = Choice(tries, 6, DEVICE)
+        sampler = DeviceSampler(tries, 6, DEVICE)
         for row in range(tries):
-            set_row(choice, row, params, 11, PROMPT, 2)
-        tokens = torch.tensor(run(choice, logits.expand(tries, 6).contiguous(), list(range(tries))))
+            set_row(sampler, row, params, 11, PROMPT, 2)
+        tokens = torch.tensor(run(sampler, logits.expand(tries, 6).contiguous(), list(range(tries))))
         expected = torch.tensor([1.0, -INF, -INF, 0.5, 0.0, -INF]).softmax(0) * tries
         counts = tokens.bincount(minlength=6)
         assert counts[expected == 0].sum() == 0
@@ -329,7 +330,7 @@ class TestErrors:
     @pytest.mark.parametrize("where", [0, 1023, 1024, 2099])
     def test_nan(self, where: int) -> None:
         """It ends as -1 in its row, and changes nothing in others or later."""
-        choice = Choice(4, 2100, DEVICE)
+        sampler = DeviceSampler(4, 2100, DEVICE)
         all_params = [
             sampling(temperature=0),
             sampling(top_k=5, top_p=0.9),
@@ -337,27 +338,27 @@ class TestErrors:
             sampling(),
         ]
         for row, params in enumerate(all_params):
-            set_row(choice, row, params, 3, PROMPT, 2)
+            set_row(sampler, row, params, 3, PROMPT, 2)
         logits = make_logits("spread", 4, 2100)
         expected = [sample(own, PROMPT, 2, params, 3) for own, params in zip(logits, all_params, strict=True)]
         bad = logits.clone()
         bad[:3, where] = NAN
-        assert run(choice, bad, [4] * 4) == [-1, -1, -1, expected[3]]
-        assert run(choice, logits, [4] * 4) == expected
+        assert run(sampler, bad, [4] * 4) == [-1, -1, -1, expected[3]]
+        assert run(sampler, logits, [4] * 4) == expected
 
     @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")  # numpy, for the GPU
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_all_banned(self, temperature: float) -> None:
-        choice = Choice(1, 50, DEVICE)
-        set_row(choice, 0, sampling(temperature=temperature, logit_bias=dict.fromkeys(range(50), -INF)), 0, PROMPT, 2)
-        assert run(choice, torch.zeros(1, 50), [4]) == [-1]
+        sampler = DeviceSampler(1, 50, DEVICE)
+        set_row(sampler, 0, sampling(temperature=temperature, logit_bias=dict.fromkeys(range(50), -INF)), 0, PROMPT, 2)
+        assert run(sampler, torch.zeros(1, 50), [4]) == [-1]
 
     def test_refused(self) -> None:
         with pytest.raises(ValueError, match="vocabulary"):
-            Greedy(1, MAX_VOCAB + 1, DEVICE)
+            GreedySampler(1, MAX_VOCAB + 1, DEVICE)
         for logits in (torch.zeros(3, 10), torch.zeros(2, 11), torch.zeros(10, 2).T):
             with pytest.raises(ValueError, match="logits of shape"):
-                run(Choice(2, 10, DEVICE), logits, [0] * len(logits))
+                run(DeviceSampler(2, 10, DEVICE), logits, [0] * len(logits))
 
 
 class TestGreedy:
@@ -365,11 +366,13 @@ class TestGreedy:
     @pytest.mark.parametrize("vocab", [1, 1000, 4096, 5003])
     def test_takes_the_first_of_the_likeliest(self, vocab: int, dtype: torch.dtype) -> None:
         logits = torch.cat([make_logits("spread", 2, vocab), make_logits("tied", 2, vocab)]).to(dtype)
-        assert run(Greedy(9, vocab, DEVICE), logits, [3] * 4) == [int(row.float().numpy().argmax()) for row in logits]
+        assert run(GreedySampler(9, vocab, DEVICE), logits, [3] * 4) == [
+            int(row.float().numpy().argmax()) for row in logits
+        ]
 
     def test_errors_and_inactive_rows(self) -> None:
         logits = make_logits("spread", 4, 2100)
         logits[0, 2099] = NAN
         logits[1] = NAN
         logits[2] = -INF
-        assert run(Greedy(4, 2100, DEVICE), logits, [1, -1, 1, 0]) == [-1, POISON, -1, int(logits[3].argmax())]
+        assert run(GreedySampler(4, 2100, DEVICE), logits, [1, -1, 1, 0]) == [-1, POISON, -1, int(logits[3].argmax())]
