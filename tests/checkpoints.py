@@ -6,12 +6,14 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import tokenizers
 import torch
 from amount import ALL
@@ -424,6 +426,24 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+class _Reader(gguf.GGUFReader):  # type: ignore[misc]
+    """With a plain array, of which slices are made faster than of a memmap: there is one for each string."""
+
+    data = property(lambda self: self._data, lambda self, data: setattr(self, "_data", np.asarray(data)))
+
+
+_read, _names = cache(_Reader), cache(gguf.get_tensor_name_map)
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Within it, transformers reads the same GGUF file once, and not for its config, weights and tokenizer apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", _read)
+        patch.setattr(gguf, "get_tensor_name_map", _names)
+        yield
 
 
 def _value_type(value: Any) -> gguf.GGUFValueType:

@@ -2,7 +2,7 @@
 
 Prints what became of each as JSON: `rounds` (loops), `shared` (bytes of memory that threads share), `stores` (into it),
 of these `early` (before the last matrix product), `weights` (loads of a thread), and of these `narrow` (of less than 16
-bytes).
+bytes); `copies` (into that memory, ahead of their use), and of these `narrow_copies`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def code(launch: Callable[[], Any]) -> dict[str, int]:
     compiled = triton.compile(source(kernel, args, constants), target=TARGET, options=options)
     program = compiled.asm["ptx"]
     weights = re.findall(r"ld\.global\S*evict_first\S*", program)  # nothing else is read once
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*", program)
     return {
         "rounds": compiled.asm["ttgir"].count("scf.for"),
         "shared": compiled.metadata.shared,
@@ -69,6 +70,8 @@ def code(launch: Callable[[], Any]) -> dict[str, int]:
         "early": program[: program.rfind("mma.sync")].count("st.shared"),
         "weights": len(weights),
         "narrow": sum(".v4.b32" not in load for load in weights),
+        "copies": len(copies),
+        "narrow_copies": sum(", 0x10," not in copy for copy in copies),
     }
 
 
@@ -87,6 +90,14 @@ def attention(head_dim: int) -> None:
     gpu_attention.attend_step(block, qkv, table, integers, integers, turned, pdl=True)
 
 
+def prompt(head_dim: int, end: int, window: int | None = None) -> None:
+    """Queries at the last positions of two rows."""
+    q = torch.empty(9, 4, head_dim, dtype=torch.bfloat16)
+    table = torch.empty(2, 6, dtype=torch.int64)
+    tiles = gpu_attention.tiles_of([(end - 8, 8), (0, 1)], 32, q.device)
+    gpu_attention.attend_rows(q, table, tiles, kv_heads=2, scale=0.1, window=window, pdl=True)
+
+
 if __name__ == "__main__":
     launches: dict[str, Callable[[], None]] = {
         "eight rows, 512": lambda: product(8, 512, slices=2),
@@ -96,6 +107,9 @@ if __name__ == "__main__":
         "attention, 64": lambda: attention(64),
         "attention, 128": lambda: attention(128),
         "attention, 256": lambda: attention(256),
+        "prompt": lambda: prompt(64, 100),
+        "long prompt": lambda: prompt(64, 10_000),
+        "prompt, window": lambda: prompt(128, 100, 512),
         "few rows": lambda: product(9, 24, dtype=torch.float32),
         "many rows": lambda: product(300, 24, dtype=torch.float32),
         "few rows, in slices": lambda: product(9, 128, slices=4),

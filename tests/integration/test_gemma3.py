@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from amount import amount
+from checkpoints import read_once
 from transformers import AutoModelForCausalLM
 
 from infer import (
@@ -70,7 +71,8 @@ def generated(gemma: tuple[Decoder, Tokenizer], prompts: Ids) -> Ids:
 def expected(prompts: Ids, generated: Ids) -> list[torch.Tensor]:
     """The logits that transformers would choose each token by, with its own reading of the same GGUF file."""
     path = BUILTIN[NAME].path
-    reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with read_once():
+        reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     return [
         reference(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=NEW_TOKENS).logits
         for prompt, tokens in zip(prompts, generated, strict=True)
@@ -107,10 +109,9 @@ def test_short_prompts_in_chunks(gemma: tuple[Decoder, Tokenizer], prompts: Ids,
 @pytest.mark.parametrize(
     ("kind", "chunk"),
     [
-        (SlidingCache, 100),
         (KVCache, None),
         (GrowingCache, 512),
-        *amount([(SlidingCache, None), (SlidingCache, 513), (KVCache, 512)], []),
+        *amount([(SlidingCache, None), (SlidingCache, 100), (SlidingCache, 513), (KVCache, 512)], []),
     ],
 )
 def test_past_the_window(
@@ -135,7 +136,7 @@ def test_default_cache_past_the_window(gemma: tuple[Decoder, Tokenizer], prompts
 
 def test_without_cache(gemma: tuple[Decoder, Tokenizer], prompts: Ids, generated: Ids) -> None:
     model, tokenizer = gemma
-    for i, count in amount(((0, 4), (3, 4), (-1, 4)), ((0, 4), (-1, 2))):
+    for i, count in amount(((0, 4), (3, 4), (-1, 4)), ((0, 4), (-1, 1))):
         params = SamplingParams(max_new_tokens=count, ignore_eos=True)
         assert generate(model, tokenizer, prompts[i], params, use_kv_cache=False).token_ids == generated[i][:count]
 

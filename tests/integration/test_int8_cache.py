@@ -11,6 +11,7 @@ from amount import amount
 
 from infer import KVCache, SlidingCache, Tokenizer, load_model
 from infer.cache import BaseCache
+from infer.engine.model import all_logits
 from infer.models.common import Decoder
 
 pytestmark = pytest.mark.slow
@@ -32,7 +33,7 @@ def perplexity(model: Decoder, ids: list[int], cache: BaseCache) -> float:
     for start in range(0, len(ids) - 1, CHUNK):
         fed = ids[start : min(start + CHUNK, len(ids) - 1)]
         following = ids[start + 1 : start + 1 + len(fed)]
-        logits = model(torch.tensor([fed]), kv_cache=cache, all_logits=True)[0]
+        logits = all_logits(model, cache, torch.tensor([fed]))[0]
         total += float(F.cross_entropy(logits, torch.tensor(following), reduction="sum"))
     return float(torch.tensor(total / (len(ids) - 1)).exp())
 

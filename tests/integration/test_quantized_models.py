@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 SMOLLM2, GEMMA = "smollm2-135m", "gemma-3-270m"
 README = Path(__file__).parents[2] / "README.md"
-TOKENS = amount(1_000, 400)
+TOKENS = amount(1_000, 300)
 
 
 @cache
@@ -32,12 +32,17 @@ def load(name: str, quantize: str | None) -> Decoder:
 
 
 @cache
+def tokenizer_of(name: str) -> Tokenizer:
+    return Tokenizer(pull(BUILTIN[name]))
+
+
+@cache
 def exact_perplexity(name: str) -> float:
     return measured(name, None)
 
 
 def measured(name: str, quantize: str | None) -> float:
-    tokenizer = Tokenizer(pull(BUILTIN[name]))
+    tokenizer = tokenizer_of(name)
     ids = tokenizer.encode(README.read_text(encoding="utf-8"), add_special_tokens=False)[:TOKENS]
     assert len(ids) == TOKENS
     return perplexity(load(name, quantize), ids, prefix=tokenizer.encode("")).perplexity
@@ -113,8 +118,8 @@ def test_gemma_is_taken_over() -> None:
 )
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
 def test_greedy_text(name: str, prompt: str, word: str, quantize: str) -> None:
-    tokenizer = Tokenizer(pull(BUILTIN[name]))
-    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    tokenizer = tokenizer_of(name)
+    params = SamplingParams(max_new_tokens=amount(16, 8), ignore_eos=True)
     result = generate(load(name, quantize), tokenizer, tokenizer.encode(prompt), params)
     assert word in result.text
     if quantize == "int8":  # with 4 bits, activations are rounded so coarsely that the last digit of one may show

@@ -504,14 +504,21 @@ class TestNoNumbers:
 class TestAFailingGPU:
     @pytest.fixture
     def failing(self, light: list[CapturedStep], monkeypatch: pytest.MonkeyPatch) -> None:
-        """From the third time that it is waited for."""
-        left = iter(range(2))
+        """From the third time that it is waited for; from then on, nothing can be launched either."""
+        left, drop = [2], CapturedStep.drop
 
         def synchronize(_: Event) -> None:
-            if next(left, None) is None:
+            left[0] -= 1
+            if left[0] < 0:
                 raise RuntimeError("device-side assert")
 
+        def dropped(step: CapturedStep, slot: int) -> None:
+            if left[0] < 0:
+                raise RuntimeError("device-side assert, again")
+            drop(step, slot)
+
         monkeypatch.setattr(Event, "synchronize", synchronize)
+        monkeypatch.setattr(CapturedStep, "drop", dropped)
 
     @pytest.mark.usefixtures("failing")
     def test_a_stream(self, small: Make, light: list[CapturedStep]) -> None:

@@ -741,6 +741,11 @@ class TestValue:
         config = ModelConfig.from_pretrained(str(tmp_path))
         assert config == config_from_hf(HF, {"eos_token_id": [128008]})
 
+    def test_from_pretrained_without_the_loader(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ModelConfig, "reader", None)
+        with pytest.raises(RuntimeError, match="no file format is known here: use infer"):
+            ModelConfig.from_pretrained("somewhere")
+
     @pytest.mark.parametrize(
         ("layers", "hidden", "heads", "kv_heads", "head_dim", "megabytes"),
         [(16, 2048, 32, 8, 64, 33.6), (28, 2048, 16, 8, 128, 117.4)],

@@ -48,7 +48,7 @@ SIZES = [(2, 1, 1), (5, 7, 3), (33, 65, 17), (64, 128, 96), (576, 960, 1536)]  #
 
 
 def poisoned(rows: int, columns: int) -> torch.Tensor:
-    return torch.full((rows, columns), torch.nan)
+    return torch.full((rows, columns), torch.nan, dtype=torch.float32)
 
 
 @pytest.fixture(autouse=True)

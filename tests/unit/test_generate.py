@@ -285,6 +285,15 @@ class TestRefusals:
             function(model, MockTokenizer(), [1], SamplingParams(max_new_tokens=2), cache=cache, use_kv_cache=False)
         assert model.calls == 0
 
+    @pytest.mark.parametrize("function", [generate, stream])
+    def test_an_option_that_there_is_not(self, function: Callable) -> None:
+        """Also one of `SamplingParams`, which stands in the wrong place."""
+        model = MockModel(0)
+        for option in ({"cash": None}, {"temperature": 1.0}):
+            with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(option))}'"):
+                function(model, MockTokenizer(), [1], SamplingParams(max_new_tokens=2), **option)
+        assert model.calls == 0
+
     def test_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("infer.cache.base.available_memory", lambda device: 10)
         model = MockModel(0)

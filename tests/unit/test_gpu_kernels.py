@@ -540,7 +540,7 @@ class Step:
                     each[row, :, slot] = torch.nan
         self.qkv = random(generator, dtype, rows, (heads + 2) * head_dim)
         frequencies = torch.rand(head_dim // 2, generator=generator).repeat(2).to(DEVICE)
-        self.turned = step.turns(frequencies, self.positions) if rope else None
+        self.turned = step.rope_tables(frequencies, self.positions) if rope else None
 
     def run(self) -> list[Tensor]:
         """The outcome, and what is stored afterwards."""

@@ -367,7 +367,7 @@ class Layer:
         at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
         table = torch.from_numpy(Table([self.k], [self.v]).at(0)[0]).to(DEVICE)
         table[at < 0] = 0  # rows without a token need no cache
-        turned = None if self.rope is None else step.turns(self.rope.inv_freq.to(DEVICE), at)
+        turned = None if self.rope is None else step.rope_tables(self.rope.inv_freq.to(DEVICE), at)
         return attention.attend_step(self.block, self.qkv, table, at, self.finished, turned)
 
     def expected(self, row: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -705,7 +705,7 @@ def test_what_a_step_is_fed(
     assert positions.tolist() == [4, -1, 1]
     assert len(set(plan.kinds) - {None}) == {"llama": 1, "gemma3": 2, "gpt2": 0}[family]
     for kind in set(plan.kinds) - {None}:
-        assert torch.equal(fed.turned[kind], step.turns(plan.frequencies[kind], fed.positions))
+        assert torch.equal(fed.turned[kind], step.rope_tables(plan.frequencies[kind], fed.positions))
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -42,6 +42,14 @@ def test_so_do_keys_and_values(code: Any) -> None:
         assert shared["shared"] <= memory
 
 
+@pytest.mark.parametrize(("kind", "loops"), [("prompt", 2), ("long prompt", 2), ("prompt, window", 3)])
+def test_keys_of_a_prompt_are_copied_ahead(code: Any, kind: str, loops: int) -> None:
+    """Of blocks that all queries see, and of those that need a mask; 16 bytes at a time, wherever a table says."""
+    assert code[kind]["rounds"] == loops
+    assert code[kind]["copies"] > 0
+    assert code[kind]["narrow_copies"] == 0
+
+
 @pytest.mark.parametrize(
     "kind", ["few rows", "many rows", "few rows, in slices", "few rows, all slices", "few rows, gated"]
 )

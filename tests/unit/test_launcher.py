@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is there on L
 
 from infer.backend.gpu import precompile  # noqa: E402
 from infer.backend.gpu.launcher import Kernel, Launch  # noqa: E402
-from infer.backend.gpu.launcher import kernel as decorated
+from infer.backend.gpu.launcher import kernel as decorated  # noqa: E402
 
 
 class Compiled:

@@ -29,8 +29,8 @@ def attend_step(
     qkv: Tensor,
     table: Tensor,
     positions: Tensor,
-    finished: Tensor,
-    turned: Tensor | None,
+    split_counters: Tensor,
+    rope_cos_sin: Tensor | None,
     *,
     pdl: bool = False,
 ) -> Tensor:
@@ -39,20 +39,20 @@ def attend_step(
     shape = _shape(block.heads, block.kv_heads, size, qkv.dtype, qkv.device)
     if not _by_warps(shape, qkv, block.window):
         rows = _in_order(batch, qkv.device)
-        q, _, _ = prepare(block, qkv, positions, turned, table, rows, pdl=pdl)
-        return _attend_one(q, table, positions, finished, block.kv_heads, block.scale, block.window, pdl)
+        q, _, _ = prepare(block, qkv, positions, rope_cos_sin, table, rows, pdl=pdl)
+        return _attend_one(q, table, positions, split_counters, block.kv_heads, block.scale, block.window, pdl)
     out = torch.empty(batch, block.heads * size, dtype=qkv.dtype, device=qkv.device)
     norm = block.q_norm
     attend_by_warps[(_programs(batch * block.kv_heads), block.kv_heads, batch)](
         qkv,
         out,
         _pieces(batch, block.kv_heads, shape, group, qkv.device),
-        finished,
+        split_counters,
         table,
         positions,
         None if block.q_norm is None else block.q_norm.weight,
         None if block.k_norm is None else block.k_norm.weight,
-        turned,
+        rope_cos_sin,
         _scale(block.scale),
         block.window or 0,
         KV_HEADS=block.kv_heads,
@@ -87,7 +87,7 @@ def prepare(
     block: BlockParts,
     qkv: Tensor,
     positions: Tensor,
-    turned: Tensor | None,
+    rope_cos_sin: Tensor | None,
     table: Tensor | None = None,
     rows: Tensor | None = None,
     *,
@@ -103,7 +103,7 @@ def prepare(
     if table is None:
         k, v = (torch.empty(count, block.kv_heads, size, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
     if count:
-        has_norm, has_rope = block.q_norm is not None, turned is not None
+        has_norm, has_rope = block.q_norm is not None, rope_cos_sin is not None
         constants = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
         _prepare(count, block.heads, block.kv_heads, size, qkv.dtype, qkv.device, has_norm, constants, has_rope, pdl)(
             qkv,
@@ -112,7 +112,7 @@ def prepare(
             positions,
             qkv if block.q_norm is None else block.q_norm.weight,
             qkv if block.k_norm is None else block.k_norm.weight,
-            qkv if turned is None else turned,
+            qkv if rope_cos_sin is None else rope_cos_sin,
             0 if table is None else 1,
             q.data_ptr(),
             k.data_ptr(),
@@ -260,8 +260,8 @@ class GpuAttention:
                 out = attend_rows(rows, table, tiles, kv_heads=kv_heads, scale=scale, window=window)
             else:
                 positions = torch.full((batch,), end - 1, dtype=torch.int32, device=q.device)
-                finished = torch.zeros(batch * kv_heads, dtype=torch.int32, device=q.device)
-                out = _attend_one(rows, table, positions, finished, kv_heads, scale, window, False)
+                split_counters = torch.zeros(batch * kv_heads, dtype=torch.int32, device=q.device)
+                out = _attend_one(rows, table, positions, split_counters, kv_heads, scale, window, False)
         return out.view(batch, n, heads, size).transpose(1, 2)
 
 
@@ -269,7 +269,7 @@ def _attend_one(
     q: Tensor,
     table: Tensor,
     positions: Tensor,
-    finished: Tensor,
+    split_counters: Tensor,
     kv_heads: int,
     scale: float,
     window: int | None,
@@ -283,7 +283,7 @@ def _attend_one(
         q,
         out,
         _pieces(batch, kv_heads, shape, group, q.device),
-        finished,
+        split_counters,
         table,
         positions,
         _scale(scale),

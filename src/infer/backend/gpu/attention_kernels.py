@@ -37,7 +37,7 @@ def begin(
     frequencies,  # float32 [KINDS, D]
     fed_positions,  # int32 [B]: as they were
     x,  # [B, C]
-    turned,  # float32 [KINDS, B, 2, D]
+    rope_cos_sin,  # float32 [KINDS, B, 2, D]
     norm_weight,  # [C]: of the norm that x is prepared for; None: it is not
     prepared,  # [B, C]
     squares,  # float32 [B]
@@ -73,8 +73,8 @@ def begin(
         ready = weighted(own, load_parts(norm_weight, PARTS, C), dtype, PARTS, OFFSET)
         store_parts(prepared + row.to(tl.int64) * C, ready, PARTS, C)
     for kind in tl.static_range(KINDS):
-        line = turned + (kind * tl.num_programs(0) + row) * 2 * D
-        turn(position, frequencies + kind * D, line, D, BLOCK_D)
+        line = rope_cos_sin + (kind * tl.num_programs(0) + row) * 2 * D
+        fill_rope_row(position, frequencies + kind * D, line, D, BLOCK_D)
 
 
 @triton.jit
@@ -87,14 +87,14 @@ def scaled(x, factor, dtype, PARTS: tl.constexpr):
 
 
 @kernel()
-def turns(positions, frequencies, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def fill_rope(positions, frequencies, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """How far RoPE turns the heads of each row's new token: the same in all layers that rotate alike."""
     row = tl.program_id(0)
-    turn(tl.load(positions + row), frequencies, out + row * 2 * D, D, BLOCK_D)
+    fill_rope_row(tl.load(positions + row), frequencies, out + row * 2 * D, D, BLOCK_D)
 
 
 @triton.jit
-def turn(position, frequencies, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def fill_rope_row(position, frequencies, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """out [2, D]: cosines, and sines with the sign that the halves of a head are swapped with."""
     d = tl.arange(0, BLOCK_D)
     angle = position.to(tl.float32) * tl.load(frequencies + d, d < D, 0.0)
@@ -105,7 +105,7 @@ def turn(position, frequencies, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def partner(d, D: tl.constexpr):
-    """What is turned together with dimension d."""
+    """What is rope_cos_sin together with dimension d."""
     return tl.where(d < D // 2, d + D // 2, d - D // 2)
 
 
@@ -167,7 +167,7 @@ def prepare_heads(
     positions,  # int32 [T]; -1: no token
     q_norm,
     k_norm,
-    turned,  # float32 [T, 2, D], from `turns`
+    rope_cos_sin,  # float32 [T, 2, D], from `rope_tables`
     tabled,  # 1: keys and values go where the table says; 0: to k_out and v_out
     q_out,  # addresses of [T, Hq, D]
     k_out,  # of [T, Hkv, D]
@@ -206,8 +206,8 @@ def prepare_heads(
     own, swapped = load_heads(qkv + token * ((HEADS + 2 * KV_HEADS) * D), head * D, there, d, D)
     cosine, sine = d, d
     if ROPE:
-        cosine = tl.load(turned + token * 2 * D + d, d < D, 0.0)
-        sine = tl.load(turned + (token * 2 + 1) * D + d, d < D, 0.0)
+        cosine = tl.load(rope_cos_sin + token * 2 * D + d, d < D, 0.0)
+        sine = tl.load(rope_cos_sin + (token * 2 + 1) * D + d, d < D, 0.0)
     as_q = rotated(own, swapped, q_weight, q_other, cosine, sine, D, NORM, EPS, ROPE)
     as_k = rotated(own, swapped, k_weight, k_other, cosine, sine, D, NORM, EPS, ROPE)
     done = tl.where(is_q[:, None], as_q, tl.where(is_v[:, None], own, as_k))
@@ -290,7 +290,7 @@ def attend_one(
     q,  # [B, Hq, D]
     out,  # [B, Hq, D]
     pieces,  # float32 [B, Hkv, GROUPS + 1, MERGE_G, BLOCK_D + 4]: values by weight, largest score, sum of the weights
-    finished,  # int32 [B, Hkv]: programs that are done, 0 before and after
+    split_counters,  # int32 [B, Hkv]: programs that are done, 0 before and after
     table,  # int64 [B, COLUMNS]
     positions,  # int32 [B]; -1: no token
     scale,
@@ -349,7 +349,7 @@ def attend_one(
         tl.store(piece[:, None] + d[None, :], sums, merged[:, None])
         tl.store(piece + BLOCK_D, highest, merged)
         tl.store(piece + BLOCK_D + 1, total, merged)
-    if is_last(finished + row * KV_HEADS + head, tl.minimum(used, tl.num_programs(0))):
+    if is_last(split_counters + row * KV_HEADS + head, tl.minimum(used, tl.num_programs(0))):
         fold_pieces(pieces, out + (row * KV_HEADS + head) * (GROUP * D), used, GROUP, MERGE_G, D, BLOCK_D)
 
 

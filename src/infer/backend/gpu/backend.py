@@ -16,7 +16,7 @@ from torch import Tensor
 from infer.backend.gpu.attention import GpuAttention, Tiles, attend_rows, prepare, queries_of, tiles_of
 from infer.backend.gpu.captured import CapturedSteps, Decoding
 from infer.backend.gpu.products import Normed, aligned, normed_rows, on, product
-from infer.backend.gpu.step import Fed, Plan, counters, launch, plan_of, turns
+from infer.backend.gpu.step import Fed, Plan, counters, launch, plan_of, rope_tables
 from infer.backend.parts import BlockParts, ModelParts
 from infer.cache.base import Cache
 from infer.models.rows import Packed, Row, pack
@@ -44,13 +44,13 @@ class GpuBackend:
         positions = packed.positions.to(torch.int32)
         tables = self.tables([span.row.cache for span in packed.spans], [span.n for span in packed.spans])
         with on(self.device):
-            turned = [turns(each, positions) for each in self.plan.frequencies if each.numel()]
+            ropes = [rope_tables(each, positions) for each in self.plan.frequencies if each.numel()]
             if tables is not None and all(span.n == 1 for span in packed.spans):
-                fed = Fed(x, positions, turned)
+                fed = Fed(x, positions, ropes)
                 logits = launch(self.plan, fed, tables, counters(self.plan, len(x)))
                 logits = packed.choose(logits)
             else:
-                logits = self._blocks(packed, x, positions, turned, tables)
+                logits = self._blocks(packed, x, positions, ropes, tables)
         packed.advance()
         return packed.split(logits)
 
@@ -74,7 +74,7 @@ class GpuBackend:
         return x if learned is None else x + learned(packed.positions)
 
     def _blocks(
-        self, packed: Packed, x: Tensor, positions: Tensor, turned: Sequence[Tensor], tables: Tensor | None
+        self, packed: Packed, x: Tensor, positions: Tensor, ropes: Sequence[Tensor], tables: Tensor | None
     ) -> Tensor:
         pdl, tiles = self.plan.pdl, None
         if tables is not None:
@@ -88,7 +88,7 @@ class GpuBackend:
         for i, (block, kind) in enumerate(zip(self.plan.blocks, self.plan.kinds, strict=True)):
             qkv, _ = product(block.qkv, normed, None, eps=block.before_attention.eps, pdl=pdl)
             table = None if tables is None else tables[i]
-            rope_cos_sin = None if kind is None else turned[kind]
+            rope_cos_sin = None if kind is None else ropes[kind]
             attended = self._attended(packed, i, block, qkv, positions, rope_cos_sin, table, tiles)
             added, _ = product(block.o, Normed(attended), None, pdl=pdl)
             normed, x = normed_rows(x, block.before_mlp, added, block.after_attention, pdl=pdl)
@@ -114,14 +114,14 @@ class GpuBackend:
         block: BlockParts,
         qkv: Tensor,
         positions: Tensor,
-        turned: Tensor | None,
+        rope_cos_sin: Tensor | None,
         table: Tensor | None,
         tiles: Tiles | None,
     ) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) D] -> [T, Hq D]"""
         pdl = self.plan.pdl
         if table is None or tiles is None:
-            q, k, v = prepare(block, qkv, positions, turned, pdl=pdl)
+            q, k, v = prepare(block, qkv, positions, rope_cos_sin, pdl=pdl)
             return packed.attend(layer_idx, q, k, v, scale=block.scale, window=block.window, kernel=ATTENTION)
-        q, _, _ = prepare(block, qkv, positions, turned, table, tiles.rows, pdl=pdl)
+        q, _, _ = prepare(block, qkv, positions, rope_cos_sin, table, tiles.rows, pdl=pdl)
         return attend_rows(q, table, tiles, kv_heads=block.kv_heads, scale=block.scale, window=block.window, pdl=pdl)

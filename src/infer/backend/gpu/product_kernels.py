@@ -79,7 +79,7 @@ def few_rows(
     residual,  # [B, N]
     out,  # [B, N]
     sums,  # float32 [SLICES, B, N]; where GATED, as much again for the other half
-    finished,  # int32, one for each block of out: programs that are done, 0 before and after
+    split_counters,  # int32, one for each block of out: programs that are done, 0 before and after
     B,
     N,
     K: tl.constexpr,
@@ -141,8 +141,8 @@ def few_rows(
     for step in tl.range(piece * STEPS, piece * STEPS + ALL, num_stages=STAGES):
         k = step * BLOCK_K
         real = k + at < K
-        turned = tl.load(vectors + k, fed[:, None] & real[None, :], 0.0).T
-        y = tl.dot(load_block(first + k, place < N, real, EVEN), turned, y, input_precision="ieee")
+        rope_cos_sin = tl.load(vectors + k, fed[:, None] & real[None, :], 0.0).T
+        y = tl.dot(load_block(first + k, place < N, real, EVEN), rope_cos_sin, y, input_precision="ieee")
         if ALL > STEPS:
             if step % STEPS == STEPS - 1:
                 total += y
@@ -151,7 +151,7 @@ def few_rows(
     if SLICES > 1 and APART:
         for i in tl.static_range(MATRICES):
             tl.store(sums + (i * SLICES + piece) * B * N + places, summed[i], inside)
-        if not is_last(finished + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), SLICES):
+        if not is_last(split_counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), SLICES):
             return
         totals = ()
         for i in tl.static_range(MATRICES):

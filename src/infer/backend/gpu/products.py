@@ -100,7 +100,7 @@ def normed_product(
     linear: Linear,
     residual: Residual,
     norm: Norm,
-    finished: Tensor,
+    split_counters: Tensor,
     *,
     activation: str = "",
     gated: bool = False,
@@ -110,7 +110,7 @@ def normed_product(
     x, added, after, normed = residual
     if normed is None:
         normed, x = normed_rows(x, norm, added, after, pdl=pdl)
-    out, _ = product(linear, normed, finished, eps=norm.eps, activation=activation, gated=gated, pdl=pdl)
+    out, _ = product(linear, normed, split_counters, eps=norm.eps, activation=activation, gated=gated, pdl=pdl)
     return out, Residual(x)
 
 
@@ -120,15 +120,15 @@ def added_product(
     residual: Residual,
     after: Norm | None,
     norm: Norm,
-    finished: Tensor,
+    split_counters: Tensor,
     *,
     pdl: bool = False,
 ) -> Residual:
     """W x + b, added to the residual; or yet to be normed by `after`, and added then. norm: what follows."""
     if after is not None:
-        return Residual(residual.x, product(linear, Normed(x), finished, pdl=pdl)[0], after)
+        return Residual(residual.x, product(linear, Normed(x), split_counters, pdl=pdl)[0], after)
     following = norm if scales_behind(norm, x.dtype) else None
-    out, normed = product(linear, Normed(x), finished, addend=residual.x, norm=following, pdl=pdl)
+    out, normed = product(linear, Normed(x), split_counters, addend=residual.x, norm=following, pdl=pdl)
     return Residual(out, normed=normed)
 
 
@@ -219,7 +219,7 @@ def empty_rows(rows: int, size: int, like: Tensor) -> Tensor:
 def product(
     linear: Linear,
     vectors: Normed,
-    finished: Tensor | None,
+    split_counters: Tensor | None,
     *,
     eps: float = 0.0,
     addend: Tensor | None = None,
@@ -230,7 +230,7 @@ def product(
 ) -> tuple[Tensor, Normed | None]:
     """activation(scale W x + b) [times the other half of W's rows] [+ addend]; and that for the norm that follows.
 
-    finished: counters, all zero; made here where there are none.
+    split_counters: counters, all zero; made here where there are none.
     """
     x = vectors.x
     rows = x.shape[0]
@@ -273,7 +273,7 @@ def product(
     if held is not None:
         _eight_rows(tensors, n, blocks, held, options)
     else:
-        _few_rows(tensors, finished, n, blocks, few, options)
+        _few_rows(tensors, split_counters, n, blocks, few, options)
     return out, following
 
 
@@ -345,19 +345,19 @@ def _few(linear: Linear, x: Tensor) -> Few:
 
 
 def _few_rows(
-    tensors: Sequence[Tensor], finished: Tensor | None, n: int, blocks: int, few: Few, options: dict[str, Any]
+    tensors: Sequence[Tensor], split_counters: Tensor | None, n: int, blocks: int, few: Few, options: dict[str, Any]
 ) -> None:
     x, gated, slices, length = tensors[0], options["GATED"], options["SLICES"], options["LENGTH"]
     batch, pieces = x.shape[0], slices if few.apart else 1
     even = n % (few.block_n // (2 if gated else 1)) == 0 and options["K"] == length * slices
     kept = (2 if gated else 1) * slices if few.apart else 0
     sums = torch.empty(kept, batch, n, dtype=torch.float32, device=x.device)
-    if finished is None:
-        finished = torch.zeros(blocks, dtype=torch.int32, device=x.device)
+    if split_counters is None:
+        split_counters = torch.zeros(blocks, dtype=torch.int32, device=x.device)
     few_rows[(blocks, -(-batch // few.rows), pieces)](
         *tensors,
         sums if few.apart else x,
-        finished,
+        split_counters,
         batch,
         n,
         APART=few.apart,

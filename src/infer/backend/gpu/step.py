@@ -18,7 +18,7 @@ from torch import Tensor
 from infer.backend.gpu import precompile
 from infer.backend.gpu.attention import attend_step
 from infer.backend.gpu.attention_kernels import begin as begin_kernel
-from infer.backend.gpu.attention_kernels import turns as turns_kernel
+from infer.backend.gpu.attention_kernels import fill_rope
 from infer.backend.gpu.products import (
     UNFUSED,
     Normed,
@@ -115,7 +115,7 @@ class Fed(NamedTuple):
 
     x: Tensor  # [B, C]: the vectors of its tokens; of any where a row has none
     positions: Tensor  # int32 [B]; -1 where there is none
-    turned: Sequence[Tensor] | Tensor  # of each kind of RoPE [B, 2, D], from `turns`
+    rope_cos_sin: Sequence[Tensor] | Tensor  # of each kind of RoPE [B, 2, D], from `rope_tables`
     normed: Normed | None = None  # for the first norm
 
 
@@ -132,8 +132,8 @@ def begin(plan: Plan, tokens: Tensor, positions: Tensor, moves: Tensor, steps: T
     normed = None
     if scales_behind(norm, x.dtype):
         normed = Normed(torch.empty_like(x), torch.empty(rows, 1, dtype=torch.float32, device=tokens.device))
-    turned = torch.empty(kinds, rows, 2, head_dim, dtype=torch.float32, device=tokens.device)
-    fed = Fed(x, torch.empty_like(positions), turned, normed)
+    rope_cos_sin = torch.empty(kinds, rows, 2, head_dim, dtype=torch.float32, device=tokens.device)
+    fed = Fed(x, torch.empty_like(positions), rope_cos_sin, normed)
     with on(tokens.device):
         begin_kernel[(rows,)](
             tokens,
@@ -145,7 +145,7 @@ def begin(plan: Plan, tokens: Tensor, positions: Tensor, moves: Tensor, steps: T
             plan.frequencies,
             fed.positions,
             x,
-            turned,
+            rope_cos_sin,
             None if normed is None else norm.weight,
             None if normed is None else normed.x,
             None if normed is None else normed.squares,
@@ -161,29 +161,29 @@ def begin(plan: Plan, tokens: Tensor, positions: Tensor, moves: Tensor, steps: T
     return fed
 
 
-def launch(plan: Plan, fed: Fed, tables: Tensor, finished: Tensor) -> Tensor:
-    """The same with everything on the device: tables int64 [layers, B, COLUMNS]. finished: from `counters`."""
+def launch(plan: Plan, fed: Fed, tables: Tensor, split_counters: Tensor) -> Tensor:
+    """The same with everything on the device: tables int64 [layers, B, COLUMNS]. split_counters: from `counters`."""
     with on(fed.x.device):
         residual = Residual(fed.x, normed=fed.normed)
         norms = [*(block.before_attention for block in plan.blocks[1:]), plan.head.norm]
         for block, norm, kind, table in zip(plan.blocks, norms, plan.kinds, tables, strict=True):
-            qkv, residual = normed_product(block.qkv, residual, block.before_attention, finished, pdl=plan.pdl)
-            turned = None if kind is None else fed.turned[kind]
-            attended = attend_step(block, qkv, table, fed.positions, finished, turned, pdl=plan.pdl)
+            qkv, residual = normed_product(block.qkv, residual, block.before_attention, split_counters, pdl=plan.pdl)
+            rope_cos_sin = None if kind is None else fed.rope_cos_sin[kind]
+            attended = attend_step(block, qkv, table, fed.positions, split_counters, rope_cos_sin, pdl=plan.pdl)
             residual = added_product(
-                block.o, attended, residual, block.after_attention, block.before_mlp, finished, pdl=plan.pdl
+                block.o, attended, residual, block.after_attention, block.before_mlp, split_counters, pdl=plan.pdl
             )
             inner, residual = normed_product(
                 block.up,
                 residual,
                 block.before_mlp,
-                finished,
+                split_counters,
                 activation=block.activation,
                 gated=block.gated,
                 pdl=plan.pdl,
             )
-            residual = added_product(block.down, inner, residual, block.after_mlp, norm, finished, pdl=plan.pdl)
-        return normed_product(plan.head.linear, residual, plan.head.norm, finished, pdl=plan.pdl)[0]
+            residual = added_product(block.down, inner, residual, block.after_mlp, norm, split_counters, pdl=plan.pdl)
+        return normed_product(plan.head.linear, residual, plan.head.norm, split_counters, pdl=plan.pdl)[0]
 
 
 def compile_ahead(device: torch.device, walk: Callable[[], None]) -> list[str]:
@@ -192,9 +192,9 @@ def compile_ahead(device: torch.device, walk: Callable[[], None]) -> list[str]:
         return precompile.compile_all(walk, partial(on, device))
 
 
-def turns(frequencies: Tensor, positions: Tensor) -> Tensor:
+def rope_tables(frequencies: Tensor, positions: Tensor) -> Tensor:
     """Cosines and signed sines [B, 2, D] of RoPE at these positions [B], of frequencies [D]."""
     batch, head_dim = positions.shape[0], frequencies.shape[0]
     out = torch.empty(batch, 2, head_dim, dtype=torch.float32, device=positions.device)
-    turns_kernel[(batch,)](positions, frequencies, out, D=head_dim, BLOCK_D=next_power(head_dim), **UNFUSED)
+    fill_rope[(batch,)](positions, frequencies, out, D=head_dim, BLOCK_D=next_power(head_dim), **UNFUSED)
     return out

@@ -95,12 +95,12 @@ def attend_by_warps(
     qkv,  # [B, (Hq + 2 Hkv) D]
     out,  # [B, Hq, D]
     pieces,  # float32 [B, Hkv, GROUPS + 1, MERGE_G, D + 4]: as for `attend_one`
-    finished,  # int32 [B, Hkv]: programs that are done, 0 before and after
+    split_counters,  # int32 [B, Hkv]: programs that are done, 0 before and after
     table,  # int64 [B, COLUMNS]
     positions,  # int32 [B]: of the new tokens; -1: no token in this row
     q_norm,  # [D], or None
     k_norm,
-    turned,  # float32 [B, 2, D], from `turns`, or None
+    rope_cos_sin,  # float32 [B, 2, D], from `rope_tables`, or None
     scale,
     window,  # 0: none
     KV_HEADS: tl.constexpr,
@@ -168,9 +168,9 @@ def attend_by_warps(
     own_value = heads + (KV_HEADS * (GROUP + 1) + head) * D
     v = tl.load(own_value + own_v_column)
     block_v = tl.load(own_value + v_column, begin + v_key == position, block_v)
-    if turned is not None:  # the halves turn by the same angles, and sines have a sign
-        cosine = tl.load(turned + row * 2 * D + half_column)
-        sine = tl.load(turned + row * 2 * D + D + D // 2 + half_column)
+    if rope_cos_sin is not None:  # the halves turn by the same angles, and sines have a sign
+        cosine = tl.load(rope_cos_sin + row * 2 * D + half_column)
+        sine = tl.load(rope_cos_sin + row * 2 * D + D + D // 2 + half_column)
     q = rotated_halves(q, q_weights, cosine, sine, STEPS, D, EPS, OFFSET)
     k = rotated_halves(k, k_weights, cosine, sine, STEPS, D, EPS, OFFSET)
     if split == (used - 1) % tl.num_programs(0):  # the program whose keys are the last
@@ -230,7 +230,7 @@ def attend_by_warps(
             tl.store(piece + D, highest, of_g < MERGE_G)
             tl.store(piece + D + 1, total, of_g < MERGE_G)
     if used > 1:
-        if is_last(finished + row * KV_HEADS + head, tl.minimum(used, tl.num_programs(0))):
+        if is_last(split_counters + row * KV_HEADS + head, tl.minimum(used, tl.num_programs(0))):
             fold_pieces(pieces, final, used, GROUP, MERGE_G, D, D)
 
 
