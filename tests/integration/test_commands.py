@@ -173,7 +173,7 @@ class TestCommands:
         assert promise == "kernels: every path must give the same bits"
         assert all(line.endswith("  equal") for line in lines)
         assert {"KVCache, chunks of 1", "default cache, batch of 2", "sampled, traced"} <= {
-            line[:34].strip() for line in lines
+            line[:38].strip() for line in lines
         }
 
     def test_bench(self, offline: dict[str, str], tmp_path: Path) -> None:

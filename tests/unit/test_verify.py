@@ -97,7 +97,7 @@ class TestEqual:
             "default cache, traced",
             "no cache, traced",
             "default cache, batch of 3",
-            "default cache, batch of 3, one after another",
+            "default cache, batch of 3, in turn",
             "KVCache of 3 rows",
             "KVCache, 1 thread",
             "generate",
@@ -116,7 +116,7 @@ class TestEqual:
         assert (found["KVCache, chunks of 7"].prompts, found["KVCache, chunks of 7"].positions) == (2, 20 + 9 + 2 * NEW)
         assert found["default cache, last logits alone"].positions == 3 * (1 + NEW)
         assert found["default cache, batch of 3"].positions == everything
-        assert found["default cache, batch of 3, one after another"].positions == everything
+        assert found["default cache, batch of 3, in turn"].positions == everything
         assert found["KVCache of 3 rows"].positions == 3 * (3 + NEW)
         assert found["generate"].positions == found["generate_batch"].positions == 3 * NEW
         for name in ("KVCache, truncated", "no cache, stopped early"):
@@ -226,7 +226,7 @@ class TestDifferences:
         monkeypatch.setattr(TorchBackend, "run", run)
         found = check(ExactModel(config, plant))
         wrong = {name for name, result in found.items() if not result.equal}
-        ragged = ["default cache, batch of 3", "default cache, batch of 3, one after another"]
+        ragged = ["default cache, batch of 3", "default cache, batch of 3, in turn"]
         assert wrong - {"generate_batch"} == {*ragged, "KVCache of 3 rows"}
         for name, position in (*((name, 9) for name in ragged), ("KVCache of 3 rows", 4)):
             difference = found[name].difference
@@ -358,7 +358,7 @@ class TestCommand:
         done = run("verify", "--prompts", prompts)
         assert done.status == 1
         assert done.out.splitlines()[3:] == [
-            f"{'GrowingCache':<34}       2        40  DIFFERS at 7 positions; first in "
+            f"{'GrowingCache':<38}       2        40  DIFFERS at 7 positions; first in "
             '"once upon a time", position 5, logits 17: 1.25 instead of 1.5',
             "    from layer 1, key, position 3, element 12: 0.75 instead of 0.5",
         ]

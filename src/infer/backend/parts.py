@@ -57,13 +57,9 @@ class BlockParts(NamedTuple):
     def linears(self) -> list[Linear]:
         return [self.qkv, self.o, self.up, self.down]
 
-    def fit(self) -> bool:
+    def fit(self, hidden: int) -> bool:
         """Whether all shapes fit each other; where they do not, torch has an error for it."""
-        hidden, inner, q_size = (
-            self.before_attention.weight.shape[0],
-            self.down.weight.shape[1],
-            self.heads * self.head_dim,
-        )
+        inner, q_size = self.down.weight.shape[1], self.heads * self.head_dim
         return (
             self.heads % self.kv_heads == 0
             and _linear_fits(self.qkv, q_size + 2 * self.kv_heads * self.head_dim, hidden)
@@ -82,9 +78,8 @@ class HeadParts(NamedTuple):
     norm: Norm
     linear: Linear
 
-    def fit(self) -> bool:
-        rows, columns = self.linear.weight.shape
-        return _linear_fits(self.linear, rows, columns) and _norm_fits(self.norm, columns)
+    def fit(self, hidden: int) -> bool:
+        return _linear_fits(self.linear, self.linear.weight.shape[0], hidden) and _norm_fits(self.norm, hidden)
 
 
 class ModelParts(NamedTuple):
@@ -111,7 +106,8 @@ def parts_of(model: Decoder) -> ModelParts:
     tables = [(model.embed_tokens, config.vocab_size), (model.embed_positions, config.max_position_embeddings)]
     fit = all(each is None or tuple(each.weight.shape) == (count, config.hidden_size) for each, count in tables)
     head = HeadParts(model.norm, model.lm_head)
-    if len(blocks) != len(layers) or not fit or not head.fit() or not all(block.fit() for block in blocks):
+    fit = fit and head.fit(config.hidden_size) and all(block.fit(config.hidden_size) for block in blocks)
+    if len(blocks) != len(layers) or not fit:
         raise NotPlain("shapes of its weights do not fit each other")
     learned = None if model.embed_positions is None else model.embed_positions.weight.shape[0]
     return ModelParts(config, embedding, blocks, head, model.ropes, learned)
@@ -177,8 +173,12 @@ class Watch:
 
     def __init__(self, model: Decoder) -> None:
         modules = [model, *(module for _, module in _modules(model))]
-        self._changes, self._state, self._intact = Module.changes, _state(model), _intact()
+        self._changes, self._state = Module.changes, _state(model)
+        self._methods: list[tuple[Any, str]] = [(type(model), name) for name in METHODS]
+        self._methods += [(kind, "forward") for kind in {type(m) for m in modules}]
+        self._functions = self._found()
         self._layers = [*model.layers]
+        self._kept = [modules[1:], [*vars(model).values()]]  # as long as they are, nothing else has their ids
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._weights = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._places = _places(self._weights)
@@ -194,28 +194,27 @@ class Watch:
             self._layers != [*model.layers]
             or self._places != _places(self._weights)
             or not all(map(Tensor.is_contiguous, self._weights))
-            or self._intact != _intact()
+            or self._functions != self._found()
         )
+
+    def _found(self) -> list[Any]:
+        """The methods of all classes: one that is patched tells no module."""
+        return [getattr(kind, name) for kind, name in self._methods]
 
     def hooked(self) -> bool:
         return any(self._hooks)
 
 
-def _intact() -> bool:
-    """Whether no class has another method than it is defined with."""
-    patched = (getattr(Decoder, name) is not method for name, method in METHODS.items())
-    return not any(patched) and all(kind.forward is forward for kind, forward in FORWARDS.items())
-
-
 def _state(model: Decoder) -> list[Any]:
-    """All modules with the names of their attributes and their constants."""
+    """All modules with their classes and attributes: constants by value, everything else by identity."""
     modules = [model, *(module for _, module in _modules(model))]
     plain = (bool, int, float, str, type(None))
     return [
         (
             id(m),
-            [(k, v if isinstance(v, plain) else None) for k, v in vars(m).items()],
-            [*map(id, m._parameters.values())],
+            type(m),
+            [(k, v if isinstance(v, plain) else id(v)) for k, v in vars(m).items()],
+            [*map(id, m._parameters.values()), *map(id, m._buffers.values())],
         )
         for m in modules
     ]

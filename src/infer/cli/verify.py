@@ -107,7 +107,7 @@ class Table:
         else:
             self.show(f"plain torch ({self.plain}): paths agree within rounding")
         say(f"{number_of_paths(prompts, settings['threads'])} paths to come, each compared with {reference}")
-        self.show(f"{'path':<34} {'prompts':>7} {'positions':>9}")
+        self.show(f"{'path':<38} {'prompts':>7} {'positions':>9}")
         results = []
         diagnose = self.plain is None
         for result in compare(network, tokenizer, prompts, max_new_tokens, diagnose=diagnose, **settings):
@@ -131,7 +131,7 @@ class Table:
         }
 
     def line(self, result: "PathResult") -> str:
-        line = f"{result.path:<34} {result.prompts:>7} {result.positions:>9}  "
+        line = f"{result.path:<38} {result.prompts:>7} {result.positions:>9}  "
         found = result.difference
         if found is None:
             return f"{line}equal"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -22,6 +22,7 @@ from infer.engine.params import SamplingParams
 from infer.engine.request import NoToken, Request
 from infer.engine.result import GeneratedToken
 from infer.models.rows import LAST, NONE
+from infer.nn.module import Module
 
 PASS_TOKENS = 8192  # that prompts are packed into one pass up to
 Watch = Callable[[Cache], Cache]
@@ -36,14 +37,6 @@ class Flight:
         self.full = False  # whether the context is used up: each step then feeds the last tokens that fit, anew
         self.captured = False  # whether it goes through captured steps
         self.started: float | None = None  # when the pass, or the first of several, that leads to its next token began
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Say which request an error belongs to, where there are several."""
-        try:
-            yield
-        except NoToken as error:
-            raise NoToken(f"{self.name}: {error}" if self.name else str(error)) from None
 
 
 class Output(NamedTuple):
@@ -61,17 +54,17 @@ class Runner:
         self._device = model_device(model)
         self._context = model.config.max_position_embeddings
         self._backend: Backend | None = None
-        self._decided = False  # whether that is what runs the model: asked again when a row is admitted
+        self._decided_at = -1  # by `Module.changes`; -1: asked anew, as when a row is admitted
+        self._failed: list[tuple[Flight, NoToken]] = []  # of this step
+        self._pending: list[Output] = []  # of the last step, in which another row failed
         self._decoding: Any = None  # the backend's captured steps, once a row goes through them
 
     def __enter__(self) -> Self:
         return self
 
-    @torch.inference_mode()  # as the steps were made
     def __exit__(self, *_: object) -> None:
-        for flight in [*self.flights]:
-            self.retire(flight)
         self._close()
+        self.flights.clear()
 
     def admit(
         self,
@@ -88,7 +81,7 @@ class Runner:
         request, for errors.
         """
         self.flights.append(Flight(request, cache, prefill_chunk, watch, name))
-        self._decided = False
+        self._decided_at = -1
         return self.flights[-1]
 
     @torch.inference_mode()
@@ -99,7 +92,13 @@ class Runner:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Feed each row what it has to feed, and choose its next token where that was all. Retires those that end."""
+        """Feed each row what it has to feed, and choose its next token where that was all. Retires those that end.
+
+        A row from which no token can be chosen is retired with an error; the next call returns the others' tokens.
+        """
+        if self._pending:
+            outputs, self._pending = self._pending, []
+            return outputs
         backend = self._decide()
         for flight in self.flights:
             self._route(flight, backend)
@@ -109,12 +108,26 @@ class Runner:
         for output in outputs:
             if output.flight.request.finish_reason is not None:
                 self.retire(output.flight)
+        if failed := self._failed:
+            self._failed, self._pending = [], outputs
+            for flight, _ in failed:
+                self.retire(flight)
+            raise failed[0][1]
         return outputs
+
+    def _accept(self, flight: Flight, choose: Callable[[], GeneratedToken], logits: Tensor | None) -> list[Output]:
+        """Nothing where no token can be chosen: other rows go on, and the error waits for the end of the step."""
+        try:
+            return [Output(flight, choose(), logits)]
+        except NoToken as error:
+            named = NoToken(f"{flight.name}: {error}") if flight.name else error
+            self._failed.append((flight, named))
+            return []
 
     def _decide(self) -> Backend:
         """What runs the model. If it was changed, rows leave the captured steps of what it was."""
-        if self._backend is None or not self._decided:
-            before, self._backend, self._decided = self._backend, backend_for(self.model), True
+        if self._backend is None or self._decided_at != Module.changes:
+            before, self._backend, self._decided_at = self._backend, backend_for(self.model), Module.changes
             if before is not self._backend:
                 self._close()
         return self._backend
@@ -141,11 +154,11 @@ class Runner:
     def _step_captured(self) -> list[Output]:
         self._decoding.arrange()  # what is compiled and captured once is not a token's time
         started = time.perf_counter()
-        flights, outputs = {id(flight): flight for flight in self.flights}, []
+        flights = {id(flight): flight for flight in self.flights}
+        outputs: list[Output] = []
         for key, token in self._decoding.step().items():
-            flight = flights[key]
-            with flight.named():
-                outputs.append(Output(flight, flight.request.push(token, started), None))
+            request = flights[key].request
+            outputs += self._accept(flights[key], partial(request.push, token, started), None)
         return outputs
 
     def _passes(self, flights: Sequence[Flight]) -> Iterator[list[Flight]]:
@@ -179,12 +192,11 @@ class Runner:
             complete = flight.full or flight.cache.seq_len + len(fed) == len(flight.request.tokens)
             rows.append(Row(flight.cache, fed, LAST if complete else NONE))
             chosen.append(complete)
-        outputs = []
+        outputs: list[Output] = []
         for flight, logits, complete in zip(flights, backend.run(rows), chosen, strict=True):
             if complete:
-                with flight.named():
-                    token = flight.request.accept(logits[0, -1], flight.started or now)
-                outputs.append(Output(flight, token, logits[0, -1]))
+                last, started = logits[0, -1], flight.started or now
+                outputs += self._accept(flight, partial(flight.request.accept, last, started), last)
                 flight.started = None
         return outputs
 
@@ -195,7 +207,7 @@ class Runner:
 
     def _close(self) -> None:
         for flight in self.flights:
-            self._leave(flight)
+            flight.captured = False
         if self._decoding is not None:
             self._decoding.close()
             self._decoding = None

@@ -164,7 +164,7 @@ class Runs:
             count, batch = len(everything), self.batch(staggered=False)
             yield Path(f"default cache, batch of {count}", batch, everything, together=True)
             mixed = self.batch(staggered=True)
-            yield Path(f"default cache, batch of {count}, one after another", mixed, everything, together=True)
+            yield Path(f"default cache, batch of {count}, in turn", mixed, everything, together=True)
             yield Path(f"KVCache of {len(everything)} rows", self.rectangle, everything, together=True)
         for count in threads:
             name = f"KVCache, {count} thread{'s' if count > 1 else ''}"

@@ -86,7 +86,8 @@ def _packed_shape(rows: int, columns: int, bits: int) -> tuple[int, int, int]:
 
 def rounded(x: Tensor) -> Tensor:
     """x [T, K] as the kernels take it, in 16 bits: each group of 32 in steps of 1/32,639 of its largest value."""
-    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).reshape(len(x), -1, GROUP)
+    padded = F.pad(x.float(), (0, -x.shape[1] % GROUP))
+    groups = padded.reshape(len(x), padded.shape[1] // GROUP, GROUP)
     step = groups.abs().amax(2, keepdim=True) / 32639
     return ((groups * _inverse(step)).round_() * step).flatten(1)[:, : x.shape[1]].to(x.dtype)
 

@@ -65,7 +65,7 @@ class CpuBackend:
         x = _embed(self.parts, packed, torch.float32)
         rope_cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
         wanted = np.array(range(len(x)) if packed.wanted() is None else packed.wanted(), np.int64)
-        logits = torch.empty(len(wanted), self.parts.head.linear.weight.shape[0])
+        logits = empty(len(wanted), self.parts.head.linear.weight.shape[0])
         tables = self._tables(packed)
         if tables is None:
             self._by_cache(packed, x, rope_cos_sin, wanted, logits)

@@ -226,8 +226,6 @@ class Decoding:
                 slot.row.cache.advance(1)
                 slot.held += 1
                 found[slot.row.key] = chosen[i]
-            elif slot is not None:
-                self._roll_back(slot, 1)
         return found
 
     def close(self) -> None:
@@ -238,7 +236,7 @@ class Decoding:
             if self._launched:
                 with suppress(RuntimeError):  # the first error that a GPU ends with is the one to be told
                     self._launched[-1].done.synchronize()
-            steps = [slot for launched in self._launched for slot in launched.slots if slot is not None]
+            steps = [slot for launched in self._launched for slot in launched.slots if slot is not None and slot.wanted]
             for slot in dict.fromkeys(steps):
                 self._roll_back(slot, steps.count(slot))
         finally:
@@ -291,6 +289,7 @@ class Decoding:
         slot = self._slots[i]
         if slot is not None:
             slot.wanted = False
+            self._roll_back(slot, sum(slot in launched.slots for launched in self._launched))
             self._leave_out(i)
 
     def _leave_out(self, i: int) -> None:
