@@ -100,12 +100,6 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.fixture
-def compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's kernels are compiled when they are needed: tests have more models than anybody runs."""
-    monkeypatch.setattr("infer.backend.gpu.step.can_compile_ahead", lambda: False)
-
-
-@pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Loading fails with one line that matches, before any weight has memory."""
 

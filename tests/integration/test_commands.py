@@ -106,22 +106,17 @@ class TestCommands:
         )
 
     def test_demo(self, offline: dict[str, str]) -> None:
-        """What `make demo` runs, with fewer tokens and as JSON."""
-        options = ["--chat", "--compare", "--max-new-tokens", "12", "--json", *EXACT]
-        done = infer("generate", *options, QUESTION, env=offline)
+        """What `make demo` runs, with fewer tokens and as JSON; and the same prompt in chunks."""
+        options = ["--chat", "--max-new-tokens", "12", "--json", *EXACT, QUESTION]
+        done = infer("generate", "--compare", *options, env=offline)
         output = json.loads(done.stdout)
         assert output["model"] == DEFAULT_MODEL
         assert output["text"]
         assert output["finish_reason"] == "length"
         assert output["without_kv_cache"]["same_tokens"] is True
         assert "faster than without the cache" in done.stderr
-
-    def test_prefill_chunk(self, offline: dict[str, str]) -> None:
-        args = ["generate", "The capital of France is", "--max-new-tokens", "8", "--json", *EXACT]
-        whole, chunked = (
-            json.loads(infer(*args, *more, env=offline).stdout) for more in ([], ["--prefill-chunk", "2"])
-        )
-        assert chunked["token_ids"] == whole["token_ids"]
+        chunked = json.loads(infer("generate", "--prefill-chunk", "2", *options, env=offline).stdout)
+        assert chunked["token_ids"] == output["token_ids"]
 
     def test_no_switch_for_thinking(self, offline: dict[str, str]) -> None:
         done = infer("generate", QUESTION, "--chat", "--no-thinking", env=offline, status=2)
@@ -149,11 +144,9 @@ class TestCommands:
         assert facts["cache_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
         assert facts["context"] == 8192
         assert facts["cache_bytes"] == facts["contiguous_cache_bytes"] == 8192 * facts["cache_bytes_per_token"]
-        assert (
-            "1,000 positions, 46.1 MB of cache"
-            in infer("info", "--context", "1000", "--dtype", "float32", env=offline).stdout
-        )
-        assert "134.5 M" in infer("info", DEFAULT_MODEL, env=offline).stdout
+        text = infer("info", DEFAULT_MODEL, "--context", "1000", "--dtype", "float32", env=offline).stdout
+        assert "1,000 positions, 46.1 MB of cache" in text
+        assert "134.5 M" in text
 
     def test_models_and_pull(self, offline: dict[str, str]) -> None:
         path = BUILTIN[DEFAULT_MODEL].path

@@ -705,7 +705,7 @@ def test_what_a_step_is_fed(
     assert positions.tolist() == [4, -1, 1]
     assert len(set(plan.kinds) - {None}) == {"llama": 1, "gemma3": 2, "gpt2": 0}[family]
     for kind in set(plan.kinds) - {None}:
-        assert torch.equal(fed.turned[kind], step.rope_tables(plan.frequencies[kind], fed.positions))
+        assert torch.equal(fed.rope_cos_sin[kind], step.rope_tables(plan.frequencies[kind], fed.positions))
 
 
 @pytest.mark.parametrize("batch", [1, 2])

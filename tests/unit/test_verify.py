@@ -394,7 +394,7 @@ class TestCommand:
         promise, _, *lines = done.out.splitlines()
         why = "there are no kernels for this CPU: INFER_KERNELS=0, or numba is missing"
         assert promise == f"plain torch ({why}): paths agree within rounding"
-        assert [line[54:] for line in lines] == [
+        assert [line[58:] for line in lines] == [
             "equal",
             "apart by 2.5e-01 at most, at 7 positions",
             '1 other tokens; first in "once upon a time", position 5, token 4 instead of 3',
