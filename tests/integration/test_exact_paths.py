@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import subprocess
@@ -38,6 +39,7 @@ from infer.backend.cpu.functions import linear
 from infer.cache import NoCache
 from infer.cli.common import DEFAULT_MODEL
 from infer.engine.conversation import Conversation
+from infer.engine.model import all_logits
 from infer.evaluate.divergence import bits
 from infer.evaluate.paths import PathResult, compare
 from infer.models.common import Decoder
@@ -217,31 +219,28 @@ def empty(model: Decoder) -> KVCache:
     return KVCache.from_model_config(model.config, 64, dtype=model.dtype, device="cpu")
 
 
-DIGESTS = """
-import hashlib, sys, torch
-from infer import load_model, Tokenizer
-from infer.cache import NoCache
-from infer.engine.model import all_logits
-folder, text, *dtypes = sys.argv[1:]
-print(torch.get_num_threads())
-for dtype in dtypes:
-    model, _ = load_model(folder, dtype=dtype, device="cpu")
-    logits = all_logits(model, NoCache(), torch.tensor([Tokenizer(folder).encode(text)]))
-    print(hashlib.sha256(logits.view(torch.uint8).numpy().tobytes()).hexdigest())
-"""
+def digests(folder: str, text: str, *dtypes: str) -> list[str]:
+    """Of a pass in each dtype."""
+    found = []
+    for dtype in dtypes:
+        model, _ = load_model(folder, dtype=dtype, device="cpu")
+        logits = all_logits(model, NoCache(), torch.tensor([Tokenizer(folder).encode(text)]))
+        found.append(hashlib.sha256(logits.view(torch.uint8).numpy().tobytes()).hexdigest())
+    return found
 
 
 def test_other_processes_with_other_numbers_of_threads(folder: Path) -> None:
-    found = {}
+    arguments = [str(folder), "once upon a time there was a cache", "float32", "bfloat16"]
+    here = digests(*arguments)
+    assert len(set(here)) == 2
+    folders = [str(parent) for parent in Path(__file__).parents[:2]]
+    code = f"import sys; sys.path[:0] = {folders}; import torch, test_exact_paths\n"
+    code += "print(torch.get_num_threads(), *test_exact_paths.digests(*sys.argv[1:]))"
     for threads in ("1", "2"):
         environment = os.environ | {"OMP_NUM_THREADS": threads}
-        text = "once upon a time there was a cache"
-        command = [sys.executable, "-c", DIGESTS, str(folder), text, "float32", "bfloat16"]
+        command = [sys.executable, "-c", code, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        count, *found[threads] = done.stdout.split()
-        assert count == threads
-    assert found["1"] == found["2"]
-    assert len(set(found["1"])) == 2
+        assert done.stdout.split() == [threads, *here]
 
 
 @pytest.mark.slow
