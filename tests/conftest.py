@@ -13,71 +13,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: GPU kernels then run on the CPU
 
+from tiny import make_tiny_config, make_tiny_model
+
 from infer import ModelConfig, Tokenizer, load_model
 from infer.cli.common import DEFAULT_MODEL
-from infer.config import FULL_ATTENTION, SLIDING_ATTENTION, RopeConfig
 from infer.loader import load as load_module
 from infer.models.common import Decoder
-from infer.models.registry import build_model
 
 pytest_plugins = ["commands"]
-
-# What a family's tiny model has besides, with a value of its own wherever it could be taken for another.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {"head_dim": 12, "rms_norm_eps": 1e-6},
-    "gemma3": {
-        "num_hidden_layers": 3,
-        "head_dim": 12,
-        "rms_norm_eps": 1e-6,
-        "rope": RopeConfig(1e6, "linear", 4.0),
-        "local_rope": RopeConfig(1e4),
-        "query_pre_attn_scalar": 10,
-        "sliding_window": 4,
-        "tie_word_embeddings": True,
-    },
-    "gpt2": {
-        "num_key_value_heads": 4,
-        "rope": None,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "norm_bias": True,
-        "tie_word_embeddings": True,
-    },
-    "rope_gpt": {"num_key_value_heads": 4, "hidden_act": "gelu", "norm_bias": True, "tie_word_embeddings": True},
-}
-
-
-def make_tiny_config(**changes: Any) -> ModelConfig:
-    """A Llama, or another family's model, small enough for a test, with grouped heads."""
-    values: dict[str, Any] = {
-        "model_type": "llama",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-    }
-    values |= FAMILIES.get(changes.get("model_type", "llama"), {}) | changes
-    if values["model_type"] == "gemma3" and "layer_types" not in changes:
-        kinds = (SLIDING_ATTENTION, FULL_ATTENTION) * values["num_hidden_layers"]
-        values["layer_types"] = kinds[: values["num_hidden_layers"]]
-    return ModelConfig(**values)
-
-
-def make_tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
-    """Random weights; large enough that attention is far from uniform and logits are far apart.
-
-    Norms and biases vary too, around what they are made with, so that one left out or misplaced shows.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    model = build_model(make_tiny_config(**changes))
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator) * 0.3
-        parameter.data = noise if parameter.dim() > 1 else parameter.data + noise
-    return model.eval().requires_grad_(False).to(dtype)
 
 
 @pytest.fixture

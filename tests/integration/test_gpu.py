@@ -951,7 +951,7 @@ def test_quantised_weights_are_refused(quantize: str) -> None:
 
 
 def run_alone(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, with Letters and tests/conftest.py at hand."""
+    """In a process of its own, with Letters and tests/tiny.py at hand."""
     root = Path(__file__).parents[2]
     paths = [str(root / "src"), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     letters = """
@@ -976,7 +976,7 @@ def test_nothing_is_compiled_later(family: str, head_dim: int, dtype: str, tmp_p
     sizes = SIZES | {"model_type": family} | OWN.get(family, {}) | {"head_dim": head_dim}
     program = f"""
 import os, torch, triton
-from conftest import make_tiny_model
+from tiny import make_tiny_model
 from infer import SamplingParams, generate, generate_batch
 
 model = make_tiny_model(**{sizes!r}).to("cuda", torch.{dtype})
@@ -1003,7 +1003,7 @@ def test_without_kernels(make_model: MakeModel) -> None:
     sizes = SIZES | {"model_type": "gemma3"} | OWN["gemma3"]
     program = f"""
 import torch
-from conftest import make_tiny_model
+from tiny import make_tiny_model
 from infer import SamplingParams, generate
 from infer.backend import backend_for
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import FAMILIES
 from mocks import CACHES, Letters, MockModel, MockTokenizer, UniformMockModel
+from tiny import FAMILIES
 from torch import Tensor
 
 from infer import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES
 from mocks import CACHES, LAYOUTS
+from tiny import FAMILIES
 from torch import Tensor
 
 from infer import GrowingCache, KVCache

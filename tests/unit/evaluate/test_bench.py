@@ -21,7 +21,7 @@ from infer.evaluate.bench import BenchConfig, BenchResult, StepTimes
 from infer.models.common import Decoder
 from infer.nn.quantized import QuantizedWeight
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 LENGTHS = ((5, 9), (20, 12))  # prompt tokens, new tokens
 MACHINE = {"device": "cpu", "name": "Abacus 1", "cores": 4, "threads": 3, "torch": "2.0"}
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amount import amount
-from conftest import FAMILIES
 from mocks import LAYOUT_NAMES, LAYOUTS, STORED
+from tiny import FAMILIES
 from torch import nn
 
 from infer import GrowingCache, KVCache, SlidingCache

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from amount import amount
-from conftest import FAMILIES
 from mocks import CACHES, MockModel, MockTokenizer
+from tiny import FAMILIES
 
 from infer import GrowingCache, KVCache, SamplingParams, generate, generate_batch, stream
 from infer.backend import backend_for

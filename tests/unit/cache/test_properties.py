@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from amount import amount
-from conftest import make_tiny_model
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from mocks import LAYOUT_NAMES, LAYOUTS, STORED, RoundingNoCache
+from tiny import make_tiny_model
 from torch import Tensor
 
 from infer import KVCache, SlidingCache

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amount import amount
-from conftest import make_tiny_model
 from mocks import CACHES, RoundingNoCache
+from tiny import make_tiny_model
 from torch import Tensor, nn
 
 from infer import GrowingCache, KVCache, SlidingCache
@@ -296,7 +296,7 @@ def test_another_process() -> None:
     here = Path(__file__).parent
     other = 1 if torch.get_num_threads() > 1 else 2
     program = f"import torch; torch.set_num_threads({other}); import test_exact; print(test_exact.digests())"
-    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(other)}
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == digests()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
-SCRIPT = Path(__file__).parents[1] / "kernel_code.py"
+SCRIPT = Path(__file__).parents[3] / "kernel_code.py"
 
 
 @pytest.fixture(scope="module")

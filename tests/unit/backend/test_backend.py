@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FAMILIES, make_tiny_model
 from mocks import CACHES, MockModel
+from tiny import FAMILIES, make_tiny_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -644,7 +644,7 @@ class TestTorchBackend:
 def in_fresh_python(code: str, **environment: str) -> str:
     """What the code prints in an interpreter of its own, which finds the tests."""
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path} | environment
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     return run.stdout
