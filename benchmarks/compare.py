@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -106,22 +106,35 @@ def time_parts(model: Decoder, tokenizer: Tokenizer, positions: Sequence[int], r
     ]
 
 
+@lru_cache
+def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
+    """All products in a single call, and attention in all layers in one."""
+    import numba
+
+    from infer.backend.cpu.block import attend_rows
+    from infer.backend.cpu.product import product
+
+    @numba.njit
+    def multiply(records: Any, widest: Any, out: Any) -> None:
+        for i in range(records.shape[0]):
+            weight = records[i].weight
+            product(weight, widest[:, : weight.columns].copy(), out[:, : weight.rows])
+
+    @numba.njit
+    def attend(blocks: Any, q: Any, tables: Any, parts: Any, seen: Any, out: Any) -> None:
+        for layer in range(blocks.shape[0]):
+            attend_rows(blocks[layer : layer + 1], q, tables[layer], parts, seen, out)
+
+    return multiply, attend
+
+
 def products_alone(model: Decoder) -> Callable[[], Any]:
     """All products of a step with one row; where kernels take the model, in a single call, as within a step."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     inputs = [torch.randn(1, m.weight.shape[1], dtype=model.dtype, device=model.device) for m in linears]
     if not isinstance(_backend(model), CpuBackend):
         return lambda: [linear(x) for linear, x in zip(linears, inputs, strict=True)]
-    import numba
-
-    from infer.backend.cpu.product import product
-
-    @numba.njit
-    def run(records: Any, widest: Any, out: Any) -> None:
-        for i in range(records.shape[0]):
-            weight = records[i].weight
-            product(weight, widest[:, : weight.columns].copy(), out[:, : weight.rows])
-
+    run, _ = _compiled()
     records = np.concatenate([head_record(None, linear) for linear in linears])
     widest = torch.randn(1, max(m.weight.shape[1] for m in linears)).numpy()
     out = np.empty((1, max(m.weight.shape[0] for m in linears)), np.float32)
@@ -137,15 +150,7 @@ def attention_alone(model: Decoder, cache: KVCache) -> Callable[[], Any]:
     backend = _backend(model)
     if not isinstance(backend, CpuBackend):
         return lambda: [attention(q, k, v, scale=config.attention_scale, mask=None) for k, v in spans]
-    import numba
-
-    from infer.backend.cpu.block import attend_rows
-
-    @numba.njit
-    def run(blocks: Any, q: Any, tables: Any, parts: Any, seen: Any, out: Any) -> None:
-        for layer in range(blocks.shape[0]):
-            attend_rows(blocks[layer : layer + 1], q, tables[layer], parts, seen, out)
-
+    _, run = _compiled()
     rows = q.view(1, -1).numpy()
     tables, seen, out = cache.table(config, torch.float32, 1), np.array([[0, keys]]), np.empty_like(rows)
     arguments = backend.blocks, rows, tables, cpu.kernels().parts_of([1]), seen, out

@@ -107,7 +107,7 @@ class TestCommands:
 
     def test_demo(self, offline: dict[str, str]) -> None:
         """What `make demo` runs, with fewer tokens and as JSON; and the same prompt in chunks."""
-        options = ["--chat", "--max-new-tokens", "12", "--json", *EXACT, QUESTION]
+        options = ["--chat", "--max-new-tokens", "8", "--json", *EXACT, QUESTION]
         done = infer("generate", "--compare", *options, env=offline)
         output = json.loads(done.stdout)
         assert output["model"] == DEFAULT_MODEL
@@ -160,7 +160,7 @@ class TestCommands:
     def test_verify(self, offline: dict[str, str], tmp_path: Path) -> None:
         file = tmp_path / "prompts.txt"
         file.write_text("The quick brown fox\nTwo and two\n")
-        options = ["--prompts", file, "--max-new-tokens", "3", *EXACT]
+        options = ["--prompts", file, "--max-new-tokens", "2", *EXACT]
         done = infer("verify", DEFAULT_MODEL, *options, env=offline)
         promise, _, *lines = done.stdout.splitlines()
         assert promise == "kernels: every path must give the same bits"
@@ -178,20 +178,15 @@ class TestCommands:
         assert plot.read_bytes().startswith(b"\x89PNG")
 
     def test_perplexity(self, offline: dict[str, str], tmp_path: Path) -> None:
-        """Of English words, and of the same without their order; and with a cache of 8 bits."""
+        """Of English words, and of the same without their order."""
         words = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split()[:80]
         (text := tmp_path / "text.txt").write_text(" ".join(words), encoding="utf-8")
         (shuffled := tmp_path / "shuffled.txt").write_text(" ".join(sorted(words)), encoding="utf-8")
         args = ["perplexity", DEFAULT_MODEL, "--context", "64", "--json", *EXACT]
-        exact, worse, rounded = (
-            json.loads(infer(*args, "--text", file, *options, env=offline).stdout)
-            for file, options in ((text, []), (shuffled, []), (text, ["--cache-dtype", "int8"]))
-        )
+        exact, worse = (json.loads(infer(*args, "--text", file, env=offline).stdout) for file in (text, shuffled))
         assert exact["tokens"] > 80
         assert exact["windows"] >= 2
         assert 5 < exact["perplexity"] < worse["perplexity"] / 2
-        assert rounded["perplexity"] != exact["perplexity"]
-        assert rounded["perplexity"] == pytest.approx(exact["perplexity"], rel=5e-3)
 
     @pytest.mark.usefixtures("offline")
     def test_the_text_of_the_perplexity_in_the_readme(self) -> None:

@@ -28,14 +28,8 @@ from infer.models.common import Decoder
 pytestmark = pytest.mark.slow
 
 NAME = "gemma-3-270m"
-SHORT = [
-    "The capital of France is",
-    "Once upon a time",
-    "def fibonacci(n):\n",
-    "Die drei größten Städte Deutschlands sind",
-    "水は",
-    "1, 1, 2, 3, 5, 8,",
-]
+SHORT = ["The capital of France is", "Die drei größten Städte Deutschlands sind", "水は"]
+SHORT += amount(["Once upon a time", "def fibonacci(n):\n", "1, 1, 2, 3, 5, 8,"], [])
 LONG_TOKENS, NEW_TOKENS = amount((1_100, 24), (600, 12))
 CLOSE = 1e-3
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
@@ -93,7 +87,7 @@ def test_same_logits_as_transformers(
 ) -> None:
     """Past the window too, through kernels and in plain torch."""
     model = gemma[0]
-    for i in amount(range(len(prompts)), (0, 4, -1)):
+    for i in amount(range(len(prompts)), (2, -1)):
         fed = prompts[i] + generated[i][:-1]
         for run in (backend_for(model).run, model.run):
             [logits] = run([Row(NoCache(), fed, slice(-NEW_TOKENS, None))])
@@ -102,7 +96,7 @@ def test_same_logits_as_transformers(
 
 def test_short_prompts_in_chunks(gemma: tuple[Decoder, Tokenizer], prompts: Ids, generated: Ids) -> None:
     model, tokenizer = gemma
-    for i in amount(range(len(SHORT)), (0, 3)):
+    for i in amount(range(len(SHORT)), (0, 1)):
         assert generate(model, tokenizer, prompts[i], GREEDY, prefill_chunk=3).token_ids == generated[i]
 
 
@@ -136,7 +130,7 @@ def test_default_cache_past_the_window(gemma: tuple[Decoder, Tokenizer], prompts
 
 def test_without_cache(gemma: tuple[Decoder, Tokenizer], prompts: Ids, generated: Ids) -> None:
     model, tokenizer = gemma
-    for i, count in amount(((0, 4), (3, 4), (-1, 4)), ((0, 4), (-1, 1))):
+    for i, count in amount(((0, 4), (1, 4), (-1, 4)), ((0, 4), (-1, 1))):
         params = SamplingParams(max_new_tokens=count, ignore_eos=True)
         assert generate(model, tokenizer, prompts[i], params, use_kv_cache=False).token_ids == generated[i][:count]
 

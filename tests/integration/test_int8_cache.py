@@ -38,7 +38,7 @@ def perplexity(model: Decoder, ids: list[int], cache: BaseCache) -> float:
     return float(torch.tensor(total / (len(ids) - 1)).exp())
 
 
-@pytest.mark.parametrize(("name", "kind"), [("smollm2", KVCache), ("gemma", SlidingCache)])
+@pytest.mark.parametrize(("name", "kind"), [("smollm2", KVCache), *amount([("gemma", SlidingCache)], [])])
 def test_perplexity(name: str, kind: type[BaseCache], request: pytest.FixtureRequest) -> None:
     """Of Gemma, past its window of 512."""
     model, tokenizer = request.getfixturevalue(name)

@@ -111,9 +111,11 @@ def test_gemma_is_taken_over() -> None:
     ("name", "prompt", "word"),
     [
         (SMOLLM2, "The capital of France is", "Paris"),
-        (SMOLLM2, "The opposite of hot is", "cold"),
-        (GEMMA, "Paris is the capital of", "France"),
         (GEMMA, "Monday, Tuesday, Wednesday,", "Thursday"),
+        *amount(
+            [(SMOLLM2, "The opposite of hot is", "cold"), (GEMMA, "Paris is the capital of", "France")],
+            [],
+        ),
     ],
 )
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
@@ -127,9 +129,12 @@ def test_greedy_text(name: str, prompt: str, word: str, quantize: str) -> None:
         assert result.token_ids == uncached.token_ids
 
 
-@pytest.mark.parametrize("name", [SMOLLM2, GEMMA])
-@pytest.mark.parametrize(("quantize", "most"), [("int4", 0.03), ("int8", 0.005)])
-def test_perplexity(name: str, quantize: str, most: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "quantize"),
+    [(SMOLLM2, "int4"), (GEMMA, "int8"), *amount([(SMOLLM2, "int8"), (GEMMA, "int4")], [])],
+)
+def test_perplexity(name: str, quantize: str) -> None:
+    most = {"int4": 0.03, "int8": 0.005}[quantize]
     exact, got = exact_perplexity(name), measured(name, quantize)
     print(f"{name}: {exact:.4f} in float32, {got:.4f} in {quantize}, {got / exact - 1:+.2%}")
     assert got != exact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from amount import amount
 from checkpoints import gguf_metadata, gguf_tensors, reference_model, save_folder, write_gguf
 from gguf import GGMLQuantizationType as Quant
 from gguf import quants
@@ -81,7 +83,13 @@ def save(model: LlamaForCausalLM, kind: str, folder: Path) -> Path:
     return save_quantised(model, folder / "model.gguf", Quant[kind])
 
 
-@pytest.fixture(scope="module", params=["safetensors", "sharded", "F16", "Q8_0", "Q4_1"])
+FORMATS = ["safetensors", "sharded", "F16", "Q8_0", "Q4_1"]
+FORMS = ["float32", "bfloat16", "int4", "int8"]
+PAIRS = [("safetensors", "float32"), ("sharded", "int8"), ("F16", "bfloat16"), ("Q8_0", "int8"), ("Q4_1", "float32")]
+PAIRS += [("safetensors", "int4"), ("Q4_1", "int4")]
+
+
+@pytest.fixture(scope="module")
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
     folder = tmp_path_factory.mktemp("memory")
     yield (
@@ -105,20 +113,13 @@ needs_linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason=
 
 
 @needs_linux
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_peak_memory(files: tuple[Path, Path], dtype: str) -> None:
-    seen = measure(files, dtype)
-    assert seen["model"] > 100e6
-    assert seen["growth"] <= 1.2 * seen["model"] + seen["largest"]
+@pytest.mark.parametrize(
+    ("files", "form"), amount(list(itertools.product(FORMATS, FORMS)), PAIRS), indirect=["files"], scope="module"
+)
+def test_peak_memory(files: tuple[Path, Path], form: str) -> None:
+    """Of a quantised model: the largest tensor in float32 has room beside it, a second one has not."""
+    seen, quantised = measure(files, form), form.startswith("int")
+    assert seen["model"] > (30e6 if quantised else 100e6)
+    assert seen["growth"] <= 1.2 * seen["model"] + (4 * 8192 * 1024 if quantised else seen["largest"])
     # Initialising weights on the meta device would draw in torch's decompositions: a second and 80 MB.
-    assert seen["heavy_imports"] == []
-
-
-@needs_linux
-@pytest.mark.parametrize("quantize", ["int4", "int8"])
-def test_peak_memory_quantised(files: tuple[Path, Path], quantize: str) -> None:
-    """The largest tensor in float32 has room beside the model; a second one has not."""
-    seen = measure(files, quantize)
-    assert seen["model"] > 30e6
-    assert seen["growth"] <= 1.2 * seen["model"] + 4 * 8192 * 1024
     assert seen["heavy_imports"] == []

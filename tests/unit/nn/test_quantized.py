@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from amount import amount
 from checkpoints import FAMILIES, kernel_logits, random_ids, reference_model, save_folder, save_nanogpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -421,7 +422,7 @@ def vnni(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
     return sums
 
 
-@pytest.fixture(scope="module", params=["none", "vnni"])
+@pytest.fixture(scope="module", params=amount(["none", "vnni"], ["none"]))
 def generic(request: pytest.FixtureRequest) -> Any:
     """The products compiled for a core without a dot product, or for one with that of x86."""
     from infer.backend.cpu import product, simd

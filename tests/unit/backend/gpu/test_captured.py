@@ -155,8 +155,11 @@ def idle(steps: Sequence[CapturedStep]) -> bool:
 class TestTokens:
     """As the modules choose them."""
 
-    @pytest.mark.parametrize("family", FAMILIES)
-    @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+    @pytest.mark.parametrize(
+        ("family", "options"),
+        [(f, each) for i, f in enumerate(FAMILIES) for each in amount(({}, SAMPLED), (({}, SAMPLED)[i % 2],))],
+        ids=str,
+    )
     def test_of_every_family(self, small: Make, made: list[CapturedStep], family: str, options: dict[str, Any]) -> None:
         model, params = small(family), settings(4, **options)
         with plainly():

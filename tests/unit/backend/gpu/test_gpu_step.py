@@ -425,8 +425,18 @@ def test_attention_at_every_length(options: dict[str, Any], dtype: torch.dtype, 
     Layer(generator, dtype, len(lengths), 3 * BLOCK_S, **options).check(lengths)
 
 
-@pytest.mark.parametrize(("groups", "programs"), [(2, 1), (3, 8), (20, 100)])
-@pytest.mark.parametrize("position", [BLOCK_S + 1, *(k * BLOCK_S + d for k in (2, 9) for d in (-1, 0, 1))])
+SHARES = [(2, 1), (3, 8), (20, 100)]  # groups, and programs that share them
+POSITIONS = [BLOCK_S + 1, *(k * BLOCK_S + d for k in (2, 9) for d in (-1, 0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("groups", "programs", "position"),
+    [
+        (*share, position)
+        for i, position in enumerate(POSITIONS)
+        for share in amount(SHARES, (SHARES[i % len(SHARES)],))
+    ],
+)
 @torch.inference_mode()
 def test_groups_are_folded(
     groups: int, programs: int, position: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch

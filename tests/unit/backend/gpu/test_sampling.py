@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from amount import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -110,11 +111,11 @@ def make_logits(kind: str, rows: int, vocab: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(
     ("vocab", "kind", "dtype", "steps"),
     [
-        (1000, "spread", torch.float32, 5),
-        (1000, "spread", torch.bfloat16, 2),
-        (1000, "spread", torch.float16, 2),
-        (1000, "tied", torch.float32, 3),
-        (1000, "close", torch.float32, 3),
+        (1000, "spread", torch.float32, amount(5, 2)),
+        (1000, "spread", torch.bfloat16, amount(2, 1)),
+        (1000, "spread", torch.float16, amount(2, 1)),
+        (1000, "tied", torch.float32, amount(3, 1)),
+        (1000, "close", torch.float32, amount(3, 2)),
         (4096, "spread", torch.float32, 1),
         (5003, "tied", torch.bfloat16, 1),
         (9001, "spread", torch.float32, 1),
