@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import jinja2
-
     from infer.loader.tokenizer import Tokenizer
+
+WAIT = 10.0  # seconds for a rendering: more than its share of a busy machine needs, and a bound for everything else
 
 # What a family's turns look like, for when no tokenizer is at hand. Tools apart, they are those of the models' own
 # templates, but for the system turn with today's date that Llama 3.1 and later put first.
@@ -78,45 +83,78 @@ def render_chat_template(
         template = TEMPLATES[model_type]
     else:
         raise ValueError(f"no chat template for model_type {model_type!r}: give a tokenizer, or {', '.join(TEMPLATES)}")
-    import jinja2
+    variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, **special, **variables}
+    return _render(template, variables)
 
+
+_process: subprocess.Popen[bytes] | None = None  # renders templates; started by the first, and after one that ended it
+_exchange = threading.Lock()
+
+
+def _render(template: str, variables: dict[str, Any]) -> str:
+    """Have it rendered, within limits: see `template_process.py`."""
+    global _process
     try:
-        return _compile(template).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **special, **variables
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-        raise ValueError(f"the chat template refuses these messages: {error}") from None
+        request = f"{json.dumps(template)}\n{json.dumps(variables, default=_as_json)}\n".encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"a chat template is given what JSON can hold: {error}") from None
+    with _exchange:
+        if _process is None or _process.poll() is not None:
+            _end()
+            _process = _start()
+        assert _process.stdin is not None
+        assert _process.stdout is not None
+        deadline = threading.Timer(WAIT, _process.kill)
+        deadline.start()
+        try:
+            _process.stdin.write(request)
+            _process.stdin.flush()
+            reply = _process.stdout.readline()
+        except BrokenPipeError:
+            reply = b""
+        except BaseException:  # its reply would be taken for the next one's
+            _end()
+            raise
+        finally:
+            deadline.cancel()
+        if not reply:
+            raise ValueError(f"the chat template was stopped: {_why_it_ended(_end())}")
+    answer = json.loads(reply)
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return str(answer["text"])
 
 
-@lru_cache(maxsize=8)
-def _compile(source: str) -> jinja2.Template:
-    """Compile a template as Hugging Face does: sandboxed, as it comes with the checkpoint."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} marks what to train on; here it is only its contents."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+def _start() -> subprocess.Popen[bytes]:
+    # -P: modules are not looked for beside the script. A session of its own: Ctrl-C is not for it.
+    command = [sys.executable, "-P", "-W", "ignore", str(Path(__file__).with_name("template_process.py"))]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template cannot be read: {error}") from None
+
+
+@atexit.register
+def _end() -> int | None:
+    """End the process, if there is one; returns its status."""
+    global _process
+    process, _process = _process, None
+    if process is None:
+        return None
+    process.kill()
+    with suppress(BrokenPipeError), process:  # closes its pipes
+        pass
+    return process.wait()
+
+
+def _why_it_ended(status: int | None) -> str:
+    if status == -signal.SIGPROF:
+        return "it takes too long"
+    return f"the process that renders it ended with status {status}"
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not")

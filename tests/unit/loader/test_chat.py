@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import UserDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +16,9 @@ from checkpoints import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from infer import render_chat_template
+from infer.loader import chat as chat_module
 from infer.loader.chat import TEMPLATES
+from infer.loader.template_process import MEMORY
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -216,3 +225,112 @@ def test_no_template() -> None:
 def test_broken_and_hostile_templates(template: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         render(template, CHATS["user"])
+
+
+# The process that renders
+
+
+def helper() -> int:
+    assert chat_module._process is not None
+    return chat_module._process.pid
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (ENDLESS, "was stopped: it takes too long"),
+        ("{{ 3 ** (10 ** 8) }}", "was stopped: it takes too long"),  # one operation in C
+        ("{{ 'a' * 2000000000 }}", "was stopped: it takes more than 128 MB"),
+        ("{{ 'a' * 300000 }}", "was stopped: its prompt has 300,000 characters, of at most 26.,..."),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses these messages: it nests too deep"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "cannot be read: it nests too deep"),
+        ("{{ raise_exception('a\n\x1b[2J' * 999) }}", r"refuses these messages: a  \[2Ja  \[2J.{1,290}$"),
+    ],
+)
+def test_bounds(template: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        render(template, CHATS["user"])
+    assert render("{{ messages[0].content }}", CHATS["user"]) == CHATS["user"][0]["content"]
+    peak = next(line for line in Path(f"/proc/{helper()}/status").read_text().splitlines() if "VmPeak" in line)
+    assert int(peak.split()[1]) * 1024 < 1.1 * MEMORY
+
+
+def test_bounds_grow_with_the_chat() -> None:
+    chat = [{"role": "user", "content": "long" * 1_000_000}]
+    assert render("{% for i in range(2) %}{{ messages[0].content }}{% endfor %}", chat) == chat[0]["content"] * 2
+
+
+def test_one_process_renders_all() -> None:
+    assert len({(render(CHATML, CHATS["user"]), helper()) for _ in range(3)}) == 1
+
+
+def test_a_process_that_ended_is_replaced() -> None:
+    expected, before = render(CHATML, CHATS["user"]), helper()
+    os.kill(before, signal.SIGKILL)
+    while chat_module._process is not None and chat_module._process.poll() is None:
+        time.sleep(0.01)
+    assert render(CHATML, CHATS["user"]) == expected
+    assert helper() != before
+
+
+def test_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    render(CHATML, CHATS["user"])
+    os.kill(helper(), signal.SIGSTOP)
+    monkeypatch.setattr(chat_module, "WAIT", 0.2)
+    with pytest.raises(ValueError, match="the process that renders it ended with status -9"):
+        render(CHATML, CHATS["user"])
+
+
+def test_interrupted() -> None:
+    """The reply to a question that was given up is not taken for the next one's."""
+    render(CHATML, CHATS["user"])
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            render(ENDLESS, CHATS["user"])
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert render("{{ messages[0].role }}", CHATS["user"]) == "user"
+
+
+def test_a_forked_process_has_its_own() -> None:
+    render(CHATML, CHATS["user"])
+    before = helper()
+    child = os.fork()
+    if child == 0:
+        text = render("{{ messages[0].role }}", CHATS["user"])
+        os._exit(0 if text == "user" and helper() != before else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert render("{{ messages[0].role }}", CHATS["user"]) == "user"
+    assert helper() == before
+
+
+@pytest.mark.parametrize("end", ["pass", "import os; os.kill(os.getpid(), 9)"])
+def test_it_ends_with_its_parent(end: str) -> None:
+    code = (
+        "from infer.loader import chat\n"
+        "chat.render_chat_template([{'role': 'user', 'content': 'x'}], model_type='llama')\n"
+        f"print(chat._process.pid, flush=True)\n{end}"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    status = Path(f"/proc/{done.stdout.strip()}/status")
+    until = time.monotonic() + 10
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_json_cannot_hold() -> None:
+    message = UserDict(role="user", content=("a", "b"))
+    assert render("{{ messages[0].content | join }}{{ messages[0].role }}", [message]) == "abuser"
+    with pytest.raises(ValueError, match="is given what JSON can hold: object is not"):
+        render(CHATML, CHATS["user"], tools=[object()])
