@@ -52,6 +52,7 @@ LAYERS = {
     "engine": {"machine", "config", "nn", "cache", "models", "backend", "trace"},
     "evaluate": {"machine", "config", "nn", "cache", "models", "backend", "trace", "engine"},
     "cli": {"machine", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"},
+    "compat": {"machine", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
 }
 # Compilers of kernels, and who may use them.
 COMPILERS = {"numba": "backend/cpu", "llvmlite": "backend/cpu", "triton": "backend/gpu"}

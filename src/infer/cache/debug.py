@@ -12,13 +12,22 @@ from infer.cache.wrapped import WrappedCache
 
 
 def debugged(cache: Cache) -> Cache:
-    """The cache itself, unless KV_DEBUG=1 asks for one that prints. Asked once for a run: tokens pay nothing."""
-    if os.environ.get("KV_DEBUG", "0") in ("", "0"):
+    """The cache itself, unless KV_DEBUG=1 asks for one that prints. A run asks once: its tokens pay nothing."""
+    if os.environ.get("KV_DEBUG", "0") in ("", "0") or _prints(cache):
         return cache
     layer = os.environ.get("KV_DEBUG_LAYER", "")
     if layer and not layer.isdecimal():
         raise ValueError(f"KV_DEBUG_LAYER must be the number of a layer, not {layer!r}")
     return DebugCache(cache, int(layer) if layer else None)
+
+
+def _prints(cache: Cache) -> bool:
+    """Whether it does so already: the engine hands such a cache to a model that is called."""
+    while isinstance(cache, WrappedCache):
+        if isinstance(cache, DebugCache):
+            return True
+        cache = cache.cache
+    return False
 
 
 class DebugCache(WrappedCache):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infer.cache.base import Cache, NoCache
+from infer.cache.debug import debugged
 from infer.config import ModelConfig
 from infer.models.rows import ALL, LAST, Packed, Row, pack
 from infer.nn.activation import activated, gated
@@ -183,11 +184,16 @@ class Decoder(Module):
 
         all_logits: of all n positions with a cache too.
         """
+        if isinstance(kv_cache, Tensor):
+            raise TypeError(
+                "the second argument is a KV cache, and a tensor was given: for a loss, hand targets to "
+                "F.cross_entropy(model(X).flatten(0, 1), Y.flatten()), or train a GPT of infer.compat.nanogpt"
+            )
         if kv_cache is None:
             batch = input_ids.shape[0] if input_ids.dim() else 1
             dropout = self.config.dropout if self.training else 0.0
-            return self.run([Row(NoCache(batch, input_ids.device, dropout), input_ids, ALL)])[0]
-        return self.run([Row(kv_cache, input_ids, ALL if all_logits else LAST)])[0]
+            kv_cache, all_logits = NoCache(batch, input_ids.device, dropout), True
+        return self.run([Row(debugged(kv_cache), input_ids, ALL if all_logits else LAST)])[0]
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
         """One forward pass over rows of any lengths. Returns the logits of each, [B, wanted, V]."""

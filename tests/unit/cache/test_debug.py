@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from mocks import Letters
 from torch import Tensor
 
 from infer import KVCache, SamplingParams, Trace, generate, generate_batch
 from infer.backend import Row
 from infer.backend.cpu.backend import CpuBackend
+from infer.cache import Cache, TracedCache
 from infer.cache.debug import debugged
 from infer.models.common import Decoder
 
@@ -67,6 +69,29 @@ def test_traced_layers_are_printed_too(model: Decoder, events: Callable[..., lis
 def test_without_a_cache(model: Decoder, events: Callable[..., list[str]]) -> None:
     lines = [line for line in events(model, use_kv_cache=False) if "Attn" in line]
     assert lines == [f"[KVDBG][Attn L0] no cache T_q={n} T_k={n}" for n in (6, 7, 8)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrap", [lambda cache: cache, debugged, lambda cache: TracedCache(debugged(cache), [0])])
+def test_a_model_that_is_called(
+    model: Decoder, wrap: Callable[[Cache], Cache], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Each event once, also where the cache prints already."""
+    monkeypatch.setenv("KV_DEBUG", "1")
+    monkeypatch.setenv("KV_DEBUG_LAYER", "0")
+    cache = wrap(KVCache.from_model_config(model.config, 20, dtype="float32", device="cpu"))
+    model(torch.tensor([PROMPT]), kv_cache=cache)
+    model(torch.tensor([[7]]), cache)
+    model(torch.tensor([PROMPT]))
+    lines = [line.removeprefix("[KVDBG]") for line in capsys.readouterr().err.splitlines()]
+    assert [line for line in lines if "T_k" not in line] == [
+        "[GPT] kv_cache=none b=1 t=6 cache_pos=0 pos=[0,1,2,3,4,5]",
+        "[Attn L0] init_cache T=6 max_ctx=20",
+        "[GPT] kv_cache=present b=1 t=1 cache_pos=6 pos=[6]",
+        "[Attn L0] cache_pos=6 T=1 new_cache_pos=7 max_ctx=20",
+        "[GPT] kv_cache=none b=1 t=6 cache_pos=0 pos=[0,1,2,3,4,5]",
+    ]
+    assert len(lines) == 8
 
 
 def test_a_cache_of_the_users(model: Decoder, events: Callable[..., list[str]]) -> None:

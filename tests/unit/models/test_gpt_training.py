@@ -306,3 +306,12 @@ class TestPositions:
     def test_not_both_learned_and_rotated(self, tiny_config: Callable[..., ModelConfig]) -> None:
         with pytest.raises(ValueError, match=r"GPT-2 learns its positions, .*: its config has rope=None"):
             build_model(tiny_config(model_type="gpt2", rope=tiny_config().rope))
+
+
+def test_targets_are_no_cache(tiny_model: Make, family: str) -> None:
+    """As nanoGPT's models are called: the error says what to do, and doing that works."""
+    model, X, Y = trainable(tiny_model, model_type=family), random_ids(2, 5), random_ids(2, 5, seed=1)
+    with pytest.raises(TypeError, match=r"F\.cross_entropy\(.*\), or train a GPT of infer\.compat\.nanogpt$") as error:
+        model(X, Y)
+    loss = eval(str(error.value).split("hand targets to ")[1].split(", or train")[0])
+    assert loss.requires_grad

@@ -1,0 +1,1 @@
+"""Interfaces of other projects, over the models of this one."""
