@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,34 +35,31 @@ def _kernels() -> Any:
     if os.environ.get("INFER_KERNELS") == "0":
         return None
     try:
-        from numba import config
         from numba.core.errors import NumbaError
+
+        from infer.backend.cpu.kernel_cache import load_cached
     except ImportError:
         return None
-    # numba compiles a kernel again when its own file has changed, not when one that it calls has: so each state of
-    # the files has a folder of its own.
-    before = config.CACHE_DIR  # type: ignore[attr-defined]
-    folder = Path(before or cache_folder() / "kernels") / _fingerprint()
-    marker = folder / "compiled"
-    if not marker.exists():
-        print("compiling kernels for this CPU: half a minute, once", file=sys.stderr, flush=True)
-    config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
     threads = torch.get_num_threads()
-    try:
+
+    def load() -> Any:
         from infer.backend.cpu import block
 
         block.use_threads(threads)
+        return block
+
+    # numba compiles a kernel again when its own file has changed, not when one that it calls has: so each state of
+    # the files has a folder of its own.
+    root = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_folder())
+    try:
+        return load_cached(load, root / "kernels" / _fingerprint())
     except (ImportError, RuntimeError, OSError, NumbaError) as error:
         reason = str(error).strip().partition("\n")[0]
         print(f"no kernels for this CPU, so plain torch runs instead: {reason}", file=sys.stderr, flush=True)
         return None
     finally:
-        config.CACHE_DIR = before  # type: ignore[attr-defined]
         # Where numba and torch share an OpenMP library, as on x86, starting the one's threads has set the other's.
         torch.set_num_threads(threads)
-    with suppress(OSError):  # numba then keeps its files somewhere else
-        marker.touch()
-    return block
 
 
 def _fingerprint() -> str:

@@ -106,8 +106,8 @@ def _machine(device: torch.device) -> str:
 
 @cache
 def _answers() -> dict[str, bool]:
-    with suppress(OSError, ValueError, TypeError):
-        return dict(json.loads(_file().read_text()))
+    with suppress(OSError, ValueError, RecursionError, AttributeError):  # damaged: ask the device again
+        return {key: answer for key, answer in json.loads(_file().read_text()).items() if isinstance(answer, bool)}
     return {}
 
 

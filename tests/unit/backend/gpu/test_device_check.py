@@ -76,7 +76,7 @@ class TestAnswers:
             "a question", GPU, lambda: not device_check._answer("a question", GPU, lambda: False)
         )
 
-    @pytest.mark.parametrize("text", ["", "{", "[1]", "3"])
+    @pytest.mark.parametrize("text", ["", "{", "[1]", "3", "[" * 100_000, '{"a question": "yes"}'])
     def test_in_a_file_that_is_none(self, file: Path, text: str) -> None:
         file.parent.mkdir()
         file.write_text(text)

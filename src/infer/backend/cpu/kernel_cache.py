@@ -1,0 +1,108 @@
+"""Compiled kernels on disk, between runs.
+
+numba keeps them as pickles, which can do anything when they are read, in files that it trusts blindly. So a folder of
+kernels is read only if nobody else may have written to it, and if it is as it was left: `SEAL` holds a hash of it. Any
+other folder is compiled anew, beside it, and takes its place when complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+from numba import config
+
+SEAL = "compiled"
+T = TypeVar("T")
+
+
+def load_cached(load: Callable[[], T], folder: Path) -> T:
+    """What `load` returns, which imports kernels: from this folder, or compiled and then kept there."""
+    folder = folder.resolve()
+    if problem := _make_private(folder.parent):
+        _say(f"compiled kernels are not kept, {problem}, or set INFER_CACHE to a folder of your own")
+    elif _is_intact(folder):
+        with suppress(Exception):  # numba cannot read it, whatever the reason: compile
+            found = _load_from(load, folder)
+            with suppress(OSError):
+                _seal(folder)  # numba has added kernels, if another kind of CPU shares the folder
+            return found
+    kept = not problem and os.access(folder.parent, os.W_OK)
+    _say(f"compiling kernels for this CPU: half a minute{', once' if kept else ''}")
+    with TemporaryDirectory(dir=folder.parent if kept else None, ignore_cleanup_errors=True) as fresh:
+        built = Path(fresh, folder.name)
+        built.mkdir(0o700)
+        found = _load_from(load, built)
+        if kept:
+            with suppress(OSError):  # a full disk, or another process was quicker
+                _seal(built)
+                shutil.rmtree(folder, ignore_errors=True)
+                built.rename(folder)
+    return found
+
+
+def _load_from(load: Callable[[], T], folder: Path) -> T:
+    before = config.CACHE_DIR  # type: ignore[attr-defined]
+    config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
+    try:
+        return load()
+    finally:
+        config.CACHE_DIR = before  # type: ignore[attr-defined]
+
+
+def _make_private(folder: Path) -> str | None:
+    """Make a folder for this user alone. Returns what keeps it from being that, and what to do."""
+    try:
+        for path in reversed((folder, *folder.parents)):
+            if not path.is_dir():
+                path.mkdir(0o700, exist_ok=True)
+        if os.name == "nt":
+            return None
+        for path in (folder, folder.parent):
+            if path.stat().st_uid != os.geteuid():
+                return f"because {path} belongs to another user: take it over"
+            if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return f"because others may write to {path}: chmod go-w {path}"
+        for path in folder.parents:  # whoever may write to one can put another folder in place of ours
+            if path.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+                return f"because everyone may write to {path}: chmod o-w {path}"
+    except OSError as error:
+        return f"{error}: make that a folder to write to"
+    return None
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        if os.name != "nt" and folder.stat().st_mode & 0o077:  # then what is inside may be anybody's
+            return False
+        return (folder / SEAL).read_bytes() == _hash(folder)
+    except OSError:
+        return False
+
+
+def _seal(folder: Path) -> None:
+    seal = _hash(folder)
+    if not (folder / SEAL).exists() or (folder / SEAL).read_bytes() != seal:
+        (folder / SEAL).write_bytes(seal)
+
+
+def _hash(folder: Path) -> bytes:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / SEAL)
+    whole = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        whole.update(f"{file.relative_to(folder)} {len(content)}\n".encode())
+        whole.update(content)
+    return whole.hexdigest().encode()
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
