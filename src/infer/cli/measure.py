@@ -16,6 +16,7 @@ from infer.cli.common import (
     Loading,
     ModelArgument,
     ModelOption,
+    OnFullOption,
     PrefillChunkOption,
     check_cache_dtype,
     loading_options,
@@ -39,11 +40,13 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Draw step time against position into this PNG.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write everything measured into this JSON file.")] = None,
     cache_dtype: CacheDtypeOption = "auto",
+    on_full: OnFullOption = "error",
     as_json: JsonOption = False,
     loading: Loading,
 ) -> None:
     """Measure time to the first token, decode speed and memory."""
     from infer import ModelConfig, Tokenizer
+    from infer.engine.request import ContextExceeded
     from infer.evaluate import bench as bencher
 
     if suite and (prompt_tokens, new_tokens) != (None, None):
@@ -53,9 +56,9 @@ def bench(
     usual = 64 if prompt_tokens is None else prompt_tokens, 128 if new_tokens is None else new_tokens
     lengths = list(bencher.SUITE.values()) if suite else [usual]
     check_cache_dtype(cache_dtype, kv_cache)
-    kinds = [(kv_cache, prefill_chunk, cache_dtype)]
+    kinds = [(kv_cache, prefill_chunk, cache_dtype, on_full)]
     if compare:
-        kinds = [(True, prefill_chunk, cache_dtype), (False, None, "auto")]
+        kinds = [(True, prefill_chunk, cache_dtype, on_full), (False, None, "auto", on_full)]
     configs = [bencher.BenchConfig(prompt, new, trials, warmup, *kind) for prompt, new in lengths for kind in kinds]
     if plot is not None:
         bencher.check_plot()
@@ -66,7 +69,10 @@ def bench(
             raise IsADirectoryError(f"{path} is a folder, not a file to write to")
     model_config = ModelConfig.from_pretrained(model)
     for config in configs:
-        bencher.check(model_config, config)
+        try:
+            bencher.check(model_config, config)
+        except ContextExceeded as error:
+            raise ValueError(f"{error}, or go on beyond it with --on-full recompute") from None
     tokenizer = Tokenizer(model)
     network = loading.load(model)
     results = []

@@ -2,8 +2,9 @@
 
 import functools
 import json
+import secrets
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -60,6 +61,8 @@ def generate(
 
     if compare and not kv_cache:
         raise ValueError("--compare needs the cache: leave --no-kv-cache out")
+    if compare and params.seed is None:
+        params = replace(params, seed=secrets.randbits(63))  # or the two runs would draw other tokens
     tokenizer, _, prompt_ids = prepare(
         prompt,
         model,

@@ -55,6 +55,7 @@ class BenchConfig:
     use_kv_cache: bool = True
     prefill_chunk: int | None = None
     cache_dtype: str = "auto"  # or "int8"
+    on_full: str = "error"  # or "recompute", to go on beyond the model's context
 
     def __post_init__(self) -> None:
         check_chunk(self.prefill_chunk)
@@ -108,7 +109,7 @@ class BenchResult:
 
 def check(model_config: ModelConfig, config: BenchConfig) -> None:
     """Refuse a setting that the model's context cannot hold, as `run` would: for asking about a whole suite first."""
-    check_request(model_config, [0] * config.prompt_tokens, _params(config))
+    check_request(model_config, [0] * config.prompt_tokens, _params(config), on_full=config.on_full)
 
 
 def run(
@@ -130,6 +131,7 @@ def run(
             use_kv_cache=config.use_kv_cache,
             prefill_chunk=config.prefill_chunk,
             cache_dtype=config.cache_dtype,
+            on_full=config.on_full,
         )
 
     for i in range(config.warmup):
@@ -233,10 +235,11 @@ def _section(result: BenchResult) -> list[str]:
     cache = f"enabled ({_megabytes(result.cache_bytes)}{kept_in})" if config.use_kv_cache else "disabled"
     peak = "unknown" if result.peak_memory_bytes is None else _megabytes(result.peak_memory_bytes)
     chunks = "" if config.prefill_chunk is None else f", prefilled in chunks of {config.prefill_chunk}"
+    beyond = ", recomputed beyond the context" if config.on_full == "recompute" else ""
     return [
         _row("Dtype", _digits(result)),
         _row("KV cache", cache),
-        _row("Tokens", f"{config.prompt_tokens} prompt + {config.new_tokens} new{chunks}"),
+        _row("Tokens", f"{config.prompt_tokens} prompt + {config.new_tokens} new{chunks}{beyond}"),
         _row("Trials", f"{config.trials} after {config.warmup} to warm up"),
         "",
         "--- Prefill ---",

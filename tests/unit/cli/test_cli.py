@@ -129,9 +129,10 @@ class TestGenerate:
         assert json.loads(done.out)["without_kv_cache"]["same_tokens"] is False
         assert "OTHER tokens" in done.err
 
-    def test_compare_with_sampling(self, run: Run) -> None:
-        """A seed makes the two runs draw alike."""
-        options = ("--temperature", "1", "--seed", "3", "--compare", "--json", "--max-new-tokens", "16")
+    @pytest.mark.parametrize("seed", [(), ("--seed", "3")], ids=["drawn", "given"])
+    def test_compare_with_sampling(self, run: Run, seed: tuple[str, ...]) -> None:
+        """One seed makes the two runs draw alike."""
+        options = ("--temperature", "1", *seed, "--compare", "--json", "--max-new-tokens", "16")
         output = json.loads(run("generate", "hello", *options).out)
         assert output["without_kv_cache"]["same_tokens"] is True
 
@@ -932,6 +933,20 @@ class TestBench:
         assert output["comparisons"][0]["same_tokens"] is True
         assert passes == [4, 2, 1, 1, 1] * 3 + [6, 7, 8, 9] * 3
         assert "6 prompt + 4 new, prefilled in chunks of 4" in run("bench", *self.ARGS, "--prefill-chunk", "4").out
+
+    @pytest.mark.parametrize("prompt", [CONTEXT - 2, CONTEXT + 3])
+    def test_beyond_the_context(self, run: Run, passes: list[int], prompt: int) -> None:
+        """It is measured what `generate` does there: the last tokens that fit, at each step."""
+        args = ("--prompt-tokens", str(prompt), "--new-tokens", "5", "--trials", "1", "--warmup", "0")
+        assert_refused(run("bench", *args), "or go on beyond it with --on-full recompute")
+        done = run("bench", *args, "--on-full", "recompute", "--compare", "--json")
+        output = json.loads(done.out)
+        assert [result["config"]["on_full"] for result in output["results"]] == ["recompute"] * 2
+        assert output["comparisons"][0]["same_tokens"] is True
+        without = [min(prompt + i, CONTEXT) for i in range(5)]
+        cached = [CONTEXT - 2, 1, 1, CONTEXT, CONTEXT] if prompt < CONTEXT else without
+        assert passes == cached + without
+        assert "5 new, recomputed beyond the context" in run("bench", *args, "--on-full", "recompute").out
 
     def test_suite_plot_and_report(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(bench, "SUITE", {"short": (3, 4), "long": (9, 5)})

@@ -91,7 +91,7 @@ def test_the_median_trial_is_reported(model: Decoder, monkeypatch: pytest.Monkey
     assert result.token_ids == [2] * 3
     assert (result.step_ms.min, result.step_ms.max, result.step_ms.mean) == (1000, 5000, 2750)
     assert messages == ["warm-up 1/1", "trial 1/4", "trial 2/4", "trial 3/4", "trial 4/4"]
-    options = {"use_kv_cache": False, "prefill_chunk": None, "cache_dtype": "auto"}
+    options = {"use_kv_cache": False, "prefill_chunk": None, "cache_dtype": "auto", "on_full": "error"}
     assert calls == [(LetterTokenizer().encode(bench.PROMPT)[:6], options)] * 5
 
 
