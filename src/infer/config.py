@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import ClassVar
+
+from infer.values import ABOVE_0, FLAG, TEXT, TOKEN_ID, Kind, list_of, number, shown, whole
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -27,10 +28,10 @@ class RopeConfig:
     divisors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-            value = getattr(self, name)
-            if not isinstance(value, Real) or not 0 < float(value) < math.inf:
-                raise ValueError(f"{name} of RoPE must be above 0, not {value!r}")
+        for name, kind in ROPE_KINDS.items():
+            kind.check(f"{name} of RoPE", getattr(self, name))
+        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(f"high_freq_factor of RoPE must be above low_freq_factor, {self.low_freq_factor}")
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (*_POSITIVE, *(("head_dim",) if self.head_dim is not None else ())):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r}")
+        for name, kind in CONFIG_KINDS.items():
+            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
+                kind.check(name, value)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} KV heads evenly"
@@ -83,17 +84,9 @@ class ModelConfig:
             raise ValueError(f"{len(self.layer_types)} layer_types for {self.num_hidden_layers} layers")
         unknown = set(self.layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION}
         if unknown:
-            raise ValueError(f"layer type {unknown.pop()!r} is not supported")
-        if self.has_windows and (not isinstance(self.sliding_window, int) or self.sliding_window < 1):
-            raise ValueError(f"sliding layers need a positive sliding_window, not {self.sliding_window!r}")
-        if self.query_pre_attn_scalar is not None and not self.query_pre_attn_scalar > 0:
-            raise ValueError(f"query_pre_attn_scalar must be above 0, not {self.query_pre_attn_scalar!r}")
-        if not isinstance(self.rms_norm_eps, Real) or not 0 <= self.rms_norm_eps < math.inf:
-            raise ValueError(f"rms_norm_eps must be 0 or more, not {self.rms_norm_eps!r}")
-        if not all(isinstance(token, Integral) for token in self.eos_token_ids):
-            raise ValueError(f"eos_token_id must be whole numbers, not {list(self.eos_token_ids)!r}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be from 0 to below 1, not {self.dropout!r}")
+            raise ValueError(f"layer type {shown(unknown.pop())} is not supported")
+        if self.has_windows and not self.sliding_window:
+            raise ValueError(f"sliding layers need a positive sliding_window, not {self.sliding_window}")
 
     @property
     def computed_head_dim(self) -> int:
@@ -135,20 +128,43 @@ class ModelConfig:
         return cls.reader(name_or_path)
 
 
-_POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
+# Far more than any model has, and few enough that describing one takes neither time nor memory.
+MAX_LAYERS = 1024
+CONFIG_KINDS: dict[str, Kind] = {
+    "model_type": TEXT,
+    "vocab_size": whole(1, 2**24),
+    "hidden_size": whole(1, 2**20),
+    "intermediate_size": whole(1, 2**24),
+    "num_hidden_layers": whole(1, MAX_LAYERS),
+    "num_attention_heads": whole(1, 2**16),
+    "num_key_value_heads": whole(1, 2**16),
+    "max_position_embeddings": whole(1, 2**31 - 1),
+    "head_dim": whole(1, 2**16),
+    "rms_norm_eps": number("from 0 to 1", lambda value: 0 <= value <= 1),
+    "query_pre_attn_scalar": ABOVE_0,
+    "layer_types": list_of(TEXT, MAX_LAYERS),
+    "sliding_window": whole(0, 2**31 - 1),
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    "norm_bias": FLAG,
+    "hidden_act": TEXT,
+    "tie_word_embeddings": FLAG,
+    "dropout": number("from 0 to below 1", lambda value: 0 <= value < 1),
+    "bos_token_id": TOKEN_ID,
+    "eos_token_ids": list_of(TOKEN_ID, 4096),
+}
+_OPTIONAL = ("head_dim", "query_pre_attn_scalar", "sliding_window", "hidden_act", "bos_token_id")
+ROPE_KINDS: dict[str, Kind] = {
+    "theta": ABOVE_0,
+    "factor": ABOVE_0,
+    "low_freq_factor": ABOVE_0,
+    "high_freq_factor": ABOVE_0,
+    "original_max_position_embeddings": ABOVE_0,
+    "divisors": list_of(ABOVE_0, 2**15),
+}
 
 
 def layer_pattern(pattern: int | list[bool], layers: int) -> tuple[str, ...]:
     """Every pattern-th layer sees everything; or one entry per layer, true where it slides."""
-    if not isinstance(pattern, list) and (not isinstance(pattern, int) or pattern < 1):
-        raise ValueError(f"sliding_window_pattern must be at least 1, not {pattern!r}")
     slides = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(layers)]
     return tuple(SLIDING_ATTENTION if slide else FULL_ATTENTION for slide in slides)

@@ -42,17 +42,18 @@ PUBLIC = [
 # What each part may import, itself apart: at module level or inside a function. A further part needs a line here.
 LAYERS = {
     "machine": set(),
-    "config": set(),
-    "nn": {"machine", "config"},
-    "cache": {"machine", "config", "nn"},
-    "models": {"machine", "config", "nn", "cache"},
-    "backend": {"machine", "config", "nn", "cache", "models"},
-    "loader": {"machine", "config", "nn", "cache", "models", "backend"},
-    "trace": {"machine", "config", "nn", "cache"},
-    "engine": {"machine", "config", "nn", "cache", "models", "backend", "trace"},
-    "evaluate": {"machine", "config", "nn", "cache", "models", "backend", "trace", "engine"},
-    "cli": {"machine", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"},
-    "compat": {"machine", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
+    "values": set(),
+    "config": {"values"},
+    "nn": {"machine", "values", "config"},
+    "cache": {"machine", "values", "config", "nn"},
+    "models": {"machine", "values", "config", "nn", "cache"},
+    "backend": {"machine", "values", "config", "nn", "cache", "models"},
+    "loader": {"machine", "values", "config", "nn", "cache", "models", "backend"},
+    "trace": {"machine", "values", "config", "nn", "cache"},
+    "engine": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace"},
+    "evaluate": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine"},
+    "cli": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"},
+    "compat": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
 }
 # Compilers of kernels, and who may use them.
 COMPILERS = {"numba": "backend/cpu", "llvmlite": "backend/cpu", "triton": "backend/gpu"}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from infer.loader.builtin import BUILTIN, pull
 from infer.loader.checkpoint import Checkpoint
+from infer.loader.files import is_there
 from infer.loader.gguf_file import GGUFFile
 from infer.loader.hf_folder import HFFolder
 from infer.loader.hub import fetch, is_hub_name
@@ -17,12 +18,13 @@ NANOGPT = "ckpt.pt"  # as nanoGPT names what it writes
 def open_checkpoint(name_or_path: str | Path, *, weights: bool = True) -> Checkpoint:
     """Open a checkpoint, fetching it first if need be. weights=False: of a hub model, only the small files."""
     path = locate(str(name_or_path), weights=weights)
-    if path.is_dir() and not (path / "config.json").exists() and (path / NANOGPT).exists():
+    if path.is_dir() and not is_there(path / "config.json") and is_there(path / NANOGPT):
         path = path / NANOGPT
     if path.is_dir():
-        if not (path / "config.json").exists():
+        if not is_there(path / "config.json"):
             raise FileNotFoundError(f"{path} is not a model folder: it has no config.json{_ggufs_in(path)}")
         return HFFolder(path)
+    is_there(path)
     if path.suffix == ".gguf":
         return GGUFFile(path)
     if path.suffix in (".pt", ".pth"):
@@ -30,15 +32,16 @@ def open_checkpoint(name_or_path: str | Path, *, weights: bool = True) -> Checkp
     raise ValueError(f"{path} is not a checkpoint: expected a folder with config.json, a .gguf file, or nanoGPT's .pt")
 
 
-def locate(name: str, *, weights: bool) -> Path:
+def locate(name: str, *, weights: bool, check: bool = False, force: bool = False) -> Path:
+    """Where it is, fetched first if need be. check, force: of what was fetched before, see `pull`."""
     if name and Path(name).exists():
         return Path(name)
     if name in BUILTIN:
-        return pull(BUILTIN[name])
+        return pull(BUILTIN[name], check=check, force=force)
     if name.endswith((".pt", ".pth")) or (name.endswith(".gguf") and Path(name).parent.is_dir()):
         raise FileNotFoundError(f"there is no file {name}")
     if is_hub_name(name):
-        return fetch(name, weights=weights)
+        return fetch(name, weights=weights, check=check, force=force)
     raise FileNotFoundError(
         f"no model {name!r}: it is not a path, nor a built-in name ({', '.join(BUILTIN)}), nor a hub id (owner/name)"
     )

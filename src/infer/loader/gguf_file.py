@@ -6,6 +6,7 @@ entries and maps the whole file into memory; that package does the dequantisatio
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
@@ -23,11 +24,17 @@ from infer.loader.gguf_config import config_from_gguf
 from infer.loader.gguf_groups import FINER, FLOATS, TYPES, Bytes
 from infer.models.registry import check_supported
 from infer.nn.quantized import TILE, Groups
+from infer.values import shown, whole
 
 BLOCK_WEIGHTS = 1 << 18  # dequantised at a time: 1 MB of float32, of which numpy holds several copies
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+# Limits of what a header holds, so that reading it takes no more memory than a small multiple of the file. The largest
+# models have 3,000 tensors, 100 keys, and 800,000 strings in vocabulary and merges.
+MAX_TENSORS, MAX_KEYS, MAX_STRINGS, MAX_STRING = 2**16, 2**16, 2**21, 2**24
+MAX_DIMENSIONS = 4  # ggml has no more
+MAX_LISTED = 4096  # numbers of an array that becomes a list; a longer one is numpy's, and takes what it takes on disk
 
 # GGUF names -> Decoder names, without .weight and .bias.
 NAMES = {
@@ -57,6 +64,7 @@ GEMMA3_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 ROPE_DIVISORS = "rope_freqs.weight"
+ALIGNMENT = whole(1, 2**20)
 
 
 @dataclass(frozen=True)
@@ -72,16 +80,25 @@ class GGUFFile(Checkpoint):
         self.path = path
         self.metadata, self._tensors = read_header(path)
         arch = self.metadata.get("general.architecture")
-        check_supported(str(arch))
-        divisors: tuple[float, ...] = ()
-        if ROPE_DIVISORS in self._tensors:
-            divisors = tuple(next(self._read(ROPE_DIVISORS)).tolist())
         try:
-            self.config = config_from_gguf(self.metadata, self._tensors.keys(), divisors)
-        except (ValueError, TypeError) as error:
+            check_supported(arch)
+            self.config = config_from_gguf(self.metadata, self._tensors.keys(), self._rope_divisors())
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         names = LAYER_NAMES | GEMMA3_NORMS if arch == "gemma3" else LAYER_NAMES
-        self._stored = {decoder_name(name, names): name for name in self._tensors if name != ROPE_DIVISORS}
+        self._stored: dict[str, str] = {}
+        for stored in self._tensors:
+            name = decoder_name(stored, names)
+            if stored != ROPE_DIVISORS and self._stored.setdefault(name, stored) != stored:
+                raise ValueError(f"{path} holds {self._stored[name]} and {stored}, which are the same weight")
+
+    def _rope_divisors(self) -> tuple[float, ...]:
+        if ROPE_DIVISORS not in self._tensors:
+            return ()
+        shape = self._tensors[ROPE_DIVISORS].shape
+        if len(shape) != 1 or not 1 <= shape[0] <= 2**15:
+            raise ValueError(f"{ROPE_DIVISORS} has shape {list(shape)}: it should hold one divisor per frequency")
+        return tuple(next(self._read(ROPE_DIVISORS)).tolist())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self._tensors[stored].shape for name, stored in self._stored.items()}
@@ -144,7 +161,7 @@ class GGUFFile(Checkpoint):
         """The bytes of its rows, a block at a time: of a multiple of 4 rows, the last one apart."""
         rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
         row_bytes = tensor.nbytes // rows
-        rows_per_block = max(1, BLOCK_WEIGHTS * rows // int(np.prod(tensor.shape)) // TILE) * TILE
+        rows_per_block = max(1, BLOCK_WEIGHTS * rows // math.prod(tensor.shape) // TILE) * TILE
         with self.path.open("rb") as file:
             file.seek(tensor.offset)
             for start in range(0, rows, rows_per_block):
@@ -160,7 +177,7 @@ class GGUFFile(Checkpoint):
 
         def token(kind: str) -> str | None:
             token_id = self.metadata.get(f"tokenizer.ggml.{kind}_token_id")
-            return tokens[token_id] if token_id is not None and token_id < len(tokens) else None
+            return tokens[token_id] if isinstance(token_id, int) and token_id < len(tokens) else None
 
         template = self.metadata.get("tokenizer.chat_template")
         return TokenizerParts(build_tokenizer(self.metadata), template, token("bos"), token("eos"))
@@ -196,13 +213,17 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Any], 
             raise ValueError(f"{path} is GGUF version {version} (or big-endian); versions 2 and 3 can be read")
         try:
             metadata, tensors = _parse(_Reader(data, 8))
-        except (struct.error, UnicodeDecodeError, KeyError, IndexError, OverflowError, ZeroDivisionError):
+        except (struct.error, UnicodeDecodeError, KeyError, OverflowError):
             raise ValueError(f"{path} is damaged or cut short: its header does not end") from None
-    if metadata.get("split.count", 1) > 1:
-        raise ValueError(f"{path} is one part of {metadata['split.count']}: join them with llama-gguf-split --merge")
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    if (parts := metadata.get("split.count", 1)) != 1:
+        raise ValueError(f"{path} is one part of {shown(parts)}: join them with llama-gguf-split --merge")
     end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
     if end > size:
         raise ValueError(f"{path} is cut short: its tensors end at byte {end:,}, the file at {size:,}")
+    if sum(tensor.nbytes for tensor in tensors.values()) > size:
+        raise ValueError(f"{path} is damaged: its tensors overlap")
     return metadata, tensors
 
 
@@ -210,6 +231,7 @@ class _Reader:
     def __init__(self, data: mmap.mmap, offset: int) -> None:
         self.data = data
         self.offset = offset
+        self.strings_read = 0
 
     def scalars(self, code: str, count: int) -> tuple[Any, ...]:
         values = struct.unpack_from(f"<{count}{code}", self.data, self.offset)
@@ -224,6 +246,8 @@ class _Reader:
         end = self.offset + length
         if end > len(self.data):
             raise struct.error("string beyond the end of the file")
+        if length > MAX_STRING:
+            raise ValueError(f"a text of {length:,} bytes is longer than the {MAX_STRING:,} that are read")
         text = self.data[self.offset : end].decode("utf-8")
         self.offset = end
         return text
@@ -234,20 +258,35 @@ class _Reader:
         if kind != ARRAY:
             return self.scalar(SCALARS[kind])
         element, count = self.scalar("I"), self.scalar("Q")
-        if element in SCALARS:
-            return list(self.scalars(SCALARS[element], count))
         if element == STRING:
             return self.strings(count)
-        return [self.value(element) for _ in range(count)]
+        if element == ARRAY:
+            raise ValueError("its metadata has arrays of arrays, which no model needs")
+        if count <= MAX_LISTED:
+            return list(self.scalars(SCALARS[element], count))
+        dtype = np.dtype(SCALARS[element]).newbyteorder("<")
+        if count * dtype.itemsize > len(self.data) - self.offset:
+            raise struct.error("array beyond the end of the file")
+        values = np.frombuffer(self.data, dtype, count, self.offset).copy()
+        self.offset += values.nbytes
+        return values
 
     def strings(self, count: int) -> list[str]:
         """As `string`, count times over: a vocabulary has hundreds of thousands, so without a call for each."""
         data, at, size, found = self.data, self.offset, len(self.data), []
+        self.strings_read += count
+        if 8 * count > size:
+            raise struct.error("strings beyond the end of the file")
+        if self.strings_read > MAX_STRINGS:
+            raise ValueError(f"its metadata has more texts than the {MAX_STRINGS:,} that are read")
         for _ in range(count):
             start = at + 8
-            at = start + int.from_bytes(data[at:start], "little")
+            length = int.from_bytes(data[at:start], "little")
+            at = start + length
             if at > size:
                 raise struct.error("string beyond the end of the file")
+            if length > MAX_STRING:
+                raise ValueError(f"a text of {length:,} bytes is longer than the {MAX_STRING:,} that are read")
             found.append(data[start:at].decode("utf-8"))
         self.offset = at
         return found
@@ -255,19 +294,30 @@ class _Reader:
 
 def _parse(reader: _Reader) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     tensor_count, metadata_count = reader.scalars("Q", 2)
-    metadata = {}
+    for what, count, most in (("tensors", tensor_count, MAX_TENSORS), ("metadata keys", metadata_count, MAX_KEYS)):
+        if count > most:
+            raise ValueError(f"it has {count:,} {what}, by its own account: {most:,} are read at most")
+    metadata: dict[str, Any] = {}
     for _ in range(metadata_count):
         key = reader.string()
+        if key in metadata:
+            raise ValueError(f"its metadata has {shown(key)} twice")
         metadata[key] = reader.value(reader.scalar("I"))
-    infos = []
+    infos = {}
     for _ in range(tensor_count):
         name = reader.string()
-        dims = reader.scalars("Q", reader.scalar("I"))
-        infos.append((name, tuple(reversed(dims)), reader.scalar("I"), reader.scalar("Q")))
+        if name in infos:
+            raise ValueError(f"it has the tensor {shown(name)} twice")
+        dimensions = reader.scalar("I")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise ValueError(f"tensor {shown(name)} has {dimensions:,} dimensions, not 1 to {MAX_DIMENSIONS}")
+        shape = reader.scalars("Q", dimensions)[::-1]
+        infos[name] = shape, reader.scalar("I"), reader.scalar("Q")
     alignment = metadata.get("general.alignment", 32)
+    ALIGNMENT.check("general.alignment", alignment)
     start = -(-reader.offset // alignment) * alignment
     tensors = {}
-    for name, shape, kind, offset in infos:
+    for name, (shape, kind, offset) in infos.items():
         tensors[name] = StoredTensor(shape, kind, start + offset, _nbytes(name, shape, kind))
     return metadata, tensors
 
@@ -277,8 +327,10 @@ def _nbytes(name: str, shape: tuple[int, ...], kind: int) -> int:
 
     block, block_bytes = GGML_QUANT_SIZES[_quantisation(kind)]
     if shape[-1] % block:
-        raise ValueError(f"{name}: rows of {shape[-1]} weights are not whole blocks of {block}")
-    return int(np.prod(shape)) // block * block_bytes
+        raise ValueError(f"{shown(name)}: rows of {shape[-1]} weights are not whole blocks of {block}")
+    if 0 in shape:
+        raise ValueError(f"{shown(name)} has shape {list(shape)}: it is empty")
+    return math.prod(shape) // block * block_bytes
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +11,11 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from infer.loader.text_tokenizers import rust_calls
+from infer.values import shown
+
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types
+MAX_TOKEN_CUTS = 2**29  # characters to look at; Gemma's vocabulary has 2**24
 
 # Gemma's files call its fillers control tokens and some of its marks user-defined. Its own tokenizer leaves the marks
 # out of decoded text, and the fillers in.
@@ -59,32 +64,41 @@ COMPOSED = ("qwen2",)
 def build_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise ValueError(f"GGUF tokenizer {kind!r} is not supported: only gpt2 (byte-level BPE) and llama are")
-    try:
-        tokenizer = _byte_level(metadata) if kind == "gpt2" else _sentencepiece(metadata)
-    except KeyError as error:
-        raise ValueError(f"GGUF metadata lacks {error.args[0]}") from None
-    except IndexError:
-        raise ValueError("GGUF metadata names a token beyond the vocabulary, or has too few scores") from None
+        raise ValueError(f"GGUF tokenizer {shown(kind)} is not supported: only gpt2 (byte-level BPE) and llama are")
+    # SentencePiece's merges are found by cutting every token in every way.
+    if sum(len(token) ** 2 for token in metadata["tokenizer.ggml.tokens"]) > MAX_TOKEN_CUTS:
+        raise ValueError("the GGUF file's tokens are too long")
+    with rust_calls("the GGUF file's tokenizer cannot be built"):
+        try:
+            return _build(metadata, kind)
+        except KeyError as error:
+            raise ValueError(f"GGUF metadata lacks {error.args[0]}") from None
+        except IndexError:
+            raise ValueError("GGUF metadata names a token beyond the vocabulary, or has too few scores") from None
+
+
+def _build(metadata: Mapping[str, Any], kind: str) -> tokenizers.Tokenizer:
+    tokenizer = _byte_level(metadata) if kind == "gpt2" else _sentencepiece(metadata)
     control = _tokens_of_type(metadata, CONTROL, UNKNOWN)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in control if FILLER.fullmatch(token)])
     special = [token for token in control if not FILLER.fullmatch(token)]
     special += [token for token in _tokens_of_type(metadata, USER_DEFINED) if token in MARKS]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     _add_bos(tokenizer, metadata, default=kind == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3)
+    tokenizer.decode(tokenizer.encode("A b1 é\n").ids)  # some parts fail only when they are used
     return tokenizer
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
-        raise ValueError(f"GGUF pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
+        raise ValueError(f"GGUF pre-tokenizer {shown(pre)} is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
     vocab = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     try:
         bpe = BPE(vocab=vocab, merges=merges, ignore_merges=pre in LLAMA3)
     except Exception as error:  # tokenizers raises plain Exception
-        raise ValueError(f"the GGUF file's merges do not fit its vocabulary: {error}") from None
+        raise ValueError(f"the GGUF file's merges do not fit its vocabulary: {error!s:.200}") from None
     tokenizer = tokenizers.Tokenizer(bpe)
     if pre in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
@@ -156,6 +170,17 @@ def _add_bos(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], *, de
     if bos >= len(metadata["tokenizer.ggml.tokens"]):
         raise ValueError(f"the GGUF file's BOS token {bos} is beyond its vocabulary")
     token = metadata["tokenizer.ggml.tokens"][bos]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, bos)]
+    # As the JSON that it is stored in: the shorter form takes "$" and ":" in a token for its own.
+    first, text, more = (
+        {"SpecialToken": {"id": token, "type_id": 0}},
+        *({"Sequence": {"id": i, "type_id": 0}} for i in "AB"),
     )
+    processor = processors.TemplateProcessing()
+    state = {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, more],
+        "special_tokens": {token: {"id": token, "ids": [bos], "tokens": [token]}},
+    }
+    processor.__setstate__(json.dumps(state).encode())
+    tokenizer.post_processor = processor

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infer.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelConfig, RopeConfig, layer_pattern
+from infer.config import (
+    CONFIG_KINDS,
+    FULL_ATTENTION,
+    ROPE_KINDS,
+    SLIDING_ATTENTION,
+    ModelConfig,
+    RopeConfig,
+    layer_pattern,
+)
+from infer.values import ABOVE_0, ANY, FLAG, OBJECT, TEXT, TOKEN_IDS, Kind, checked, shown, whole
 
 REQUIRED = (
     "model_type",
@@ -20,20 +29,23 @@ REQUIRED = (
 
 def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """From the contents of `config.json` and, where there is one, `generation_config.json`."""
-    for name in ("text_config", "rope_parameters", "rope_scaling", "quantization_config"):
-        if not isinstance(raw.get(name) or {}, Mapping):
-            raise ValueError(f"{name} must be an object, not {raw[name]!r}")
-    raw = _FAMILIES.get(str(raw.get("model_type")), dict)(raw)
+    given = checked(raw, _KINDS)
+    if raw.get("sliding_window", 0) is None:  # to Qwen 3 no window, rather than the default
+        given.pop("use_sliding_window", None)
+    if "text_config" in given:
+        given["text_config"] = checked(given["text_config"], _KINDS)
+    generation = checked(generation or {}, {"eos_token_id": TOKEN_IDS})
+    raw = _FAMILIES.get(str(given.get("model_type")), dict)(given)
     missing = [name for name in REQUIRED if raw.get(name) is None]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     if raw.get("quantization_config") is not None:
         method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(f"safetensors quantised with {method!r} are not supported: use the original or a GGUF")
+        raise ValueError(f"safetensors quantised with {shown(method)} are not supported: use the original or a GGUF")
     activation, known = raw.get("hidden_act", "silu"), _ACTIVATIONS.get(raw["model_type"], {"silu": None})
     if activation not in known:
         only = f"only {' and '.join(known)} {'is' if len(known) == 1 else 'are'}"
-        raise ValueError(f"hidden_act {activation!r} is not supported for {raw['model_type']}: {only}")
+        raise ValueError(f"hidden_act {shown(activation)} is not supported for {raw['model_type']}: {only}")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     learned, kv_heads = raw["model_type"] == "gpt2", raw.get("num_key_value_heads")
     return ModelConfig(
@@ -52,17 +64,16 @@ def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any] | None 
         hidden_act=known[activation],
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=unique_ids(raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
+        eos_token_ids=unique_ids(raw.get("eos_token_id"), generation.get("eos_token_id")),
     )
 
 
 def rope_from_hf(settings: Mapping[str, Any], theta: float) -> RopeConfig:
     """From `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it."""
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"RoPE settings must be an object, not {settings!r}")
+    settings = checked(settings, _ROPE_KINDS)
     scaling = settings.get("rope_type", settings.get("type", "default"))
     if scaling not in ("default", "linear", "llama3"):
-        raise ValueError(f"RoPE scaling {scaling!r} is not supported: only default, linear and llama3 are")
+        raise ValueError(f"RoPE scaling {shown(scaling)} is not supported: only default, linear and llama3 are")
     theta = float(settings.get("rope_theta", theta))
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if scaling == "default":
@@ -80,50 +91,40 @@ def unique_ids(*ids: int | list[int] | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(flat))
 
 
-def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A null says nothing."""
-    return {name: value for name, value in raw.items() if value is not None}
-
-
-def _layers(raw: Mapping[str, Any]) -> int:
-    """0 where the number is missing or none, which is refused with the other sizes."""
-    layers = raw.get("num_hidden_layers")
-    return layers if isinstance(layers, int) else 0
-
-
-def _qwen3(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen3(raw: dict[str, Any]) -> dict[str, Any]:
     """Windows, if any, from layer max_window_layers on."""
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    raw = {"head_dim": 128} | _given(raw)
+    raw = {"head_dim": 128} | raw
     if window is not None and not raw.get("layer_types"):
         full = raw.get("max_window_layers", 28)
-        raw["layer_types"] = [SLIDING_ATTENTION if i >= full else FULL_ATTENTION for i in range(_layers(raw))]
+        layers = raw.get("num_hidden_layers", 0)
+        raw["layer_types"] = [SLIDING_ATTENTION if i >= full else FULL_ATTENTION for i in range(layers)]
     return raw | {"sliding_window": window}
 
 
-def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3(raw: dict[str, Any]) -> dict[str, Any]:
     """The text part of a config with others, what published configs leave to the reference's defaults, two RoPEs."""
-    whole = {name: value for name, value in raw.items() if name != "text_config"}
-    raw = _GEMMA3_DEFAULTS | _given(raw.get("text_config") or {}) | _given(whole)
+    outer = {name: value for name, value in raw.items() if name != "text_config"}
+    raw = _GEMMA3_DEFAULTS | raw.get("text_config", {}) | outer
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
         if raw.get(name):
-            raise ValueError(f"{name} {raw[name]!r} is not supported")
-    ropes = raw.pop("rope_parameters", {})
+            raise ValueError(f"{name} {shown(raw[name])} is not supported")
+    ropes = checked(raw.pop("rope_parameters", {}), {FULL_ATTENTION: OBJECT, SLIDING_ATTENTION: OBJECT})
     pattern = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
     return raw | {
         "hidden_act": raw["hidden_activation"],
         "rope_scaling": ropes.get(FULL_ATTENTION) or raw.get("rope_scaling"),
         "local_rope": rope_from_hf(ropes.get(SLIDING_ATTENTION) or {}, raw["rope_local_base_freq"]),
-        "layer_types": raw.get("layer_types") or layer_pattern(pattern, _layers(raw)),
+        "layer_types": raw.get("layer_types") or layer_pattern(pattern, raw.get("num_hidden_layers", 0)),
     }
 
 
-def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt2(raw: dict[str, Any]) -> dict[str, Any]:
     """Its own names for the same things, and the reference's defaults for what is left out."""
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if raw.get(name):
-            raise ValueError(f"{name} {raw[name]!r} is not supported")
-    raw = _GPT2_DEFAULTS | _given(raw)
+            raise ValueError(f"{name} {shown(raw[name])} is not supported")
+    raw = _GPT2_DEFAULTS | raw
     return raw | {
         "hidden_size": raw["n_embd"],
         "intermediate_size": raw.get("n_inner") or 4 * raw["n_embd"],
@@ -140,6 +141,38 @@ def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
         "norm_bias": True,
     }
 
+
+# What is read of config.json, and what each value has to be.
+_KINDS: dict[str, Kind] = CONFIG_KINDS | {
+    "eos_token_id": TOKEN_IDS,
+    "rope_theta": ABOVE_0,
+    "rope_local_base_freq": ABOVE_0,
+    "text_config": OBJECT,
+    "rope_parameters": OBJECT,
+    "rope_scaling": OBJECT,
+    "quantization_config": OBJECT,
+    "hidden_activation": TEXT,
+    "use_sliding_window": FLAG,
+    "max_window_layers": whole(0, 2**31 - 1),
+    "sliding_window_pattern": whole(1, 2**31 - 1),
+    "_sliding_window_pattern": whole(1, 2**31 - 1),
+    # Refused unless they say nothing.
+    "final_logit_softcapping": ANY,
+    "attn_logit_softcapping": ANY,
+    "use_bidirectional_attention": ANY,
+    "scale_attn_by_inverse_layer_idx": ANY,
+    "add_cross_attention": ANY,
+    # GPT-2's names.
+    "n_embd": CONFIG_KINDS["hidden_size"],
+    "n_inner": CONFIG_KINDS["intermediate_size"],
+    "n_layer": CONFIG_KINDS["num_hidden_layers"],
+    "n_head": CONFIG_KINDS["num_attention_heads"],
+    "n_positions": CONFIG_KINDS["max_position_embeddings"],
+    "layer_norm_epsilon": CONFIG_KINDS["rms_norm_eps"],
+    "activation_function": TEXT,
+    "scale_attn_weights": FLAG,
+}
+_ROPE_KINDS: dict[str, Kind] = ROPE_KINDS | {"rope_theta": ABOVE_0, "rope_type": TEXT, "type": TEXT}
 
 _GPT2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 50_257,
@@ -181,7 +214,7 @@ _ACTIVATIONS: dict[str, Mapping[str, str | None]] = {
 }
 
 # How a family's config.json differs from Llama's.
-_FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+_FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "qwen3": _qwen3,
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -15,44 +14,49 @@ from torch import Tensor
 
 from infer.loader import gpt2_names
 from infer.loader.checkpoint import Checkpoint, TokenizerParts
+from infer.loader.files import is_there, read_json, read_text
 from infer.loader.hf_config import config_from_hf
-from infer.loader.text_tokenizers import gpt2_tokenizer
+from infer.loader.text_tokenizers import gpt2_tokenizer, read_tokenizer
 from infer.models.registry import check_supported
+from infer.values import OBJECT, TEXT, Kind, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TEXT_PREFIX = re.compile(r"^((model|language_model)\.)+")
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 BLOCK_WEIGHTS = 1 << 20  # read at a time: at most 4 MB
+FLOATS = ("F64", "F32", "F16", "BF16")
+MAX_HEADER = 16 << 20  # bytes of a safetensors file that name its tensors: real ones have at most 1 MB
+FILE_NAME = Kind("the name of a file beside it", lambda value: TEXT.accepts(value) and is_file_name(value))
 
 
 class HFFolder(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         raw = read_json(path / "config.json")
-        check_supported(str(raw.get("model_type")))
+        generation = path / "generation_config.json"
+        generated = read_json(generation) if is_there(generation) else None
+        try:
+            check_supported(raw.get("model_type"))
+            self.config = config_from_hf(raw, generated)
+        except ValueError as error:
+            raise ValueError(f"{path / 'config.json'}: {error}") from None
         text = raw.get("text_config")
         settings = raw | text if isinstance(text, dict) else raw
         self._declared = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
-        generation = path / "generation_config.json"
-        try:
-            self.config = config_from_hf(raw, read_json(generation) if generation.exists() else None)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path / 'config.json'}: {error}") from None
 
     @cached_property
     def _files(self) -> dict[str, Path]:
         """Which file holds which tensor, by the name it has there."""
         index = self.path / INDEX
-        if index.exists():
-            names = read_json(index).get("weight_map", {})
-            files = {name: self.path / file for name, file in names.items()}
-        elif (self.path / SINGLE).exists():
+        if is_there(index):
+            files = {name: self.path / file for name, file in read_index(index).items()}
+        elif is_there(self.path / SINGLE):
             with open_safetensors(self.path / SINGLE) as file:
                 files = dict.fromkeys(file.keys(), self.path / SINGLE)
         else:
             raise FileNotFoundError(f"{self.path} has no weights: neither {SINGLE} nor {INDEX} is there")
-        for missing in sorted({file for file in files.values() if not file.exists()}):
+        for missing in sorted({file for file in files.values() if not is_there(file)}):
             raise FileNotFoundError(f"{missing} is missing, but {INDEX} names it")
         return files
 
@@ -61,8 +65,12 @@ class HFFolder(Checkpoint):
         """Names as the Decoder has them -> names in the files; of a checkpoint that also sees, the text part's."""
         if self.config.model_type == "gpt2":
             return gpt2_names.by_decoder_name(self._files, self.path)
-        names = {TEXT_PREFIX.sub("", name): name for name in self._files}
-        return {name: stored for name, stored in names.items() if not name.startswith(OTHER_PARTS)}
+        names: dict[str, str] = {}
+        for stored in self._files:
+            name = TEXT_PREFIX.sub("", stored)
+            if not name.startswith(OTHER_PARTS) and names.setdefault(name, stored) != stored:
+                raise ValueError(f"{self.path} holds {names[name]} and {stored}, which are the same weight")
+        return names
 
     @cached_property
     def _headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -78,6 +86,8 @@ class HFFolder(Checkpoint):
                     if self._names[name] not in stored_here:
                         raise ValueError(f"{path} lacks {self._names[name]}, which {INDEX} promises")
                     weights = file.get_slice(self._names[name])
+                    if weights.get_dtype() not in FLOATS:
+                        raise ValueError(f"{path}: {self._names[name]} is in {weights.get_dtype()}, which is no float")
                     shape = tuple(weights.get_shape())
                     headers[name] = shape[::-1] if self._is_transposed(name) else shape, weights.get_dtype()
         return headers
@@ -111,52 +121,60 @@ class HFFolder(Checkpoint):
         return self.config.model_type == "gpt2" and gpt2_names.is_transposed(name)
 
     def tokenizer_parts(self) -> TokenizerParts:
-        import tokenizers
-
         path = self.path / "tokenizer.json"
-        if self.config.model_type == "gpt2" and not path.exists():
+        if self.config.model_type == "gpt2" and not is_there(path):
             return gpt2_tokenizer(self.path)
-        if not path.exists():
+        if not is_there(path):
             raise FileNotFoundError(f"{self.path} has no tokenizer.json")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"{path} is not a tokenizer: {error}") from None
         settings = self.path / "tokenizer_config.json"
-        config = read_json(settings) if settings.exists() else {}
-        return TokenizerParts(
-            backend,
-            self._chat_template(config),
-            _content(config.get("bos_token")),
-            _content(config.get("eos_token")),
-        )
+        config = read_json(settings) if is_there(settings) else {}
+        bos, eos = (_content(config, name, settings) for name in ("bos_token", "eos_token"))
+        return TokenizerParts(read_tokenizer(path), self._chat_template(config, settings), bos, eos)
 
-    def _chat_template(self, config: dict[str, Any]) -> str | None:
+    def _chat_template(self, config: dict[str, Any], settings: Path) -> str | None:
         path = self.path / "chat_template.jinja"
-        if path.exists():
-            return path.read_text(encoding="utf-8")
+        if is_there(path):
+            return read_text(path)
         template = config.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+            named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+            template = next(named, {}).get("template")
+        if template is not None:
+            TEXT.check(f"{settings}: chat_template", template)
         return template
 
 
 def open_safetensors(path: Path) -> Any:
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    if header > MAX_HEADER:
+        raise ValueError(f"{path} is damaged: it has {header:,} bytes of names and shapes, by its own account")
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or cut short: {error}") from None
+        raise ValueError(f"{path} is damaged or cut short: {error!s:.200}") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_index(path: Path) -> dict[str, str]:
+    """Which file holds which tensor: names of files in the same folder, never elsewhere."""
+    names = read_json(path).get("weight_map", {})
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(contents, dict):
-        raise ValueError(f"{path} should hold a JSON object, not {type(contents).__name__}")
-    return contents
+        OBJECT.check("weight_map", names)
+        for tensor, file in names.items():
+            FILE_NAME.check(f"weight_map of {shown(tensor)}", file)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return dict(names)
 
 
-def _content(token: str | dict[str, str] | None) -> str | None:
-    return token["content"] if isinstance(token, dict) else token
+def is_file_name(name: str) -> bool:
+    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"} and len(name) < 256
+
+
+def _content(config: dict[str, Any], name: str, path: Path) -> str | None:
+    """A token, given as such or as an object."""
+    token = config.get(name)
+    content = token.get("content") if isinstance(token, dict) else token
+    if content is not None:
+        TEXT.check(f"{path}: {name}", content)
+    return content

@@ -10,6 +10,7 @@ import io
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -19,33 +20,52 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from infer.config import ModelConfig, RopeConfig
+from infer.config import CONFIG_KINDS, ModelConfig, RopeConfig
 from infer.loader import gpt2_names
 from infer.loader.checkpoint import Checkpoint, TokenizerParts
+from infer.loader.files import MB
 from infer.loader.hub import fetch
 from infer.loader.text_tokenizers import character_tokenizer, gpt2_tokenizer
+from infer.machine import DTYPES
+from infer.values import FLAG, TEXT, checked, shown
 
 GPT2 = "openai-community/gpt2"
 GPT2_VOCABULARY = 50_257  # tokens; nanoGPT rounds the size up to 50,304
 END_OF_TEXT = 50_256
 REOPEN_AFTER = 1 << 26  # bytes
 REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")  # of model_args
+KINDS = {
+    "vocab_size": CONFIG_KINDS["vocab_size"],
+    "block_size": CONFIG_KINDS["max_position_embeddings"],
+    "n_layer": CONFIG_KINDS["num_hidden_layers"],
+    "n_head": CONFIG_KINDS["num_attention_heads"],
+    "n_embd": CONFIG_KINDS["hidden_size"],
+    "model_type": TEXT,
+    "bias": FLAG,
+    "dropout": CONFIG_KINDS["dropout"],
+}
+# A byte of a pickle takes up to 100 in memory: empty lists and dicts. nanoGPT's own have 200 kB.
+MAX_PICKLE = 2 * MB
+MAX_DIRECTORY = 4 * MB  # of the names in a zip file
+LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # how torch began a file before 1.6
 
 
 class NanoGPTFile(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         contents = _read_checkpoint(path)
-        args = contents["model_args"]
-        vocab_size = args.get("vocab_size")
-        ends = isinstance(vocab_size, int) and vocab_size >= GPT2_VOCABULARY  # characters have no end of text
         try:
-            self.config = config_from_nanogpt(args, (END_OF_TEXT,) if ends else ())
-        except (ValueError, TypeError) as error:
+            self.config = config_from_nanogpt(contents["model_args"])
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+        if self.config.vocab_size >= GPT2_VOCABULARY:  # characters have no end of text
+            self.config = replace(self.config, eos_token_ids=(END_OF_TEXT,))
         self._weights = contents["model"]
         self._read = 0  # bytes, since the file was opened
         self._names = gpt2_names.by_decoder_name(self._weights, path)
+        for stored in self._names.values():
+            if (dtype := self._weights[stored].dtype) not in DTYPES.values():
+                raise ValueError(f"{path}: {shown(stored)} is in {dtype}, which is no float")
         if not self._is_tied():
             self.config = replace(self.config, tie_word_embeddings=False)
         settings = contents.get("config")
@@ -65,7 +85,7 @@ class NanoGPTFile(Checkpoint):
         return self._weights[self._names[name]].dtype is torch.bfloat16 if name in self._names else None
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        if self._read >= REOPEN_AFTER and _is_zip(self.path):
+        if self._read >= REOPEN_AFTER:
             # Tensors are mapped from the file, and pages of a mapping count as memory until it is closed.
             self._weights, self._read = _read_checkpoint(self.path)["model"], 0
         weights = self._weights[self._names[name]]
@@ -96,21 +116,22 @@ class NanoGPTFile(Checkpoint):
         return next((file for place in places if (file := place / "meta.pkl").is_file()), None)
 
 
-def config_from_nanogpt(args: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
+def config_from_nanogpt(args: Mapping[str, Any]) -> ModelConfig:
     """From the `model_args` of a nanoGPT checkpoint; a `model_type` of "rope_gpt" there has RoPE instead."""
-    missing = [name for name in REQUIRED if args.get(name) is None]
+    args = checked(args, KINDS)
+    missing = [name for name in REQUIRED if name not in args]
     if missing:
         raise ValueError(f"model_args lack {', '.join(missing)}")
     model_type = args.get("model_type", "gpt2")
     if model_type not in ("gpt2", "rope_gpt"):
-        raise ValueError(f"model_type {model_type!r} is not supported here: only gpt2 and rope_gpt are")
+        raise ValueError(f"model_type {shown(model_type)} is not supported here: only gpt2 and rope_gpt are")
     bias = args.get("bias", True)  # checkpoints from before it could be chosen have biases
     width, heads = args["n_embd"], args["n_head"]
     return ModelConfig(
         model_type=model_type,
         vocab_size=args["vocab_size"],
         hidden_size=width,
-        intermediate_size=4 * width if isinstance(width, int) else width,
+        intermediate_size=4 * width,
         num_hidden_layers=args["n_layer"],
         num_attention_heads=heads,
         num_key_value_heads=heads,
@@ -123,20 +144,19 @@ def config_from_nanogpt(args: Mapping[str, Any], eos_token_ids: tuple[int, ...] 
         hidden_act="gelu" if "bias" in args else "gelu_tanh",
         tie_word_embeddings=True,
         dropout=args.get("dropout", 0.0),
-        eos_token_ids=eos_token_ids,
     )
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
-    mapped = _is_zip(path)
+    _check_zip(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about files that torch did not write, which it then refuses
-            contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # what a damaged file raises depends on where; torch's advice is to run what is in it
         asks = re.search(r"GLOBAL (\S+)", str(error))
         if asks:
-            problem = f"holds more than tensors and plain values, and is not read: it asks for {asks[1]}"
+            problem = f"holds more than tensors and plain values, and is not read: it asks for {asks[1]:.80}"
         else:
             problem = "is damaged, cut short, or no torch checkpoint"
         raise ValueError(f"{path} {problem}") from None
@@ -145,17 +165,43 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no nanoGPT checkpoint: it should hold a dict with 'model' and 'model_args'")
     if not all(isinstance(name, str) and _is_plain(tensor) for name, tensor in model.items()):
         raise ValueError(f"{path}: 'model' should hold plain tensors by their names, and nothing else")
+    # Several may share memory, as the tied head does; but a small file is no large model.
+    if sum(tensor.numel() * tensor.itemsize for tensor in model.values()) > 2 * path.stat().st_size:
+        raise ValueError(f"{path} is damaged: its tensors are larger than the file")
     return dict(contents)
 
 
 def _is_plain(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_complex()
+    return isinstance(tensor, Tensor) and tensor.layout is torch.strided
 
 
-def _is_zip(path: Path) -> bool:
-    """What torch has written since 1.6; only that can be mapped."""
+def _check_zip(path: Path) -> None:
+    """Refuse what torch never writes, and would read into memory: compressed parts, and a long list of them."""
+    size = path.stat().st_size
     with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+        start = file.read(len(LEGACY))
+        if start == LEGACY:  # pickles of any length, which take 100 times their size
+            raise ValueError(f"{path} is as torch wrote files before 1.6: load it with torch, and save it again")
+        file.seek(max(0, size - 2**17))
+        end = file.read()
+    try:
+        # The record at the end, or that of zip64 in front of it, says how long the directory is: read it only if short.
+        lengths = [int.from_bytes(end[at + 12 : at + 16], "little") for at in _all(end, b"PK\x05\x06")]
+        lengths += [int.from_bytes(end[at + 40 : at + 48], "little") for at in _all(end, b"PK\x06\x06")]
+        if start[:4] != b"PK\x03\x04" or max(length for length in lengths if length != 2**32 - 1) > MAX_DIRECTORY:
+            raise ValueError
+        with zipfile.ZipFile(path) as archive:
+            parts = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        raise ValueError(f"{path} is damaged, cut short, or no torch checkpoint") from None
+    if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(part.file_size for part in parts) > size:
+        raise ValueError(f"{path} is compressed inside, as torch writes no file: save it again with torch.save")
+    if any(part.file_size > MAX_PICKLE for part in parts if part.filename.endswith(".pkl")):
+        raise ValueError(f"{path} holds more than {MAX_PICKLE:,} bytes beside its tensors")
+
+
+def _all(data: bytes, mark: bytes) -> list[int]:
+    return [found.start() for found in re.finditer(re.escape(mark), data)]
 
 
 class Refused(pickle.UnpicklingError):
@@ -174,6 +220,8 @@ class _PlainUnpickler(pickle._Unpickler):
 
 def _characters(path: Path, vocab_size: int) -> dict[str, int]:
     """The ids of the characters, from meta.pkl."""
+    if path.stat().st_size > MAX_PICKLE:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes: {MAX_PICKLE:,} are read at most")
     stored = io.BytesIO(path.read_bytes())
     try:
         meta = _PlainUnpickler(stored).load()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infer.loader.find import open_checkpoint
+from infer.loader.text_tokenizers import rust_calls
 
 
 class Tokenizer:
@@ -41,14 +42,17 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """add_special_tokens: put BOS in front where the model has one; not after `render_chat_template`."""
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except Exception as error:  # tokenizers raises plain Exception; of ours, only characters without an id do it
+            with rust_calls("the tokenizer fails"):
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except ValueError as error:
             halves = [character for character in text if "\ud800" <= character <= "\udfff"]
             if halves:
                 raise ValueError(f"the text is not Unicode: {halves[0]!r} is half a character") from None
+            if "WordLevel" not in str(error):
+                raise
             strange = [character for character in dict.fromkeys(text) if self.token_to_id(character) is None]
-            shown = " ".join(map(repr, strange[:8])) or error
-            raise ValueError(f"the model cannot read the text, its vocabulary lacks {shown}") from None
+            lacks = " ".join(map(repr, strange[:8]))
+            raise ValueError(f"the model cannot read the text, its vocabulary lacks {lacks}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -9,6 +9,7 @@ from infer.models.gpt2 import GPT2
 from infer.models.llama import Llama
 from infer.models.qwen3 import Qwen3
 from infer.models.rope_gpt import GPT
+from infer.values import shown
 
 MODELS: dict[str, type[Decoder]] = {
     "llama": Llama,
@@ -20,9 +21,9 @@ MODELS: dict[str, type[Decoder]] = {
 }
 
 
-def check_supported(model_type: str) -> None:
-    if model_type not in MODELS:
-        raise ValueError(f"architecture {model_type!r} is not supported; supported: {', '.join(sorted(MODELS))}")
+def check_supported(model_type: object) -> None:
+    if not isinstance(model_type, str) or model_type not in MODELS:
+        raise ValueError(f"architecture {shown(model_type)} is not supported; supported: {', '.join(sorted(MODELS))}")
 
 
 def build_model(config: ModelConfig) -> Decoder:

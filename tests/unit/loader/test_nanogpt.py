@@ -32,6 +32,7 @@ CHARACTERS = sorted("\n\r\t abcdehlopqrstuvw.!é東😀🦙\u0301")
 STOI = {character: i for i, character in enumerate(CHARACTERS)}
 VOCABULARY = len(STOI)
 GOOD_META = {"vocab_size": VOCABULARY, "stoi": STOI, "itos": dict(enumerate(CHARACTERS))}
+NO_FLOATS = (torch.complex64, torch.bool, torch.int64, torch.uint8, torch.float8_e4m3fn)
 DATASET = "shakespeare_char"  # as `save_nanogpt` says
 
 Refuse = Callable[..., None]
@@ -141,7 +142,7 @@ def test_code_in_other_containers(
         torch.save(contents, path, _use_new_zipfile_serialization=False)
     else:
         path.write_bytes(pickle.dumps(contents, int(form[-1])))
-    refuse(path, r"ckpt\.pt (holds more than tensors|is damaged)")
+    refuse(path, r"ckpt\.pt (is as torch wrote files before|is damaged)")
     assert not made.exists()
 
 
@@ -174,11 +175,7 @@ def test_opcodes_that_call(checkpoint: Path, made: Path, opcodes: bytes) -> None
 # Damaged files, and files of another kind
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_truncated(checkpoint: Path, refuse: Refuse, legacy: bool) -> None:
-    if legacy:
-        contents = torch.load(checkpoint, weights_only=True)
-        torch.save(contents, checkpoint, _use_new_zipfile_serialization=False)
+def test_truncated(checkpoint: Path, refuse: Refuse) -> None:
     whole = checkpoint.read_bytes()
     for keep in (0, 1, 4, 100, 1000, len(whole) // 2, len(whole) - 100, len(whole) - 1):
         checkpoint.write_bytes(whole[:keep])
@@ -247,17 +244,17 @@ def test_model_of_something_else(reference: PreTrainedModel, tmp_path: Path, ref
     [
         *(({name: None}, f"model_args lack {name}$") for name in ("n_layer", "n_head", "n_embd", "block_size")),
         ({"vocab_size": None, "n_head": None}, "model_args lack vocab_size, n_head$"),
-        ({"n_layer": 0}, "num_hidden_layers must be a positive integer, not 0"),
-        ({"vocab_size": "65"}, "vocab_size must be a positive integer, not '65'"),
-        ({"block_size": 2.0}, r"max_position_embeddings must be a positive integer, not 2\.0"),
-        ({"n_embd": "16"}, "hidden_size must be a positive integer, not '16'"),
-        ({"n_embd": [16]}, r"hidden_size must be a positive integer, not \[16\]"),
+        ({"n_layer": 0}, "n_layer must be a positive integer up to 1,024, not 0"),
+        ({"vocab_size": "65"}, "vocab_size must be a positive integer up to .*, not '65'"),
+        ({"block_size": 2.0}, r"block_size must be a positive integer up to .*, not 2\.0"),
+        ({"n_embd": "16"}, "n_embd must be a positive integer up to .*, not '16'"),
+        ({"n_embd": [16]}, r"n_embd must be a positive integer up to .*, not \[16\]"),
         ({"n_head": 3}, "hidden_size 16 is not divisible by 3 heads"),
         ({"model_type": "llama"}, "model_type 'llama' is not supported here: only gpt2 and rope_gpt are"),
-        ({"model_type": ["gpt2"]}, r"model_type \['gpt2'\] is not supported"),
+        ({"model_type": ["gpt2"]}, r"model_type must be a text, not \['gpt2'\]"),
         ({"model_type": "rope_gpt", "n_head": 16}, "head_dim must be even for RoPE, not 1"),
         ({"dropout": 1.5}, r"dropout must be from 0 to below 1, not 1\.5"),
-        ({"dropout": "0.1"}, "'<=' not supported"),
+        ({"dropout": "0.1"}, "dropout must be from 0 to below 1, not '0.1'"),
     ],
     ids=str,
 )
@@ -559,7 +556,7 @@ def test_the_hub_has_no_characters(checkpoint: Path, no_hub: list[str]) -> None:
 def test_damaged_gpt2_tokenizer(bpe: Path, files: dict[str, str], no_hub: list[str]) -> None:
     for name, contents in files.items():
         (bpe.parent / name).write_text(contents)
-    with pytest.raises(ValueError, match="has a tokenizer that cannot be read") as error:
+    with pytest.raises(ValueError, match=r"tokenizer that cannot be read|is not a tokenizer") as error:
         Tokenizer(bpe)
     assert "\n" not in str(error.value)
     assert not no_hub
@@ -568,13 +565,10 @@ def test_damaged_gpt2_tokenizer(bpe: Path, files: dict[str, str], no_hub: list[s
 # Older files, and large ones
 
 
-def test_legacy_files(checkpoint: Path) -> None:
-    """As torch wrote them before 1.6."""
-    expected = load(checkpoint)(some_ids())
-    contents = torch.load(checkpoint, weights_only=True)
-    torch.save(contents, checkpoint, _use_new_zipfile_serialization=False)
-    assert checkpoint.read_bytes()[:2] != b"PK"
-    assert torch.equal(load(checkpoint)(some_ids()), expected)
+def test_legacy_files(checkpoint: Path, refuse: Refuse) -> None:
+    """As torch wrote them before 1.6, which is before nanoGPT: nothing bounds the pickles in them."""
+    torch.save(torch.load(checkpoint, weights_only=True), checkpoint, _use_new_zipfile_serialization=False)
+    refuse(checkpoint, "as torch wrote files before 1.6: load it with torch, and save it again$")
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of memory")
@@ -638,12 +632,14 @@ def test_one_weight_under_two_names(reference: PreTrainedModel, tmp_path: Path, 
     refuse(save_nanogpt(reference, tmp_path / "ckpt.pt", model=weights), "are the same weight")
 
 
-@pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.eye(3, dtype=torch.complex64)])
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(3).to_sparse(), *(torch.eye(3).to(dtype) for dtype in NO_FLOATS)], ids=str
+)
 def test_tensors_that_are_no_weights(
     reference: PreTrainedModel, tmp_path: Path, refuse: Refuse, tensor: torch.Tensor
 ) -> None:
     weights = nanogpt_weights(reference) | {"transformer.ln_f.weight": tensor}
-    refuse(save_nanogpt(reference, tmp_path / "ckpt.pt", model=weights), "should hold plain tensors")
+    refuse(save_nanogpt(reference, tmp_path / "ckpt.pt", model=weights), "should hold plain tensors|which is no float")
 
 
 def test_a_pickle_that_asks_for_memory(checkpoint: Path) -> None:
