@@ -17,7 +17,7 @@ from infer.cache.base import Cache, NoCache
 from infer.cache.debug import debugged
 from infer.cache.traced import TracedCache
 from infer.engine.caches import check_cache_dtype, check_fits, check_keeps, make_cache
-from infer.engine.model import Model, check_mode, model_device
+from infer.engine.model import Model, check_mode, configured, model_device
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
@@ -110,6 +110,7 @@ def _prepare(
     model: Model, tokenizer: Decodes, prompt: Sequence[int], params: SamplingParams | None, options: RunOptions
 ) -> Run:
     """Check everything, then make the cache, unless there is one."""
+    model = configured(model, needed=options.use_kv_cache or options.trace is not None)
     device, cache, trace, chunk = (
         model_device(model, options.device),
         options.cache,

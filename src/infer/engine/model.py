@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,33 @@ class Model(Protocol):
 
     def __call__(self, input_ids: Tensor, kv_cache: Cache | None = None, *, all_logits: bool = False) -> Tensor: ...
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+
+class Unconfigured:
+    """A model that says nothing of itself: it can be fed everything at each step, and no cache can be made for it."""
+
+    config = ModelConfig("unknown", 2**24, 1, 1, 1, 1, 1, 2**31 - 1, rope=None)  # any token, any number of positions
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, input_ids: Tensor, kv_cache: Cache | None = None, *, all_logits: bool = False) -> Tensor:
+        return self.model(input_ids)  # type: ignore[no-any-return]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.parameters()
+
+
+def configured(model: Model | nn.Module, *, needed: bool) -> Model:
+    """The model, or what stands for one without a `.config` where none is needed."""
+    if getattr(model, "config", None) is not None:
+        return cast(Model, model)
+    if needed:
+        raise TypeError(
+            "the model has no .config, which KV caches and traces are made by: give it a ModelConfig, or set "
+            "use_kv_cache=False to recompute everything at each step"
+        )
+    return Unconfigured(cast(nn.Module, model))
 
 
 @torch.no_grad()

@@ -79,8 +79,8 @@ def render_chat_template(
             )
         template = tokenizer.chat_template
         special = {"bos_token": tokenizer.bos_token or "", "eos_token": tokenizer.eos_token or ""}
-    elif model_type in TEMPLATES:
-        template = TEMPLATES[model_type]
+    elif (family := (model_type or "").removesuffix("_text")) in TEMPLATES:  # a config says gemma3_text
+        template = TEMPLATES[family]
     else:
         raise ValueError(f"no chat template for model_type {model_type!r}: give a tokenizer, or {', '.join(TEMPLATES)}")
     variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, **special, **variables}

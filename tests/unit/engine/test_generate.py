@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from mocks import CACHES, Letters, MockModel, MockTokenizer, UniformMockModel
 from tiny import FAMILIES
-from torch import Tensor
+from torch import Tensor, nn
 
 from infer import (
     GenerationResult,
     KVCache,
     SamplingParams,
     SlidingCache,
+    Trace,
     allocate_kv_cache,
     generate,
     generate_ids_cached,
@@ -225,6 +227,33 @@ class TestSeeds:
         whole = run(model, [1], temperature=1.0, seed=5, max_new_tokens=20).token_ids
         rest = run(model, [1, *whole[:10]], temperature=1.0, seed=5, max_new_tokens=10).token_ids
         assert rest == whole[10:]
+
+
+class Bare(nn.Module):
+    """A model in plain torch that has no config and takes nothing but tokens: after t comes t + 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(10))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.weight[(input_ids + 1) % 10] * 9
+
+
+class TestModelsWithoutAConfig:
+    @pytest.mark.parametrize("function", [generate, stream])
+    def test_without_a_cache(self, function: Callable) -> None:
+        params = SamplingParams(max_new_tokens=12)
+        result = function(Bare(), MockTokenizer(), [7, 8], params, use_kv_cache=False)
+        tokens = result.token_ids if function is generate else [token.token_id for token in result]
+        assert tokens == [9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
+
+    @pytest.mark.parametrize("function", [generate, stream])
+    @pytest.mark.parametrize("options", [{}, {"use_kv_cache": False, "trace": Trace()}], ids=["cache", "trace"])
+    def test_refused(self, function: Callable, options: dict[str, Any]) -> None:
+        for model in (Bare(), SimpleNamespace(config=None)):
+            with pytest.raises(TypeError, match=r"has no \.config, .* or set use_kv_cache=False"):
+                function(model, MockTokenizer(), [7], SamplingParams(max_new_tokens=2), **options)
 
 
 class TestRefusals:

@@ -153,6 +153,15 @@ def test_families(model_type: str) -> None:
     )
 
 
+def test_the_model_type_of_a_config() -> None:
+    """Of Gemma 3's text models, whose config names them so."""
+    gemma = [render_chat_template(CHATS["turns"], model_type=name) for name in ("gemma3", "gemma3_text")]
+    assert gemma[0] == gemma[1]
+    for model_type in ("text", "_text", "gpt2_text"):
+        with pytest.raises(ValueError, match=f"no chat template for model_type '{model_type}'"):
+            render_chat_template(CHATS["user"], model_type=model_type)
+
+
 def test_qwen3_without_thinking() -> None:
     prompt = render_chat_template(CHATS["user"], model_type="qwen3", enable_thinking=False)
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
