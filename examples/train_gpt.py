@@ -1,7 +1,7 @@
 """Train a small character-level GPT on a text file, a minute or two on a CPU.
 
     python examples/train_gpt.py --text FILE
-    infer generate --model out/ckpt.pt "Once"
+    infer generate --model out/ckpt.pt --temperature 0.8 --on-full recompute "Once"
 
 Writes a checkpoint as nanoGPT does: ckpt.pt, and meta.pkl with the characters.
 """
