@@ -36,14 +36,14 @@ def allocate_kv_cache(
 @torch.no_grad()
 def prefill(
     model: Model,
-    ids: Tensor,
+    prompt_ids: Tensor,
     cache: Cache,
     trace_layer: int | None = None,
     return_attn_row: bool = False,
     *,
     prefill_chunk: int | None = None,
 ) -> tuple[Tensor, Cache, AttentionTrace | None]:
-    """Fill an empty cache with ids [B, n]. Returns the logits of all positions [B, n, V], the cache, and the trace.
+    """Fill an empty cache with prompt_ids [B, n]. Returns logits of all positions [B, n, V], the cache, and the trace.
 
     The trace is the attention row [B, H, n] of the last token in trace_layer, if return_attn_row asks for it.
     Chunks bound the memory of the passes, not of those logits: for a long prompt, `step` returns the last ones alone.
@@ -53,10 +53,11 @@ def prefill(
     if cache.seq_len:
         raise ValueError(f"the cache must be empty before prefill, but it holds {cache.seq_len} positions")
     limit = min(cache.capacity, model.config.max_position_embeddings)
-    if isinstance(ids, Tensor) and (ids.dim() != 2 or not 0 < ids.shape[1] <= limit):
-        raise ValueError(f"a prompt is [batch, 1 to {limit} tokens] for this model and cache, not {list(ids.shape)}")
-    held, traced = _traced(model, ids, cache, trace_layer, return_attn_row)
-    logits = [all_logits(model, held, chunk) for chunk in chunks(ids, prefill_chunk)]
+    if isinstance(prompt_ids, Tensor) and (prompt_ids.dim() != 2 or not 0 < prompt_ids.shape[1] <= limit):
+        shape = list(prompt_ids.shape)
+        raise ValueError(f"a prompt is [batch, 1 to {limit} tokens] for this model and cache, not {shape}")
+    held, traced = _traced(model, prompt_ids, cache, trace_layer, return_attn_row)
+    logits = [all_logits(model, held, chunk) for chunk in chunks(prompt_ids, prefill_chunk)]
     return torch.cat(logits, dim=1), cache, _trace(traced, trace_layer)
 
 
@@ -179,7 +180,8 @@ def _generate_ids(
 ) -> list[int]:
     if isinstance(model, nn.Module):
         model.eval()
-    request = Request(replace(model.config, eos_token_ids=(eot_token_id,)), _NoText(), prompt_ids, params)
+    ends = (eot_token_id,) if eot_token_id >= 0 else ()  # a negative one is no token: nothing ends the text
+    request = Request(replace(model.config, eos_token_ids=ends), _NoText(), prompt_ids, params)
     cache = make_cache(
         model, request.max_seq_len, model_device(model), use_kv_cache=use_kv_cache, cache_dtype=cache_dtype
     )

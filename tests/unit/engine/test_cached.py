@@ -75,6 +75,10 @@ class TestGreedy:
         mock = MockModel(4, eos_token_ids=(4,))
         assert run(mock, [1], max_new_tokens=3, eot_token_id=5) == [1, 4, 4, 4]
 
+    @pytest.mark.parametrize("run", [generate_ids_greedy_cached, generate_ids_greedy_full])
+    def test_a_token_that_there_is_not_stops_nothing(self, run: Any) -> None:
+        assert run(MockModel(9), [1], max_new_tokens=3, eot_token_id=-1) == [1, 9, 9, 9]
+
     def test_full_recomputes(self) -> None:
         mock = MockModel(4)
         generate_ids_greedy_full(mock, [1, 2], max_new_tokens=3, eot_token_id=5)
@@ -165,7 +169,9 @@ class TestSteps:
         expected = model(ids)
         matrices = torch.cat([full_attention_matrix(model, row.tolist(), trace_layer=layer) for row in ids])
         cache = make(model, kind, rows)
-        logits, returned, trace = prefill(model, ids[:, :start], cache, trace_layer=layer, return_attn_row=True)
+        logits, returned, trace = prefill(
+            model, prompt_ids=ids[:, :start], cache=cache, trace_layer=layer, return_attn_row=True
+        )
         assert returned is cache
         torch.testing.assert_close(logits, expected[:, :start], atol=1e-4, rtol=0)
         for at in range(start - 1, ids.shape[1]):
