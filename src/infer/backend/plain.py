@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infer.backend.parts import METHODS
 from infer.models.common import Decoder
-from infer.models.rows import LAST, NONE, Row
+from infer.models.rows import LAST, NONE, Row, record
 
 
 class TorchBackend:
@@ -24,7 +24,13 @@ class TorchBackend:
         model = self.model
         if isinstance(model, Decoder) and not _is_wrapped(model):
             return model.run(rows)
-        return [self._called(row) for row in rows]
+        logits = []
+        for row in rows:
+            at = row.cache.seq_len
+            logits.append(self._called(row))
+            if not isinstance(model, Decoder):  # which says itself what it has fed
+                record(row.cache, at, row.tokens, None)
+        return logits
 
     def decoding(self) -> None:
         return None

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from infer.cache.contents import Contents
 from infer.cache.int8 import decode, encode, width
 from infer.config import ModelConfig
 from infer.machine import available_memory, resolve_device, resolve_dtype
@@ -56,7 +58,15 @@ class AttentionKernel(Protocol):
     takes_int8: bool  # keys and values of an 8-bit cache, as they are stored
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        end: int,
+        dtype: torch.dtype | None = None,  # of what it returns; None: q's
     ) -> Tensor: ...  # [B, Hq, n, D]
 
 
@@ -94,6 +104,7 @@ class BaseCache(ABC):
         if self.quantized:
             self.keeps_gradients = False
         self.seq_len = 0
+        self.contents = Contents()
         self._masks: Masks = {}  # of this forward pass
         self._suited: tuple[ModelConfig, torch.dtype, bool] | None = None  # what `_suits` has last said
 
@@ -222,6 +233,11 @@ class BaseCache(ABC):
         if (self.dtype != (dtype or self.dtype) and not self.quantized) or self.device != device:
             raise ValueError(f"the cache is {self.dtype} on {self.device}, but the model is {dtype} on {device}")
 
+    def check_contents(self, model: nn.Module) -> None:
+        """Refuse to go on behind keys and values of another model. model: by what turns its tokens into vectors."""
+        if self.seq_len and not self.contents.is_of(model):
+            raise ValueError("the cache holds keys and values of another model: reset it, or use another cache")
+
     def _suits_kernels(self, config: ModelConfig, dtype: torch.dtype) -> bool:
         """Whether kernels can write to this cache for such a model: what does not fit is left to `attend` to refuse."""
         if self._suited is None or self._suited[:2] != (config, dtype):
@@ -240,15 +256,28 @@ class BaseCache(ABC):
 
     def _move_to(self, seq_len: int) -> None:
         self.seq_len = seq_len
+        self.contents.cut(seq_len)
         self._masks.clear()
 
     def _check_room(self, n: int) -> None:
         if n < 0:
             raise ValueError(f"cannot move by {n} positions")
+        if type(self.seq_len) is not int or not 0 <= self.seq_len <= self.capacity:
+            raise ValueError(f"seq_len was set to {self.seq_len!r}, which is outside 0..{self.capacity}")
         if self.seq_len + n > self.capacity:
             raise ValueError(
                 f"KV cache overflow: {self.seq_len} positions filled, {n} more asked for, capacity {self.capacity}"
             )
+
+    def _check_stored(self, name: str, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
+        """Refuse tensors set by hand that are not what the cache had: kernels know them by address alone."""
+        alike = len(tensors) == len(shapes) and all(
+            isinstance(t, Tensor) and t.shape == shape and t.dtype is self.dtype and t.device == self.device
+            for t, shape in zip(tensors, shapes, strict=True)
+        )
+        if not alike:
+            kept = f"{list(shapes[0])} of {self.dtype} on {self.device}"
+            raise ValueError(f"the cache's {name} was set to what does not fit it: a layer has {kept}")
 
     def _to_store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[int, Tensor, Tensor]:
         """Everything that could go wrong with a write, before anything is written. Returns n, and what to write."""

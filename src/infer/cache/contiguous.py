@@ -32,6 +32,7 @@ class KVCache(BaseCache):
             raise ValueError(f"seq_len {seq_len} is outside 0..{self.capacity}")
         self.k = k
         self.v = v
+        self._stored = [tuple(k.shape)]
         self.seq_len = seq_len
         self._views = Views(-1, (), (), (), ())
         self._table: Table | None = None
@@ -66,6 +67,12 @@ class KVCache(BaseCache):
         views.new_k[layer_idx].copy_(k)
         views.new_v[layer_idx].copy_(v)
         return views.k[layer_idx], views.v[layer_idx]
+
+    def positions(self, n: int) -> Tensor:
+        positions = super().positions(n)
+        self._check_stored("k", [self.k], self._stored)
+        self._check_stored("v", [self.v], self._stored)
+        return positions
 
     def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any:
         if not self._suits_kernels(config, dtype):

@@ -27,6 +27,14 @@ class GrowingCache(BaseCache):
     def memory_bytes(self) -> int:
         return sum(t.nbytes for t in self.k + self.v)
 
+    def positions(self, n: int) -> Tensor:
+        positions = super().positions(n)
+        for name, layers in (("k", self.k), ("v", self.v)):
+            # A pass that failed may have left more.
+            filled = [t[:, :, : self.seq_len] if isinstance(t, Tensor) and t.dim() == 4 else t for t in layers]
+            self._check_stored(name, filled, [(*self.shape[1:3], self.seq_len, self.width)] * self.shape.num_layers)
+        return positions
+
     def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         _, k, v = self._to_store(layer_idx, k, v)
         # Only what is filled: a forward pass that failed may have left more.

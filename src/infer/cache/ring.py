@@ -48,6 +48,7 @@ class SlidingCache(BaseCache):
             [torch.zeros(*shape[1:3], count, self.width, dtype=dtype, device=device) for count in slots]
             for _ in range(2)
         )
+        self._stored = [tuple(k.shape) for k in self.k]
         self._table: Table | None = None
         self._oldest = [0] * shape.num_layers  # the first position that has not been overwritten
         self._staged: dict[int, tuple[Tensor, Tensor]] = {}  # of a pass too wide to be written before it is through
@@ -106,6 +107,9 @@ class SlidingCache(BaseCache):
             self._check_window(layer_idx, config.window(layer_idx))
 
     def positions(self, n: int) -> Tensor:
+        self._check_room(n)
+        self._check_stored("k", self.k, self._stored)
+        self._check_stored("v", self.v, self._stored)
         if self._interrupted():
             raise ValueError("a pass was interrupted while it wrote: reset the cache, and feed the tokens again")
         positions = super().positions(n)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from infer.cache.base import BaseCache, Cache, NoCache, resolve_cache_dtype
@@ -9,6 +11,7 @@ from infer.cache.contiguous import KVCache
 from infer.cache.ring import PREFILL_CHUNK, SlidingCache
 from infer.cache.wrapped import innermost
 from infer.engine.model import Model, model_device, model_dtype
+from infer.models.common import Decoder
 
 
 def make_cache(
@@ -37,6 +40,30 @@ def check_fits(model: Model, cache: Cache | None, batch_size: int) -> None:
     """Refuse a cache that was made for something else."""
     if isinstance(cache, BaseCache):
         cache.check_model(model.config, batch_size, model_dtype(model), model_device(model))
+        if isinstance(model, Decoder):
+            cache.check_contents(model.embed_tokens)
+
+
+def keep_prefix(cache: Cache, prompt: Sequence[int]) -> None:
+    """Of what a cache holds, keep what the prompt begins with, less at least one token, to have logits of it."""
+    if not cache.seq_len:
+        return
+    inner = innermost(cache)
+    held = inner.contents.tokens(cache.seq_len) if isinstance(inner, BaseCache) else None
+    if held is None:  # filled by hand: the caller says that it is the prompt's beginning
+        if cache.seq_len >= len(prompt):
+            raise ValueError(
+                f"the cache holds {cache.seq_len} positions and the prompt has {len(prompt)} tokens: nothing is "
+                "left to feed; truncate the cache to what the prompt begins with, less at least one token"
+            )
+        return
+    same = next((i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b), min(len(held), len(prompt)))
+    keep = min(same, len(prompt) - 1)
+    if keep < cache.seq_len:
+        try:
+            cache.truncate(keep)
+        except ValueError:  # a ring has lost what comes before
+            cache.reset()
 
 
 def check_cache_dtype(cache_dtype: str, cache: Cache | None, use_kv_cache: bool = True) -> None:

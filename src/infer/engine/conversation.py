@@ -19,8 +19,8 @@ Encode = Callable[[list[Message]], list[int]]
 class Conversation:
     """Each turn renders the whole chat anew, and prefills only what the cache does not hold of it yet.
 
-    What the two have in common is found by comparing token ids, so a template that rewrites earlier turns, or text
-    that comes back as other tokens than were generated, costs some prefill but never correctness.
+    The cache knows its tokens, so a template that rewrites earlier turns, or text that comes back as other tokens than
+    were generated, costs some prefill but never correctness.
     """
 
     def __init__(
@@ -44,7 +44,6 @@ class Conversation:
 
     def reset(self) -> None:
         self.messages: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self._ids: list[int] = []  # of which the cache holds the first cache.seq_len
         self.cache.reset()
 
     def reply(self, text: str, params: SamplingParams | None = None) -> Iterator[GeneratedToken]:
@@ -52,12 +51,6 @@ class Conversation:
         params = params or SamplingParams()
         prompt = self.encode([*self.messages, {"role": "user", "content": text}])
         check_request(self.model.config, prompt, params, self.cache.capacity)
-        # At least one token must be fed, to have logits to sample from.
-        keep = min(_common_prefix(prompt, self._ids[: self.cache.seq_len]), len(prompt) - 1)
-        try:
-            self.cache.truncate(keep)
-        except ValueError:  # a ring has lost what comes before
-            self.cache.reset()
         tokens = stream(
             self.model,
             self.tokenizer,
@@ -66,16 +59,10 @@ class Conversation:
             cache=self.cache,
             prefill_chunk=self.prefill_chunk,
         )
-        self._ids = list(prompt)
         answer = ""
         try:
             for token in tokens:
-                self._ids.append(token.token_id)
                 answer += token.text
                 yield token
         finally:
             self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

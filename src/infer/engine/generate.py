@@ -16,7 +16,7 @@ from torch import Tensor
 from infer.cache.base import Cache, NoCache
 from infer.cache.debug import debugged
 from infer.cache.traced import TracedCache
-from infer.engine.caches import check_cache_dtype, check_fits, check_keeps, make_cache
+from infer.engine.caches import check_cache_dtype, check_fits, check_keeps, keep_prefix, make_cache
 from infer.engine.model import Model, check_mode, configured, model_device
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk
@@ -32,8 +32,8 @@ class RunOptions:
 
     device: str | torch.device | None = None  # the model's, which one that is given must match
     use_kv_cache: bool = True  # False recomputes the whole sequence at each step: slow, and the reference for all else
-    # One of your own instead of a fresh one. What it holds must be the beginning of the prompt, of which only the rest
-    # is then prefilled. It ends up holding every token but the last generated, as far as there is room.
+    # One of your own instead of a fresh one. What it holds of the prompt's beginning is kept, and the rest prefilled. It
+    # ends up holding every token but the last generated, as far as there is room.
     cache: Cache | None = None
     prefill_chunk: int | None = None  # feed the prompt in passes of at most so many tokens; None: at once
     # What to do about more positions than the model or the cache has. "error": refuse. "recompute": once they are used
@@ -137,11 +137,8 @@ def _prepare(
             if helps
             else NoCache(1, device)
         )
-    if cache.seq_len >= len(request.tokens):
-        raise ValueError(
-            f"the cache holds {cache.seq_len} positions and the prompt has {len(request.tokens)} tokens: nothing is "
-            "left to feed; truncate the cache to what the prompt begins with, less at least one token"
-        )
+    if len(request.tokens) <= min(cache.capacity, model.config.max_position_embeddings):
+        keep_prefix(cache, request.tokens)
     if trace is not None:
         trace.start(model.config, tokenizer, request.tokens)
     return Run(model, request, cache, chunk, trace)

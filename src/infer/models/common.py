@@ -198,7 +198,7 @@ class Decoder(Module):
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
         """One forward pass over rows of any lengths. Returns the logits of each, [B, wanted, V]."""
         learned = None if self.embed_positions is None else self.embed_positions.weight.shape[0]
-        packed = pack(rows, self.device, learned)
+        packed = pack(rows, self.device, learned, self.embed_tokens)
         x = self.embed(packed.ids, packed.positions)  # [T, C]
         forward_pass = Pass(packed, {kind: rope(packed.positions) for kind, rope in self.ropes.items()})
         for layer in self.layers:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from infer.cache.base import AttentionKernel, Cache
+from infer.cache.base import AttentionKernel, BaseCache, Cache
+from infer.cache.wrapped import innermost
 
 NONE, LAST, ALL = slice(0), slice(-1, None), slice(None)  # of a row's new positions
 
@@ -45,6 +46,7 @@ class Packed(NamedTuple):
     spans: Sequence[Span]
     ids: Tensor  # [T]
     positions: Tensor  # [T]
+    model: nn.Module | None = None  # by the module that turns tokens into vectors
 
     def attend(
         self,
@@ -90,11 +92,28 @@ class Packed(NamedTuple):
 
     def advance(self) -> None:
         for span in self.spans:
+            at = span.row.cache.seq_len
             span.row.cache.advance(span.n)
+            record(span.row.cache, at, span.row.tokens, self.model)
 
 
-def pack(rows: Sequence[Row], device: torch.device, positions_learned: int | None = None) -> Packed:
-    """Refuses rows that do not fit their caches, or go beyond the positions that a model learned, before any work."""
+def record(cache: Cache, at: int, tokens: Sequence[int] | Tensor, model: nn.Module | None) -> None:
+    """Let a cache know which tokens were fed to it from position `at` on."""
+    inner = innermost(cache)
+    if isinstance(inner, BaseCache) and inner.seq_len:
+        inner.contents.add(at, tokens, model)
+
+
+def pack(
+    rows: Sequence[Row],
+    device: torch.device,
+    positions_learned: int | None = None,
+    model: nn.Module | None = None,
+) -> Packed:
+    """Refuses rows that do not fit their caches, or go beyond the positions that a model learned, before any work.
+
+    model: known by the module that turns tokens into vectors, for caches to know whose keys they hold.
+    """
     if len({id(row.cache) for row in rows}) < len(rows):
         raise ValueError("each row of a pass needs a cache of its own")
     spans, ids, positions, start = [], [], [], 0
@@ -105,6 +124,9 @@ def pack(rows: Sequence[Row], device: torch.device, positions_learned: int | Non
             raise ValueError(f"input_ids must be whole numbers [batch, tokens], not {kind}")
         if not tokens.numel():
             raise ValueError(f"there are no tokens in input_ids of shape {list(tokens.shape)}")
+        inner = innermost(row.cache)
+        if isinstance(inner, BaseCache) and model is not None:
+            inner.check_contents(model)
         at = row.cache.positions(tokens.shape[1])
         if at.shape[0] != tokens.shape[0]:
             raise ValueError(f"input_ids have a batch of {tokens.shape[0]}, but the cache one of {at.shape[0]}")
@@ -116,7 +138,7 @@ def pack(rows: Sequence[Row], device: torch.device, positions_learned: int | Non
         positions.append(at.flatten())
     if not rows:
         raise ValueError("a pass needs at least one row")
-    return Packed(spans, _joined(ids).to(device, non_blocking=True), _joined(positions))
+    return Packed(spans, _joined(ids).to(device, non_blocking=True), _joined(positions), model)
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

@@ -61,7 +61,7 @@ class CpuBackend:
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
         self._kernels.use_threads(torch.get_num_threads())
-        packed = pack(rows, CPU, self.parts.positions_learned)
+        packed = pack(rows, CPU, self.parts.positions_learned, self.parts.embedding.tokens)
         x = _embed(self.parts, packed, torch.float32)
         rope_cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
         wanted = np.array(range(len(x)) if packed.wanted() is None else packed.wanted(), np.int64)
@@ -131,7 +131,7 @@ class NarrowCpuBackend:
         return None
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
-        packed = pack(rows, CPU, self.parts.positions_learned)
+        packed = pack(rows, CPU, self.parts.positions_learned, self.parts.embedding.tokens)
         x = _embed(self.parts, packed, self.dtype)
         rope_cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
         for i, block in enumerate(self.parts.blocks):

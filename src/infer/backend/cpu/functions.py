@@ -68,7 +68,17 @@ class CpuAttention:
 
     takes_int8 = True
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        end: int,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         batch, heads, n, head_dim = q.shape
         if window is not None and k.shape[2] > n + window - 1:  # no query sees the keys before the first one's window
             k, v = k[:, :, 1 - n - window :], v[:, :, 1 - n - window :]
@@ -83,7 +93,7 @@ class CpuAttention:
         seen = np.tile(np.stack((ends - counts, counts), 1), (batch, 1))
         parts = kernels().parts_of([n] * batch)
         running().attend(record, rows.numpy(), Table([k], [v]).at(0), seen, parts, out.numpy())
-        return out.to(q.dtype).view(batch, n, heads, head_dim).transpose(1, 2)
+        return out.to(dtype or q.dtype).view(batch, n, heads, head_dim).transpose(1, 2)
 
 
 @cache

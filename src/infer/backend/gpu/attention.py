@@ -203,22 +203,34 @@ def queries_of(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device:
 
 
 def attend_rows(
-    q: Tensor, table: Tensor, tiles: Tiles, *, kv_heads: int, scale: float, window: int | None, pdl: bool = False
+    q: Tensor,
+    table: Tensor,
+    tiles: Tiles,
+    *,
+    kv_heads: int,
+    scale: float,
+    window: int | None,
+    pdl: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """q [T, Hq, D] of rows whose keys and values, their own included, are where the table says -> [T, Hq D]"""
+    """q [T, Hq, D] of rows whose keys and values, their own included, are where the table says -> [T, Hq D]
+
+    dtype: of what it returns; None: q's.
+    """
     count, heads, size = q.shape
-    out = empty_rows(count, heads * size, q)
+    out = empty_rows(count, heads * size, q) if dtype is None else q.new_empty(count, heads * size, dtype=dtype)
     shape = _shape(heads, kv_heads, size, q.dtype, q.device)
     single = _blocks(tiles.end, window, shape["BLOCK"]) <= GROUPS
     wraps = 0 if window is None else 1 if window >= shape["BLOCK"] else 2
     kind = q.dtype, q.device, tuple(shape.items()), wraps, single, pdl
-    launch = _attend_many(tiles.tiles.shape[0], tiles.queries, kind)
+    launch = _attend_many(tiles.tiles.shape[0], tiles.queries, kind, out.dtype)
     launch(q, out, table, tiles.tiles, _scale(scale), window or 0)
     return out
 
 
 @lru_cache(LAUNCHES)
-def _attend_many(tiles: int, queries: int, kind: tuple[Any, ...]) -> Launch:
+def _attend_many(tiles: int, queries: int, kind: tuple[Any, ...], _: torch.dtype) -> Launch:
+    """Another for each dtype of what is returned."""
     dtype, device, sizes, wraps, single, pdl = kind
     shape = dict(sizes)
     group = next_power(shape["GROUP"])
@@ -244,7 +256,17 @@ class GpuAttention:
 
     takes_int8 = False
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        end: int,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         batch, heads, n, size = q.shape
         kv_heads, keys = k.shape[1], k.shape[2]
         where = Table([k], [v])
@@ -257,11 +279,11 @@ class GpuAttention:
             if n > 1:
                 queries = queries_of(heads, kv_heads, size, q.dtype, q.device)
                 tiles = _tiles(end - n, n, batch, queries, q.device)
-                out = attend_rows(rows, table, tiles, kv_heads=kv_heads, scale=scale, window=window)
+                out = attend_rows(rows, table, tiles, kv_heads=kv_heads, scale=scale, window=window, dtype=dtype)
             else:
                 positions = torch.full((batch,), end - 1, dtype=torch.int32, device=q.device)
                 split_counters = torch.zeros(batch * kv_heads, dtype=torch.int32, device=q.device)
-                out = _attend_one(rows, table, positions, split_counters, kv_heads, scale, window, False)
+                out = _attend_one(rows, table, positions, split_counters, kv_heads, scale, window, False, dtype)
         return out.view(batch, n, heads, size).transpose(1, 2)
 
 
@@ -274,11 +296,12 @@ def _attend_one(
     scale: float,
     window: int | None,
     pdl: bool,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """q [B, Hq, D] of one token a row, whose own key and value are where the table says too -> [B, Hq D]"""
     batch, heads, size = q.shape
     group, shape = next_power(heads // kv_heads), _shape(heads, kv_heads, size, q.dtype, q.device)
-    out = torch.empty(batch, heads * size, dtype=q.dtype, device=q.device)
+    out = torch.empty(batch, heads * size, dtype=dtype or q.dtype, device=q.device)
     attend_one[(_programs(batch * kv_heads), kv_heads, batch)](
         q,
         out,

@@ -31,7 +31,7 @@ class GpuBackend:
     def __init__(self, parts: ModelParts, plan: Plan, dtype: torch.dtype) -> None:
         self.parts, self.plan, self.dtype = parts, plan, dtype
         self.device = parts.head.norm.weight.device
-        self.captured = CapturedSteps(parts.config, plan, self.device)
+        self.captured = CapturedSteps(parts.config, plan, self.device, parts.embedding.tokens)
 
     @staticmethod
     def of(parts: ModelParts, dtype: torch.dtype) -> GpuBackend:
@@ -39,7 +39,7 @@ class GpuBackend:
         return GpuBackend(parts, plan_of(parts), dtype)
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
-        packed = pack(rows, self.device, self.parts.positions_learned)
+        packed = pack(rows, self.device, self.parts.positions_learned, self.parts.embedding.tokens)
         x = self._embed(packed)
         positions = packed.positions.to(torch.int32)
         tables = self.tables([span.row.cache for span in packed.spans], [span.n for span in packed.spans])

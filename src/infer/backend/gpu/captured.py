@@ -27,6 +27,7 @@ from infer.backend.gpu.tuned import ROWS_COMPILED
 from infer.cache.base import Cache
 from infer.cache.table import empty_tables
 from infer.config import ModelConfig
+from infer.models.rows import record
 
 AHEAD = 1  # steps launched beyond the one whose tokens are awaited; any ring can be truncated by both
 _capturing = os.environ.get("INFER_GRAPHS") != "0"
@@ -118,8 +119,11 @@ class CapturedStep:
 class CapturedSteps:
     """The captured steps of one plan: one for each power of two of rows, and as many again where rows sample."""
 
-    def __init__(self, config: ModelConfig, plan: Plan, device: torch.device) -> None:
-        self.config, self.plan, self.device = config, plan, device
+    def __init__(
+        self, config: ModelConfig, plan: Plan, device: torch.device, model: torch.nn.Module | None = None
+    ) -> None:
+        """model: known by the module that turns tokens into vectors."""
+        self.config, self.plan, self.device, self.model = config, plan, device, model
         self.dtype = plan.head.norm.weight.dtype
         self.possible = config.vocab_size <= MAX_VOCAB
         self._steps: list[CapturedStep] = []
@@ -224,6 +228,7 @@ class Decoding:
         for i, slot in enumerate(slots):
             if slot is not None and slot.wanted:
                 slot.row.cache.advance(1)
+                record(slot.row.cache, slot.held, slot.row.tokens[slot.held : slot.held + 1], self._steps.model)
                 slot.held += 1
                 found[slot.row.key] = chosen[i]
         return found
