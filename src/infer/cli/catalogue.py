@@ -1,7 +1,8 @@
-"""`infer pull`, `infer models` and `infer info`: what there is, and what it will need."""
+"""`infer pull`, `infer rm`, `infer models` and `infer info`: what there is, and what it will need."""
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,12 +18,30 @@ from infer.cli.common import (
     check_cache_dtype,
 )
 
+NameArgument = Annotated[str, typer.Argument(help="A built-in name or a hub id (owner/name@revision).", metavar="NAME")]
 
-def pull(name: Annotated[str, typer.Argument(help="A built-in name or a hub id.", metavar="NAME")]) -> None:
-    """Fetch a model, so that it can be used offline."""
+
+def pull(
+    name: NameArgument,
+    force: Annotated[bool, typer.Option("--force", help="Fetch it even if it is there.")] = False,
+) -> None:
+    """Fetch a model, so that it can be used offline. One that is there is checked."""
     from infer.loader.find import locate
 
-    print(locate(name, weights=True))
+    print(locate(name, weights=True, check=True, force=force))
+
+
+def rm(name: NameArgument) -> None:
+    """Remove a fetched model from the cache."""
+    from infer.loader import builtin, hub
+
+    if name in builtin.BUILTIN:
+        freed = builtin.remove(builtin.BUILTIN[name])
+    elif hub.is_hub_name(name) and not Path(name).exists():
+        freed = hub.remove(name)
+    else:
+        raise ValueError(f"{name!r} is neither a built-in name nor a hub id: only what was fetched is removed")
+    print(f"removed {name}: {freed / 1e6:.0f} MB")
 
 
 def models(as_json: JsonOption = False) -> None:

