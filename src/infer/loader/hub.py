@@ -17,7 +17,7 @@ from infer.loader.hf_folder import INDEX, SINGLE, read_index
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?(?:@([\w./-]+))?")
 SETTINGS = ["config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt", "*.jinja"]
 WEIGHTS = ["model*.safetensors", INDEX]
-SECONDS = 30.0  # without a byte from the hub
+SECONDS = 10.0  # to wait for a byte from the hub, which is asked up to six times
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -65,7 +65,9 @@ def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, 
     def is_complete(folder: Path) -> bool:
         return (folder / file).exists() if file else _is_complete(folder, weights)
 
-    get_session().timeout = SECONDS  # the hub library waits for ever for a list of files
+    hooks = get_session().event_hooks["request"]
+    if _limit_time not in hooks:
+        hooks.append(_limit_time)
     try:
         folder = None if force else download(patterns, cached=True)
     except LocalEntryNotFoundError:
@@ -87,6 +89,13 @@ def _parts(name: str) -> tuple[str, str | None, str | None]:
     assert found is not None
     repo, file, revision = found.groups()
     return repo, file, revision
+
+
+def _limit_time(request: Any) -> None:
+    """The hub library would wait for ever for a list of files."""
+    limits = request.extensions.get("timeout", {})
+    known = {kind: seconds for kind, seconds in limits.items() if seconds is not None}
+    request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), SECONDS) | known
 
 
 def _damaged(folder: Path, patterns: list[str], again: bool) -> list[str]:

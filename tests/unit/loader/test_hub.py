@@ -31,12 +31,15 @@ class Hub(ThreadingHTTPServer):
         self.folder = folder
         self.requests: list[str] = []  # "GET path"
         self.unavailable: set[str] = set()  # files whose download breaks off
+        self.given_up = threading.Event()
+        self.silent = False  # takes requests for lists of files, and never answers
 
     def start(self) -> None:
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
         self.thread.start()
 
     def stop(self) -> None:
+        self.given_up.set()
         if self.thread.is_alive():
             self.shutdown()
             self.thread.join()
@@ -57,8 +60,12 @@ class Handler(BaseHTTPRequestHandler):
         self.server.requests.append(f"{self.command} {path}")
         if GATED in path:
             self.answer(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to {GATED} is restricted"})
+        elif path.startswith(f"/api/models/{REPO}/") and path.split("/")[6] not in ("main", "v1", COMMIT):
+            self.answer(404, b"", {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"})
         elif path.startswith(f"/api/models/{REPO}/revision/"):
             self.answer(200, json.dumps({"id": REPO, "sha": COMMIT, "siblings": []}).encode())
+        elif path.startswith(f"/api/models/{REPO}/tree/") and self.server.silent:
+            self.server.given_up.wait()
         elif path.startswith(f"/api/models/{REPO}/tree/"):
             self.answer(200, json.dumps([self.entry(file) for file in self.files()]).encode())
         elif path.startswith(f"/{REPO}/resolve/"):
@@ -99,7 +106,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def etag(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
+    """As the hub has it: large files by their SHA-256."""
+    kind = hashlib.sha256 if file.suffix in (".safetensors", ".gguf") else hashlib.sha1
+    return kind(file.read_bytes()).hexdigest()
 
 
 @pytest.fixture
@@ -262,3 +271,104 @@ def test_server_down(hub: Hub, run: Run, name: str) -> None:
     kind, message = failure(run, name)
     assert kind == "OSError"
     assert "could not fetch" in message
+
+
+FETCH = """
+import json, os, shutil, time
+from pathlib import Path
+from infer.loader import hub
+from infer.loader.hub import fetch, remove
+repo = {repo!r}
+def tell(function, *args, **options):  # of a failure, what it says
+    try:
+        return str(function(*args, **options))
+    except (OSError, ValueError) as error:
+        return type(error).__name__ + ": " + str(error)
+def get(suffix="/tiny.gguf", **options):
+    return tell(fetch, repo + suffix, weights=True, **options)
+print(json.dumps({code}))
+"""
+
+
+def evaluate(run: Run, *expressions: str) -> list[Any]:
+    """What these give, one after the other, in one process."""
+    return json.loads(run(FETCH.format(repo=REPO, code=f"[{', '.join(expressions)}]")))
+
+
+def test_revision(hub: Hub, run: Run) -> None:
+    folder, file, missing = evaluate(run, "get('@v1')", f"get('/tiny.gguf@{COMMIT}')", "get('@v2')")
+    assert any("/revision/v1" in request for request in hub.requests)
+    assert Path(folder).name == COMMIT
+    assert (Path(folder) / "config.json").exists()
+    assert file == f"{folder}/tiny.gguf"
+    assert missing == f"FileNotFoundError: {REPO} has no revision v2: {REPO}@v2 is not on the hub"
+    hub.stop()
+    offline, missing = evaluate(run, "get('@v1')", "get('@v2')")
+    assert offline == folder
+    assert missing.startswith(f"OSError: could not fetch {REPO}@v2 from the hub: ")
+
+
+def test_damaged_file(hub: Hub, run: Run) -> None:
+    """Noticed at once when its size or time has changed, else by `infer pull`; fetched again."""
+    good = (hub.folder / "tiny.gguf").read_bytes()
+    hashes = evaluate(
+        run,
+        "path := get()",
+        "size := os.path.getsize(path)",
+        "os.truncate(path, 100)",
+        "os.path.getsize(get())",
+        "stamp := os.stat(path).st_mtime_ns",
+        "Path(path).write_bytes(bytes(size))",
+        "os.utime(path, ns=(stamp, stamp))",
+        "Path(get()).read_bytes() == bytes(size)",
+        "Path(get(check=True)).read_bytes() == bytes(size)",
+        "get(force=True)",
+    )
+    path, size, _, mended, *_, unnoticed, noticed, forced = hashes
+    assert size == mended == len(good)
+    assert (unnoticed, noticed) == (True, False)
+    assert forced == path
+    assert Path(path).read_bytes() == good
+    assert hub.downloads() == ["tiny.gguf"] * 4
+
+
+def test_a_hub_that_sends_something_else(hub: Hub, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "etag", lambda file: "0" * 64)
+    assert evaluate(run, "get()") == [
+        f"OSError: could not fetch {REPO}/tiny.gguf from the hub: tiny.gguf is not what the hub says it is"
+    ]
+
+
+def test_remove(hub: Hub, run: Run, tmp_path: Path) -> None:
+    repository = tmp_path / "hf/hub" / f"models--{REPO.replace('/', '--')}"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "blobs/1234.5678.incomplete").write_bytes(b"half of a download that was killed")
+    _, blobs, one_file, unknown, freed, again = evaluate(
+        run,
+        "get()",
+        f"os.listdir({str(repository / 'blobs')!r})",
+        "tell(remove, repo + '/tiny.gguf')",
+        "tell(remove, repo + '@v2')",
+        "tell(remove, repo)",
+        "tell(remove, repo)",
+    )
+    assert blobs == [etag(hub.folder / "tiny.gguf")]
+    assert (
+        one_file
+        == f"ValueError: {REPO}/tiny.gguf is one file of {REPO}: files are removed with the rest, by `infer rm {REPO}`"
+    )
+    assert unknown == f"FileNotFoundError: {REPO}@v2 is not cached"
+    assert int(freed) == (hub.folder / "tiny.gguf").stat().st_size
+    assert again == f"FileNotFoundError: {REPO} is not cached"
+    assert not repository.exists()
+
+
+def test_no_room(run: Run) -> None:
+    _, told = evaluate(run, "setattr(shutil, 'disk_usage', lambda path: type('usage', (), {'free': 10}))", "get()")
+    assert told.startswith(f"OSError: could not fetch {REPO}/tiny.gguf from the hub: Not enough free disk space")
+
+
+def test_silent_server(hub: Hub, run: Run) -> None:
+    hub.silent = True
+    *_, told = evaluate(run, "setattr(hub, 'SECONDS', 0.2)", "setattr(time, 'sleep', lambda seconds: None)", "get('')")
+    assert told.startswith(f"OSError: could not fetch {REPO} from the hub: ")
