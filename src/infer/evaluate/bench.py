@@ -335,9 +335,9 @@ def _cpu_name() -> str:
     """The processor's name. ARM kernels give only numbers in /proc/cpuinfo; lscpu knows what they mean."""
     mac = sys.platform == "darwin"
     command = ["sysctl", "-n", "machdep.cpu.brand_string"] if mac else ["lscpu"]
-    with suppress(OSError, subprocess.CalledProcessError):
+    with suppress(OSError, subprocess.SubprocessError):
         english = os.environ | {"LC_ALL": "C"}
-        output = subprocess.run(command, capture_output=True, text=True, check=True, env=english).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, env=english, timeout=5).stdout
         named = re.search(r"(.+)" if mac else r"^Model name:\s*(.+)$", output, re.MULTILINE)
         if named:
             return named[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import runpy
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -161,6 +162,14 @@ def test_report_is_json(measured: list[BenchResult]) -> None:
 
 def test_machine_is_named_without_lscpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
+    assert bench.describe_machine(torch.device("cpu"))["name"]
+
+
+def test_machine_is_named_if_lscpu_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: list[str], timeout: float, **options: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
     assert bench.describe_machine(torch.device("cpu"))["name"]
 
 
