@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from infer.values import shown
+
+SEEDS = 2**64  # how many there are: all draw differently
 _NUMBERS = (
     "temperature",
     "top_k",
@@ -42,7 +45,7 @@ class SamplingParams:
     )
     stop: str | Sequence[str] = _option((), "End before this text, which is not printed; may be repeated.")
     ignore_eos: bool = _option(False, "Go on after the end-of-sequence token.")
-    seed: int | None = _option(None, "Makes sampling repeatable.")
+    seed: int | None = _option(None, "Makes sampling repeatable: from 0 to 2**64 - 1.")
     max_new_tokens: int = _option(256, "Generate at most this many tokens.")
 
     def __post_init__(self) -> None:
@@ -69,10 +72,10 @@ class SamplingParams:
             "a whole number, 1 or more",
             lambda x: _is_int(x) and x >= 1,
         )
-        _check("seed", self.seed, "a whole number", _is_int, None)
+        _check("seed", self.seed, "a whole number from 0 to 2**64 - 1", lambda x: _is_int(x) and 0 <= x < SEEDS, None)
         for token_id, bias in self.logit_bias.items():
-            if not _is_int(token_id) or token_id < 0 or not isinstance(bias, (int, float)) or not bias < math.inf:
-                raise ValueError(f"logit_bias maps token ids to numbers, not {token_id!r} to {bias!r}")
+            if not _is_int(token_id) or token_id < 0 or not (_is_finite(bias) or bias == -math.inf):
+                raise ValueError(f"logit_bias maps token ids to numbers, not {shown(token_id)} to {shown(bias)}")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"a stop string must be a non-empty text, not {text!r}")
@@ -82,15 +85,28 @@ def _own(value: Any) -> Any:
     """Python's own number in place of another library's, numpy's say."""
     if isinstance(value, int | float) or not isinstance(value, Real):
         return value
-    return int(value) if isinstance(value, Integral) else float(value)
+    try:
+        return int(value) if isinstance(value, Integral) else float(value)
+    except OverflowError:  # a fraction beyond any float
+        return value
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _check(name: str, value: Any, allowed: str, holds: Any, *also: Any) -> None:
     if value in also:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not holds(value):
-        raise ValueError(f"{name} must be {allowed}, not {value!r}")
+    if not _is_finite(value) or not holds(value):
+        raise ValueError(f"{name} must be {allowed}, not {shown(value)}")

@@ -14,6 +14,7 @@ from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken
 from infer.engine.sampler import sample
 from infer.engine.text import Decodes, TextStream
+from infer.values import shown
 
 ON_FULL = ("error", "recompute")
 
@@ -112,7 +113,9 @@ def check_request(
     for where, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
         wrong = [i for i in ids if not 0 <= i < config.vocab_size]
         if wrong:
-            raise ValueError(f"token id {wrong[0]} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}")
+            raise ValueError(
+                f"token id {shown(wrong[0])} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}"
+            )
     if on_full == "recompute":
         return
     needed = len(tokens) + params.max_new_tokens
@@ -128,5 +131,5 @@ def check_request(
 
 
 def check_chunk(prefill_chunk: int | None) -> None:
-    if prefill_chunk is not None and (type(prefill_chunk) is not int or prefill_chunk < 1):
-        raise ValueError(f"prefill_chunk must be a whole number, 1 or more, not {prefill_chunk!r}")
+    if prefill_chunk is not None and not (type(prefill_chunk) is int and 1 <= prefill_chunk < 2**63):
+        raise ValueError(f"prefill_chunk must be a whole number, 1 or more, not {shown(prefill_chunk)}")

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
+WAITING = 16  # tokens that wait for the rest of a character: longer than any tokenizer needs
+UNCERTAIN = 4  # the last ones, which may yet become one character: it has at most as many bytes
+
+
 class Decodes(Protocol):
     def decode(self, token_ids: list[int], /) -> str: ...
 
@@ -49,9 +53,17 @@ class TextStream:
         text = self._decode_new()
         # Wait for the rest of a character, and for text to follow a token without any: decoding that alone as context
         # would make the next one look like the first.
-        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
+        waiting = len(self._ids) - self._shown
+        if not text:
+            if waiting > WAITING:  # of those that never had text, a few are context enough
+                del self._ids[self._shown + UNCERTAIN]
             return ""
-        self._context, self._shown = self._shown, len(self._ids)
+        end = len(self._ids)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            if waiting < WAITING:
+                return ""
+            end, text = self._certain(text)
+        self._context, self._shown = self._shown, end
         return self._release(self._held + text)
 
     def finish(self) -> str:
@@ -63,9 +75,20 @@ class TextStream:
         released = self._release(text)
         return released + ("" if self.stopped else self._held)
 
-    def _decode_new(self) -> str:
+    def _decode_new(self, end: int | None = None) -> str:
         known = self._tokenizer.decode(self._ids[self._context : self._shown])
-        return self._tokenizer.decode(self._ids[self._context :])[len(known) :]
+        return self._tokenizer.decode(self._ids[self._context : end])[len(known) :]
+
+    def _certain(self, text: str) -> tuple[int, str]:
+        """Up to which token bytes that never become a character are certain to stay that, and their text.
+
+        Waiting for ever would decode all of them again with each token.
+        """
+        last = len(self._ids) - UNCERTAIN
+        for end in range(last, last - UNCERTAIN, -1):  # not within a character that a later token ends
+            if text.startswith(certain := self._decode_new(end)):
+                return end, certain
+        return len(self._ids), text
 
     def _release(self, text: str) -> str:
         """Split text into what can be shown, and a tail that may yet grow into a stop string."""

@@ -46,6 +46,9 @@ PROMPT = (
 class BenchTokenizer(Encodes, Decodes, Protocol): ...
 
 
+MOST_TRIALS = 10**6  # more would never end
+
+
 @dataclass(frozen=True)
 class BenchConfig:
     prompt_tokens: int = 64
@@ -67,6 +70,8 @@ class BenchConfig:
         for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("trials", 1), ("warmup", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if max(self.trials, self.warmup) > MOST_TRIALS:
+            raise ValueError(f"trials and warmup must be at most {MOST_TRIALS:,} each")
 
 
 @dataclass(frozen=True)

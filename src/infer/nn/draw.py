@@ -187,7 +187,7 @@ def _blocks(length: int) -> Iterator[slice]:
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) keyed by (seed, position), not by what was drawn before: splitmix64's finaliser over both."""
-    bits = mix((mix(seed & U64) + position * 0x9E3779B97F4A7C15) & U64)
+    bits = mix((mix(seed) + position * 0x9E3779B97F4A7C15) & U64)
     return (bits >> 11) / 2**53
 
 

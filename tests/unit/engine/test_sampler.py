@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ from transformers import (
 from infer import SamplingParams
 from infer.engine.sampler import penalise, sample
 from infer.nn.draw import MAX_VOCAB, Filters, draw, masses, uniform, weights
+from infer.values import shown
 
 VOCAB = 50
 NAN, INF = float("nan"), float("inf")
+HUGE = 10**400  # an int that no float holds
 
 
 def random_logits(seed: int, scale: float = 3.0) -> Tensor:
@@ -76,6 +79,14 @@ class TestFilters:
         logits = random_logits(seed)
         expected = reference(logits, TopPLogitsWarper(p))
         torch.testing.assert_close(filtered(logits, SamplingParams(temperature=1.0, top_p=p)), expected)
+
+    @pytest.mark.parametrize("p", [5e-324, 1e-300, 1e-46, 1e-45, 1e-30])
+    def test_a_tiny_top_p_keeps_the_likeliest(self, p: float) -> None:
+        """Also one that is 0 in float32."""
+        logits = random_logits(0)
+        kept = filtered(logits, SamplingParams(temperature=1.0, top_p=p))
+        assert kept.nonzero().tolist() == [[int(logits.argmax())]]
+        assert kept.max() == 1
 
     @pytest.mark.parametrize("p", [0.05, 0.3, 0.77])
     def test_top_p_keeps_equals(self, p: float) -> None:
@@ -199,7 +210,13 @@ class TestUniform:
         assert grid == again
         assert len(set(grid.values())) == len(grid)
 
-    @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1, 2**70 + 5])
+    def test_seeds_are_all_different(self) -> None:
+        """Near 0, around what fits 32, 53 and 63 bits, and at the end: no two share a stream."""
+        seeds = [start + i for start in (0, 2**32 - 8, 2**53 - 8, 2**63 - 8, 2**64 - 16) for i in range(16)]
+        streams = {tuple(uniform(seed, at) for at in range(3)) for seed in seeds}
+        assert len(streams) == len(seeds)
+
+    @pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
     def test_is_in_range(self, seed: int) -> None:
         assert all(0 <= uniform(seed, at) < 1 for at in range(1000))
 
@@ -308,16 +325,19 @@ class TestSample:
 
 
 BAD_VALUES: dict[str, list[Any]] = {
-    "temperature": [-0.1, NAN, INF, "1", None, True],
-    "top_k": [-1, 1.5, "3", True],
-    "top_p": [0, -0.5, 1.01, NAN, "x", None],
-    "min_p": [-0.01, 1.01, NAN, None],
-    "repetition_penalty": [0, -1, NAN, INF, None],
-    "presence_penalty": [NAN, INF, -INF, "x", None],
-    "frequency_penalty": [NAN, INF, -INF, "x", None],
-    "max_new_tokens": [0, -1, 1.5, NAN, "3", None, True],
-    "seed": [1.5, "x", True],
-    "logit_bias": [{-1: 1.0}, {1.5: 1.0}, {"1": 1.0}, {True: 1.0}, {1: NAN}, {1: INF}, {1: "x"}, {1: None}, None],
+    "temperature": [-0.1, NAN, INF, "1", None, True, HUGE, -HUGE, Fraction(HUGE)],
+    "top_k": [-1, 1.5, "3", True, HUGE],
+    "top_p": [0, -0.5, 1.01, NAN, "x", None, HUGE, Fraction(HUGE)],
+    "min_p": [-0.01, 1.01, NAN, None, HUGE],
+    "repetition_penalty": [0, -1, NAN, INF, None, HUGE],
+    "presence_penalty": [NAN, INF, -INF, "x", None, HUGE, -HUGE],
+    "frequency_penalty": [NAN, INF, -INF, "x", None, HUGE, -HUGE],
+    "max_new_tokens": [0, -1, 1.5, NAN, "3", None, True, HUGE, 10**5000],
+    "seed": [1.5, "x", True, -1, 2**64, HUGE, -HUGE, 10**5000],
+    "logit_bias": [
+        *[{-1: 1.0}, {1.5: 1.0}, {"1": 1.0}, {True: 1.0}, {1: NAN}, {1: INF}, {1: "x"}, {1: None}, None],
+        *[{1: HUGE}, {1: -HUGE}, {1: True}, {-HUGE: 1.0}],
+    ],
     "stop": ["", ["a", ""], [1], [None], None, 3],
     "ignore_eos": [None, "no"],
 }
@@ -339,7 +359,7 @@ class TestParams:
             SamplingParams(top_k=np.float32(5))
 
     @pytest.mark.parametrize(
-        ("name", "value"), [(name, value) for name, values in BAD_VALUES.items() for value in values], ids=repr
+        ("name", "value"), [(name, value) for name, values in BAD_VALUES.items() for value in values], ids=shown
     )
     def test_bad_values(self, name: str, value: Any) -> None:
         with pytest.raises(ValueError, match=name):
@@ -354,8 +374,10 @@ class TestParams:
             {"top_k": None},
             {"top_p": 1},
             {"min_p": 1.0},
-            {"seed": -5},
-            {"seed": 2**80},
+            {"seed": 0},
+            {"seed": 2**64 - 1},
+            {"top_p": 5e-324},
+            {"top_k": 10**300},
             {"logit_bias": {0: -INF}},
             {"presence_penalty": -2.0},
         ],

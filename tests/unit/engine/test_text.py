@@ -206,3 +206,71 @@ class TestStopStrings:
 
     def test_no_tokens(self) -> None:
         assert pieces(MockTokenizer(), []) == ([""], False)
+
+
+class Counted:
+    """A tokenizer that counts what it decodes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.decoded = tokenizer, 0
+
+    def decode(self, ids: list[int], /) -> str:
+        self.decoded += len(ids)
+        return self.tokenizer.decode(ids)
+
+
+class TestWithoutAnEnd:
+    """Bytes that never become a character, and tokens without text: each costs the same, however many came before."""
+
+    @staticmethod
+    def byte(tokenizer: Tokenizer, value: int) -> int:
+        if tokenizer is sentencepiece():
+            return 3 + value
+        return next(i for i in range(tokenizer.get_vocab_size()) if raw_bytes(tokenizer, i) == bytes([value]))
+
+    @TOKENIZERS
+    @pytest.mark.parametrize("cycle", [[0x80], [0xF0], [0xF0, 0x9F], [0xE2, 0x82, 0xE2], [0xFF, 0xC3]], ids=str)
+    def test_bytes(self, make: Callable[[], Tokenizer], cycle: list[int]) -> None:
+        tokenizer = make()
+        ids = [self.byte(tokenizer, value) for value in cycle] * (600 // len(cycle))
+        counted = Counted(tokenizer)
+        shown, _ = pieces(counted, ids)
+        assert "".join(shown) == tokenizer.decode(ids)
+        assert counted.decoded < 100 * len(ids)
+        assert sum(map(bool, shown)) > len(ids) // 32  # as it comes, not all in the end
+
+    @TOKENIZERS
+    def test_then_a_character(self, make: Callable[[], Tokenizer]) -> None:
+        """After any number of stray bytes: where they are cut falls on every byte of it."""
+        tokenizer = make()
+        a = tokenizer.token_to_id("a")
+        parrot = [self.byte(tokenizer, value) for value in "🦜".encode()]
+        for strays in range(40):
+            ids = [a, *[self.byte(tokenizer, 0x80)] * strays, a, *parrot, a]
+            assert "".join(pieces(tokenizer, ids)[0]) == tokenizer.decode(ids)
+
+    @MODEST
+    @given(st.lists(st.sampled_from([0x80, 0xBF, 0xC3, 0xE2, 0x82, 0xF0, 0x9F, 0xA6, 0x9C, 0xFF]), max_size=80))
+    def test_any_bytes(self, values: list[int]) -> None:
+        tokenizer = byte_level()
+        assert_streams(tokenizer, [self.byte(tokenizer, value) for value in values])
+
+    @TOKENIZERS
+    def test_tokens_without_text(self, make: Callable[[], Tokenizer]) -> None:
+        tokenizer = make()
+        end, dog = tokenizer.token_to_id("</s>"), tokenizer.encode("the dog").ids
+        for before in ([], dog):
+            ids = [*before, *[end] * 600, *dog]
+            counted = Counted(tokenizer)
+            shown, _ = pieces(counted, ids)
+            assert "".join(shown) == tokenizer.decode(ids)
+            assert counted.decoded < 100 * len(ids)
+
+
+@cache
+def raw_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """Of a byte-level token, as GPT-2 writes them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    values = {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
+    return bytes(values.get(character, 0) for character in tokenizer.id_to_token(token))

@@ -133,7 +133,7 @@ class DeviceSampler(GreedySampler):
             sample.MIN_P_DEPTH: filters.min_p_depth,
             # V tokens this far down have less than 1 - top_p of the likeliest's mass; 0.01 is more than any rounding.
             sample.TAIL_DEPTH: draw.to_depth(math.log2(self.vocab / (1 - top_p)) + 0.01) if top_p < 1 else 0,
-            sample.SEED_KEY: draw.mix(seed & draw.U64),
+            sample.SEED_KEY: draw.mix(seed),
         }
         fractions = {
             sample.PER_TEMPERATURE: filters.per_temperature,
