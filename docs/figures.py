@@ -8,6 +8,7 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+import torch
 
 from infer import (
     KVCache,
@@ -15,9 +16,11 @@ from infer import (
     SamplingParams,
     SlidingCache,
     Tokenizer,
+    decode_step,
     full_attention_matrix,
     generate,
     load_model,
+    prefill,
 )
 from infer.trace.text import token_texts
 
@@ -29,6 +32,7 @@ LAYER, HEAD = 12, 4
 def main() -> None:
     draw_attention()
     draw_memory()
+    draw_data_flow()
 
 
 def draw_attention() -> None:
@@ -78,6 +82,43 @@ def draw_memory() -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(IMAGES / "cache_bytes.png", dpi=110)
+
+
+def draw_data_flow() -> None:
+    """A prefill and two decode steps, as they ran: what goes in, what comes out, and what goes on to the next."""
+    model, config = load_model("smollm2-135m", dtype="float32", device="cpu")
+    tokenizer = Tokenizer("smollm2-135m")
+    cache = KVCache.from_model_config(config, 32, dtype="float32", device="cpu")
+    figure, axes = plt.subplots(figsize=(12, 3.9), layout="constrained")
+    axes.set(xlim=(0, 12.6), ylim=(0, 3.9))
+    axes.axis("off")
+
+    def put(x: float, y: float, text: str, colour: str | None = None) -> None:
+        box = None if colour is None else {"boxstyle": "round,pad=0.5", "facecolor": colour, "edgecolor": "0.4"}
+        axes.text(x, y, text, ha="center", va="center", fontsize=9, bbox=box, zorder=2)
+
+    def draw_arrow(start: tuple[float, float], end: tuple[float, float], style: str = "-") -> None:
+        arrow = {"arrowstyle": "-|>", "color": "0.35", "linestyle": style}
+        axes.annotate("", end, start, arrowprops=arrow, zorder=1)  # behind the boxes
+
+    fed = torch.tensor([tokenizer.encode("The cat sat on the")])
+    for i, (name, run) in enumerate((("prefill", prefill), ("decode", decode_step), ("decode", decode_step))):
+        x, words = 1.2 + 4.2 * i, tokenizer.decode(fed[0].tolist())
+        rows = f"{fed.shape[1]} rows" if fed.shape[1] > 1 else "1 row"
+        put(x, 0.4, f"tokens {list(fed.shape)}\n“{words}”")
+        logits, _, _ = run(model, fed, cache)
+        fed = logits[:, -1:].argmax(-1)
+        put(x, 1.9, f"{name}\n{config.num_hidden_layers} layers, {rows}", "#dbe9f6")
+        put(x + 2.1, 1.9, f"cache\nk, v of {cache.seq_len}\npositions", "#fdebd0")
+        put(x, 3.4, f"logits {list(logits[:, -1:].shape)}\nlikeliest: “{tokenizer.decode(fed[0].tolist())}”")
+        draw_arrow((x, 0.75), (x, 1.4))
+        draw_arrow((x, 2.4), (x, 3.05))
+        draw_arrow((x + 0.95, 1.9), (x + 1.5, 1.9))
+        if i < 2:
+            draw_arrow((x + 2.7, 1.9), (x + 3.25, 1.9))
+            draw_arrow((x + 1.0, 3.2), (x + 3.6, 0.6), "--")
+    axes.set_title("The cache goes from pass to pass, and one token with it", fontsize=11)
+    figure.savefig(IMAGES / "data_flow.png", dpi=110)
 
 
 if __name__ == "__main__":
