@@ -58,16 +58,11 @@ class AttentionKernel(Protocol):
     takes_int8: bool  # keys and values of an 8-bit cache, as they are stored
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        end: int,
-        dtype: torch.dtype | None = None,  # of what it returns; None: q's
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int
     ) -> Tensor: ...  # [B, Hq, n, D]
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int
+    ) -> Tensor: ...  # float32 [B, Hq, n, S], by which it mixes the values
 
 
 class CacheShape(NamedTuple):

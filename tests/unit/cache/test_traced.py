@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,10 +23,13 @@ class Noting:
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-        out = CpuAttention()(q, k, v, **options)  # type: ignore[arg-type]
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        out = CpuAttention()(q, k, v, **options)
         self.calls.append((k, v, out))
         return out
+
+    def weights(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return CpuAttention().weights(q, k, v, **options)
 
 
 def heads(generator: torch.Generator, count: int, n: int, size: int, dtype: torch.dtype) -> Tensor:

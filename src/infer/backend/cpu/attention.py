@@ -181,18 +181,42 @@ def _attend_head(
     q: Any, k_at: int, v_at: int, bits: int, slots: int, first: int, scale: Any, score: Any, out: Any
 ) -> None:
     """out [D] = softmax(scale q k) v over as many keys as `score` has room for, from slot `first` on and around."""
+    total = _weigh(q, k_at, bits, slots, first, scale, score)
     until_end = min(score.shape[0], slots - first)
-    start = first * _row_bytes(q.shape[0], bits)
-    before, behind = score[:until_end], score[until_end:]
-    highest = _score(q, k_at + start, bits, scale, before)
-    highest = max(highest, _score(q, k_at, bits, scale, behind))
-    total = exponentials(score, highest)
     for i in range(out.shape[0]):
         out[i] = 0
-    _mix(before, v_at + start, bits, out)
-    _mix(behind, v_at, bits, out)
+    _mix(score[:until_end], v_at + first * _row_bytes(q.shape[0], bits), bits, out)
+    _mix(score[until_end:], v_at, bits, out)
     for i in range(out.shape[0]):
         out[i] /= total
+
+
+@njit
+def _weigh(q: Any, k_at: int, bits: int, slots: int, first: int, scale: Any, score: Any) -> Any:
+    """score = e^(scale q k), the largest being 1; returns their sum."""
+    until_end = min(score.shape[0], slots - first)
+    highest = _score(q, k_at + first * _row_bytes(q.shape[0], bits), bits, scale, score[:until_end])
+    highest = max(highest, _score(q, k_at, bits, scale, score[until_end:]))
+    return exponentials(score, highest)
+
+
+@njit
+def weigh_rows(blocks: Any, x: Any, table: Any, parts: Any, seen: Any, out: Any) -> None:
+    """out [T, Hq S]: what `attend_rows` mixes the values of S keys with, where keys do not go around a ring's end."""
+    heads, size, scale = blocks[0].heads, blocks[0].head_dim, np.float32(blocks[0].scale)
+    group, keys = heads // blocks[0].kv_heads, out.shape[1] // heads
+    for part in range(parts.shape[0]):
+        row = table[parts[part, 0]]
+        for t in range(parts[part, 3], parts[part, 4]):
+            first, count = seen[t, 0], seen[t, 1]
+            for h in range(heads):
+                line = out[t, h * keys : (h + 1) * keys]
+                line[:] = 0
+                own = line[first : first + count]
+                q, k_at = x[t, h * size : (h + 1) * size], row[K] + h // group * row[STRIDE]
+                total = _weigh(q, k_at, row[BITS], row[SLOTS], first, scale, own)
+                for j in range(count):
+                    own[j] /= total
 
 
 @njit

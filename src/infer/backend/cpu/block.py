@@ -18,7 +18,7 @@ import numba
 import numpy as np
 from numba import from_dtype, njit, prange, types
 
-from infer.backend.cpu.attention import attend_rows, write
+from infer.backend.cpu.attention import attend_rows, weigh_rows, write
 from infer.backend.cpu.memory import vector
 from infer.backend.cpu.product import WEIGHT, product, unpack
 from infer.backend.cpu.simd import (
@@ -61,7 +61,7 @@ BLOCK = np.dtype(
         ("activation", "i8"),
     ]
 )
-RUN, BEFORE, BEHIND, ATTEND, NORMED, ACTIVATED = range(6)
+RUN, BEFORE, BEHIND, ATTEND, WEIGH, NORMED, ACTIVATED = range(7)
 MANY = 16  # rows that are worth handing out to several threads
 
 ROWS, TABLE, TABLES = types.float32[:, ::1], types.int64[:, ::1], types.int64[:, :, ::1]
@@ -303,6 +303,8 @@ def _run(
         _finish(blocks[0], attended, x, out)
     elif part == ATTEND:
         attend_rows(blocks, x, tables[0], parts, tokens, out)
+    elif part == WEIGH:
+        weigh_rows(blocks, x, tables[0], parts, tokens, out)
     elif part == NORMED:
         _norm_rows(x, heads[0].norm, out)
     elif part == ACTIVATED:
@@ -377,6 +379,11 @@ def attend(blocks: Any, q: Any, tables: Any, seen: Any, parts: Any, out: Any) ->
     seen: of each query, its first slot and how many keys. parts: from `parts_of`.
     """
     _run(ATTEND, blocks, NO_HEADS, q, q, NO_TABLE, tables, seen, parts, NO_TOKENS, out)
+
+
+def weigh(blocks: Any, q: Any, tables: Any, seen: Any, parts: Any, out: Any) -> None:
+    """out [Q, Hq S]: by which `attend` mixes the values of S keys, which lie in order."""
+    _run(WEIGH, blocks, NO_HEADS, q, q, NO_TABLE, tables, seen, parts, NO_TOKENS, out)
 
 
 def norm(heads: Any, x: Any, out: Any) -> None:

@@ -68,32 +68,41 @@ class CpuAttention:
 
     takes_int8 = True
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        end: int,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
         batch, heads, n, head_dim = q.shape
         if window is not None and k.shape[2] > n + window - 1:  # no query sees the keys before the first one's window
             k, v = k[:, :, 1 - n - window :], v[:, :, 1 - n - window :]
-        ends = np.arange(k.shape[2] - n, k.shape[2]) + 1
-        counts = ends if window is None else np.minimum(ends, window)
-        if k.dtype is not torch.int8:
-            k, v = k.float(), v.float()
-        if k.stride()[2:] != (k.shape[3], 1) or k.stride() != v.stride():
-            k, v = k.contiguous(), v.contiguous()
-        rows = _floats(q.transpose(1, 2).reshape(batch * n, heads * head_dim))
-        out, record = empty(*rows.shape), _attention_record(heads, k.shape[1], head_dim, scale)
-        seen = np.tile(np.stack((ends - counts, counts), 1), (batch, 1))
-        parts = kernels().parts_of([n] * batch)
-        running().attend(record, rows.numpy(), Table([k], [v]).at(0), seen, parts, out.numpy())
-        return out.to(dtype or q.dtype).view(batch, n, heads, head_dim).transpose(1, 2)
+        k, v = _readable(k, v)
+        out = empty(batch * n, heads * head_dim)
+        running().attend(*_arguments(q, k, v, scale, window), out.numpy())
+        return out.to(q.dtype).view(batch, n, heads, head_dim).transpose(1, 2)
+
+    def weights(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+        batch, heads, n, _ = q.shape
+        k, v = _readable(k, v)
+        out = empty(batch * n, heads * k.shape[2])
+        running().weigh(*_arguments(q, k, v, scale, window), out.numpy())
+        return out.view(batch, n, heads, -1).transpose(1, 2)
+
+
+def _readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """As kernels read them: the caller keeps them while kernels run, which know their addresses alone."""
+    if k.dtype is not torch.int8:
+        k, v = k.float(), v.float()
+    if k.stride()[2:] != (k.shape[3], 1) or k.stride() != v.stride():
+        k, v = k.contiguous(), v.contiguous()
+    return k, v
+
+
+def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Any, ...]:
+    """A block's record, queries [B n, Hq D], a table, the keys that each query sees, and parts."""
+    batch, heads, n, head_dim = q.shape
+    ends = np.arange(k.shape[2] - n, k.shape[2]) + 1
+    counts = ends if window is None else np.minimum(ends, window)
+    rows = _floats(q.transpose(1, 2).reshape(batch * n, heads * head_dim)).numpy()
+    seen = np.tile(np.stack((ends - counts, counts), 1), (batch, 1))
+    record = _attention_record(heads, k.shape[1], head_dim, scale)
+    return record, rows, Table([k], [v]).at(0), seen, kernels().parts_of([n] * batch)
 
 
 @cache

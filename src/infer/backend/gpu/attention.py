@@ -267,6 +267,7 @@ class GpuAttention:
         end: int,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
+        """dtype: of what it returns; None: q's."""
         batch, heads, n, size = q.shape
         kv_heads, keys = k.shape[1], k.shape[2]
         where = Table([k], [v])
@@ -285,6 +286,17 @@ class GpuAttention:
                 split_counters = torch.zeros(batch * kv_heads, dtype=torch.int32, device=q.device)
                 out = _attend_one(rows, table, positions, split_counters, kv_heads, scale, window, False, dtype)
         return out.view(batch, n, heads, size).transpose(1, 2)
+
+    def weights(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+        """Found by values that are 1 in one dimension each: what is done with q and k does not depend on values."""
+        keys, size = k.shape[2], q.shape[3]
+        found, one = [], torch.eye(size, dtype=v.dtype, device=v.device)
+        for first in range(0, keys, size):
+            units, count = torch.zeros_like(k), min(size, keys - first)
+            units[:, :, first : first + count] = one[:count]
+            mixed = self(q, k, units, scale=scale, window=window, end=end, dtype=torch.float32)
+            found.append(mixed[..., :count])
+        return torch.cat(found, -1)
 
 
 def _attend_one(
