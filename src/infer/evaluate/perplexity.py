@@ -128,6 +128,8 @@ def perplexity(
             logits = all_logits(model, cache, fed[:, at : at + CHUNK])[0]  # [n, V]
             losses = cross_entropy(logits.float(), targets[at : at + CHUNK], reduction="none")
             nats += losses.double().sum().item()
+        if math.isnan(nats):
+            raise ValueError(f"the model's logits hold a NaN between tokens {scored:,} and {end:,} of the text")
         tokens, windows = tokens + end - scored, windows + 1
         if progress is not None:
             progress(tokens, _exp(nats / tokens))

@@ -123,7 +123,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         BPE(
             vocab=vocab,
             merges=merges_from_scores(vocab, scores),
-            unk_token=None if unknown is None else tokens[unknown],
+            unk_token=None if unknown is None else tokens[unknown].replace(" ", "▁"),
             fuse_unk=True,
             byte_fallback=True,
             ignore_merges=bool(prefix and pieces),  # those pieces, cut out below, need not be reachable by merging

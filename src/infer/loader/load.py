@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from infer.backend import cpu
 from infer.config import ModelConfig
@@ -75,11 +75,14 @@ def load_model(
             weight = model.get_submodule(slot.parameter)
             assert isinstance(weight, QuantizedWeight)
             for groups in checkpoint.groups(name, weight.bits):
+                check_finite(checkpoint, name, groups.scale)
+                if groups.minimum is not None:
+                    check_finite(checkpoint, name, groups.minimum)
                 weight.fill(row, groups)
                 row += len(groups.codes)
             continue
         for block in checkpoint.blocks(name):
-            parameters[slot.parameter].data[row : row + len(block)].copy_(block)
+            check_finite(checkpoint, name, parameters[slot.parameter].data[row : row + len(block)].copy_(block))
             row += len(block)
     return model.eval(), checkpoint.config
 
@@ -121,6 +124,13 @@ def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]],
             raise ValueError(
                 f"{checkpoint.path}: {name} has shape {list(shapes[name])}, but the config asks for {list(slot.shape)}"
             )
+
+
+def check_finite(checkpoint: Checkpoint, name: str, weights: Tensor) -> None:
+    """Refuse weights from which no text can come. weights: as they are kept, where a float16 may overflow."""
+    if not torch.isfinite(torch.stack(torch.aminmax(weights))).all():
+        dtype = str(weights.dtype).removeprefix("torch.")
+        raise ValueError(f"{checkpoint.path}: {name} holds a NaN, an infinity, or a number too large for {dtype}")
 
 
 def check_memory(needed: int, form: str, device: torch.device) -> None:

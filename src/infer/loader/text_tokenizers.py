@@ -20,7 +20,7 @@ from infer.loader.files import MB, is_there, parse_json, read_text
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_TOKENIZER = 128 * MB  # bytes of tokenizer.json; Gemma's, the largest known, has 33 MB
-MAX_VALUES = 4_000_000  # in it, all counted; Gemma's has 2 million
+MAX_VALUES = 2_500_000  # in it, all counted; Gemma's has 2.2 million
 MAX_PARTS = 100  # normalizers, pre-tokenizers, post-processors and decoders
 MAX_GROWTH = 100  # how many times longer they may make a text
 

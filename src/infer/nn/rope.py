@@ -72,6 +72,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
         if len(config.divisors) != len(inv_freq):
             raise ValueError(f"{len(config.divisors)} RoPE divisors for {len(inv_freq)} frequencies")
         inv_freq = inv_freq / torch.tensor(config.divisors, dtype=torch.float32, device="cpu")
+    if not inv_freq.isfinite().all():
+        raise ValueError(f"RoPE settings give frequencies that are not finite: theta {config.theta}, {config.scaling}")
     return inv_freq
 
 
