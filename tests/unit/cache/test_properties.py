@@ -201,7 +201,7 @@ SETTINGS = settings(
 
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
-@settings(SETTINGS, max_examples=amount(20, 6))
+@settings(SETTINGS, max_examples=amount(112, 6))
 @given(operations=OPERATIONS, batch=st.integers(1, 3), compiled=st.booleans(), seed=st.integers(0, 999))
 def test_cached_is_recomputed(
     model: Decoder,

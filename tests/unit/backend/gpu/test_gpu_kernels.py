@@ -338,6 +338,17 @@ class TestAttention:
         chunks = [case.attend(start, end) for start, end in pairwise(cuts)]
         same(torch.cat(chunks, 2), case.attend(0, case.positions))
 
+    @pytest.mark.parametrize(("n", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (3, torch.float16)], ids=str)
+    def test_weights(self, n: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+        """By which the values are mixed, as one sees who traces: more keys than a head has dimensions."""
+        case = Attention(generator, dtype, window=BLOCK + 3)
+        q, end = case.q[:, :, -n:], case.positions
+        weights = attention.GpuAttention().weights(q, case.k, case.v, scale=0.4, window=case.window, end=end)
+        assert weights.dtype is torch.float32
+        assert ((weights > 0).sum(-1) <= BLOCK + 3).all()
+        close(weights.sum(-1).to(dtype), torch.ones_like(weights[..., 0]).to(dtype))
+        close((weights @ case.v.float()).to(dtype), case.attend(end - n, end))
+
     @pytest.mark.parametrize("n", [1, 9])
     def test_keys_that_nobody_sees_may_be_left_out(self, n: int, generator: torch.Generator) -> None:
         case = Attention(generator, window=BLOCK + 3)
