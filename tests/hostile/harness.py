@@ -9,14 +9,17 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import resource
 import select
 import signal
 import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 MB = 2**20
 TIME = 20.0  # seconds a case may take at most; most take a tenth of one
@@ -61,12 +64,12 @@ class Server:
         command = [sys.executable, __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
-    def run(self, *args: str | Path, stdin: bytes = b"", seconds: float = TIME) -> Outcome:
-        """`infer ARGS`."""
+    def run(self, *args: str | Path, stdin: bytes = b"", seconds: float = TIME, **surroundings: Any) -> Outcome:
+        """`infer ARGS`. surroundings: those of `_surround`."""
         pipe_in, pipe_out = self._process.stdin, self._process.stdout
         assert pipe_in is not None
         assert pipe_out is not None
-        pickle.dump(([str(arg) for arg in args], stdin, seconds), pipe_in)
+        pickle.dump(([str(arg) for arg in args], stdin, seconds, surroundings), pipe_in)
         pipe_in.flush()
         return Outcome(*pickle.load(pipe_out))
 
@@ -77,10 +80,10 @@ class Server:
 
 def serve() -> None:
     """Answer until standard input ends."""
-    import infer.cli
+    import infer.cli.commands
     import infer.loader.load  # noqa: F401
 
-    for module in ("gguf", "jinja2", "safetensors.torch", "tokenizers", "torch"):
+    for module in ("gguf", "safetensors.torch", "tokenizers", "torch"):
         importlib.import_module(module)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     while True:
@@ -92,13 +95,13 @@ def serve() -> None:
         answers.flush()
 
 
-def _run(args: list[str], stdin: bytes, seconds: float) -> Outcome:
+def _run(args: list[str], stdin: bytes, seconds: float, surroundings: dict[str, Any]) -> Outcome:
     out, err, report = (os.pipe() for _ in range(3))
     started = time.monotonic()
     child = os.fork()
     if child == 0:
         os.setsid()
-        _child(args, stdin, out[1], err[1], report[1])
+        _child(args, stdin, out[1], err[1], report[1], surroundings)
     for pipe in (out, err, report):
         os.close(pipe[1])
     texts, ended = _collect([out[0], err[0], report[0]], started + seconds)
@@ -124,7 +127,7 @@ def run_apart(*args: str | Path, stdin: bytes = b"", seconds: float = 60.0, **en
     return Outcome(done.returncode, done.stdout, done.stderr, time.monotonic() - started, 0)
 
 
-def _child(args: list[str], stdin: bytes, out: int, err: int, report: int) -> None:
+def _child(args: list[str], stdin: bytes, out: int, err: int, report: int, surroundings: dict[str, Any]) -> None:
     """Never returns."""
     code = 70
     try:
@@ -140,14 +143,39 @@ def _child(args: list[str], stdin: bytes, out: int, err: int, report: int) -> No
         # What pytest has put in their place ends with it.
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
         before = _reset_peak()
+        _surround(**surroundings)
         code = _main(args)
-        sys.stdout.flush()
-        sys.stderr.flush()
         _write(report, str(max(0, _peak() - before)).encode())
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _surround(
+    closed: Sequence[int] = (),
+    broken: Sequence[int] = (),
+    interrupt_after: float | None = None,
+    address_space: int | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Streams that are closed (`<&-`) or that nobody reads any more (`| head -1`), Ctrl-C, `ulimit -v`, variables."""
+    for number in closed:
+        os.close(number)
+        setattr(sys, ("stdin", "stdout", "stderr")[number], None)
+    for number in broken:
+        reading, writing = os.pipe()
+        os.close(reading)
+        os.dup2(writing, number)
+        os.close(writing)
+    if interrupt_after is not None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, interrupt_after)
+    if address_space is not None:  # beyond what there is
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (address_space + pages * resource.getpagesize(), -1))
+    os.environ.update(environment)
 
 
 def _main(args: list[str]) -> int:

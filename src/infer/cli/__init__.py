@@ -1,37 +1,55 @@
-"""The `infer` command. Torch and the rest are imported by the commands that need them: `--help` answers at once."""
+"""The `infer` command: what happens around every command of `commands.py`."""
 
+import os
 import sys
+import traceback
 
-import typer
-
-from infer.cli import catalogue, explain, measure, talk, trace, verify
-from infer.cli.common import say
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="KV-cached generation with language models: exact, readable, visible, fast.",
-)
-for command in (
-    talk.generate,
-    talk.chat,
-    trace.trace,
-    explain.explain,
-    catalogue.pull,
-    catalogue.models,
-    catalogue.info,
-    verify.verify,
-    measure.bench,
-    measure.perplexity,
-):
-    app.command()(command)
+from infer.cli.streams import close_streams, open_streams, say_error
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line; what the user can mend is one line, and exit status 2."""
+    """Run the command line, then exit.
+
+    Status 2: something the user can mend, which one line names. 1: a check failed, the reader of the output went away,
+    or something unexpected happened, which one line names too. 130: Ctrl-C. INFER_TRACEBACK=1 shows where.
+    """
     try:
+        open_streams()
+        from infer.cli.commands import app  # here, so that Ctrl-C is caught
+
         app(args)
-    except (ValueError, OSError, ImportError) as error:
-        say(f"error: {' '.join(str(error).split())}")
-        sys.exit(2)
+    except KeyboardInterrupt:
+        status = 130
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        if status == 0:
+            status = _flushed()
+    except BaseException as error:  # also what is no Exception: a panic in Rust
+        status = _report(error)
+    close_streams()
+    sys.exit(status)
+
+
+def _flushed() -> int:
+    """The exit status, once the answer has been written."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return 1
+    except OSError as error:
+        return _report(error)
+    return 0
+
+
+def _report(error: BaseException) -> int:
+    if os.environ.get("INFER_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    if isinstance(error, UnicodeError):
+        say_error(f"this is not text in UTF-8: {error}")
+    elif isinstance(error, ValueError | OSError | ImportError):
+        say_error(str(error) or type(error).__name__)
+    else:
+        hint = "it does not fit into memory" if isinstance(error, MemoryError) else "INFER_TRACEBACK=1 shows where"
+        say_error(f"{type(error).__name__}: {error} ({hint})" if str(error) else f"{type(error).__name__} ({hint})")
+        return 1
+    return 2

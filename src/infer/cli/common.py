@@ -1,8 +1,7 @@
-"""What the commands share: options, and where messages go."""
+"""What the commands share: their options."""
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -71,11 +70,6 @@ ThinkingOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-
-
-def say(message: str = "") -> None:
-    """Everything but the answer itself goes to stderr."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def read_utf8(path: Path) -> str:

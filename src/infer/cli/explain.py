@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infer.cli.common import DEFAULT_MODEL, JsonOption, Loading, ModelOption, loading_options, say
+from infer.cli.common import DEFAULT_MODEL, JsonOption, Loading, ModelOption, loading_options
+from infer.cli.streams import on_stdout, say
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -81,7 +82,7 @@ def show(run: "Explanation", tokens: Sequence[str], config: "ModelConfig", model
     prompt, new = "".join(tokens[: len(run.prompt_token_ids)]), "".join(tokens[len(run.prompt_token_ids) :])
     console.print(f"{model} continues a prompt of {len(run.prompt_token_ids)} tokens with {len(run.token_ids)} more:\n")
     shown = prompt if len(prompt) <= PROMPT_SHOWN else f"…{prompt[-PROMPT_SHOWN:]}"
-    console.print(Text.assemble((shown, "bold"), (new, NEW_STYLE)), soft_wrap=True)
+    console.print(Text.assemble((on_stdout(shown), "bold"), (on_stdout(new), NEW_STYLE)), soft_wrap=True)
     sections: list[tuple[str, Iterator[str | Text]]] = [
         ("Which keys and values each step computes", grids(run, tokens, width)),
         ("Tokens processed", counts(run)),
@@ -150,7 +151,7 @@ def grids(run: "Explanation", tokens: Sequence[str], width: int) -> "Iterator[st
 
 def quoted(text: str) -> str:
     """A token as one short word, its spaces and line ends visible."""
-    text = json.dumps(text, ensure_ascii=False)
+    text = on_stdout(json.dumps(text, ensure_ascii=False))
     return text if len(text) < LABEL else f'{text[: LABEL - 3]}…"'
 
 

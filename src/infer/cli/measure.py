@@ -21,8 +21,8 @@ from infer.cli.common import (
     check_cache_dtype,
     loading_options,
     read_utf8,
-    say,
 )
+from infer.cli.streams import say
 
 
 @loading_options

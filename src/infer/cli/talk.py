@@ -25,8 +25,8 @@ from infer.cli.common import (
     check_cache_dtype,
     loading_options,
     sampling_options,
-    say,
 )
+from infer.cli.streams import on_stdout, say
 from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def show(tokens: Any, *, quiet: bool = False) -> list["GeneratedToken"]:
         for token in tokens:
             steps.append(token)
             if not quiet:
-                print(token.text, end="", flush=True)
+                print(on_stdout(token.text), end="", flush=True)
     except KeyboardInterrupt:
         tokens.close()
     if not quiet:

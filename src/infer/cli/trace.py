@@ -24,8 +24,8 @@ from infer.cli.common import (
     ThinkingOption,
     loading_options,
     sampling_options,
-    say,
 )
+from infer.cli.streams import say
 from infer.cli.talk import as_dict, cache_for, figures, prepare, show
 from infer.engine.params import SamplingParams
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 100
 DEFAULT_LAYERS = 4
+MOST_ALTERNATIVES = 2**31
 
 
 @functools.partial(sampling_options, max_new_tokens=32)
@@ -80,8 +81,8 @@ def trace(
     """
     files = [*(save or []), *([html] if html is not None else [])]
     check_files(files, html)
-    if alternatives < 1:
-        raise ValueError(f"--alternatives must be 1 or more, not {alternatives}")
+    if not 1 <= alternatives <= MOST_ALTERNATIVES:
+        raise ValueError(f"--alternatives must be 1 or more, up to {MOST_ALTERNATIVES:,}, not {alternatives}")
     parse_step(show_step, params.max_new_tokens)
     asked_layers = None if layers is None else parse_numbers("--layers", layers)
     asked_heads = parse_numbers("--heads", heads)

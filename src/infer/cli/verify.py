@@ -17,8 +17,9 @@ from infer.cli.common import (
     check_cache_dtype,
     loading_options,
     read_utf8,
-    say,
 )
+from infer.cli.streams import say
+from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:
     from infer.evaluate.paths import PathResult
@@ -50,6 +51,7 @@ def verify(
     from infer.machine import resolve_device
 
     check_cache_dtype(cache_dtype)
+    SamplingParams(seed=seed)  # refused now, not after the weights have been read
     if also_threads and not 1 <= min(also_threads) <= max(also_threads) <= MOST_THREADS:
         raise ValueError(f"--also-threads must be from 1 to {MOST_THREADS}")
     if also_threads and resolve_device(loading.device).type != "cpu":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-
 WAITING = 16  # tokens that wait for the rest of a character: longer than any tokenizer needs
 UNCERTAIN = 4  # the last ones, which may yet become one character: it has at most as many bytes
 

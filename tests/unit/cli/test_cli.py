@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -24,9 +25,11 @@ from infer import generate as generate_tokens
 from infer.backend.cpu import backend as cpu_backend
 from infer.cli import main
 from infer.cli.common import DEFAULT_MODEL
+from infer.cli.streams import say
 from infer.engine import generate as engine
 from infer.engine.conversation import Conversation
 from infer.engine.result import GeneratedToken, GenerationResult
+from infer.engine.text import TextStream
 from infer.evaluate import bench, paths, verify
 from infer.loader import describe, load
 from infer.loader.builtin import BUILTIN
@@ -1184,12 +1187,85 @@ def test_errors_of_many_lines_become_one(run: Run, monkeypatch: pytest.MonkeyPat
     assert_refused(run("generate", "hi"), "first second")
 
 
-def test_defects_are_not_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the user cannot mend keeps its traceback."""
+class Panic(BaseException):
+    """As pyo3's, which is no Exception."""
 
-    def fail(*args: Any, **options: Any) -> None:
-        raise ZeroDivisionError
 
-    monkeypatch.setattr(Tokenizer, "encode", fail)
-    with pytest.raises(ZeroDivisionError):
-        main(["generate", "hi", "--model", str(folder)])
+class TestUnexpected:
+    """One line, exit status 1, and a way to see more."""
+
+    @pytest.mark.parametrize(
+        ("error", "line"),
+        [
+            (ZeroDivisionError(), "error: ZeroDivisionError (INFER_TRACEBACK=1 shows where)\n"),
+            (RuntimeError("one\n two"), "error: RuntimeError: one two (INFER_TRACEBACK=1 shows where)\n"),
+            (RecursionError("too deep"), "error: RecursionError: too deep (INFER_TRACEBACK=1 shows where)\n"),
+            (MemoryError(), "error: MemoryError (it does not fit into memory)\n"),
+            (Panic("index out of bounds"), "error: Panic: index out of bounds (INFER_TRACEBACK=1 shows where)\n"),
+        ],
+        ids=repr,
+    )
+    def test_one_line(self, run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, line: str) -> None:
+        def fail(*args: Any, **options: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(Tokenizer, "encode", fail)
+        assert run("generate", "hi") == (1, "", line)
+        monkeypatch.setenv("INFER_TRACEBACK", "1")
+        done = run("generate", "hi")
+        assert done.status == 1
+        assert done.err.startswith("Traceback")
+        assert "in fail" in done.err
+        assert done.err.endswith(line)
+
+    def test_a_traceback_of_what_is_refused(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("INFER_TRACEBACK", "1")
+        done = run("generate", "hi", "--top-p", "2")
+        assert done.status == 2
+        assert done.err.startswith("Traceback")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class TestControlCharacters:
+    """A model's text does not reach a terminal as anything it would obey; a pipe gets it as it is."""
+
+    TEXT = "a\x1b[31m\x1b]0;title\x07\x9b2J\r\x7f\u202eb\u2066\tc\n✓"
+    SHOWN = "a\\x1b[31m\\x1b]0;title\\x07\\x9b2J\\x0d\\x7f\\u202eb\\u2066\tc\n✓"
+
+    @pytest.fixture
+    def speaking(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(TextStream, "push", lambda self, token: TestControlCharacters.TEXT)
+
+    @pytest.mark.parametrize("command", ["generate", "chat", "trace"])
+    def test_generated(
+        self, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, speaking: None, command: str
+    ) -> None:
+        args = ["--max-new-tokens", "2", *([] if command == "chat" else ["hi"])]
+        assert self.TEXT in run(command, *args, stdin="hi\n").out
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        run(command, *args, stdin="hi\n")
+        assert self.SHOWN in terminal.getvalue()
+        assert "\x1b]" not in terminal.getvalue()
+
+    @pytest.mark.parametrize("command", ["trace", "explain"])
+    def test_tokens(self, run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+        """Also where they are shown one by one."""
+        monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, **_: self_text(ids))
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert run(command, "hi", "--max-new-tokens", "3").status == 0
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())  # our own colours
+        assert not set("\x1b\x07\x9b\x7f\u202e\u2066") & set(shown)
+
+    def test_messages(self, capsys: pytest.CaptureFixture[str]) -> None:
+        say(self.TEXT)
+        assert capsys.readouterr().err == f"{self.SHOWN}\n"
+
+
+def self_text(ids: list[int]) -> str:
+    return TestControlCharacters.TEXT.replace("[31m", "") * len(ids)

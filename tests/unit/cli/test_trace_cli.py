@@ -303,7 +303,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no such head to show": (["--show-head", "-5"], "--show-head -5 is not traced: --heads are 0, 1, 2, 3"),
     "no such step": (["--show-step", "0"], "--show-step is a number from 1 on, last or all, not '0'"),
     "a step in words": (["--show-step", "first"], "--show-step is a number from 1 on, last or all, not 'first'"),
-    "no alternatives": (["--alternatives", "0"], "--alternatives must be 1 or more, not 0"),
+    "no alternatives": (["--alternatives", "0"], "--alternatives must be 1 or more, up to 2,147,483,648, not 0"),
     "unknown suffix": (["--save", "trace.csv"], "a trace is saved as .jsonl, .npz or .html, not as 'trace.csv'"),
     "page of another suffix": (["--html", "page.npz"], "must end in .html, not 'page.npz'"),
     "missing folder": (["--save", "MISSING/trace.npz"], "there is no folder"),
