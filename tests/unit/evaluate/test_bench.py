@@ -170,6 +170,7 @@ def test_machine_is_named_if_lscpu_hangs(monkeypatch: pytest.MonkeyPatch) -> Non
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", hang)
+    monkeypatch.setattr(bench.platform, "processor", lambda: "")  # the standard library asks `uname`
     assert bench.describe_machine(torch.device("cpu"))["name"]
 
 

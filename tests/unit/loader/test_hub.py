@@ -279,6 +279,7 @@ from pathlib import Path
 from infer.loader import hub
 from infer.loader.hub import fetch, remove
 repo = {repo!r}
+os.environ["INFER_CACHE"] = os.environ["HF_HOME"] + "/infer"
 def tell(function, *args, **options):  # of a failure, what it says
     try:
         return str(function(*args, **options))
