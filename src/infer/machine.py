@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -91,26 +94,31 @@ def usable_cpus() -> int:
 
 
 def _cgroup_cpus() -> Iterator[float]:
-    """The CPU quotas of the cgroups this process is in, from its own up to the root: each limits those within."""
+    """The CPU quotas of the cgroups this process is in."""
+    for folder in _cgroups("cpu"):
+        if (quota := _cpu_quota(folder)) is not None:
+            yield quota
+
+
+def _cgroups(controller: str) -> Iterator[Path]:
+    """Folders of the cgroups this process is in, from its own up to the root: each limits those within."""
     try:
         entries = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return
+        entries = ["0::/", f"1:{controller}:/"]
     for entry in entries:
         _, _, rest = entry.partition(":")
         controllers, _, own = rest.partition(":")
         if controllers == "":  # v2
             root = Path("/sys/fs/cgroup")
-        elif "cpu" in controllers.split(","):  # v1
-            root = Path("/sys/fs/cgroup/cpu")
+        elif controller in controllers.split(","):  # v1
+            root = Path("/sys/fs/cgroup") / controller
         else:
             continue
         # A container may see its own cgroup as the root, under the name that the host has for it: what is not there
         # is passed over.
         for path in (PurePosixPath(own), *PurePosixPath(own).parents):
-            quota = _cpu_quota(root / str(path).lstrip("/"))
-            if quota is not None:
-                yield quota
+            yield root / str(path).lstrip("/")
 
 
 def _cpu_quota(cgroup: Path) -> float | None:
@@ -126,14 +134,42 @@ def _cpu_quota(cgroup: Path) -> float | None:
     return None
 
 
+class Promise(Protocol):
+    """Memory of the CPU that is taken but not written: the system counts it as free until then."""
+
+    @property
+    def unwritten_bytes(self) -> int: ...
+
+
+promises: WeakSet[Promise] = WeakSet()
+_reserved = 0  # bytes for what is about to be allocated
+
+
+@contextmanager
+def reserved(count: int) -> Iterator[None]:
+    """Leave this many bytes out of `available_memory`: they are for something else that is to come."""
+    global _reserved
+    _reserved += count
+    try:
+        yield
+    finally:
+        _reserved -= count
+
+
+def reserved_bytes() -> int:
+    return _reserved
+
+
 def available_memory(device: torch.device) -> int | None:
     """Bytes that can still be allocated on the device; None where the system does not say."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return max(0, torch.cuda.mem_get_info(device)[0] - _reserved)
     if device.type != "cpu":
         return None
-    limits = [limit for limit in (_system_memory(), _cgroup_memory()) if limit is not None]
-    return min(limits, default=None)
+    unwritten = sum(promise.unwritten_bytes for promise in list(promises))
+    limits = [limit - unwritten for limit in (_system_memory(), *_cgroup_memory()) if limit is not None]
+    limits += _rlimits()
+    return max(0, min(limits) - _reserved) if limits else None
 
 
 def _system_memory() -> int | None:
@@ -146,22 +182,29 @@ def _system_memory() -> int | None:
         return None
 
 
-def _cgroup_memory() -> int | None:
-    """What a container's limit leaves (cgroup v2, then v1)."""
-    for limit, used, stat in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-            "/sys/fs/cgroup/memory/memory.stat",
-        ),
-    ):
-        try:
-            held = int(Path(used).read_text()) - _page_cache(Path(stat))
-            return max(0, int(Path(limit).read_text()) - held)
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return None
+def _cgroup_memory() -> Iterator[int]:
+    """What the limits of containers leave (cgroup v2, and v1)."""
+    for folder in _cgroups("memory"):
+        for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
+            with suppress(OSError, ValueError):  # no such file, or "max"
+                most = int((folder / f"memory.{limit}").read_text())
+                held = int((folder / f"memory.{used}").read_text())
+                yield most - held + _page_cache(folder / "memory.stat")
+
+
+def _rlimits() -> Iterator[int]:
+    """What `ulimit -v` and `ulimit -d` leave of this process's address space: taken as soon as it is allocated."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    used = {}
+    with suppress(OSError):
+        used = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY:
+            yield most - int(used.get(name, "0").split()[0]) * 1024
 
 
 def _page_cache(stat: Path) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -237,6 +240,31 @@ def test_threads_of_this_machine() -> None:
     assert 1 <= cpu_threads() <= torch.get_num_threads()
 
 
+def memory_files(cgroup: str, most: int, used: int) -> dict[str, str]:
+    return {
+        f"/sys/fs/cgroup{cgroup}/memory.max": f"{most}\n",
+        f"/sys/fs/cgroup{cgroup}/memory.current": f"{used}\n",
+    }
+
+
+V1_OWN = {
+    "/sys/fs/cgroup/memory/a/memory.limit_in_bytes": "5000",
+    "/sys/fs/cgroup/memory/a/memory.usage_in_bytes": "4500",
+    "/sys/fs/cgroup/memory/a/memory.stat": "inactive_file 200\n",
+}
+
+
+class Promised:
+    def __init__(self, unwritten_bytes: int) -> None:
+        self.unwritten_bytes = unwritten_bytes
+
+
+@pytest.fixture
+def nothing_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "promises", WeakSet())
+
+
+@pytest.mark.usefixtures("nothing_promised")
 class TestMemory:
     @pytest.mark.parametrize(
         ("files", "expected"),
@@ -245,7 +273,13 @@ class TestMemory:
             ({MEMINFO: "MemAvailable: 4 kB\n", **V2}, 2000),
             ({MEMINFO: "MemAvailable: 1 kB\n", **V2}, 1024),
             ({MEMINFO: "MemAvailable: 4 kB\n", **V1}, 500),
-            ({MEMINFO: "MemAvailable: 4 kB\n", **V1, **V2}, 2000),
+            ({MEMINFO: "MemAvailable: 4 kB\n", **V1, **V2}, 500),
+            ({MEMINFO: "MemAvailable: 4 kB\n", **IN_V2, **memory_files("/a/b", 3000, 1000), **V2}, 2000),
+            ({MEMINFO: "MemAvailable: 4 kB\n", **IN_V2, **memory_files("/a/b", 1500, 1000), **V2}, 500),
+            ({MEMINFO: "MemAvailable: 4 kB\n", **IN_V2, **memory_files("/a", 1300, 1000), **V2}, 300),
+            ({MEMINFO: "MemAvailable: 4 kB\n", **IN_V2, **memory_files("/c", 1300, 1000), **V2}, 2000),
+            ({MEMINFO: "MemAvailable: 4 kB\n", OWN: "5:memory:/a\n", **V1_OWN}, 700),
+            ({MEMINFO: "MemAvailable: 4 kB\n", OWN: "5:cpu:/a\n", **V1_OWN}, 4096),
             ({MEMINFO: "MemAvailable: 4 kB\n", **V2, "/sys/fs/cgroup/memory.max": "max"}, 4096),
             ({MEMINFO: "MemAvailable: 4 kB\n", **V2, "/sys/fs/cgroup/memory.current": "9999"}, 0),
             (V2, 2000),
@@ -257,6 +291,12 @@ class TestMemory:
             "full system",
             "older container",
             "both",
+            "its own cgroup, as wide",
+            "its own cgroup",
+            "one around it",
+            "someone else's",
+            "its own older cgroup",
+            "an older cgroup without the controller",
             "unlimited",
             "used up",
             "no meminfo",
@@ -268,6 +308,60 @@ class TestMemory:
     ) -> None:
         with_files(monkeypatch, files)
         assert available_memory(CPU) == expected
+
+    @pytest.mark.parametrize(
+        ("limits", "expected"),
+        [
+            ({}, 4096),
+            ({"RLIMIT_AS": 5000}, 5000 - 2048),
+            ({"RLIMIT_DATA": 3000}, 3000 - 1024),
+            ({"RLIMIT_AS": 5000, "RLIMIT_DATA": 3000}, 3000 - 1024),
+            ({"RLIMIT_AS": 10**9}, 4096),
+            ({"RLIMIT_AS": 100}, 0),
+        ],
+        ids=str,
+    )
+    def test_limits_of_the_process(
+        self, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], expected: int
+    ) -> None:
+        """`ulimit -v` and `ulimit -d`."""
+        resource = pytest.importorskip("resource")
+        with_files(
+            monkeypatch,
+            {MEMINFO: "MemAvailable: 4 kB\n", "/proc/self/status": "Name:\tx\nVmSize:\t 2 kB\nVmData:\t 1 kB\n"},
+        )
+        most = {getattr(resource, name): value for name, value in limits.items()}
+        monkeypatch.setattr(resource, "getrlimit", lambda name: (most.get(name, resource.RLIM_INFINITY), -1))
+        assert available_memory(CPU) == expected
+
+    def test_a_limit_of_this_process(self) -> None:
+        code = (
+            "import resource, torch; from infer.machine import available_memory\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (10**11, -1))\n"
+            "print(available_memory(torch.device('cpu')) < 10**11)"
+        )
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"True\n"
+
+    def test_promises_and_reserves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is allocated but not written counts, except against limits that count it already."""
+        resource = pytest.importorskip("resource")
+        with_files(monkeypatch, {MEMINFO: "MemAvailable: 4 kB\n"})
+        monkeypatch.setattr(resource, "getrlimit", lambda name: (resource.RLIM_INFINITY, -1))
+        first, second = Promised(1000), Promised(500)
+        machine.promises.update((first, second))  # type: ignore[arg-type]
+        assert available_memory(CPU) == 4096 - 1500
+        with machine.reserved(100):
+            assert available_memory(CPU) == 4096 - 1600
+        second.unwritten_bytes = 0
+        assert available_memory(CPU) == 4096 - 1000
+        monkeypatch.setattr(resource, "getrlimit", lambda name: (3000, -1))
+        with machine.reserved(100):
+            assert available_memory(CPU) == 2900
+        del first
+        monkeypatch.setattr(resource, "getrlimit", lambda name: (resource.RLIM_INFINITY, -1))
+        assert available_memory(CPU) == 4096
+        machine.promises.add(other := Promised(10**6))  # type: ignore[arg-type]
+        assert other.unwritten_bytes > available_memory(CPU) == 0
 
     def test_system_without_the_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with_files(monkeypatch, {MEMINFO: "MemTotal: 9 kB\n"})

@@ -20,6 +20,7 @@ from infer.cache.int8 import decode, encode, width
 from infer.config import ModelConfig
 from infer.machine import available_memory, resolve_device, resolve_dtype
 from infer.nn.attention import Masks, span_attention
+from infer.values import shown
 
 CACHE_DTYPES = ("auto", "int8")  # auto: the model's own
 
@@ -99,6 +100,7 @@ class BaseCache(ABC):
         if self.quantized:
             self.keeps_gradients = False
         self.seq_len = 0
+        self._most_filled = 0  # positions that were ever filled
         self.contents = Contents()
         self._masks: Masks = {}  # of this forward pass
         self._suited: tuple[ModelConfig, torch.dtype, bool] | None = None  # what `_suits` has last said
@@ -152,6 +154,11 @@ class BaseCache(ABC):
     @abstractmethod
     def memory_bytes(self) -> int:
         """Bytes held by keys and values."""
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Of those, what has never been written: a CPU's memory counts as free until then."""
+        return self.memory_bytes - self.memory_bytes * self._most_filled // self.capacity
 
     @abstractmethod
     def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,6 +258,7 @@ class BaseCache(ABC):
 
     def _move_to(self, seq_len: int) -> None:
         self.seq_len = seq_len
+        self._most_filled = max(self._most_filled, seq_len)
         self.contents.cut(seq_len)
         self._masks.clear()
 
@@ -306,8 +314,8 @@ def checked(
 ) -> tuple[CacheShape, torch.dtype, torch.device]:
     """A shape that can be, and what "auto" stands for."""
     for name, size in shape._asdict().items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, not {size}")
+        if not 1 <= size < 2**63:
+            raise ValueError(f"{name} must be at least 1, not {shown(size)}")
     device = resolve_device(device)
     return shape, torch.int8 if dtype in ("int8", torch.int8) else resolve_dtype(dtype, device), device
 

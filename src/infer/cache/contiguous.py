@@ -11,6 +11,7 @@ from infer.cache.base import BaseCache, CacheShape, check_memory
 from infer.cache.int8 import values_in, width
 from infer.cache.table import Table
 from infer.config import ModelConfig
+from infer.machine import promises
 
 
 class KVCache(BaseCache):
@@ -41,7 +42,10 @@ class KVCache(BaseCache):
     def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
         check_memory(shape.num_layers * shape.max_seq_len, shape, dtype, device)
         stored = (*shape[:4], width(shape.head_dim, dtype))
-        return cls(torch.zeros(stored, dtype=dtype, device=device), torch.zeros(stored, dtype=dtype, device=device))
+        cache = cls(torch.zeros(stored, dtype=dtype, device=device), torch.zeros(stored, dtype=dtype, device=device))
+        if device.type == "cpu":
+            promises.add(cache)
+        return cache
 
     @property
     def L(self) -> int:

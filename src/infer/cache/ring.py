@@ -16,6 +16,7 @@ from torch import Tensor
 from infer.cache.base import AttentionKernel, BaseCache, CacheShape, check_memory, checked
 from infer.cache.table import Table
 from infer.config import ModelConfig
+from infer.machine import promises
 from infer.nn.attention import ring_span
 
 PREFILL_CHUNK = 512
@@ -52,6 +53,8 @@ class SlidingCache(BaseCache):
         self._table: Table | None = None
         self._oldest = [0] * shape.num_layers  # the first position that has not been overwritten
         self._staged: dict[int, tuple[Tensor, Tensor]] = {}  # of a pass too wide to be written before it is through
+        if device.type == "cpu":
+            promises.add(self)
 
     @classmethod
     def allocate(
@@ -98,6 +101,10 @@ class SlidingCache(BaseCache):
     @property
     def memory_bytes(self) -> int:
         return sum(t.nbytes for t in self.k + self.v)
+
+    @property
+    def unwritten_bytes(self) -> int:
+        return sum(t.nbytes // t.shape[2] * max(0, t.shape[2] - self._most_filled) for t in self.k + self.v)
 
     def check_model(
         self, config: ModelConfig, batch_size: int, dtype: torch.dtype | None, device: torch.device

@@ -12,6 +12,7 @@ import typer
 from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:
+    from infer.config import ModelConfig
     from infer.models.common import Decoder
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -99,13 +100,25 @@ class Loading:
         if self.quantize not in (None, "int4", "int8"):  # before a model is fetched
             raise ValueError(f"quantize must be one of int4, int8, or left out, not {self.quantize!r}")
 
-    def load(self, model: str) -> "Decoder":
+    def load(
+        self, model: str, config: "ModelConfig | None" = None, positions: int = 0, cache_dtype: str = "auto"
+    ) -> "Decoder":
+        """config, positions: of a cache to come, for which there must be memory beside the weights."""
         from infer import load_model
-        from infer.machine import use_threads
+        from infer.cache.base import resolve_cache_dtype
+        from infer.loader.describe import cache_bytes
+        from infer.loader.widths import resolve_weights
+        from infer.machine import reserved, resolve_device, use_threads
 
         if self.threads is not None:
             use_threads(self.threads)
-        return load_model(model, dtype=self.dtype, device=self.device, quantize=self.quantize)[0]
+        needed = 0
+        if config is not None:
+            dtype = resolve_weights(self.dtype, resolve_device(self.device), self.quantize)
+            positions = min(positions, config.max_position_embeddings)
+            needed = cache_bytes(config, positions, resolve_cache_dtype(cache_dtype, dtype))
+        with reserved(needed):
+            return load_model(model, dtype=self.dtype, device=self.device, quantize=self.quantize)[0]
 
 
 def loading_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -63,7 +63,7 @@ def generate(
         raise ValueError("--compare needs the cache: leave --no-kv-cache out")
     if compare and params.seed is None:
         params = replace(params, seed=secrets.randbits(63))  # or the two runs would draw other tokens
-    tokenizer, _, prompt_ids = prepare(
+    tokenizer, config, prompt_ids = prepare(
         prompt,
         model,
         params,
@@ -75,7 +75,8 @@ def generate(
         cache_dtype=cache_dtype,
         on_full=on_full,
     )
-    network = loading.load(model)
+    positions = len(prompt_ids) + params.max_new_tokens
+    network = loading.load(model, config if kv_cache else None, positions, cache_dtype)
     cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache, cache_dtype)
     stepping = stream(network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full)
     steps = show(stepping, quiet=as_json)
@@ -135,7 +136,7 @@ def chat(
         check_request(config, encode([{"role": "user", "content": "hello"}]), params, capacity)
     except CacheExceeded as error:
         raise ValueError(f"--context {capacity} has no room for a turn: {error}") from None
-    network = loading.load(model)
+    network = loading.load(model, config, capacity, cache_dtype)
     cache = make_cache(network, capacity, network.device, prefill_chunk=prefill_chunk, cache_dtype=cache_dtype)
     conversation = Conversation(network, tokenizer, encode, cache, system, prefill_chunk)
     say(f"{model}: {capacity} positions, {cache.memory_bytes / 1e6:.0f} MB of cache. /reset forgets, /exit leaves.")

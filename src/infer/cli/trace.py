@@ -111,7 +111,8 @@ def trace(
     layer = shown("layer", show_layer, config.num_hidden_layers, trace.layers)
     head = shown("head", show_head, config.num_attention_heads, trace.heads)
 
-    network = loading.load(model)
+    positions = len(prompt_ids) + params.max_new_tokens
+    network = loading.load(model, config if kv_cache else None, positions, cache_dtype)
     cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache, cache_dtype)
     stepping = stream(
         network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full, trace=trace

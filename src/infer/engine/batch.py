@@ -19,7 +19,6 @@ from infer.engine.request import Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
 from infer.engine.runner import Runner
 from infer.engine.text import Decodes
-from infer.machine import available_memory
 
 
 def generate_batch(
@@ -43,11 +42,12 @@ def generate_batch(
     check_cache_dtype(cache_dtype, None)
     check_mode(model)
     requests = _requests(model, tokenizer, prompts, params, on_full)
-    caches = [
-        make_cache(model, request.max_seq_len, device, prefill_chunk=prefill_chunk, cache_dtype=cache_dtype)
-        for request in requests
-    ]
-    _check_memory(caches, device)
+    caches: list[Cache] = []
+    for i, request in enumerate(requests):
+        with _named(i, ValueError):  # no memory, if those before it have taken it
+            caches.append(
+                make_cache(model, request.max_seq_len, device, prefill_chunk=prefill_chunk, cache_dtype=cache_dtype)
+            )
     rows: list[list[GeneratedToken]] = [[] for _ in requests]
     with Runner(model) as runner:
         names = {
@@ -90,13 +90,3 @@ def _requests(
         with _named(i, ValueError, TypeError):
             requests.append(Request(model.config, tokenizer, prompt, settings, on_full=on_full))
     return requests
-
-
-def _check_memory(caches: Sequence[Cache], device: torch.device) -> None:
-    """Each was found to fit alone; on a CPU, memory counts as free until it is written, so ask for all together."""
-    needed, free = sum(cache.memory_bytes for cache in caches), available_memory(device)
-    if device.type == "cpu" and free is not None and needed > free:
-        raise ValueError(
-            f"the caches of {len(caches)} rows need {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free: "
-            "generate from fewer prompts at once, or fewer tokens"
-        )

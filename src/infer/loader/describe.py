@@ -11,7 +11,7 @@ import torch
 from infer import backend
 from infer.cache.base import resolve_cache_dtype
 from infer.cache.ring import layer_slots
-from infer.config import SLIDING_ATTENTION
+from infer.config import SLIDING_ATTENTION, ModelConfig
 from infer.loader.find import open_checkpoint
 from infer.loader.widths import choose_widths, form, may_be_narrow, resolve_weights, weight_bytes
 from infer.machine import available_memory, resolve_device
@@ -74,6 +74,12 @@ class Description:
             yield "largest that fits", f"{fits} ({_size(self.free_bytes)} free)"
 
 
+def cache_bytes(config: ModelConfig, positions: int, dtype: torch.dtype) -> int:
+    """Of the default cache. dtype: its own."""
+    stored = sum(layer_slots(config, positions))
+    return stored * config.cache_bytes_per_token(dtype.itemsize) // config.num_hidden_layers
+
+
 def describe(
     name_or_path: str,
     dtype: str = "auto",
@@ -97,17 +103,11 @@ def describe(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     widths = choose_widths(model, checkpoint, quantize, narrow=may_be_narrow(element, target))
     weights = weight_bytes(model, widths, element)
-    per_token = config.cache_bytes_per_token(cached.itemsize)
-
-    def cache_bytes(positions: int) -> int:
-        stored = sum(layer_slots(config, positions))
-        return stored * per_token // config.num_hidden_layers
-
     free = available_memory(target)
     largest = config.max_position_embeddings
     if free is not None:
         room = max(0, free - weights)
-        largest = bisect_right(range(1, largest + 1), room, key=cache_bytes)
+        largest = bisect_right(range(1, largest + 1), room, key=lambda count: cache_bytes(config, count, cached))
     return Description(
         model=name_or_path,
         path=str(checkpoint.path),
@@ -128,10 +128,10 @@ def describe(
         sliding_window=config.sliding_window,
         sliding_layers=config.layer_types.count(SLIDING_ATTENTION),
         cache_dtype=str(cached).removeprefix("torch."),
-        cache_bytes_per_token=per_token,
+        cache_bytes_per_token=config.cache_bytes_per_token(cached.itemsize),
         context=positions,
-        cache_bytes=cache_bytes(positions),
-        contiguous_cache_bytes=positions * per_token,
+        cache_bytes=cache_bytes(config, positions, cached),
+        contiguous_cache_bytes=positions * config.cache_bytes_per_token(cached.itemsize),
         free_bytes=free,
         largest_context=largest,
     )

@@ -23,7 +23,7 @@ from infer.loader.widths import (
     resolve_weights,
     weight_bytes,
 )
-from infer.machine import available_memory, resolve_device, use_threads
+from infer.machine import available_memory, reserved_bytes, resolve_device, use_threads
 from infer.models.common import Decoder
 from infer.models.registry import build_model
 from infer.nn.linear import FusedLinear
@@ -136,8 +136,9 @@ def check_finite(checkpoint: Checkpoint, name: str, weights: Tensor) -> None:
 def check_memory(needed: int, form: str, device: torch.device) -> None:
     free = available_memory(device)
     if free is not None and needed > free:
+        cache = f", beside {reserved_bytes() / 1e9:.2f} GB for the cache" if reserved_bytes() else ""
         raise ValueError(
-            f"the weights need {needed / 1e9:.2f} GB in {form}, but {free / 1e9:.2f} GB are free on {device}"
+            f"the weights need {needed / 1e9:.2f} GB in {form}, but {free / 1e9:.2f} GB are free on {device}{cache}"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from mocks import CACHES, LAYOUT_NAMES, LAYOUTS, STORED, as_stored
 from torch import Tensor, nn
 
-from infer import GrowingCache, KVCache, ModelConfig, SlidingCache
+from infer import GrowingCache, KVCache, ModelConfig, SlidingCache, machine
 from infer.backend.cpu import kernels
 from infer.backend.cpu.functions import CpuAttention
 from infer.cache import BaseCache, Cache, NoCache, TracedCache
@@ -394,6 +394,46 @@ class TestKVCache:
     def test_exactly_the_memory_is_enough(self, monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
         monkeypatch.setattr("infer.cache.base.available_memory", lambda device: free)
         assert KVCache.allocate(**SIZES, dtype=torch.float32, device="cpu").memory_bytes == 8192
+
+
+class TestSeveralCaches:
+    """They add up, although a CPU's memory counts as free until it is written."""
+
+    @pytest.mark.parametrize("windows", [None, [4, None]], ids=["full", "windows"])
+    def test_add_up(self, monkeypatch: pytest.MonkeyPatch, windows: list[int | None] | None) -> None:
+        def allocate() -> BaseCache:
+            if windows is None:
+                return KVCache.allocate(**SIZES, dtype=torch.float32, device="cpu")
+            return SlidingCache.allocate(**SIZES, dtype=torch.float32, device="cpu", windows=windows, prefill_chunk=2)
+
+        size = allocate().memory_bytes
+        free = sum(cache.unwritten_bytes for cache in machine.promises) + 2 * size
+        monkeypatch.setattr(machine, "_system_memory", lambda: free)
+        first, second = allocate(), allocate()
+        with pytest.raises(ValueError, match="are free on cpu"):
+            allocate()
+        del second
+        third = allocate()
+        assert first.unwritten_bytes == third.unwritten_bytes == size
+        first.advance(first.capacity)  # as if written: the system no longer counts that as free
+        first.reset()
+        assert first.unwritten_bytes == 0
+        allocate()
+
+    def test_by_what_was_written(self) -> None:
+        cache = KVCache.allocate(**SIZES, dtype=torch.float32, device="cpu")
+        cache.advance(cache.capacity // 4)
+        cache.truncate(1)
+        assert cache.unwritten_bytes == cache.memory_bytes * 3 // 4
+        ring = SlidingCache.allocate(**SIZES, dtype=torch.float32, device="cpu", windows=[2, 2], prefill_chunk=2)
+        ring.advance(4)
+        assert ring.unwritten_bytes == 0
+
+    @pytest.mark.parametrize("size", [0, -1, 2**63, 10**400])
+    def test_sizes_that_cannot_be(self, size: int) -> None:
+        for name in SIZES:
+            with pytest.raises(ValueError, match=f"{name} must be"):
+                KVCache.allocate(**(SIZES | {name: size}), dtype=torch.float32, device="cpu")
 
 
 class TestGrowingCache:

@@ -271,9 +271,9 @@ class TestLoadingOptions:
 
     @pytest.mark.parametrize("command", LOADING)
     def test_reach_the_loader(self, run: Run, asked: dict[str, Any], command: str) -> None:
-        options = ("--dtype", "float64", "--device", "cuda:3", "--quantize", "int4", "--threads", "1")
+        options = ("--dtype", "bfloat16", "--device", "cpu", "--quantize", "int4", "--threads", "1")
         assert_refused(run(command, *LOADING[command], *options), "enough")
-        assert asked == {"dtype": "float64", "device": "cuda:3", "quantize": "int4", "threads": 1}
+        assert asked == {"dtype": "bfloat16", "device": "cpu", "quantize": "int4", "threads": 1}
 
     @pytest.mark.parametrize("command", LOADING)
     def test_defaults(self, run: Run, asked: dict[str, Any], command: str) -> None:
@@ -1160,6 +1160,17 @@ class TestRefused:
         monkeypatch.setattr(load, "available_memory", lambda device: 1000)
         words = ["hi"] if command == "generate" else []
         assert_refused(run(command, *words, "--max-new-tokens", "5"), "the weights need 0.00 GB")
+
+    @pytest.mark.parametrize("command", ["generate", "chat"])
+    def test_weights_and_cache_together(self, run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each fits alone."""
+        facts = json.loads(run("info", "--context", "200", "--json").out)
+        largest = max(facts["weight_bytes"], facts["cache_bytes"])
+        held = sum(cache.unwritten_bytes for cache in machine.promises)
+        monkeypatch.setattr(machine, "_system_memory", lambda: held + largest)
+        words = ["hi"] if command != "chat" else []
+        done = run(command, *words, "--max-new-tokens", "200")
+        assert_refused(done, "beside 0.00 GB for the cache")
 
     @pytest.mark.parametrize("args", [[command, "--nonsense"] for command in COMMANDS])
     def test_unknown_option(self, run: Run, args: list[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from mocks import MockModel, MockTokenizer
 
-from infer import GenerationResult, KVCache, SamplingParams, SlidingCache, generate, generate_batch
+from infer import GenerationResult, KVCache, SamplingParams, SlidingCache, generate, generate_batch, machine
 from infer.backend.cpu.backend import CpuBackend
 from infer.models.common import Decoder
 from infer.models.rows import Row
@@ -255,10 +255,12 @@ class TestRefusals:
         model = MockModel(0, **windows)
         kind = SlidingCache if windows else KVCache
         free = 3 * kind.from_model_config(model.config, 10, dtype="float32", device="cpu").memory_bytes
-        for home in ("infer.cache.base", "infer.engine.batch"):
-            monkeypatch.setattr(f"{home}.available_memory", lambda device: free)
+        held = sum(cache.unwritten_bytes for cache in machine.promises)  # by other tests
+        monkeypatch.setattr(machine, "_system_memory", lambda: free + held)
         params = SamplingParams(max_new_tokens=8)
-        with pytest.raises(ValueError, match=r"the caches of 4 rows need 0\.00 GB, but 0\.00 GB are free"):
+        with pytest.raises(
+            ValueError, match=r"prompt 3: a cache of 10 positions needs 0\.00 GB, but 0\.00 GB are free"
+        ):
             generate_batch(model, LETTERS, [[1, 2]] * 4, params)
         assert model.calls == 0
         assert len(generate_batch(model, LETTERS, [[1, 2]] * 3, params)) == 3
