@@ -448,6 +448,10 @@ def test_tensors_that_overlap(server: Server, tmp_path: Path) -> None:
     refuse(server, tmp_path / "m.gguf")
 
 
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
 PARTS: dict[str, tuple[str, Any]] = {
     "replace": ("normalizer", {"type": "Sequence", "normalizers": [REPLACE] * 5}),
@@ -493,6 +497,17 @@ PARTS: dict[str, tuple[str, Any]] = {
         "normalizer",
         {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(4) + b"x" * 10**6).decode()},
     ),
+    "long text": ("normalizer", {"type": "Prepend", "prepend": "a" * 10**7}),
+    "long pattern": ("pre_tokenizer", split(r"[\\p{L}\\p{N}]" * 50_000)),
+    "long template": (
+        "post_processor",
+        {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "x", "type_id": 0}}] * 2000 + [{"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {"x": {"id": "x", "ids": [1] * 20_000, "tokens": ["x"] * 20_000}},
+        },
+    ),
     "many": ("normalizer", {"type": "Sequence", "normalizers": [{"type": "Lowercase"}] * 100_000}),
 }
 
@@ -512,14 +527,45 @@ def test_tokenizers_that_multiply(server: Server, tmp_path: Path, name: str, add
 
 def test_tokenizer_that_tries_for_ever(server: Server, tmp_path: Path) -> None:
     folder, contents = write_folder(tmp_path / "m"), tokenizer_json()
-    contents["pre_tokenizer"] = {
-        "type": "Split",
-        "pattern": {"Regex": "(a+)+$"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    contents["pre_tokenizer"] = split("(a+)+$")
     (folder / "tokenizer.json").write_text(json.dumps(contents))
     assert_refused(server.run("generate", "a" * 60 + "!", "--model", folder))
+
+
+@pytest.mark.parametrize(
+    "model",
+    some(
+        [
+            {"vocab": {f"t{i}": i for i in range(450_000)}},
+            {"vocab": {f"t{i}": i for i in range(900_000)}},
+            {"merges": [["a", "b"]] * 700_000},
+            {"type": "Unigram", "unk_id": 0, "vocab": [["a" * 50_000 + str(i), 0.0] for i in range(400)]},
+        ]
+    ),
+    ids=lambda model: f"{model!s:.20}",
+)
+def test_large_vocabularies(server: Server, tmp_path: Path, model: dict[str, Any]) -> None:
+    folder, contents = write_folder(tmp_path / "m"), tokenizer_json()
+    contents["model"] |= model
+    (folder / "tokenizer.json").write_text(json.dumps(contents))
+    refuse(server, folder, says="tokenizer.json")
+
+
+@pytest.mark.parametrize("kind", some(["tokens", "merges", "pairs"]))
+def test_large_vocabularies_in_gguf(server: Server, tmp_path: Path, kind: str) -> None:
+    keys = metadata()
+    if kind == "tokens":
+        keys |= {"tokenizer.ggml.tokens": (ARRAY, (STRING, [f"{i}" for i in range(500_000)]))}
+    elif kind == "merges":
+        keys |= {"tokenizer.ggml.merges": (ARRAY, (STRING, ["a b"] * 700_000))}
+    else:  # each can be cut in every way
+        tokens = ["<unk>", "<s>", "</s>", *("a" * n for n in range(1, 1300))]
+        keys |= sentencepiece()
+        keys |= {
+            "tokenizer.ggml.tokens": (ARRAY, (STRING, tokens)),
+            "tokenizer.ggml.scores": (ARRAY, (FLOAT32, [0.0] * len(tokens))),
+        }
+    refuse(server, write_gguf(tmp_path / "m.gguf", keys=keys))
 
 
 @pytest.mark.parametrize("values", some(['"a",', '{"a":1},', "[],", '"éé",']))

@@ -32,7 +32,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 # Limits of what a header holds, so that reading it takes no more memory than a small multiple of the file. The largest
 # models have 3,000 tensors, 100 keys, and 800,000 strings in vocabulary and merges.
-MAX_TENSORS, MAX_KEYS, MAX_STRINGS, MAX_STRING = 2**16, 2**16, 2**21, 2**24
+MAX_TENSORS, MAX_KEYS, MAX_STRINGS, MAX_STRING = 2**16, 2**16, 2**20, 2**24
 MAX_DIMENSIONS = 4  # ggml has no more
 MAX_LISTED = 4096  # numbers of an array that becomes a list; a longer one is numpy's, and takes what it takes on disk
 

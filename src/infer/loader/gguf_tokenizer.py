@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from infer.loader.text_tokenizers import rust_calls
+from infer.loader.text_tokenizers import MAX_MERGES, check_vocabulary, rust_calls
 from infer.values import shown
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types
@@ -65,6 +65,10 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"GGUF tokenizer {shown(kind)} is not supported: only gpt2 (byte-level BPE) and llama are")
+    try:
+        check_vocabulary(metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.merges"))
+    except ValueError as error:
+        raise ValueError(f"the GGUF file {error}") from None
     # SentencePiece's merges are found by cutting every token in every way.
     if sum(len(token) ** 2 for token in metadata["tokenizer.ggml.tokens"]) > MAX_TOKEN_CUTS:
         raise ValueError("the GGUF file's tokens are too long")
@@ -155,6 +159,8 @@ def merges_from_scores(vocab: Mapping[str, int], scores: list[float]) -> list[tu
         for cut in range(len(token) - 1, 0, -1):
             if (left := token[:cut]) in vocab and (right := token[cut:]) in vocab:
                 merges.append((left, right))
+        if len(merges) > MAX_MERGES:
+            raise ValueError(f"the GGUF file's tokens can be merged in more than {MAX_MERGES:,} ways")
     return merges
 
 

@@ -21,7 +21,9 @@ from infer.loader.files import MB, is_there, parse_json, read_text
 END_OF_TEXT = "<|endoftext|>"
 MAX_TOKENIZER = 128 * MB  # bytes of tokenizer.json; Gemma's, the largest known, has 33 MB
 MAX_VALUES = 2_500_000  # in it, all counted; Gemma's has 2.2 million
-MAX_PARTS = 100  # normalizers, pre-tokenizers, post-processors and decoders
+MAX_VOCABULARY, MAX_MERGES = 400_000, 600_000  # each takes up to 500 bytes while they are read
+MAX_PIECES = 4_000_000  # characters of a Unigram vocabulary, each of which takes 26 bytes
+MAX_PARTS = 2**14  # characters and values of normalizers, pre-tokenizers, post-processors and decoders together
 MAX_GROWTH = 100  # how many times longer they may make a text
 
 
@@ -42,8 +44,8 @@ def gpt2_tokenizer(folder: Path) -> TokenizerParts:
         )
     if is_there(whole):
         return TokenizerParts(read_tokenizer(whole), None, END_OF_TEXT, END_OF_TEXT)
-    read_text(merges, MAX_TOKENIZER)
-    read_text(vocabulary, MAX_TOKENIZER)
+    for file in (merges, vocabulary):
+        read_text(file)  # refused if it is large, or no text
     with rust_calls(f"{folder} has a tokenizer that cannot be read"):
         tokenizer = tokenizers.Tokenizer(BPE.from_file(str(vocabulary), str(merges)))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -69,25 +71,41 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 def check_growth(tokenizer: str) -> None:
     """Refuse parts that make a text many times longer: each multiplies what those before it have made."""
-    if sum(map(tokenizer.count, ",:[{")) > MAX_VALUES:
-        raise ValueError(f"holds more than {MAX_VALUES:,} values")
+    if tokenizer.count(":") > 2 * MAX_VOCABULARY or sum(map(tokenizer.count, ",:[{")) > MAX_VALUES:
+        raise ValueError(
+            f"holds more values than the {MAX_VALUES:,} that are read, or than {2 * MAX_VOCABULARY:,} by name"
+        )
     contents = parse_json(tokenizer)
-    parts = 0
-    growth = 1
+    model = contents.get("model")
+    if isinstance(model, dict):
+        check_vocabulary(model.get("vocab") or (), model.get("merges") or ())
+    size, growth = 0, 1
     unseen = [contents.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
-    while unseen and growth <= MAX_GROWTH and parts <= MAX_PARTS:
+    while unseen and growth <= MAX_GROWTH and size <= MAX_PARTS:
         part = unseen.pop()
+        size += len(part) + 1 if isinstance(part, str) else 1
         if isinstance(part, list):
             unseen += part
         elif isinstance(part, dict):
-            parts += "type" in part
             growth *= _growth(part)
-            # The pieces of a template are no parts.
-            unseen += [value for name, value in part.items() if name not in ("single", "pair", "special_tokens")]
+            # The table of a Precompiled is the one long text in real ones.
+            unseen += [name for name in part if name != "precompiled_charsmap"]
+            unseen += [value for name, value in part.items() if name != "precompiled_charsmap"]
     if growth > MAX_GROWTH:
         raise ValueError(f"may make a text more than {MAX_GROWTH} times longer")
-    if parts > MAX_PARTS:
-        raise ValueError(f"has more than {MAX_PARTS} normalizers, pre-tokenizers and the like")
+    if size > MAX_PARTS:
+        raise ValueError("has longer rules for its text than any that is known")
+
+
+def check_vocabulary(vocabulary: Any, merges: Any) -> None:
+    """Refuse more tokens and merges than any model has: they take many times their size on disk."""
+    for what, values, most in (("tokens", vocabulary, MAX_VOCABULARY), ("merges", merges, MAX_MERGES)):
+        if isinstance(values, list | dict) and len(values) > most:
+            raise ValueError(f"has {len(values):,} {what}: {most:,} are read at most")
+    if isinstance(vocabulary, list):
+        pieces = (entry[0] for entry in vocabulary if isinstance(entry, list) and entry)
+        if sum(len(piece) for piece in pieces if isinstance(piece, str)) > MAX_PIECES:
+            raise ValueError(f"has tokens of more than {MAX_PIECES:,} characters")
 
 
 def _growth(part: Mapping[str, Any]) -> int:
