@@ -30,13 +30,20 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError:
-        raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from None
+        raise ValueError(
+            f"unknown device {device!r}: use auto, cpu, cuda, cuda:N, or another of torch's (mps, xpu)"
+        ) from None
     if resolved.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device {device!r} was asked for, but torch sees no CUDA GPU here: use cpu")
         resolved = torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
         if resolved.index >= torch.cuda.device_count():
             raise ValueError(f"there is no {resolved}: this machine has {torch.cuda.device_count()} CUDA GPU(s)")
+    elif resolved.type != "cpu":
+        try:
+            resolved = torch.empty(1, device=resolved).device  # its number too, as tensors say it
+        except (RuntimeError, NotImplementedError, AssertionError, ImportError):
+            raise ValueError(f"device {device!r} was asked for, but torch has no {resolved} here: use cpu") from None
     return resolved
 
 
@@ -50,6 +57,14 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: use auto or one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def check_runs_on(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a device that models cannot run on, or not in this dtype."""
+    if device.type == "meta":
+        raise ValueError("models do not run on device 'meta', which holds no numbers: use auto, cpu or cuda")
+    if dtype is torch.float64 and device.type not in ("cpu", "cuda"):
+        raise ValueError(f"models run in float32, bfloat16 or float16 on {device}, not in float64")
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:

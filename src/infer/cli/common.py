@@ -22,7 +22,7 @@ ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 DtypeOption = Annotated[
     str, typer.Option(help="What it computes in: auto, float32, bfloat16, float16 or float64. auto: float32 on a CPU.")
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or another of torch's (mps, xpu).")]
 QuantizeOption = Annotated[
     str | None,
     typer.Option(

@@ -338,7 +338,7 @@ class Runs:
         result = replace(result, positions=result.positions + len(got), different=result.different + count)
         if not count:
             return result, None
-        apart = (expected.double() - got.double()).abs().masked_fill(~differs, 0.0)
+        apart = (expected.cpu().double() - got.cpu().double()).abs().masked_fill(~differs.cpu(), 0.0)
         result = replace(
             result,
             largest=max(result.largest, float(apart.nan_to_num(nan=math.inf).max())),
@@ -419,8 +419,8 @@ class Runs:
 
 def _other_tokens(expected: Tensor, picked: Tensor) -> int:
     """How many of the tokens picked [n] are less likely than the likeliest by expected [n, V], near-ties aside."""
-    wide = expected.double()
-    behind = wide.max(-1).values - wide.gather(1, picked[:, None])[:, 0]
+    wide = expected.cpu().double()  # some devices have no float64
+    behind = wide.max(-1).values - wide.gather(1, picked.cpu()[:, None])[:, 0]
     return int((behind > NEAR_TIE[expected.element_size()] * wide.std(-1)).sum())
 
 

@@ -127,7 +127,7 @@ def perplexity(
         for at in range(first - 1, len(targets), CHUNK):
             logits = all_logits(model, cache, fed[:, at : at + CHUNK])[0]  # [n, V]
             losses = cross_entropy(logits.float(), targets[at : at + CHUNK], reduction="none")
-            nats += losses.double().sum().item()
+            nats += losses.cpu().double().sum().item()  # some devices have no float64
         if math.isnan(nats):
             raise ValueError(f"the model's logits hold a NaN between tokens {scored:,} and {end:,} of the text")
         tokens, windows = tokens + end - scored, windows + 1

@@ -46,8 +46,6 @@ def load_model(
     quantize: "int4" or "int8" keeps the matrices in so many bits (see `loader/widths.py`), on the CPU.
     """
     device = resolve_device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"models do not run on device {str(device)!r}: use auto, cpu, cuda or cuda:N")
     dtype = resolve_weights(dtype, device, quantize)
     checkpoint = open_checkpoint(name_or_path)
     with torch.device("meta"):

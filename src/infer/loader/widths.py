@@ -18,7 +18,7 @@ from torch import nn
 
 from infer.backend import cpu
 from infer.loader.checkpoint import Checkpoint
-from infer.machine import resolve_dtype
+from infer.machine import check_runs_on, resolve_dtype
 from infer.models.common import Decoder
 from infer.nn.linear import FusedLinear, Linear
 from infer.nn.quantized import BITS, packed_bytes
@@ -35,7 +35,9 @@ def resolve_weights(dtype: torch.dtype | str, device: torch.device, quantize: st
         raise ValueError(
             f"quantised weights run on the CPU alone: ask for device cpu, or leave {quantize} out on {device}"
         )
-    return resolve_dtype(dtype, device)
+    resolved = resolve_dtype(dtype, device)
+    check_runs_on(device, resolved)
+    return resolved
 
 
 def choose_widths(model: Decoder, checkpoint: Checkpoint, quantize: str | None, *, narrow: bool = False) -> Widths:
