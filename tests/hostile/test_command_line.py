@@ -26,7 +26,12 @@ SOME = amount(list(COMMANDS), ["chat", "explain", "models"])
 
 
 def args_of(command: str, model: Path) -> list[str]:
-    return [*COMMANDS[command], *([] if command == "models" else [str(model)])]
+    args = [*COMMANDS[command], *([] if command == "models" else [str(model)])]
+    if command == "verify":  # a few tokens instead of all its own prompts
+        prompts = model.with_name("prompts.txt")
+        prompts.write_text("hello\n")
+        args += ["--prompts", str(prompts)]
+    return args
 
 
 def assert_quiet(outcome: Outcome, *statuses: int) -> None:

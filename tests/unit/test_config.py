@@ -442,7 +442,7 @@ class TestGemma3:
             ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "RoPE scaling 'yarn' is not supported"),
             ({"rope_parameters": {FULL: {"rope_type": "yarn"}}}, "RoPE scaling 'yarn' is not supported"),
             ({"rope_parameters": {SLIDING: {"rope_type": "dynamic"}}}, "RoPE scaling 'dynamic' is not supported"),
-            ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be a positive integer .*, not 0"),
+            ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be a positive .*, not 0"),
             ({"sliding_window_pattern": "6"}, "sliding_window_pattern must be .*, not '6'"),
             ({"sliding_window": 0}, "need a positive sliding_window, not 0"),
             ({"layer_types": [FULL]}, r"1 layer_types for \d\d layers"),
@@ -712,7 +712,7 @@ class TestGemma3FromGGUF:
         [
             ({"gemma3.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn' is not supported"),
             ({"gemma3.attention.sliding_window": 0}, "need a positive sliding_window, not None"),
-            ({"gemma3.attention.sliding_window_pattern": 0}, "sliding_window_pattern must be a positive integer .*, not 0"),
+            ({"gemma3.attention.sliding_window_pattern": 0}, "sliding_window_pattern must be a positive .*, not 0"),
             ({"gemma3.attention.sliding_window_pattern": [True] * 17}, "17 layer_types for 18 layers"),
             ({"gemma3.final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
             ({"gemma3.attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),

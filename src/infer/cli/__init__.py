@@ -1,10 +1,19 @@
 """The `infer` command: what happens around every command of `commands.py`."""
 
+import math
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from infer.cli.streams import close_streams, open_streams, say_error
+
+SOON = 1.0  # seconds after Ctrl-C within which an error is taken for its doing
 
 
 def main(args: list[str] | None = None) -> None:
@@ -15,9 +24,10 @@ def main(args: list[str] | None = None) -> None:
     """
     try:
         open_streams()
-        from infer.cli.commands import app  # here, so that Ctrl-C is caught
+        with _noting_interrupts():
+            from infer.cli.commands import app  # here, so that Ctrl-C is caught
 
-        app(args)
+            app(args)
     except KeyboardInterrupt:
         status = 130
     except SystemExit as ending:
@@ -25,9 +35,32 @@ def main(args: list[str] | None = None) -> None:
         if status == 0:
             status = _flushed()
     except BaseException as error:  # also what is no Exception: a panic in Rust
-        status = _report(error)
+        status = 130 if time.monotonic() - _interrupted_at < SOON else _report(error)
     close_streams()
     sys.exit(status)
+
+
+_interrupted_at = -math.inf
+
+
+@contextmanager
+def _noting_interrupts() -> Iterator[None]:
+    """Remember when Ctrl-C was pressed: C++ sometimes makes another error of a KeyboardInterrupt."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        global _interrupted_at
+        _interrupted_at = time.monotonic()
+        signal.default_int_handler(number, frame)
+
+    usual = threading.current_thread() is threading.main_thread()
+    usual = usual and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _flushed() -> int:

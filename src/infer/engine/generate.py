@@ -32,8 +32,8 @@ class RunOptions:
 
     device: str | torch.device | None = None  # the model's, which one that is given must match
     use_kv_cache: bool = True  # False recomputes the whole sequence at each step: slow, and the reference for all else
-    # One of your own instead of a fresh one. What it holds of the prompt's beginning is kept, and the rest prefilled. It
-    # ends up holding every token but the last generated, as far as there is room.
+    # One of your own instead of a fresh one. What it holds of the prompt's beginning is kept, and the rest prefilled.
+    # It ends up holding every token but the last generated, as far as there is room.
     cache: Cache | None = None
     prefill_chunk: int | None = None  # feed the prompt in passes of at most so many tokens; None: at once
     # What to do about more positions than the model or the cache has. "error": refuse. "recompute": once they are used

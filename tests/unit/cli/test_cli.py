@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -572,11 +574,13 @@ class TestCatalogue:
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
 
-    def put_builtin(self) -> Path:
-        path = BUILTIN[DEFAULT_MODEL].path
-        path.parent.mkdir(parents=True)
-        path.write_bytes(b"a model")
-        return path
+    def put_builtin(self, monkeypatch: pytest.MonkeyPatch) -> Path:
+        data = b"a model"
+        small = replace(BUILTIN[DEFAULT_MODEL], size=len(data), sha256=hashlib.sha256(data).hexdigest())
+        monkeypatch.setitem(BUILTIN, DEFAULT_MODEL, small)
+        small.path.parent.mkdir(parents=True)
+        small.path.write_bytes(data)
+        return small.path
 
     def put_hub_model(self, tmp_path: Path, folder: Path) -> Path:
         repo = tmp_path / "hf" / "hub" / "models--someone--tiny"
@@ -586,8 +590,8 @@ class TestCatalogue:
         shutil.copytree(folder, snapshot)
         return snapshot
 
-    def test_pull_prints_the_path(self, run: Run) -> None:
-        path = self.put_builtin()
+    def test_pull_prints_the_path(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = self.put_builtin(monkeypatch)
         assert run("pull", DEFAULT_MODEL) == Done(0, f"{path}\n", "")
 
     def test_pull_from_the_hub(self, run: Run, tmp_path: Path, folder: Path) -> None:
@@ -1196,6 +1200,21 @@ def test_errors_of_many_lines_become_one(run: Run, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(HFFolder, "tokenizer_parts", fail)
     assert_refused(run("generate", "hi"), "first second")
+
+
+def test_an_interrupt_that_became_another_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ swallows the KeyboardInterrupt and complains of what it got."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def swallow(*args: Any, **options: Any) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape of an object") from None
+
+    monkeypatch.setattr(Tokenizer, "encode", swallow)
+    assert run("generate", "hi") == (130, "", "")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 class Panic(BaseException):
