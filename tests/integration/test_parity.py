@@ -24,15 +24,15 @@ from checkpoints import (
     save_folder,
     single_threaded,
 )
+from mocks import CACHES
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
-from infer import GrowingCache, KVCache, SamplingParams, SlidingCache, generate, load_model
+from infer import KVCache, SamplingParams, generate, load_model
 from infer.backend.cpu import kernels
 from infer.cache import NoCache
 from infer.models.common import Decoder
 
-CACHES = (KVCache, GrowingCache, SlidingCache)
 Pair = tuple[PreTrainedModel, Decoder]
 
 one_thread = pytest.fixture(scope="module", autouse=True)(single_threaded)

@@ -46,6 +46,8 @@ _interrupted_at = -math.inf
 @contextmanager
 def _noting_interrupts() -> Iterator[None]:
     """Remember when Ctrl-C was pressed: C++ sometimes makes another error of a KeyboardInterrupt."""
+    global _interrupted_at
+    _interrupted_at = -math.inf
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         global _interrupted_at

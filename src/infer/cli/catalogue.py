@@ -18,14 +18,15 @@ from infer.cli.common import (
     check_cache_dtype,
 )
 
-NameArgument = Annotated[str, typer.Argument(help="A built-in name or a hub id (owner/name@revision).", metavar="NAME")]
+NAME_HELP = "A built-in name, or a hub id: owner/name or owner/name/FILE.gguf, with @revision if you like."
+NameArgument = Annotated[str, typer.Argument(help=NAME_HELP, metavar="NAME")]
 
 
 def pull(
     name: NameArgument,
     force: Annotated[bool, typer.Option("--force", help="Fetch it even if it is there.")] = False,
 ) -> None:
-    """Fetch a model, so that it can be used offline. One that is there is checked."""
+    """Fetch a model, so that it can be used offline. One that is already there is hashed again."""
     from infer.loader.find import locate
 
     print(locate(name, weights=True, check=True, force=force))
@@ -40,7 +41,7 @@ def rm(name: NameArgument) -> None:
     elif hub.is_hub_name(name) and not Path(name).exists():
         freed = hub.remove(name)
     else:
-        raise ValueError(f"{name!r} is neither a built-in name nor a hub id: only what was fetched is removed")
+        raise ValueError(f"there is nothing called {name!r} to remove: `infer models` lists what was fetched")
     print(f"removed {name}: {freed / 1e6:.0f} MB")
 
 

@@ -40,6 +40,8 @@ def locate(name: str, *, weights: bool, check: bool = False, force: bool = False
         return pull(BUILTIN[name], check=check, force=force)
     if name.endswith((".pt", ".pth")) or (name.endswith(".gguf") and Path(name).parent.is_dir()):
         raise FileNotFoundError(f"there is no file {name}")
+    if name.startswith(("./", "../", "/", "~")):
+        raise FileNotFoundError(f"there is no file or folder {name}")
     if is_hub_name(name):
         return fetch(name, weights=weights, check=check, force=force)
     raise FileNotFoundError(

@@ -208,7 +208,7 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Any], 
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         magic, version = struct.unpack_from("<4sI", data)
         if magic != b"GGUF":
-            raise ValueError(f"{path} is not a GGUF file: it starts with {magic!r}")
+            raise ValueError(f"{path} is not a GGUF file, or is damaged: it does not begin with the letters GGUF")
         if version not in (2, 3):
             raise ValueError(f"{path} is GGUF version {version} (or big-endian); versions 2 and 3 can be read")
         try:

@@ -204,7 +204,7 @@ _GEMMA3_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
-# The names that a family without SwiGLU may give in its config, and ours; None: the only one it has.
+# The names that a family without SwiGLU may give in its config, and ours; None: its `Block` has only this one.
 _GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _ACTIVATIONS: dict[str, Mapping[str, str | None]] = {
     "gemma3": {"gelu_pytorch_tanh": None},

@@ -604,13 +604,13 @@ class TestCatalogue:
             message = f"no model {name!r}: it is not a path, nor a built-in name ({DEFAULT_MODEL}"
             assert_refused(run("pull", name), message)
 
-    def test_models(self, run: Run, tmp_path: Path, folder: Path) -> None:
+    def test_models(self, run: Run, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lines = run("models").out.splitlines()
         assert [line.split()[0] for line in lines] == list(BUILTIN)
         assert lines[0].split()[:3] == [DEFAULT_MODEL, "98", "MB"]
         assert "Apache-2.0" in lines[0]
         assert all("not yet fetched" in line for line in lines)
-        self.put_builtin()
+        self.put_builtin(monkeypatch)
         self.put_hub_model(tmp_path, folder)
         done = run("models")
         cached, *others, hub = done.out.splitlines()
