@@ -296,11 +296,15 @@ def test_families_kept_quantised(tmp_path: Path, family: str, kind: str, quantiz
 # The header
 
 
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
 def assert_agrees_with_reader(path: Path) -> None:
     reader = gguf.GGUFReader(path)
     metadata, tensors = read_header(path)
     fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    assert metadata == fields
+    assert {name: _plain(value) for name, value in metadata.items()} == fields
     assert list(tensors) == [tensor.name for tensor in reader.tensors]
     for expected in reader.tensors:
         tensor = tensors[expected.name]
@@ -371,7 +375,7 @@ def refuse(path: Path, message: str) -> None:
     [
         (b"", "only 0 bytes"),
         (b"GGUF", "only 4 bytes"),
-        (b"GGML" + bytes(40), "starts with b'GGML'"),
+        (b"GGML" + bytes(40), "does not begin with the letters GGUF"),
         (b"GGUF" + struct.pack("<IQQ", 99, 0, 0), "version 99"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 "),
