@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from infer import GrowingCache, KVCache, ModelConfig, SlidingCache
-from infer.cache import BaseCache, Cache, NoCache
+from infer.cache import BaseCache, Cache, NoCache, PagedCache
 from infer.cache.int8 import decode, encode
 from infer.models.common import Decoder
 
 # Every cache goes through the same contract tests; a further one joins them here.
-CACHES = [KVCache, GrowingCache, SlidingCache]
+CACHES = [KVCache, GrowingCache, SlidingCache, PagedCache]
 # And so does every way to lay one out, as `from_model_config` takes it.
 LAYOUTS: list[tuple[Any, dict[str, Any]]] = [
     *((cls, {}) for cls in CACHES),
     *((SlidingCache, {"prefill_chunk": chunk}) for chunk in (1, 3)),
+    *((PagedCache, {"page": page}) for page in (1, 3)),
 ]
 LAYOUT_NAMES = ["-".join([cls.__name__, *(f"{k}={v}" for k, v in options.items())]) for cls, options in LAYOUTS]
 # In what a cache may store the keys and values of a float32 model.

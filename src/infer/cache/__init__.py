@@ -3,7 +3,19 @@
 from infer.cache.base import BaseCache, Cache, NoCache
 from infer.cache.contiguous import KVCache
 from infer.cache.growing import GrowingCache
+from infer.cache.paged import PagedCache
+from infer.cache.pool import PagePool
 from infer.cache.ring import SlidingCache
 from infer.cache.traced import TracedCache
 
-__all__ = ["BaseCache", "Cache", "GrowingCache", "KVCache", "NoCache", "SlidingCache", "TracedCache"]
+__all__ = [
+    "BaseCache",
+    "Cache",
+    "GrowingCache",
+    "KVCache",
+    "NoCache",
+    "PagePool",
+    "PagedCache",
+    "SlidingCache",
+    "TracedCache",
+]

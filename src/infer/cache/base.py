@@ -2,7 +2,8 @@
 
 A forward pass over n tokens goes: `positions(n)` once, `attend` once per layer, `advance(n)` once. All layers
 therefore write at the same position, and nothing counts as filled before the whole pass is through: a pass that
-fails leaves `seq_len` as it was, and the next one writes over what it left.
+fails leaves `seq_len` as it was, and the next one writes over what it left. `positions` reserves memory where a cache
+takes it as it grows; whoever lets kernels write without asking for positions calls `reserve` first.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Cache(Protocol):
     @property
     def memory_bytes(self) -> int: ...
     def positions(self, n: int) -> Tensor: ...  # [B, n], of the next n queries
+    def reserve(self, n: int) -> None: ...  # refuses n more positions, or has memory for them
     def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...  # n new -> all S
     def attend(
         self,
@@ -91,10 +93,17 @@ class BaseCache(ABC):
         if vars(cls).keys() & {"_store", "update", "attend"} and "table" not in vars(cls):
             cls.table = BaseCache.table  # type: ignore[method-assign]
 
-    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: CacheShape, dtype: torch.dtype, device: torch.device, windows: Sequence[int | None] = ()
+    ) -> None:
+        """windows: how far back each layer keeps what it was given; empty, or None where that is everything."""
         self.shape = shape
         self.dtype = dtype
         self.device = device
+        self.windows = tuple(windows) or (None,) * shape.num_layers
+        sizes = [window for window in self.windows if window is not None]
+        if len(self.windows) != shape.num_layers or any(type(size) is not int or size < 1 for size in sizes):
+            raise ValueError(f"{shape.num_layers} layers need a window of at least 1, or None, each; not {windows}")
         self.quantized = dtype is torch.int8
         self.width = width(shape.head_dim, dtype)  # elements that it stores of each vector
         if self.quantized:
@@ -169,8 +178,12 @@ class BaseCache(ABC):
         keys, values = self._store(layer_idx, k, v)
         return (decode(keys, k.dtype), decode(values, v.dtype)) if self.quantized else (keys, values)
 
-    def positions(self, n: int) -> Tensor:
+    def reserve(self, n: int) -> None:
+        """Refuse n more positions where there is no room for them."""
         self._check_room(n)
+
+    def positions(self, n: int) -> Tensor:
+        self.reserve(n)
         return torch.arange(self.seq_len, self.seq_len + n, device=self.device).expand(self.shape.batch_size, n)
 
     def attend(
@@ -188,6 +201,7 @@ class BaseCache(ABC):
 
         kernel: what computes attention; None: plain torch.
         """
+        self._check_window(layer_idx, window)
         keys, values = self._store(layer_idx, k, v)
         if self.quantized and (kernel is None or not kernel.takes_int8):
             seen = keys.shape[2] if window is None else min(keys.shape[2], window + q.shape[2] - 1)
@@ -214,6 +228,7 @@ class BaseCache(ABC):
             raise TypeError(f"a cache is truncated to a whole number of positions, not {seq_len!r}")
         if not 0 <= seq_len <= self.seq_len:
             raise ValueError(f"cannot truncate to {seq_len}: the cache holds {self.seq_len} positions")
+        self._check_rewind(seq_len)
         self._move_to(seq_len)
 
     def reset(self) -> None:
@@ -234,11 +249,25 @@ class BaseCache(ABC):
                 raise ValueError(f"the cache has {has} {name}, but {needs} are needed")
         if (self.dtype != (dtype or self.dtype) and not self.quantized) or self.device != device:
             raise ValueError(f"the cache is {self.dtype} on {self.device}, but the model is {dtype} on {device}")
+        for layer_idx in range(config.num_hidden_layers):
+            self._check_window(layer_idx, config.window(layer_idx))
 
     def check_contents(self, model: nn.Module) -> None:
         """Refuse to go on behind keys and values of another model. model: by what turns its tokens into vectors."""
         if self.seq_len and not self.contents.is_of(model):
             raise ValueError("the cache holds keys and values of another model: reset it, or use another cache")
+
+    def _check_window(self, layer_idx: int, window: int | None) -> None:
+        kept = self.windows[layer_idx] if 0 <= layer_idx < len(self.windows) else None
+        if kept is not None and (window is None or window > kept):
+            raise ValueError(f"layer {layer_idx} sees {window or 'all'} positions, but its cache keeps only {kept}")
+
+    def _check_rewind(self, seq_len: int) -> None:
+        """Refuse to go back to where a layer no longer has its window."""
+        return
+
+    def _first_seen(self, layer_idx: int) -> int:
+        return first_seen(self.seq_len, self.windows[layer_idx])
 
     def _suits_kernels(self, config: ModelConfig, dtype: torch.dtype) -> bool:
         """Whether kernels can write to this cache for such a model: what does not fit is left to `attend` to refuse."""
@@ -252,6 +281,7 @@ class BaseCache(ABC):
         return (
             (self.dtype is dtype or rounds)
             and own.num_layers == config.num_hidden_layers
+            and all(kept is None or kept == config.window(i) for i, kept in enumerate(self.windows))
             and own.num_kv_heads == config.num_key_value_heads
             and own.head_dim == config.computed_head_dim
         )
@@ -307,6 +337,11 @@ class BaseCache(ABC):
         if self.quantized:
             k, v = encode(torch.stack((k, v))).unbind()
         return n, k, v
+
+
+def first_seen(position: int, window: int | None) -> int:
+    """The furthest position that a query at this one sees."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def checked(

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from infer.cache.base import AttentionKernel, BaseCache, CacheShape, check_memory, checked
+from infer.cache.base import BaseCache, CacheShape, check_memory, checked, first_seen
 from infer.cache.table import Table
 from infer.config import ModelConfig
 from infer.machine import promises
@@ -36,11 +36,7 @@ class SlidingCache(BaseCache):
         windows: Sequence[int | None] = (),
         prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
-        super().__init__(shape, dtype, device)
-        self.windows = tuple(windows) or (None,) * shape.num_layers
-        sizes_given = [window for window in self.windows if window is not None]
-        if len(self.windows) != shape.num_layers or any(type(size) is not int or size < 1 for size in sizes_given):
-            raise ValueError(f"{shape.num_layers} layers need a window of at least 1, or None, each; not {windows}")
+        super().__init__(shape, dtype, device, windows)
         if type(prefill_chunk) is not int or prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be a whole number, 1 or more, not {prefill_chunk!r}")
         slots = [ring_slots(window, prefill_chunk, shape.max_seq_len) for window in self.windows]
@@ -106,13 +102,6 @@ class SlidingCache(BaseCache):
     def unwritten_bytes(self) -> int:
         return sum(t.nbytes // t.shape[2] * max(0, t.shape[2] - self._most_filled) for t in self.k + self.v)
 
-    def check_model(
-        self, config: ModelConfig, batch_size: int, dtype: torch.dtype | None, device: torch.device
-    ) -> None:
-        super().check_model(config, batch_size, dtype, device)
-        for layer_idx in range(config.num_hidden_layers):
-            self._check_window(layer_idx, config.window(layer_idx))
-
     def positions(self, n: int) -> Tensor:
         self._check_room(n)
         self._check_stored("k", self.k, self._stored)
@@ -139,25 +128,8 @@ class SlidingCache(BaseCache):
             torch.cat((ring_span(rings[1], first, self.seq_len), v), 2),
         )
 
-    def attend(
-        self,
-        layer_idx: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        kernel: AttentionKernel | None = None,
-    ) -> Tensor:
-        self._check_window(layer_idx, window)
-        return super().attend(layer_idx, q, k, v, scale=scale, window=window, kernel=kernel)
-
     def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any:
-        windows = tuple(config.window(i) for i in range(config.num_hidden_layers))
-        if windows != self.windows or not self._suits_kernels(config, dtype):
-            return None
-        if self._interrupted() or not self._fits_ring(n):
+        if not self._suits_kernels(config, dtype) or self._interrupted() or not self._fits_ring(n):
             return None
         if self._table is None or not self._table.is_of(self.k, self.v):
             self._table = Table(self.k, self.v)
@@ -170,16 +142,14 @@ class SlidingCache(BaseCache):
         self._will_overwrite(n)  # by kernels that ran ahead of `positions`
         super().advance(n)
 
-    def truncate(self, seq_len: int) -> None:
-        """Forget everything from position seq_len on; refused where a ring has already lost what it would need."""
+    def _check_rewind(self, seq_len: int) -> None:
         for window, oldest in zip(self.windows, self._oldest, strict=True):
-            needed = 0 if window is None else max(0, seq_len - window + 1)
+            needed = first_seen(seq_len, window)
             if needed < min(oldest, seq_len):
                 raise ValueError(
                     f"cannot truncate to {seq_len}: its window begins at {needed}, "
                     f"and positions before {oldest} have been overwritten; reset, and feed the tokens again"
                 )
-        super().truncate(seq_len)
 
     def _move_to(self, seq_len: int) -> None:
         # First: an interrupt in between must not leave them behind.
@@ -187,16 +157,6 @@ class SlidingCache(BaseCache):
         super()._move_to(seq_len)
         if seq_len == 0:
             self._oldest = [0] * self.shape.num_layers
-
-    def _check_window(self, layer_idx: int, window: int | None) -> None:
-        kept = self.windows[layer_idx]
-        if kept is not None and (window is None or window > kept):
-            raise ValueError(f"layer {layer_idx} sees {window or 'all'} positions, but its cache keeps only {kept}")
-
-    def _first_seen(self, layer_idx: int) -> int:
-        """The furthest position that the next query sees."""
-        window = self.windows[layer_idx]
-        return 0 if window is None else max(0, self.seq_len - window + 1)
 
     def _interrupted(self) -> bool:
         """Whether a pass has overwritten what the next query sees, and was not completed."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from infer import GrowingCache, KVCache, ModelConfig, SlidingCache, machine
 from infer.backend.cpu import kernels
 from infer.backend.cpu.functions import CpuAttention
-from infer.cache import BaseCache, Cache, NoCache, TracedCache
+from infer.cache import BaseCache, Cache, NoCache, PagedCache, TracedCache
 from infer.cache.debug import DebugCache
 from infer.cache.int8 import GROUP, decode, encode, values_in
 from infer.cache.int8 import width as stored_width
@@ -31,6 +31,8 @@ MADE: dict[str, tuple[Any, dict[str, Any]]] = {
     **{cls.__name__: (cls, {}) for cls in CACHES},
     "long rings": (SlidingCache, {"windows": (30, 30), "prefill_chunk": 3}),
     "rings": (SlidingCache, {"windows": (None, 8), "prefill_chunk": 2}),
+    "pages": (PagedCache, {"page": 4}),
+    "windows in pages": (PagedCache, {"windows": (None, 8), "page": 3}),
 }
 
 
@@ -76,9 +78,8 @@ def stored(cache: BaseCache) -> list[Tensor]:
     return [t.clone() for t in (*cache.k, *cache.v)]
 
 
-def windows(cache: BaseCache) -> tuple[int | None, ...]:
-    """How far back each layer keeps what it was given."""
-    return cache.windows if isinstance(cache, SlidingCache) else (None,) * cache.shape.num_layers
+def whole_pages(cache: PagedCache, positions: int) -> int:
+    return -(-positions // cache.pool.page) * cache.pool.page
 
 
 def assert_holds(cache: BaseCache, *passes: list[tuple[Tensor, Tensor]]) -> None:
@@ -89,7 +90,7 @@ def assert_holds(cache: BaseCache, *passes: list[tuple[Tensor, Tensor]]) -> None
     for layer in range(cache.shape.num_layers):
         last = random_kv(cache, 1, seed=999)
         got = cache.update(layer, *last)
-        window = windows(cache)[layer]
+        window = cache.windows[layer]
         for i in range(2):
             expected = torch.cat([written[layer][i] for written in passes] + [last[i]], dim=2)
             expected = as_stored(expected if window is None else expected[:, :, -window:], cache)
@@ -194,7 +195,9 @@ class TestContract:
     def test_memory_of_a_full_cache(self, make: MakeCache, dtype: torch.dtype, vector: int) -> None:
         cache = make(batch_size=3, dtype=dtype)
         fill(cache, 16)
-        positions = sum(16 if window is None else min(window + 2, 16) for window in windows(cache))
+        positions = sum(16 if window is None else min(window + 2, 16) for window in cache.windows)
+        if isinstance(cache, PagedCache):  # which lets go of a window's pages at the next pass
+            positions = 2 * whole_pages(cache, 16)
         assert cache.memory_bytes == 2 * positions * 3 * 4 * vector
 
     def test_positions(self, make: MakeCache) -> None:
@@ -884,7 +887,8 @@ class TestInt8:
             config = tiny_config(head_dim=head_dim)
             cache = cls.from_model_config(config, 9, dtype=dtype, device="cpu")
             fill(cache, 9)
-            assert cache.memory_bytes == 9 * config.cache_bytes_per_token(cache.dtype.itemsize)
+            positions = whole_pages(cache, 9) if isinstance(cache, PagedCache) else 9
+            assert cache.memory_bytes == positions * config.cache_bytes_per_token(cache.dtype.itemsize)
 
     def test_given_by_name_or_dtype(self, layout: tuple[Any, dict[str, Any]]) -> None:
         cls, own = layout
@@ -930,7 +934,7 @@ class TestInt8:
         for n in (1, 2, 9):
             k, v = (x.to(dtype) for x in random_kv(cache, n))
             assert {x.dtype for x in cache.update(1, k, v)} == {dtype}
-            window = windows(cache)[1]
+            window = cache.windows[1]
             assert cache.attend(1, k, k, v, scale=1.0, window=window).dtype == dtype
 
     @pytest.mark.parametrize("window", [None, 3, 8])

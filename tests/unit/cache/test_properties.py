@@ -21,7 +21,7 @@ from tiny import make_tiny_model
 from torch import Tensor
 
 from infer import KVCache, SlidingCache
-from infer.cache import BaseCache, ring
+from infer.cache import BaseCache, PagedCache, ring
 from infer.cache.table import SLOTS, Table
 from infer.config import RopeConfig
 from infer.engine.model import all_logits, step
@@ -121,8 +121,8 @@ class Driver:
             if length == 0:
                 self.reached = 0
         else:
-            assert "have been overwritten" in refusal
-            assert self.overwritten(length)
+            assert "have been overwritten" in refusal or "are no longer held" in refusal
+            assert self.lost(length)
 
     def rewind(self, n: int) -> None:
         self.truncate(max(0, self.length - n))
@@ -132,14 +132,19 @@ class Driver:
         ring, window = self.caches[-1], self.model.config.sliding_window
         self.truncate(max(0, self.reached - ring.k[0].shape[2] + window - 1 - beyond))
 
-    def overwritten(self, length: int) -> bool:
-        """Whether a ring may have lost what a query at this position sees."""
-        ring = self.caches[-1]
-        assert isinstance(ring, SlidingCache)
+    def lost(self, length: int) -> bool:
+        """Whether a ring, or pages, may have lost what a query at this position sees."""
+        cache = self.caches[-1]
+        assert isinstance(cache, SlidingCache | PagedCache)
         return any(
-            window is not None and max(0, length - window + 1) < min(length, self.reached - ring.k[i].shape[2])
-            for i, window in enumerate(ring.windows)
+            window is not None and max(0, length - window + 1) < min(length, self.reached - self.kept(cache, i))
+            for i, window in enumerate(cache.windows)
         )
+
+    @staticmethod
+    def kept(cache: SlidingCache | PagedCache, layer: int) -> int:
+        """Positions that a layer holds at least, once there were as many."""
+        return cache.k[layer].shape[2] if isinstance(cache, SlidingCache) else cache.windows[layer] + cache.pool.page
 
     def reset(self, _: int) -> None:
         self.tokens = self.tokens[:, :0]

@@ -1,8 +1,9 @@
 """Keys and values in a cache, and attention over them, on the CPU.
 
 Each query is attended from by itself, and goes through its keys in the order of their positions: what comes out depends
-on the query and on those keys, and neither on the queries beside it nor on where in a ring a key lies. As everywhere in
-these kernels, sums have one order, and nothing is compiled with `fastmath`.
+on the query and on those keys, and neither on the queries beside it nor on where a key lies. Keys lie in pieces, a page
+each, or up to the end of a ring. As everywhere in these kernels, sums have one order, and nothing is compiled with
+`fastmath`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from infer.backend.cpu.memory import bytes_at, vector
+from infer.backend.cpu.memory import bytes_at, integer_at, vector
 from infer.backend.cpu.product import GROUP, panel_rows
 from infer.backend.cpu.simd import (
     add,
@@ -34,7 +35,7 @@ from infer.backend.cpu.simd import (
     summed,
 )
 from infer.backend.cpu.tile import LANES, MIXED, W_ROWS, X_ROWS, mix_tile, multiply_tile
-from infer.cache.table import BITS, SLOTS, STRIDE, K, V
+from infer.cache.table import BITS, PAGE, PAGES, SLOTS, STRIDE, K, V
 
 
 @njit(forceinline=True)
@@ -44,11 +45,25 @@ def _row_bytes(head_dim: int, bits: int) -> int:
 
 
 @njit
+def _piece(row: Any, position: int, count: int, size: int) -> Any:
+    """Where a position lies, in bytes from the first head's, and how many of `count` lie there behind each other.
+
+    row: of the table. size: bytes of a position.
+    """
+    slots = row[SLOTS]
+    slot = position % slots
+    at = slot * size
+    if row[PAGES] != 0:
+        at += integer_at(row[PAGES] + position // slots * 8) * row[PAGE]
+    return at, min(count, slots - slot)
+
+
+@njit
 def _score(q: Any, k_at: int, bits: int, scale: Any, out: Any) -> Any:
     """out [keys] = scale q k; returns the highest."""
     size, row, keys, q_at = q.shape[0], _row_bytes(q.shape[0], bits), out.shape[0], q.ctypes.data
     if bits == 32:
-        _score_panel(1, q_at, q_at, 0, size, k_at, out.reshape(1, keys))
+        _score_panel(1, q_at, q_at, 0, size, k_at, keys, out.ctypes.data, 0)
     else:
         for j in range(keys):
             out[j] = _dot_codes(q_at, k_at + j * row, size)
@@ -66,30 +81,30 @@ def _scaled(scores: Any, scale: Any) -> Any:
 
 
 @njit
-def _score_panel(rows: int, panel: int, q_at: int, q_row: int, size: int, k_at: int, out: Any) -> None:
+def _score_panel(
+    rows: Any, panel: int, q_at: int, q_row: int, size: int, k_at: int, keys: int, out_at: int, out_row: int
+) -> None:
     """out [rows, keys] = q k, in the order of a product. panel: where these queries are packed."""
-    keys, steps, row = out.shape[1], size // LANES, size * 4
+    steps, row = size // LANES, size * 4
     spare = np.empty((X_ROWS, W_ROWS), np.float32)
     for j in range(0, keys, W_ROWS):
         if steps == 0:
-            out[:, j : j + W_ROWS] = 0
+            for t in range(rows):
+                vector(out_at + t * out_row, keys)[j : j + W_ROWS] = 0
         elif keys >= W_ROWS:  # some of the last tile's keys may be of the one before it
             at = min(j, keys - W_ROWS)
-            multiply_tile(
-                rows, k_at + at * row, row, 32, panel, steps, 0, 1, 1, out.ctypes.data + at * 4, out.strides[0]
-            )
+            multiply_tile(rows, k_at + at * row, row, 32, panel, steps, 0, 1, 1, out_at + at * 4, out_row)
         else:
             for i in range(keys):
                 multiply_tile(rows, k_at + i * row, 0, 32, panel, steps, 0, 1, 1, spare.ctypes.data, W_ROWS * 4)
                 for t in range(rows):
-                    out[t, i] = spare[t, 0]
+                    vector(out_at + t * out_row, keys)[i] = spare[t, 0]
     if steps * LANES < size:
         for t in range(rows):
+            out = vector(out_at + t * out_row, keys)
             for j in range(keys):
                 for i in range(steps * LANES, size):
-                    out[t, j] = fused_one(
-                        load_float(k_at + j * row + i * 4), load_float(q_at + t * q_row + i * 4), out[t, j]
-                    )
+                    out[j] = fused_one(load_float(k_at + j * row + i * 4), load_float(q_at + t * q_row + i * 4), out[j])
 
 
 @njit(forceinline=True)
@@ -177,32 +192,44 @@ def exponentials(x: Any, highest: Any) -> Any:
 
 
 @njit
-def _attend_head(
-    q: Any, k_at: int, v_at: int, bits: int, slots: int, first: int, scale: Any, score: Any, out: Any
-) -> None:
-    """out [D] = softmax(scale q k) v over as many keys as `score` has room for, from slot `first` on and around."""
-    total = _weigh(q, k_at, bits, slots, first, scale, score)
-    until_end = min(score.shape[0], slots - first)
+def _mix_span(weights: Any, row: Any, offset: int, first: int, out: Any) -> None:
+    """out [D] += the weighted sum of the values from position `first` on."""
+    bits, size, done = row[BITS], _row_bytes(out.shape[0], row[BITS]), 0
+    while done < weights.shape[0]:
+        at, count = _piece(row, first + done, weights.shape[0] - done, size)
+        _mix(weights[done : done + count], row[V] + offset + at, bits, out)
+        done += count
+
+
+@njit
+def _attend_head(q: Any, row: Any, offset: int, first: int, scale: Any, score: Any, out: Any) -> None:
+    """out [D] = softmax(scale q k) v over as many keys as `score` has room for, from position `first` on.
+
+    row: of the table. offset: bytes from the first head's keys to this one's.
+    """
+    total = _weigh(q, row, offset, first, scale, score)
     for i in range(out.shape[0]):
         out[i] = 0
-    _mix(score[:until_end], v_at + first * _row_bytes(q.shape[0], bits), bits, out)
-    _mix(score[until_end:], v_at, bits, out)
+    _mix_span(score, row, offset, first, out)
     for i in range(out.shape[0]):
         out[i] /= total
 
 
 @njit
-def _weigh(q: Any, k_at: int, bits: int, slots: int, first: int, scale: Any, score: Any) -> Any:
+def _weigh(q: Any, row: Any, offset: int, first: int, scale: Any, score: Any) -> Any:
     """score = e^(scale q k), the largest being 1; returns their sum."""
-    until_end = min(score.shape[0], slots - first)
-    highest = _score(q, k_at + first * _row_bytes(q.shape[0], bits), bits, scale, score[:until_end])
-    highest = max(highest, _score(q, k_at, bits, scale, score[until_end:]))
+    bits, size, keys, done = row[BITS], _row_bytes(q.shape[0], row[BITS]), score.shape[0], 0
+    highest = np.float32(-np.inf)
+    while done < keys:
+        at, count = _piece(row, first + done, keys - done, size)
+        highest = max(highest, _score(q, row[K] + offset + at, bits, scale, score[done : done + count]))
+        done += count
     return exponentials(score, highest)
 
 
 @njit
 def weigh_rows(blocks: Any, x: Any, table: Any, parts: Any, seen: Any, out: Any) -> None:
-    """out [T, Hq S]: what `attend_rows` mixes the values of S keys with, where keys do not go around a ring's end."""
+    """out [T, Hq S]: what `attend_rows` mixes the values of S keys with, which are those of the first S positions."""
     heads, size, scale = blocks[0].heads, blocks[0].head_dim, np.float32(blocks[0].scale)
     group, keys = heads // blocks[0].kv_heads, out.shape[1] // heads
     for part in range(parts.shape[0]):
@@ -213,70 +240,93 @@ def weigh_rows(blocks: Any, x: Any, table: Any, parts: Any, seen: Any, out: Any)
                 line = out[t, h * keys : (h + 1) * keys]
                 line[:] = 0
                 own = line[first : first + count]
-                q, k_at = x[t, h * size : (h + 1) * size], row[K] + h // group * row[STRIDE]
-                total = _weigh(q, k_at, row[BITS], row[SLOTS], first, scale, own)
+                q = x[t, h * size : (h + 1) * size]
+                total = _weigh(q, row, h // group * row[STRIDE], first, scale, own)
                 for j in range(count):
                     own[j] /= total
 
 
 @njit
 def _attend_panel(
-    rows: int, q_at: int, q_row: int, k_at: int, v_at: int, seen: Any, size: int, scale: Any, out_at: int, out_row: int
+    rows: int, q_at: int, q_row: int, row: Any, offset: int, seen: Any, size: int, scale: Any, out_at: int, out_row: int
 ) -> None:
-    """The same as `_attend_head`, of several queries of a head whose keys do not go around the end of a ring.
-
-    A load of a key or a value serves all queries that see it.
-    """
+    """The same as `_attend_head`, of several queries of a head: a load of a key or a value serves all that see it."""
     first, last = seen[0, 0], seen[0, 0] + seen[0, 1]
     shared, until = first, last  # keys that all see
     for t in range(1, rows):
         first, last = min(first, seen[t, 0]), max(last, seen[t, 0] + seen[t, 1])
         shared, until = max(shared, seen[t, 0]), min(until, seen[t, 0] + seen[t, 1])
     until = max(shared, until)
-    row, steps, mixed = size * 4, size // LANES, size // MIXED * MIXED
+    row_bytes, steps = size * 4, size // LANES
     panel, scores = np.empty(rows * size, np.float32), np.empty((rows, last - first), np.float32)
     for t in range(rows):
         for step in range(steps):
             store_eight(panel.ctypes.data + (step * rows + t) * 32, load_eight(q_at + t * q_row + step * 32))
-    _score_panel(rows, panel.ctypes.data, q_at, q_row, size, k_at + first * row, scores)
+    scores_at, scores_row, position = scores.ctypes.data, scores.strides[0], first
+    while position < last:
+        at, count = _piece(row, position, last - position, row_bytes)
+        _score_panel(
+            rows,
+            panel.ctypes.data,
+            q_at,
+            q_row,
+            size,
+            row[K] + offset + at,
+            count,
+            scores_at + (position - first) * 4,
+            scores_row,
+        )
+        position += count
     totals = np.empty(rows, np.float32)
     for t in range(rows):
         own, start = scores[t, seen[t, 0] - first :][: seen[t, 1]], seen[t, 0]
         totals[t] = exponentials(own, _scaled(own, scale))
         out = vector(out_at + t * out_row, size)
         out[:] = 0
-        _mix(own[: shared - start], v_at + start * row, 32, out)
-    if shared < until:
-        for column in range(0, mixed, MIXED):
-            mix_tile(
-                rows,
-                scores.ctypes.data + (shared - first) * 4,
-                scores.strides[0],
-                v_at + shared * row + column * 4,
-                row,
-                until - shared,
-                out_at + column * 4,
-                out_row,
-            )
+        _mix_span(own[: shared - start], row, offset, start, out)
+    position = shared
+    while position < until:
+        at, count = _piece(row, position, until - position, row_bytes)
+        _mix_panel(
+            rows,
+            scores_at + (position - first) * 4,
+            scores_row,
+            row[V] + offset + at,
+            count,
+            size,
+            out_at,
+            out_row,
+        )
+        position += count
     for t in range(rows):
         out, end = vector(out_at + t * out_row, size), seen[t, 0] + seen[t, 1]
-        for i in range(mixed, size):
-            for j in range(shared, until):
-                out[i] = fused_one(load_float(v_at + j * row + i * 4), scores[t, j - first], out[i])
-        _mix(scores[t, until - first : end - first], v_at + until * row, 32, out)
+        _mix_span(scores[t, until - first : end - first], row, offset, until, out)
         for i in range(size):
             out[i] /= totals[t]
     panel[0] = 0  # still there, which numba would not know from its address
 
 
 @njit
-def _can_share(seen: Any, slots: int) -> Any:
-    """Whether there are keys that all of these queries see, and none goes around the end of a ring."""
-    shared, until = 0, slots
-    for t in range(seen.shape[0]):
+def _mix_panel(
+    rows: Any, weights_at: int, weights_row: int, v_at: int, count: int, size: int, out_at: int, out_row: int
+) -> None:
+    """out [rows, D] += weights [rows, count] values [count, D], one value after the other."""
+    row_bytes, mixed = size * 4, size // MIXED * MIXED
+    for column in range(0, mixed, MIXED):
+        mix_tile(rows, weights_at, weights_row, v_at + column * 4, row_bytes, count, out_at + column * 4, out_row)
+    for t in range(rows):
+        out, weights = vector(out_at + t * out_row, size), vector(weights_at + t * weights_row, count)
+        for i in range(mixed, size):
+            for j in range(count):
+                out[i] = fused_one(load_float(v_at + j * row_bytes + i * 4), weights[j], out[i])
+
+
+@njit
+def _can_share(seen: Any) -> Any:
+    """Whether there are keys that all of these queries see."""
+    shared, until = seen[0, 0], seen[0, 0] + seen[0, 1]
+    for t in range(1, seen.shape[0]):
         shared, until = max(shared, seen[t, 0]), min(until, seen[t, 0] + seen[t, 1])
-        if seen[t, 0] + seen[t, 1] > slots:
-            return False
     return shared < until
 
 
@@ -284,7 +334,7 @@ def _can_share(seen: Any, slots: int) -> Any:
 def attend_rows(blocks: Any, x: Any, table: Any, parts: Any, seen: Any, out: Any) -> None:
     """The heads of q are the first of each token's line of x.
 
-    parts: as `parts_of` has them. seen: of each token, its first slot and how many keys.
+    parts: as `parts_of` has them. seen: of each token, the position of its first key and how many keys.
     """
     heads, size, scale = blocks[0].heads, blocks[0].head_dim, np.float32(blocks[0].scale)
     group = heads // blocks[0].kv_heads
@@ -294,18 +344,18 @@ def attend_rows(blocks: Any, x: Any, table: Any, parts: Any, seen: Any, out: Any
         before, count = parts[item // heads, 1], parts[item // heads, 2]
         h, part = (item - before * heads) // count, (item - before * heads) % count
         part = before + (count - 1 - part // 2 if part % 2 else part // 2)
-        row, line, stop = parts[part, 0], parts[part, 3], parts[part, 4]
-        offset, bits, slots = h // group * table[row, STRIDE], table[row, BITS], table[row, SLOTS]
+        row, line, stop = table[parts[part, 0]], parts[part, 3], parts[part, 4]
+        offset = h // group * row[STRIDE]
         while line < stop:
             count = panel_rows(stop - line)
             own = seen[line : line + count]
-            if count > 1 and bits == 32 and _can_share(own, slots):
+            if count > 1 and row[BITS] == 32 and _can_share(own):
                 _attend_panel(
                     count,
                     x[line].ctypes.data + h * size * 4,
                     x.strides[0],
-                    table[row, K] + offset,
-                    table[row, V] + offset,
+                    row,
+                    offset,
                     own,
                     size,
                     scale,
@@ -316,10 +366,8 @@ def attend_rows(blocks: Any, x: Any, table: Any, parts: Any, seen: Any, out: Any
                 for t in range(line, line + count):
                     _attend_head(
                         x[t, h * size : (h + 1) * size],
-                        table[row, K] + offset,
-                        table[row, V] + offset,
-                        bits,
-                        slots,
+                        row,
+                        offset,
                         seen[t, 0],
                         scale,
                         np.empty(seen[t, 1], np.float32),
@@ -329,9 +377,10 @@ def attend_rows(blocks: Any, x: Any, table: Any, parts: Any, seen: Any, out: Any
 
 
 @njit
-def write(block: Any, row: Any, kv: Any, slot: int) -> None:
-    """Put a token's keys and values, one head after the other, into their slot."""
-    size, start = block.head_dim, slot * _row_bytes(block.head_dim, row[BITS])
+def write(block: Any, row: Any, kv: Any, position: int) -> None:
+    """Put a token's keys and values, one head after the other, where its position lies."""
+    size = block.head_dim
+    start, _ = _piece(row, position, 1, _row_bytes(size, row[BITS]))
     for h in range(block.kv_heads):
         at = h * row[STRIDE] + start
         _write_one(kv, h * size, row[K] + at, size, row[BITS])

@@ -36,7 +36,6 @@ from infer.backend.cpu.simd import (
     summed,
 )
 from infer.backend.cpu.tile import X_ROWS
-from infer.cache.table import SLOTS
 
 # Addresses are 0 where there is nothing; centred: a LayerNorm.
 NORM = np.dtype([("weight", "i8"), ("bias", "i8"), ("eps", "f8"), ("offset", "f8"), ("centred", "i8")])
@@ -260,11 +259,10 @@ def _block(blocks: Any, x: Any, cos_at: int, sin_at: int, table: Any, tokens: An
 
 @njit
 def _store(block: Any, row: Any, position: int, kv: Any, seen: Any) -> None:
-    """A token's keys and values, and which slots it sees: the first, and how many."""
-    slots = row[SLOTS]
-    write(block, row, kv, position % slots)
+    """A token's keys and values, and which positions it sees: the first, and how many."""
+    write(block, row, kv, position)
     oldest = 0 if block.window == 0 else max(0, position - block.window + 1)
-    seen[0], seen[1] = oldest % slots, position - oldest + 1
+    seen[0], seen[1] = oldest, position - oldest + 1
 
 
 @njit(parallel=True)
@@ -376,7 +374,7 @@ def behind_attention(blocks: Any, attended: Any, x: Any, out: Any) -> None:
 def attend(blocks: Any, q: Any, tables: Any, seen: Any, parts: Any, out: Any) -> None:
     """out [Q, Hq D]: each head of each query of q [Q, Hq D].
 
-    seen: of each query, its first slot and how many keys. parts: from `parts_of`.
+    seen: of each query, the position of its first key and how many keys. parts: from `parts_of`.
     """
     _run(ATTEND, blocks, NO_HEADS, q, q, NO_TABLE, tables, seen, parts, NO_TOKENS, out)
 

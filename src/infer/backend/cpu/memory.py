@@ -31,3 +31,8 @@ def vector(address: int, size: int) -> Any:
 @njit
 def bytes_at(address: int, size: int) -> Any:
     return carray(_pointer(address), (size,), np.int8)
+
+
+@njit
+def integer_at(address: int) -> Any:
+    return carray(_pointer(address), (1,), np.int64)[0]

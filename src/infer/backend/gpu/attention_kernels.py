@@ -1,6 +1,7 @@
 """Attention on a GPU: of one new token a row, and of the many queries of a prompt, with the same bits.
 
-A query goes through its keys in blocks counted from position 0, so what a pass was cut into, or a ring, changes no sum.
+A query goes through its keys in blocks counted from position 0, so what a pass was cut into, a ring, or pages, each of
+which holds whole blocks, change no sum.
 Blocks are taken together in groups, whose size follows from the position of the query and the window. A group has its
 largest score, the sum of its weights, and its values by weight; groups are folded into each other in order. So programs
 can share the keys of one query (`attend_one`, and `warp_kernels.py`), and a prompt's queries can go through theirs one
@@ -23,6 +24,7 @@ from infer.cache import table as columns
 COLUMNS = tl.constexpr(columns.COLUMNS)
 KEYS, VALUES = tl.constexpr(columns.K), tl.constexpr(columns.V)
 STRIDE, SLOTS = tl.constexpr(columns.STRIDE), tl.constexpr(columns.SLOTS)
+PAGES, PAGE = tl.constexpr(columns.PAGES), tl.constexpr(columns.PAGE)
 FOLDED = tl.constexpr(8)  # groups that are loaded together
 
 
@@ -151,12 +153,29 @@ def rotated(
 
 @triton.jit
 def cache_of(table, row, head, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the keys and values of a row's KV head are, and how many slots there are."""
+    """Where the keys and values of a row's KV head are, how many slots there are, and its pages: for `page_of`."""
     line = table + row * COLUMNS
     offset = head * tl.load(line + STRIDE)
     keys = tl.multiple_of((tl.load(line + KEYS) + offset).to(tl.pointer_type(dtype)), ALIGNED)
     values = tl.multiple_of((tl.load(line + VALUES) + offset).to(tl.pointer_type(dtype)), ALIGNED)
-    return keys, values, tl.load(line + SLOTS).to(tl.int32)
+    return keys, values, tl.load(line + SLOTS).to(tl.int32), (tl.load(line + PAGES), tl.load(line + PAGE))
+
+
+@triton.jit
+def page_of(
+    pages, position, slots, there, dtype: tl.constexpr, ALIGNED: tl.constexpr, PAGED: tl.constexpr = True
+):
+    """How far the page of a position lies behind a table's addresses, in elements: 0 where there are no pages.
+
+    there: whether to look at all. PAGED: whether any row has pages.
+    """
+    offset = 0
+    if PAGED:
+        size: tl.constexpr = dtype.primitive_bitwidth // 8
+        numbers, stride = pages
+        number = tl.load(numbers.to(tl.pointer_type(tl.int64)) + position // slots, there & (numbers != 0), 0)
+        offset = tl.multiple_of(number * (stride // size), ALIGNED // size)
+    return offset
 
 
 @kernel(do_not_specialize=["tabled", "q_out", "k_out", "v_out"])
@@ -216,8 +235,10 @@ def prepare_heads(
     stride = tl.full((), D * size, tl.int64)
     if tabled != 0:
         line = table + tl.load(rows + token).to(tl.int64) * COLUMNS
-        slot = position % tl.load(line + SLOTS) * (D * size)
-        keys, values = tl.load(line + KEYS) + slot, tl.load(line + VALUES) + slot
+        slots, numbers = tl.load(line + SLOTS), tl.load(line + PAGES)
+        number = tl.load(numbers.to(tl.pointer_type(tl.int64)) + position // slots, numbers != 0, 0)
+        at = position % slots * (D * size) + number * tl.load(line + PAGE)
+        keys, values = tl.load(line + KEYS) + at, tl.load(line + VALUES) + at
         stride = tl.load(line + STRIDE)
     kept = tl.where(is_v, values + (head - HEADS - KV_HEADS) * stride, keys + (head - HEADS) * stride)
     place = tl.where(is_q, q_out + (token * HEADS + head) * (D * size), kept).to(tl.pointer_type(dtype))
@@ -313,7 +334,7 @@ def attend_one(
     dtype: tl.constexpr = q.dtype.element_ty
     # Where the token and the cache are was settled before the step began.
     position = tl.load(positions + row, cache_modifier=".cg")
-    own_k, own_v, slots = cache_of(table, row, head, dtype, ALIGNED)
+    own_k, own_v, slots, pages = cache_of(table, row, head, dtype, ALIGNED)
     size = blocks_of_a_group(tl.maximum(position, 0), window, BLOCK, GROUPS)
     first = 0
     if window > 0:
@@ -339,7 +360,8 @@ def attend_one(
         for block in tl.range(start, stop, num_stages=STAGES):
             at = block * BLOCK + s
             there = (at >= first) & (at <= position)
-            slot = (at % slots).to(tl.int64)[:, None] * D + d[None, :]
+            page = page_of(pages, block * BLOCK, slots, True, dtype, ALIGNED)
+            slot = page + (at % slots).to(tl.int64)[:, None] * D + d[None, :]
             inside = there[:, None] & real[None, :]
             next_k = tl.load(own_k + slot, inside, 0.0)
             next_v = tl.load(own_v + slot, inside, 0.0)
@@ -391,7 +413,7 @@ def load_keys(
 ):
     """A block of a prompt's keys, or values: of those from first to last where MASKED.
 
-    WRAPS: around the end of a ring, at most so often; 2: as often as it takes.
+    WRAPS: around the end of a ring or a page, at most so often; 2: as often as it takes.
     """
     d, at = tl.arange(0, BLOCK_D)[None, :], block * BLOCK + tl.arange(0, BLOCK)
     slot = at
@@ -474,6 +496,7 @@ def attend_many(
     SINGLE: tl.constexpr,  # whether all queries take their blocks one by one
     WINDOWED: tl.constexpr,
     WRAPS: tl.constexpr,
+    PAGED: tl.constexpr,  # whether any row has pages
     ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -488,7 +511,8 @@ def attend_many(
     row, first_token, start = tl.load(tiles).to(tl.int64), tl.load(tiles + 1), tl.load(tiles + 2)
     end, tile = tl.load(tiles + 3), tl.load(tiles + 4)
     first_query, last_query = tl.maximum(tile, start), tl.minimum(tile + QUERIES, end) - 1
-    own_k, own_v, slots = cache_of(table, row, head, q.dtype.element_ty, ALIGNED)
+    dtype: tl.constexpr = q.dtype.element_ty
+    own_k, own_v, slots, pages = cache_of(table, row, head, dtype, ALIGNED)
     wait_for_previous(PDL)
     ROWS: tl.constexpr = QUERIES * BLOCK_G
     c, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -513,8 +537,9 @@ def attend_many(
     group_highest, group_total, group_sums = highest, total, sums
     if WINDOWED:
         for block in tl.range(first // BLOCK, whole, num_stages=STAGES):
-            next_k = load_keys(own_k, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
-            next_v = load_keys(own_v, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
+            page = page_of(pages, block * BLOCK, slots, True, dtype, ALIGNED, PAGED)
+            next_k = load_keys(own_k + page, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
+            next_v = load_keys(own_v + page, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
             highest, total, sums, group_highest, group_total, group_sums = fold_block(
                 queries,
                 next_k,
@@ -531,8 +556,9 @@ def attend_many(
                 SINGLE,
             )
     for block in tl.range(whole, partial, num_stages=STAGES):
-        next_k = load_keys(own_k, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
-        next_v = load_keys(own_v, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
+        page = page_of(pages, block * BLOCK, slots, True, dtype, ALIGNED, PAGED)
+        next_k = load_keys(own_k + page, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
+        next_v = load_keys(own_v + page, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
         highest, total, sums, group_highest, group_total, group_sums = fold_block(
             queries,
             next_k,
@@ -549,8 +575,9 @@ def attend_many(
             SINGLE,
         )
     for block in tl.range(partial, last_query // BLOCK + 1, num_stages=STAGES):
-        next_k = load_keys(own_k, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
-        next_v = load_keys(own_v, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
+        page = page_of(pages, block * BLOCK, slots, True, dtype, ALIGNED, PAGED)
+        next_k = load_keys(own_k + page, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
+        next_v = load_keys(own_v + page, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
         highest, total, sums, group_highest, group_total, group_sums = fold_block(
             queries,
             next_k,

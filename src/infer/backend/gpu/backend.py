@@ -19,6 +19,7 @@ from infer.backend.gpu.products import Normed, aligned, normed_rows, on, product
 from infer.backend.gpu.step import Fed, Plan, counters, launch, plan_of, rope_tables
 from infer.backend.parts import BlockParts, ModelParts
 from infer.cache.base import Cache
+from infer.cache.table import PAGES
 from infer.models.rows import Packed, Row, pack
 
 ATTENTION = GpuAttention()
@@ -42,7 +43,7 @@ class GpuBackend:
         packed = pack(rows, self.device, self.parts.positions_learned, self.parts.embedding.tokens)
         x = self._embed(packed)
         positions = packed.positions.to(torch.int32)
-        tables = self.tables([span.row.cache for span in packed.spans], [span.n for span in packed.spans])
+        tables, paged = self.tables([span.row.cache for span in packed.spans], [span.n for span in packed.spans])
         with on(self.device):
             ropes = [rope_tables(each, positions) for each in self.plan.frequencies if each.numel()]
             if tables is not None and all(span.n == 1 for span in packed.spans):
@@ -50,7 +51,7 @@ class GpuBackend:
                 logits = launch(self.plan, fed, tables, counters(self.plan, len(x)))
                 logits = packed.choose(logits)
             else:
-                logits = self._blocks(packed, x, positions, ropes, tables)
+                logits = self._blocks(packed, x, positions, ropes, tables, paged)
         packed.advance()
         return packed.split(logits)
 
@@ -58,12 +59,16 @@ class GpuBackend:
         """Captured steps, for rows that have one token to feed."""
         return Decoding(self.captured) if self.captured.possible else None
 
-    def tables(self, caches: Sequence[Cache], counts: Sequence[int]) -> Tensor | None:
-        """[layers, R, COLUMNS]: where kernels find keys and values; None where some cache must be asked."""
+    def tables(self, caches: Sequence[Cache], counts: Sequence[int]) -> tuple[Tensor | None, bool]:
+        """[layers, R, COLUMNS]: where kernels find keys and values; None where some cache must be asked.
+
+        And whether any row has pages.
+        """
         tables = [cache.table(self.parts.config, self.dtype, n) for cache, n in zip(caches, counts, strict=True)]
         if any(table is None for table in tables):
-            return None
-        return torch.from_numpy(np.concatenate(tables, 1)).to(self.device, non_blocking=True)
+            return None, False
+        lines = np.concatenate(tables, 1)
+        return torch.from_numpy(lines).to(self.device, non_blocking=True), bool(lines[:, :, PAGES].any())
 
     def _embed(self, packed: Packed) -> Tensor:
         """As `Decoder.embed`: [T, C]."""
@@ -74,14 +79,20 @@ class GpuBackend:
         return x if learned is None else x + learned(packed.positions)
 
     def _blocks(
-        self, packed: Packed, x: Tensor, positions: Tensor, ropes: Sequence[Tensor], tables: Tensor | None
+        self,
+        packed: Packed,
+        x: Tensor,
+        positions: Tensor,
+        ropes: Sequence[Tensor],
+        tables: Tensor | None,
+        paged: bool,
     ) -> Tensor:
         pdl, tiles = self.plan.pdl, None
         if tables is not None:
             block = self.plan.blocks[0]
             queries = queries_of(block.heads, block.kv_heads, block.head_dim, self.dtype, self.device)
             spans = [(span.row.cache.seq_len, span.n) for span in packed.spans for _ in range(span.batch)]
-            tiles = tiles_of(spans, queries, self.device)
+            tiles = tiles_of(spans, queries, self.device, paged=paged)
         head = self.plan.head
         norms = [*(block.before_attention for block in self.plan.blocks), head.norm]
         normed, _ = normed_rows(x, norms[0], pdl=pdl)

@@ -178,6 +178,7 @@ class _Slot:
 
     def __init__(self, row: DecodingRow) -> None:
         self.row, self.left, self.held = row, row.left, row.cache.seq_len
+        self.ahead = 0  # steps launched whose tokens have not been read
         self.wanted = True  # whether its tokens are still asked for
 
 
@@ -219,6 +220,7 @@ class Decoding:
         """The tokens that the step launched longest ago has chosen, by row: -1 where none could be."""
         if self.arrange():
             while len(self._launched) <= AHEAD and self._drop_full():
+                self._reserve()
                 self._launch()
         if not self._launched:
             return {}
@@ -230,6 +232,7 @@ class Decoding:
                 slot.row.cache.advance(1)
                 record(slot.row.cache, slot.held, slot.row.tokens[slot.held : slot.held + 1], self._steps.model)
                 slot.held += 1
+                slot.ahead -= 1
                 found[slot.row.key] = chosen[i]
         return found
 
@@ -303,12 +306,23 @@ class Decoding:
             with on(self._steps.device):
                 self._step.drop(i)
 
+    def _reserve(self) -> None:
+        """Memory for the position that each row writes next: a cache of pages takes it as it grows."""
+        with on(self._steps.device):
+            for slot in self._slots:
+                if slot is not None:
+                    try:
+                        slot.row.cache.reserve(slot.ahead + 1)
+                    except ValueError as error:
+                        raise type(error)(f"{slot.row.name}: {error}") from None
+
     def _launch(self) -> None:
         step = self._step
         assert step is not None
         for slot in self._slots:
             if slot is not None:
                 slot.left -= 1
+                slot.ahead += 1
         self._count += 1
         tokens = step.sent[self._count % len(step.sent)]
         with on(self._steps.device):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infer.backend.gpu.attention_kernels import blocks_of_a_group, cache_of, fold_pieces, weighed
+from infer.backend.gpu.attention_kernels import blocks_of_a_group, cache_of, fold_pieces, page_of, weighed
 from infer.backend.gpu.launch_kernels import is_last, let_next_start, wait_for_previous
 from infer.backend.gpu.launcher import kernel
 from infer.backend.gpu.product_kernels import as_first_factor, as_second_factor
@@ -131,7 +131,7 @@ def attend_by_warps(
     used = last_group - first_group + 1
     if split >= used:
         return
-    keys, values, slots = cache_of(table, row, head, dtype, ALIGNED)
+    keys, values, slots, pages = cache_of(table, row, head, dtype, ALIGNED)
     at = tl.arange(0, 32)[None, :]
     line = tl.arange(0, STEPS * BLOCK)[:, None]
     key = line // 8 % WARPS * OWN + line // (8 * WARPS) % (OWN // 8) * 8 + line % 8
@@ -143,10 +143,11 @@ def attend_by_warps(
 
     begin = tl.maximum((first_group + split) * size, oldest // BLOCK) * BLOCK
     left = tl.minimum(BLOCK, position - begin)
-    slot = in_ring(begin, key, slots).to(tl.int64) * D
+    page = page_of(pages, begin, slots, position >= 0, dtype, ALIGNED)
+    slot = page + in_ring(begin, key, slots).to(tl.int64) * D
     block_k = load_halves(own_keys + slot, (key < left) & (begin + key >= oldest), D)
     block_v = tl.load(
-        values + in_ring(begin, v_key, slots).to(tl.int64) * D + v_column,
+        values + page + in_ring(begin, v_key, slots).to(tl.int64) * D + v_column,
         (v_key < left) & (begin + v_key >= oldest),
         0.0,
     )
@@ -174,7 +175,7 @@ def attend_by_warps(
     q = rotated_halves(q, q_weights, cosine, sine, STEPS, D, EPS, OFFSET)
     k = rotated_halves(k, k_weights, cosine, sine, STEPS, D, EPS, OFFSET)
     if split == (used - 1) % tl.num_programs(0):  # the program whose keys are the last
-        own_slot = (position % slots).to(tl.int64) * D
+        own_slot = page_of(pages, position, slots, True, dtype, ALIGNED) + (position % slots).to(tl.int64) * D
         tl.store(keys + own_slot + half_column, k[0], line % (8 * WARPS) == 0)
         tl.store(keys + own_slot + D // 2 + half_column, k[1], line % (8 * WARPS) == 0)
         tl.store(values + own_slot + own_v_column, v, at < 8)
@@ -208,12 +209,15 @@ def attend_by_warps(
             start += 1
         else:
             highest, total, sums = none, zero, nothing
+        next_page = page_of(pages, start * BLOCK, slots, start < stop, dtype, ALIGNED)
         for block in tl.range(start, stop, num_stages=1):
-            at_key = block * BLOCK
+            at_key, page = block * BLOCK, next_page  # a block ahead: keys wait for where they are
+            next_page = page_of(pages, at_key + BLOCK, slots, block + 1 < stop, dtype, ALIGNED)
             there = (at_key + key >= oldest) & (at_key + key <= position)
-            next_k = load_halves(own_keys + in_ring(at_key, key, slots).to(tl.int64) * D, there, D)
+            next_k = load_halves(own_keys + page + in_ring(at_key, key, slots).to(tl.int64) * D, there, D)
             there = (at_key + v_key >= oldest) & (at_key + v_key <= position)
-            next_v = tl.load(values + in_ring(at_key, v_key, slots).to(tl.int64) * D + v_column, there, 0.0)
+            v_slot = page + in_ring(at_key, v_key, slots).to(tl.int64) * D
+            next_v = tl.load(values + v_slot + v_column, there, 0.0)
             scores = scores_by_warps(factor, other_factor, next_k, STEPS, WARPS, OWN)
             highest, total, sums = look_by_warps(
                 scores, next_v, at_key, oldest, position, highest, total, sums, scale, WARPS, BLOCK, OWN

@@ -28,7 +28,7 @@ from infer.cache.base import BaseCache, Cache, NoCache  # noqa: E402
 from infer.cache.contiguous import KVCache  # noqa: E402
 from infer.cache.growing import GrowingCache  # noqa: E402
 from infer.cache.ring import SlidingCache  # noqa: E402
-from infer.cache.table import Table  # noqa: E402
+from infer.cache.table import COLUMNS, Table  # noqa: E402
 from infer.models.common import Decoder  # noqa: E402
 from infer.models.rows import ALL, LAST, NONE, Row  # noqa: E402
 from infer.nn.linear import Linear  # noqa: E402
@@ -637,7 +637,7 @@ class Kernels:
         """One token a row -> [B, V], of which all but the token itself is known on the device."""
         ids = torch.tensor(tokens, device=DEVICE)
         positions = torch.tensor([cache.seq_len for cache in caches], dtype=torch.int32, device=DEVICE)
-        tables = self.backend.tables(caches, [1] * len(caches))
+        tables, _ = self.backend.tables(caches, [1] * len(caches))
         assert tables is not None
         steps = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         fed = step.begin(self.plan, ids, positions, torch.ones_like(positions), steps)
@@ -728,8 +728,8 @@ class TestModels:
         kernels = Kernels(model)
         cache, plan = kernels.cache(), kernels.plan
         expected = kernels(torch.tensor([[3]], device=DEVICE), NoCache(1, DEVICE))[0]
-        tables = torch.zeros(1, 3, 6, dtype=torch.int64, device=DEVICE)
-        tables[:, 1:2] = kernels.backend.tables([cache], [1])
+        tables = torch.zeros(1, 3, COLUMNS, dtype=torch.int64, device=DEVICE)
+        tables[:, 1:2] = kernels.backend.tables([cache], [1])[0]
         positions = torch.tensor([-1, 0, -1], dtype=torch.int32, device=DEVICE)
         steps, moves = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros_like(positions)
         finished = step.counters(plan, 3)
@@ -795,7 +795,7 @@ class TestRaggedPasses:
                 if i + 1 < len(cuts):
                     rows.append(Row(cache, ids[slice(*cuts[i : i + 2])], ALL))
                     expected.append(own[slice(*cuts[i : i + 2])])
-            assert windows.backend.tables([row.cache for row in rows], [len(row.tokens) for row in rows]) is not None
+            assert windows.backend.tables([row.cache for row in rows], [len(row.tokens) for row in rows])[0] is not None
             for got, one in zip(windows.backend.run(rows), expected, strict=True):
                 same(got[0], one)
         assert [cache.seq_len for cache in caches] == [len(ids) for ids in PROMPTS]
