@@ -26,7 +26,7 @@ from torch import Tensor
 from infer import KVCache, SamplingParams, SlidingCache, generate, generate_batch, load_model, stream
 from infer.backend import Row, backend_for
 from infer.backend.parts import Watch
-from infer.cache import Cache, NoCache
+from infer.cache import BaseCache, Cache, NoCache, PagedCache
 from infer.engine.model import all_logits, step
 from infer.engine.request import Request
 from infer.engine.runner import Flight, Runner
@@ -149,7 +149,7 @@ def plainly(model: Decoder, prompt: Sequence[int], params: SamplingParams = GREE
         return tokens_of(model, prompt, params, **options)
 
 
-def make_cache(model: Decoder, kind: type[KVCache] | type[SlidingCache], positions: int, **options: Any) -> Any:
+def make_cache(model: Decoder, kind: type[BaseCache], positions: int, **options: Any) -> Any:
     return kind.from_model_config(model.config, positions, dtype=model.dtype, device=model.device, **options)
 
 
@@ -159,6 +159,8 @@ CACHES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "windows": ("gemma3", KVCache, {}),
     "ring": ("gemma3", SlidingCache, {"prefill_chunk": 8}),
     "tight ring": ("gemma3", SlidingCache, {"prefill_chunk": 1}),
+    "pages": ("llama", PagedCache, {}),
+    "windows in pages": ("gemma3", PagedCache, {}),
 }
 EVERY_CACHE = pytest.mark.parametrize("kind", CACHES)
 
@@ -880,9 +882,10 @@ class TestSameBits:
         whole = all_logits(model, NoCache(1, "cuda"), tokens)[0]
         for size in CHUNKS:
             count = self.POSITIONS if size > 8 else 200
-            cache = make_cache(model, KVCache, self.POSITIONS)
-            parts = [all_logits(model, cache, each)[0] for each in tokens[:, :count].split(size, 1)]
-            same(torch.cat(parts), whole[:count])
+            for kind in (KVCache, PagedCache):
+                cache = make_cache(model, kind, self.POSITIONS)
+                parts = [all_logits(model, cache, each)[0] for each in tokens[:, :count].split(size, 1)]
+                same(torch.cat(parts), whole[:count])
         lengths = [1 + i * 37 % 600 for i in range(max(BATCHES))]
         caches = []
         for length in lengths:
@@ -894,16 +897,15 @@ class TestSameBits:
             for cache, length in zip(caches[:rows], lengths, strict=False):
                 cache.truncate(length)
 
-    @pytest.mark.parametrize("rings", [False, True], ids=["", "rings"])
+    @pytest.mark.parametrize("kind", [KVCache, SlidingCache, PagedCache])
     @torch.inference_mode()
-    def test_of_ragged_passes(self, model: Decoder, rings: bool) -> None:
+    def test_of_ragged_passes(self, model: Decoder, kind: type[BaseCache]) -> None:
         """Prompts of different lengths, pieces of others, and single tokens, all in one pass; rows come and go."""
         prompts = [prompt_of(sum(sizes), seed=i) for i, sizes in enumerate(zip(*RAGGED, strict=True))]
         alone = [all_logits(model, NoCache(1, "cuda"), torch.tensor([ids], device="cuda"))[0] for ids in prompts]
+        options = {"prefill_chunk": 512} if kind is SlidingCache else {}
         caches: list[Any] = [
-            make_cache(model, SlidingCache, len(ids) + 2, prefill_chunk=512)
-            if rings and i % 3 < 2
-            else make_cache(model, KVCache, len(ids) + i)
+            make_cache(model, kind, len(ids) + 2, **options) if i % 3 < 2 else make_cache(model, KVCache, len(ids) + i)
             for i, ids in enumerate(prompts)
         ]
         for sizes in RAGGED:

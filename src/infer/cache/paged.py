@@ -129,16 +129,18 @@ class PagedCache(BaseCache):
         self._drop_unseen()
         page = self.pool.page
         last, tail = _pages(self.seq_len + n, page), self.seq_len // page
-        shared = self._shared(tail) if self.seq_len % page else []
+        copied = self._to_copy(tail) if self.seq_len % page else []
         missing = max(0, last - self._taken)
-        new = self.pool.take(len(shared) + missing * self.shape.batch_size * len(self.groups))
-        for (row, group), own in zip(shared, new, strict=False):
+        new = self.pool.take(len(copied) + missing * self.shape.batch_size * len(self.groups))
+        for (row, group), own in zip(copied, new, strict=False):
             theirs = self.pages[row, group, tail]
-            self.pool.memory[own].copy_(self.pool.memory[theirs])
             self.pages[row, group, tail] = own
-            self.pool.release([theirs])
+            self._first[group] = min(self._first[group], tail)
+            if theirs != NONE:
+                self.pool.memory[own].copy_(self.pool.memory[theirs])
+                self.pool.release([theirs])
         if missing:
-            self.pages[:, :, self._taken : last] = np.reshape(new[len(shared) :], (*self.pages.shape[:2], missing))
+            self.pages[:, :, self._taken : last] = np.reshape(new[len(copied) :], (*self.pages.shape[:2], missing))
             self._taken = last
         if self._on_device is not None:
             changed = torch.from_numpy(self.pages[:, :, tail:last].copy())
@@ -260,10 +262,13 @@ class PagedCache(BaseCache):
         windows = [(group.window, kept) for group, kept in zip(self.groups, first, strict=True)]
         self._drops_at = min((window - 1 + (kept + 2) * page for window, kept in windows if window), default=UNBOUNDED)
 
-    def _shared(self, index: int) -> list[tuple[int, int]]:
-        """Of which rows and groups others hold the page at this place of the list too."""
+    def _to_copy(self, index: int) -> list[tuple[int, int]]:
+        """The rows and groups whose page at this place of the list others hold too, or is not there.
+
+        It is not there where a window of one position has seen nothing of it.
+        """
         own = self.pages[:, :, index]
-        return [(int(row), int(group)) for row, group in np.argwhere((own != NONE) & (self.pool.holders[own] > 1))]
+        return [(int(row), int(group)) for row, group in np.argwhere((own == NONE) | (self.pool.holders[own] > 1))]
 
     def _put(self, pages: np.ndarray[Any, Any], seq_len: int) -> None:
         """Pages [batch, groups, pages] with so many positions filled, into an empty cache."""

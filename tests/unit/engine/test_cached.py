@@ -184,7 +184,7 @@ class TestSteps:
             row = trace["attn_row"]
             keys = row.shape[-1]
             assert row.shape[:2] == (rows, model.config.num_attention_heads)
-            assert keys == at + 1 or (kind is SlidingCache and model.config.window(layer) is not None)
+            assert keys == at + 1 or cache.windows[layer] is not None
             assert row.isfinite().all()
             assert ((row >= 0) & (row <= 1)).all()
             torch.testing.assert_close(row.sum(-1), torch.ones_like(row[..., 0]), atol=1e-6, rtol=0)

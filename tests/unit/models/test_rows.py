@@ -180,9 +180,9 @@ class TestRefusals:
 
 
 # How many tokens the rows hold, and how many each is fed; none of a window's edges is left out.
-HELD = [0, 4, 11, 1, 3]
-FED = [7, 1, 2, 1, 12]
-WANTED = [LAST, LAST, ALL, NONE, slice(3, 9)]
+HELD = [0, 4, 11, 1, 3, 5, 0, 6]
+FED = [7, 1, 2, 1, 12, 3, 9, 1]
+WANTED = [LAST, LAST, ALL, NONE, slice(3, 9), LAST, NONE, ALL]
 
 
 def filled(model: Decoder, dtype: str = "float32") -> list[Any]:
@@ -231,7 +231,7 @@ class TestRun:
     def test_one_row_is_the_model_itself(self, model: Decoder) -> None:
         for row, same in zip(rows_of(filled(model)), filled(model), strict=True):
             assert torch.equal(model.run([row])[0], model(row.tokens, kv_cache=same, all_logits=True))
-        for row, same in zip(rows_of(filled(model), [LAST] * 5), filled(model), strict=True):
+        for row, same in zip(rows_of(filled(model), [LAST] * len(HELD)), filled(model), strict=True):
             assert torch.equal(model.run([row])[0], model(row.tokens, kv_cache=same))
         ids = random_ids(2, 6)
         assert torch.equal(model.run([Row(NoCache(2), ids, ALL)])[0], model(ids))
@@ -306,7 +306,7 @@ class TestRun:
 def test_a_row_among_others_stores_and_attends_as_it_does_alone(dtype: str) -> None:
     """The same keys, whoever is beside it: bit for bit."""
     together, alone = ([empty(cls, dtype=dtype) for cls in CACHES] for _ in range(2))
-    for counts in ((3, 1, 5), (1, 1, 1), (2, 4, 1)):
+    for counts in ((3, 1, 5, 2), (1, 1, 1, 1), (2, 4, 1, 3)):
         packed = pack([Row(cache, [0] * n) for cache, n in zip(together, counts, strict=True)], CPU)
         for layer in range(2):
             q, k, v = (torch.randn(sum(counts), heads, 8) for heads in (8, 4, 4))

@@ -169,12 +169,10 @@ class Tiles(NamedTuple):
     tiles: Tensor  # int32 [tiles, 5]: see `attend_many`
     end: int  # one more than the highest position
     queries: int  # of a tile
-    paged: bool = False  # whether keys of any row lie in pages
+    page: int = 0  # positions of a page; 0: no row has pages
 
 
-def tiles_of(
-    spans: Sequence[tuple[int, int]], queries: int, device: torch.device, *, paged: bool = False
-) -> Tiles:
+def tiles_of(spans: Sequence[tuple[int, int]], queries: int, device: torch.device, *, page: int = 0) -> Tiles:
     """spans: of each row of the tables, the position of its first token, and how many there are."""
     start, n = np.array(spans, np.int32).T
     end = start + n
@@ -190,7 +188,7 @@ def tiles_of(
     both = torch.from_numpy(np.concatenate((rows, padding, tiles.ravel().astype(np.int32)))).to(
         device, non_blocking=True
     )
-    return Tiles(both[: len(rows)], both[len(rows) + len(padding) :].view(-1, 5), int(end.max()), queries, paged)
+    return Tiles(both[: len(rows)], both[len(rows) + len(padding) :].view(-1, 5), int(end.max()), queries, page)
 
 
 @lru_cache(8)
@@ -224,8 +222,8 @@ def attend_rows(
     out = empty_rows(count, heads * size, q) if dtype is None else q.new_empty(count, heads * size, dtype=dtype)
     shape = _shape(heads, kv_heads, size, q.dtype, q.device)
     single = _blocks(tiles.end, window, shape["BLOCK"]) <= GROUPS
-    wraps = int(tiles.paged) if window is None else 1 if window >= shape["BLOCK"] else 2
-    kind = q.dtype, q.device, tuple(shape.items()), window is not None, wraps, tiles.paged, single, pdl
+    wraps = 0 if window is None else 1 if window >= shape["BLOCK"] else 2
+    kind = q.dtype, q.device, tuple(shape.items()), wraps, tiles.page, single, pdl
     launch = _attend_many(tiles.tiles.shape[0], tiles.queries, kind, out.dtype)
     launch(q, out, table, tiles.tiles, _scale(scale), window or 0)
     return out
@@ -234,7 +232,7 @@ def attend_rows(
 @lru_cache(LAUNCHES)
 def _attend_many(tiles: int, queries: int, kind: tuple[Any, ...], _: torch.dtype) -> Launch:
     """Another for each dtype of what is returned."""
-    dtype, device, sizes, windowed, wraps, paged, single, pdl = kind
+    dtype, device, sizes, wraps, page, single, pdl = kind
     shape = dict(sizes)
     group = next_power(shape["GROUP"])
     return Launch(
@@ -243,9 +241,9 @@ def _attend_many(tiles: int, queries: int, kind: tuple[Any, ...], _: torch.dtype
         BLOCK_G=group,
         QUERIES=queries,
         SINGLE=single,
-        WINDOWED=windowed,
+        WINDOWED=wraps > 0,
         WRAPS=wraps,
-        PAGED=paged,
+        POSITIONS=page,
         ALIGNED=alignment(shape["D"], dtype),
         STAGES=_stages(queries * group, shape, dtype.itemsize, device),
         num_warps=4 if shape["D"] <= 128 else 8,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infer.backend.gpu.launch_kernels import is_last, let_next_start, wait_for_previous
+from infer.backend.gpu.launch_kernels import is_last, let_next_start, number_at, wait_for_previous
 from infer.backend.gpu.launcher import kernel
 from infer.backend.gpu.row_kernels import added, load_parts, norm_scale, squared, store_parts, tree_sum, weighted
 from infer.cache import table as columns
@@ -162,20 +162,15 @@ def cache_of(table, row, head, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def page_of(
-    pages, position, slots, there, dtype: tl.constexpr, ALIGNED: tl.constexpr, PAGED: tl.constexpr = True
-):
+def page_of(pages, position, slots, there, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """How far the page of a position lies behind a table's addresses, in elements: 0 where there are no pages.
 
-    there: whether to look at all. PAGED: whether any row has pages.
+    there: whether to look at all.
     """
-    offset = 0
-    if PAGED:
-        size: tl.constexpr = dtype.primitive_bitwidth // 8
-        numbers, stride = pages
-        number = tl.load(numbers.to(tl.pointer_type(tl.int64)) + position // slots, there & (numbers != 0), 0)
-        offset = tl.multiple_of(number * (stride // size), ALIGNED // size)
-    return offset
+    size: tl.constexpr = dtype.primitive_bitwidth // 8
+    numbers, stride = pages
+    at = tl.where(there & (numbers != 0), numbers + (position // slots).to(tl.int64) * 8, 0)
+    return tl.multiple_of(number_at(at) * (stride // size), ALIGNED // size)
 
 
 @kernel(do_not_specialize=["tabled", "q_out", "k_out", "v_out"])
@@ -236,7 +231,7 @@ def prepare_heads(
     if tabled != 0:
         line = table + tl.load(rows + token).to(tl.int64) * COLUMNS
         slots, numbers = tl.load(line + SLOTS), tl.load(line + PAGES)
-        number = tl.load(numbers.to(tl.pointer_type(tl.int64)) + position // slots, numbers != 0, 0)
+        number = number_at(tl.where(numbers != 0, numbers + position // slots * 8, 0))
         at = position % slots * (D * size) + number * tl.load(line + PAGE)
         keys, values = tl.load(line + KEYS) + at, tl.load(line + VALUES) + at
         stride = tl.load(line + STRIDE)
@@ -413,7 +408,7 @@ def load_keys(
 ):
     """A block of a prompt's keys, or values: of those from first to last where MASKED.
 
-    WRAPS: around the end of a ring or a page, at most so often; 2: as often as it takes.
+    WRAPS: around the end of a ring, at most so often; 2: as often as it takes.
     """
     d, at = tl.arange(0, BLOCK_D)[None, :], block * BLOCK + tl.arange(0, BLOCK)
     slot = at
@@ -430,6 +425,32 @@ def load_keys(
     else:
         loaded = tl.load(places, d < D, 0.0)
     return loaded
+
+
+@triton.jit
+def shift_of(
+    pages,
+    block,
+    last,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    dtype: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """How far, in elements, a block lies from where `load_keys` looks for it by its position, or by its slot."""
+    shift = tl.full((), 0, tl.int64)
+    if POSITIONS > 0:
+        size: tl.constexpr = dtype.primitive_bitwidth // 8
+        numbers, stride = pages
+        page = block * BLOCK // POSITIONS
+        there = (numbers != 0) & (block * BLOCK <= last)
+        shift = number_at(tl.where(there, numbers + page.to(tl.int64) * 8, 0)) * (stride // size)
+        if not WINDOWED:
+            shift = tl.where(there, shift - page.to(tl.int64) * (POSITIONS * D), 0)
+        shift = tl.multiple_of(shift, ALIGNED // size)
+    return shift
 
 
 @triton.jit
@@ -496,7 +517,7 @@ def attend_many(
     SINGLE: tl.constexpr,  # whether all queries take their blocks one by one
     WINDOWED: tl.constexpr,
     WRAPS: tl.constexpr,
-    PAGED: tl.constexpr,  # whether any row has pages
+    POSITIONS: tl.constexpr,  # of a page; 0: no row has pages
     ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -535,11 +556,13 @@ def attend_many(
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, BLOCK_D), tl.float32)
     group_highest, group_total, group_sums = highest, total, sums
+    # Where a block lies is looked up while the one before it is attended to.
+    shift = shift_of(pages, first // BLOCK, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
     if WINDOWED:
         for block in tl.range(first // BLOCK, whole, num_stages=STAGES):
-            page = page_of(pages, block * BLOCK, slots, True, dtype, ALIGNED, PAGED)
-            next_k = load_keys(own_k + page, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
-            next_v = load_keys(own_v + page, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
+            next_shift = shift_of(pages, block + 1, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
+            next_k = load_keys(own_k + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
+            next_v = load_keys(own_v + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
             highest, total, sums, group_highest, group_total, group_sums = fold_block(
                 queries,
                 next_k,
@@ -555,10 +578,11 @@ def attend_many(
                 group_sums,
                 SINGLE,
             )
+            shift = next_shift
     for block in tl.range(whole, partial, num_stages=STAGES):
-        page = page_of(pages, block * BLOCK, slots, True, dtype, ALIGNED, PAGED)
-        next_k = load_keys(own_k + page, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
-        next_v = load_keys(own_v + page, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
+        next_shift = shift_of(pages, block + 1, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
+        next_k = load_keys(own_k + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
+        next_v = load_keys(own_v + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
         highest, total, sums, group_highest, group_total, group_sums = fold_block(
             queries,
             next_k,
@@ -574,10 +598,11 @@ def attend_many(
             group_sums,
             SINGLE,
         )
+        shift = next_shift
     for block in tl.range(partial, last_query // BLOCK + 1, num_stages=STAGES):
-        page = page_of(pages, block * BLOCK, slots, True, dtype, ALIGNED, PAGED)
-        next_k = load_keys(own_k + page, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
-        next_v = load_keys(own_v + page, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
+        next_shift = shift_of(pages, block + 1, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
+        next_k = load_keys(own_k + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
+        next_v = load_keys(own_v + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
         highest, total, sums, group_highest, group_total, group_sums = fold_block(
             queries,
             next_k,
@@ -593,6 +618,7 @@ def attend_many(
             group_sums,
             SINGLE,
         )
+        shift = next_shift
     if not SINGLE:
         highest, total, sums = folded(highest, total, sums, group_highest, group_total, group_sums)
     total = tl.where(within, total, 1.0)

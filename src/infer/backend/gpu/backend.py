@@ -19,7 +19,7 @@ from infer.backend.gpu.products import Normed, aligned, normed_rows, on, product
 from infer.backend.gpu.step import Fed, Plan, counters, launch, plan_of, rope_tables
 from infer.backend.parts import BlockParts, ModelParts
 from infer.cache.base import Cache
-from infer.cache.table import PAGES
+from infer.cache.table import PAGES, SLOTS
 from infer.models.rows import Packed, Row, pack
 
 ATTENTION = GpuAttention()
@@ -43,7 +43,7 @@ class GpuBackend:
         packed = pack(rows, self.device, self.parts.positions_learned, self.parts.embedding.tokens)
         x = self._embed(packed)
         positions = packed.positions.to(torch.int32)
-        tables, paged = self.tables([span.row.cache for span in packed.spans], [span.n for span in packed.spans])
+        tables, page = self.tables([span.row.cache for span in packed.spans], [span.n for span in packed.spans])
         with on(self.device):
             ropes = [rope_tables(each, positions) for each in self.plan.frequencies if each.numel()]
             if tables is not None and all(span.n == 1 for span in packed.spans):
@@ -51,7 +51,7 @@ class GpuBackend:
                 logits = launch(self.plan, fed, tables, counters(self.plan, len(x)))
                 logits = packed.choose(logits)
             else:
-                logits = self._blocks(packed, x, positions, ropes, tables, paged)
+                logits = self._blocks(packed, x, positions, ropes, tables, page)
         packed.advance()
         return packed.split(logits)
 
@@ -59,16 +59,19 @@ class GpuBackend:
         """Captured steps, for rows that have one token to feed."""
         return Decoding(self.captured) if self.captured.possible else None
 
-    def tables(self, caches: Sequence[Cache], counts: Sequence[int]) -> tuple[Tensor | None, bool]:
+    def tables(self, caches: Sequence[Cache], counts: Sequence[int]) -> tuple[Tensor | None, int]:
         """[layers, R, COLUMNS]: where kernels find keys and values; None where some cache must be asked.
 
-        And whether any row has pages.
+        And the positions of a page, 0 where no row has pages.
         """
         tables = [cache.table(self.parts.config, self.dtype, n) for cache, n in zip(caches, counts, strict=True)]
         if any(table is None for table in tables):
-            return None, False
+            return None, 0
         lines = np.concatenate(tables, 1)
-        return torch.from_numpy(lines).to(self.device, non_blocking=True), bool(lines[:, :, PAGES].any())
+        page, *others = set(lines[0, lines[0, :, PAGES] != 0, SLOTS].tolist()) or {0}
+        if others:  # pools of several sizes: a kernel knows one
+            return None, 0
+        return torch.from_numpy(lines).to(self.device, non_blocking=True), page
 
     def _embed(self, packed: Packed) -> Tensor:
         """As `Decoder.embed`: [T, C]."""
@@ -85,14 +88,14 @@ class GpuBackend:
         positions: Tensor,
         ropes: Sequence[Tensor],
         tables: Tensor | None,
-        paged: bool,
+        page: int,
     ) -> Tensor:
         pdl, tiles = self.plan.pdl, None
         if tables is not None:
             block = self.plan.blocks[0]
             queries = queries_of(block.heads, block.kv_heads, block.head_dim, self.dtype, self.device)
             spans = [(span.row.cache.seq_len, span.n) for span in packed.spans for _ in range(span.batch)]
-            tiles = tiles_of(spans, queries, self.device, paged=paged)
+            tiles = tiles_of(spans, queries, self.device, page=page)
         head = self.plan.head
         norms = [*(block.before_attention for block in self.plan.blocks), head.norm]
         normed, _ = normed_rows(x, norms[0], pdl=pdl)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
@@ -38,6 +40,26 @@ def fetch(lines, COLUMNS: tl.constexpr, PDL: tl.constexpr):
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def number_at(address):
+    """The int64 at an address; 0 for address 0.
+
+    Triton would wait for all loads of a loop at once if one gave another its address: it does not see this one.
+    """
+    if COMPILED:
+        number = tl.inline_asm_elementwise(
+            "{ .reg .pred there; setp.ne.s64 there, $1, 0; mov.s64 $0, 0; @there ld.global.s64 $0, [$1]; }",
+            "=l,l",
+            [address],
+            dtype=tl.int64,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        number = tl.load(address.to(tl.pointer_type(tl.int64)), address != 0, 0)
+    return number
 
 
 @triton.jit

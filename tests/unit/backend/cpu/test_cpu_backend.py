@@ -25,7 +25,7 @@ from infer.backend.cpu import functions, kernels
 from infer.backend.cpu.functions import CpuAttention
 from infer.backend.cpu.records import WEIGHT_KINDS, block_record, head_record
 from infer.backend.parts import BlockParts
-from infer.cache import BaseCache, Cache, NoCache
+from infer.cache import BaseCache, Cache, NoCache, PagedCache
 from infer.cache.debug import DebugCache
 from infer.cache.int8 import encode
 from infer.cache.table import Table
@@ -456,6 +456,9 @@ RAGGED: list[tuple[type[BaseCache], dict[str, Any], str, int]] = [
     (SlidingCache, {"prefill_chunk": 1}, "int8", 1),
     (SlidingCache, {"prefill_chunk": 2}, "float32", 1),
     (KVCache, {}, "float32", 3),
+    (PagedCache, {"page": 5}, "float32", 1),
+    (PagedCache, {}, "int8", 1),
+    (PagedCache, {"page": 2}, "float32", 2),
     (GrowingCache, {}, "float32", 1),
     (GrowingCache, {}, "int8", 2),
 ]

@@ -27,6 +27,7 @@ from infer.backend.parts import BlockParts, parts_of  # noqa: E402
 from infer.cache.base import BaseCache, Cache, NoCache  # noqa: E402
 from infer.cache.contiguous import KVCache  # noqa: E402
 from infer.cache.growing import GrowingCache  # noqa: E402
+from infer.cache.paged import PagedCache  # noqa: E402
 from infer.cache.ring import SlidingCache  # noqa: E402
 from infer.cache.table import COLUMNS, Table  # noqa: E402
 from infer.models.common import Decoder  # noqa: E402
@@ -662,6 +663,7 @@ MODELS = [
     ("llama", torch.bfloat16, KVCache),
     ("qwen3", torch.float16, KVCache),
     ("gemma3", torch.float16, SlidingCache),
+    ("gemma3", torch.bfloat16, PagedCache),
     ("gpt2", torch.float32, KVCache),
     ("rope_gpt", torch.float16, GrowingCache),
 ]
@@ -671,6 +673,7 @@ MODELS += amount(
         ("qwen3", torch.float32, KVCache),
         ("gemma3", torch.float32, KVCache),
         ("gemma3", torch.bfloat16, KVCache),
+        ("qwen3", torch.bfloat16, PagedCache),
         ("gpt2", torch.float16, KVCache),
         ("rope_gpt", torch.float32, KVCache),
     ],
@@ -747,8 +750,8 @@ KINDS: list[tuple[type[BaseCache], dict[str, Any]]] = [
     (SlidingCache, {"prefill_chunk": 3}),
     (KVCache, {}),
     (SlidingCache, {"prefill_chunk": 1}),
-    (KVCache, {}),
-    (SlidingCache, {"prefill_chunk": 8}),
+    (PagedCache, {}),
+    (PagedCache, {}),
 ]
 
 
