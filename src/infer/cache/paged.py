@@ -131,13 +131,13 @@ class PagedCache(BaseCache):
         last, tail = _pages(self.seq_len + n, page), self.seq_len // page
         copied = self._to_copy(tail) if self.seq_len % page else []
         missing = max(0, last - self._taken)
-        new = self.pool.take(len(copied) + missing * self.shape.batch_size * len(self.groups))
+        new = self._take(len(copied), missing)
         for (row, group), own in zip(copied, new, strict=False):
             theirs = self.pages[row, group, tail]
             self.pages[row, group, tail] = own
             self._first[group] = min(self._first[group], tail)
             if theirs != NONE:
-                self.pool.memory[own].copy_(self.pool.memory[theirs])
+                self.pool.copy(theirs, own)
                 self.pool.release([theirs])
         if missing:
             self.pages[:, :, self._taken : last] = np.reshape(new[len(copied) :], (*self.pages.shape[:2], missing))
@@ -280,6 +280,15 @@ class PagedCache(BaseCache):
             self._on_device[:, :, :filled] = torch.from_numpy(self.pages[:, :, :filled].copy()).to(self.device)
         super()._move_to(seq_len)
         self._ready = 0
+
+    def _take(self, copied: int, missing: int) -> list[int]:
+        """Pages to copy into, and so many more for each list; all of them or none. Each list's lie in a row."""
+        lists = self.shape.batch_size * len(self.groups)
+        self.pool.make_room(copied + missing * lists)
+        new = self.pool.take(copied)
+        for row in self.pages.reshape(lists, -1):
+            new += self.pool.take(missing, int(row[self._taken - 1]) if self._taken else NONE)
+        return new
 
     def _held_pages(self) -> list[int]:
         held: list[int] = self.pages[self.pages != NONE].tolist()

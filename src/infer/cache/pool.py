@@ -21,6 +21,7 @@ from infer.config import ModelConfig
 from infer.machine import promises
 
 PAGE = 64  # positions: a multiple of the blocks of keys that attention takes, so that no sum depends on pages
+RUN = 16  # pages that a sequence takes one behind the other while there are so many: a CPU reads ahead beyond a page
 
 
 class NoPages(ValueError):
@@ -61,7 +62,7 @@ class PagePool:
         device: torch.device,
         page: int = PAGE,
     ) -> None:
-        """count: of pages; layers: of which each holds keys and values, [layers, 2, num_kv_heads, page, width]."""
+        """count: of pages. layers: of which each holds keys and values."""
         if type(page) is not int or page < 1:
             raise ValueError(f"a page has a whole number of positions, 1 or more, not {page!r}")
         if type(count) is not int or count < 1:
@@ -70,11 +71,16 @@ class PagePool:
         self.dtype, self.device = dtype, device
         shape = CacheShape(layers, 1, num_kv_heads, count * page, head_dim)
         check_memory(layers * count * page, shape, dtype, device)
-        stored = (count, layers, 2, num_kv_heads, page, width(head_dim, dtype))
+        # A head's pages lie behind each other: a sequence that has taken its pages one after the other is read as if
+        # it were contiguous.
+        stored = (layers, 2, num_kv_heads, count, page, width(head_dim, dtype))
         self.memory = torch.zeros(stored, dtype=dtype, device=device)
         self.holders = np.zeros(count, np.int32)  # of each page
         self.reclaim: Callable[[int], None] | None = None  # asked to let go of so many pages when there are too few
-        self._free = list(range(count - 1, -1, -1))  # the lowest is taken first: a CPU's memory is touched as needed
+        self._free_runs = list(range(-(-count // RUN) - 1, -1, -1))  # of which all pages are free, the lowest last
+        self._free_in_run = np.minimum(count - RUN * np.arange(-(-count // RUN)), RUN)  # of each
+        self._loose: dict[int, None] = {}  # free pages of other runs
+        self._free = count
         self._touched = 0  # pages that were ever taken
         if device.type == "cpu":
             promises.add(self)
@@ -106,11 +112,11 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return self._free
 
     @property
     def page_bytes(self) -> int:
-        return self.memory[0].nbytes
+        return self.memory.nbytes // self.count
 
     @property
     def memory_bytes(self) -> int:
@@ -120,16 +126,26 @@ class PagePool:
     def unwritten_bytes(self) -> int:
         return (self.count - self._touched) * self.page_bytes
 
-    def take(self, count: int) -> list[int]:
-        """So many free pages, to be held by the caller; others are let go of first where that takes it."""
+    def make_room(self, count: int) -> None:
+        """Have so many pages free, or raise NoPages."""
         if count > self.free and self.reclaim is not None:
-            self.reclaim(count - self.free)
+            self.reclaim(max(count - self.free, min(RUN, self.count // 64)))  # in runs, rather than one by one
         if count > self.free:
             raise NoPages(
                 f"no memory is left for the cache: {count} more pages of {self.page} positions are needed, and of "
                 f"{self.count} ({self.memory_bytes / 1e6:.0f} MB) {self.free} are free"
             )
-        taken = [self._free.pop() for _ in range(count)]
+
+    def take(self, count: int, after: int = -1) -> list[int]:
+        """So many free pages, to be held by the caller; others are let go of first where that takes it.
+
+        after: a page that these should lie behind, if they can.
+        """
+        self.make_room(count)
+        taken: list[int] = []
+        for _ in range(count):
+            after = self._next(after + 1)
+            taken.append(after)
         self._touched = max([self._touched, *(page + 1 for page in taken)])
         self.holders[taken] = 1
         return taken
@@ -148,17 +164,53 @@ class PagePool:
                 raise RuntimeError(f"page {page} is released, but nobody holds it")
             self.holders[page] -= 1
             if not self.holders[page]:
-                self._free.append(page)
+                self._give_back(page)
 
-    def copy(self, page: int) -> int:
-        """A page with the same contents."""
-        [own] = self.take(1)
-        self.memory[own].copy_(self.memory[page])
-        return own
+    def _next(self, wanted: int) -> int:
+        """A free page: this one, or the first of a run that is all free, or any."""
+        if wanted not in self._loose:
+            if self._free_runs:
+                run = self._free_runs.pop()
+                wanted = run * RUN
+                self._loose |= dict.fromkeys(range(wanted, min(wanted + RUN, self.count)))
+            else:
+                wanted = next(reversed(self._loose))
+        del self._loose[wanted]
+        self._free_in_run[wanted // RUN] -= 1
+        self._free -= 1
+        return wanted
+
+    def _give_back(self, page: int) -> None:
+        run = page // RUN
+        self._loose[page] = None
+        self._free_in_run[run] += 1
+        self._free += 1
+        pages = range(run * RUN, min((run + 1) * RUN, self.count))
+        if self._free_in_run[run] == len(pages):
+            for each in pages:
+                del self._loose[each]
+            self._free_runs.append(run)
+
+    def copy(self, page: int, to: int) -> None:
+        """Put the contents of one page into another."""
+        self.memory[:, :, :, to] = self.memory[:, :, :, page]
+
+    def read(self, pages: Sequence[int]) -> Tensor:
+        """A copy of pages: [pages, *page_shape]."""
+        return self.memory[:, :, :, list(pages)].movedim(3, 0).contiguous()
+
+    def write(self, pages: Sequence[int], contents: Tensor) -> None:
+        """Put back what `read` gave."""
+        self.memory[:, :, :, list(pages)] = contents.to(self.device).movedim(0, 3)
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """[layers, 2, num_kv_heads, page, width]"""
+        return (*self.memory.shape[:3], *self.memory.shape[4:])
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """[pages, num_kv_heads, page, width] each, of one of the layers that a page holds."""
-        return self.memory[:, layer, 0], self.memory[:, layer, 1]
+        return self.memory[layer, 0].transpose(0, 1), self.memory[layer, 1].transpose(0, 1)
 
 
 def page_bytes(layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, page: int = PAGE) -> int:

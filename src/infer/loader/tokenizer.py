@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from infer.loader.chat import render_chat_template
 from infer.loader.find import open_checkpoint
 from infer.loader.text_tokenizers import rust_calls
 
@@ -53,6 +55,10 @@ class Tokenizer:
             strange = [character for character in dict.fromkeys(text) if self.token_to_id(character) is None]
             lacks = " ".join(map(repr, strange[:8]))
             raise ValueError(f"the model cannot read the text, its vocabulary lacks {lacks}") from None
+
+    def encode_chat(self, messages: list[dict[str, str]], **variables: Any) -> list[int]:
+        """The prompt that the chat template makes of messages. variables: of the template, as enable_thinking."""
+        return self.encode(render_chat_template(messages, tokenizer=self, **variables), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -944,7 +944,7 @@ class TestInt8:
     ) -> None:
         """The pass's own keys and values too: what a float cache gives of rounded ones."""
         cls, own = layout
-        window = 8 if cls is SlidingCache and own and window is None else window
+        window = 8 if "windows" in own and window is None else window
         rounding, plain = (cls.allocate(**SIZES, **own, dtype=dtype, device="cpu") for dtype in ("int8", "float32"))
         for n in (5, 1, 1, 4, 1, 2):
             k, v = random_kv(rounding, n, seed=n)

@@ -59,15 +59,19 @@ def _piece(row: Any, position: int, count: int, size: int) -> Any:
 
 
 @njit
-def _score(q: Any, k_at: int, bits: int, scale: Any, out: Any) -> Any:
-    """out [keys] = scale q k; returns the highest."""
-    size, row, keys, q_at = q.shape[0], _row_bytes(q.shape[0], bits), out.shape[0], q.ctypes.data
-    if bits == 32:
-        _score_panel(1, q_at, q_at, 0, size, k_at, keys, out.ctypes.data, 0)
-    else:
-        for j in range(keys):
-            out[j] = _dot_codes(q_at, k_at + j * row, size)
-    return _scaled(out, scale)
+def _score(q: Any, row: Any, offset: int, first: int, out: Any) -> None:
+    """out [keys] = q k, of the keys from position `first` on."""
+    size, bits, q_at, out_at, keys, done = q.shape[0], row[BITS], q.ctypes.data, out.ctypes.data, out.shape[0], 0
+    row_bytes = _row_bytes(size, bits)
+    while done < keys:
+        at, count = _piece(row, first + done, keys - done, row_bytes)
+        at += row[K] + offset
+        if bits == 32:
+            _score_panel(1, q_at, q_at, 0, size, at, count, out_at + done * 4, 0)
+        else:
+            for j in range(count):
+                out[done + j] = _dot_codes(q_at, at + j * row_bytes, size)
+        done += count
 
 
 @njit(forceinline=True)
@@ -86,7 +90,6 @@ def _score_panel(
 ) -> None:
     """out [rows, keys] = q k, in the order of a product. panel: where these queries are packed."""
     steps, row = size // LANES, size * 4
-    spare = np.empty((X_ROWS, W_ROWS), np.float32)
     for j in range(0, keys, W_ROWS):
         if steps == 0:
             for t in range(rows):
@@ -95,6 +98,7 @@ def _score_panel(
             at = min(j, keys - W_ROWS)
             multiply_tile(rows, k_at + at * row, row, 32, panel, steps, 0, 1, 1, out_at + at * 4, out_row)
         else:
+            spare = np.empty((X_ROWS, W_ROWS), np.float32)
             for i in range(keys):
                 multiply_tile(rows, k_at + i * row, 0, 32, panel, steps, 0, 1, 1, spare.ctypes.data, W_ROWS * 4)
                 for t in range(rows):
@@ -124,24 +128,30 @@ def _dot_codes(q_at: int, at: int, size: int) -> Any:
 
 
 @njit
-def _mix(weights: Any, v_at: int, bits: int, out: Any) -> None:
-    """out [D] += the weighted sum of values, one after the other."""
-    size, row, out_at, together = out.shape[0], _row_bytes(out.shape[0], bits), out.ctypes.data, 0
-    if bits == 32:
-        together = weights.shape[0] // 4 * 4
+def _mix(weights_at: Any, row: Any, offset: int, first: int, keys: int, size: int, out_at: int) -> None:
+    """out [D] += the weighted sum of the values from position `first` on, one after the other."""
+    bits, done = row[BITS], 0
+    row_bytes = _row_bytes(size, bits)
+    while done < keys:
+        at, count = _piece(row, first + done, keys - done, row_bytes)
+        at += row[V] + offset
+        together = count // 4 * 4 if bits == 32 else 0
         for j in range(0, together, 4):
-            _add_four(weights[j : j + 4], v_at + j * row, size, out_at)
-    for j in range(together, weights.shape[0]):
-        if bits == 32:
-            _add_value(weights[j], v_at + j * row, size, out_at)
-        else:
-            _add_codes(weights[j], v_at + j * row, size, out_at)
+            _add_four(weights_at + (done + j) * 4, at + j * row_bytes, size, out_at)
+        for j in range(together, count):
+            weight = load_float(weights_at + (done + j) * 4)
+            if bits == 32:
+                _add_value(weight, at + j * row_bytes, size, out_at)
+            else:
+                _add_codes(weight, at + j * row_bytes, size, out_at)
+        done += count
 
 
 @njit(forceinline=True)
-def _add_four(weights: Any, v_at: int, size: int, out_at: int) -> None:
+def _add_four(weights_at: int, v_at: int, size: int, out_at: int) -> None:
     """out += four values, weighted: read and written once for them all, and in the order of one after the other."""
-    a, b, c, d = splat(weights[0]), splat(weights[1]), splat(weights[2]), splat(weights[3])
+    a, b = splat(load_float(weights_at)), splat(load_float(weights_at + 4))
+    c, d = splat(load_float(weights_at + 8)), splat(load_float(weights_at + 12))
     row, whole, out = size * 4, size // 4 * 4, vector(out_at, size)
     for i in range(0, whole, 4):
         at = v_at + i * 4
@@ -151,7 +161,7 @@ def _add_four(weights: Any, v_at: int, size: int, out_at: int) -> None:
         store_floats(out_at + i * 4, fused(load_floats(at + 3 * row), d, x))
     for i in range(whole, size):
         for j in range(4):
-            out[i] = fused_one(load_float(v_at + j * row + i * 4), weights[j], out[i])
+            out[i] = fused_one(load_float(v_at + j * row + i * 4), load_float(weights_at + j * 4), out[i])
 
 
 @njit(forceinline=True)
@@ -192,16 +202,6 @@ def exponentials(x: Any, highest: Any) -> Any:
 
 
 @njit
-def _mix_span(weights: Any, row: Any, offset: int, first: int, out: Any) -> None:
-    """out [D] += the weighted sum of the values from position `first` on."""
-    bits, size, done = row[BITS], _row_bytes(out.shape[0], row[BITS]), 0
-    while done < weights.shape[0]:
-        at, count = _piece(row, first + done, weights.shape[0] - done, size)
-        _mix(weights[done : done + count], row[V] + offset + at, bits, out)
-        done += count
-
-
-@njit
 def _attend_head(q: Any, row: Any, offset: int, first: int, scale: Any, score: Any, out: Any) -> None:
     """out [D] = softmax(scale q k) v over as many keys as `score` has room for, from position `first` on.
 
@@ -210,7 +210,7 @@ def _attend_head(q: Any, row: Any, offset: int, first: int, scale: Any, score: A
     total = _weigh(q, row, offset, first, scale, score)
     for i in range(out.shape[0]):
         out[i] = 0
-    _mix_span(score, row, offset, first, out)
+    _mix(score.ctypes.data, row, offset, first, score.shape[0], out.shape[0], out.ctypes.data)
     for i in range(out.shape[0]):
         out[i] /= total
 
@@ -218,13 +218,8 @@ def _attend_head(q: Any, row: Any, offset: int, first: int, scale: Any, score: A
 @njit
 def _weigh(q: Any, row: Any, offset: int, first: int, scale: Any, score: Any) -> Any:
     """score = e^(scale q k), the largest being 1; returns their sum."""
-    bits, size, keys, done = row[BITS], _row_bytes(q.shape[0], row[BITS]), score.shape[0], 0
-    highest = np.float32(-np.inf)
-    while done < keys:
-        at, count = _piece(row, first + done, keys - done, size)
-        highest = max(highest, _score(q, row[K] + offset + at, bits, scale, score[done : done + count]))
-        done += count
-    return exponentials(score, highest)
+    _score(q, row, offset, first, score)
+    return exponentials(score, _scaled(score, scale))
 
 
 @njit
@@ -283,7 +278,7 @@ def _attend_panel(
         totals[t] = exponentials(own, _scaled(own, scale))
         out = vector(out_at + t * out_row, size)
         out[:] = 0
-        _mix_span(own[: shared - start], row, offset, start, out)
+        _mix(own.ctypes.data, row, offset, start, shared - start, size, out_at + t * out_row)
     position = shared
     while position < until:
         at, count = _piece(row, position, until - position, row_bytes)
@@ -300,7 +295,8 @@ def _attend_panel(
         position += count
     for t in range(rows):
         out, end = vector(out_at + t * out_row, size), seen[t, 0] + seen[t, 1]
-        _mix_span(scores[t, until - first : end - first], row, offset, until, out)
+        behind_at = scores_at + t * scores_row + (until - first) * 4
+        _mix(behind_at, row, offset, until, end - until, size, out_at + t * out_row)
         for i in range(size):
             out[i] /= totals[t]
     panel[0] = 0  # still there, which numba would not know from its address

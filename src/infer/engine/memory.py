@@ -1,0 +1,159 @@
+"""The memory of all caches of a model: pages, the tokens that they hold, and a folder for them where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from infer.cache.base import first_seen, resolve_cache_dtype
+from infer.cache.paged import PagedCache
+from infer.cache.pool import PAGE, NoPages, PagePool, layer_groups, page_bytes
+from infer.cache.prefix import PrefixIndex
+from infer.config import ModelConfig
+from infer.engine.caches import keep_prefix
+from infer.engine.model import Model, model_device, model_dtype
+from infer.engine.store import PrefixStore, fingerprint, page_keys
+from infer.machine import available_memory
+from infer.models.common import Decoder
+
+SHARE = 0.5  # of the memory that is free, for caches
+LONG = 4  # pages from which on a prompt is worth a place in the store
+
+
+class CacheMemory:
+    """Makes caches that share what they have in common, and remembers what caches have held."""
+
+    def __init__(
+        self,
+        model: Model,
+        size: int | None = None,
+        *,
+        cache_dtype: str = "auto",
+        store: str | Path | PrefixStore | None = None,
+        page: int = PAGE,
+    ) -> None:
+        """size: in bytes; None: half of what is free. store: a folder in which pages of long prompts outlive this."""
+        dtype, device = resolve_cache_dtype(cache_dtype, model_dtype(model) or torch.float32), model_device(model)
+        if size is None:
+            free = available_memory(device)
+            if free is None:
+                raise ValueError(f"{device} does not say how much memory is free: say how much caches may take")
+            size = int(free * SHARE)
+        self.model = model
+        self.pool = PagePool.for_model(model.config, size, dtype=dtype, device=device, page=page)
+        self.windows = [model.config.window(i) for i in range(model.config.num_hidden_layers)]
+        self.index = PrefixIndex(self.pool, [group.window for group in layer_groups(self.windows)])
+        self.store = PrefixStore(store) if isinstance(store, str | Path) else store
+        self._embedding = model.embed_tokens if isinstance(model, Decoder) else None
+        self._key: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Names all that pages depend on beside their tokens."""
+        if self._key is None:
+            self._key = f"{fingerprint(self.model)} {self.pool.dtype} {self.pool.page}"
+        return self._key
+
+    def cache(self, max_seq_len: int) -> PagedCache:
+        """An empty one, which takes pages as it grows."""
+        cache = PagedCache(self.pool, min(max_seq_len, self.model.config.max_position_embeddings), self.windows)
+        cache.before_drop = self._keep_whole_pages
+        return cache
+
+    def recall(self, cache: PagedCache, prompt: Sequence[int]) -> int:
+        """Let a cache hold as much of a prompt as is known, less at least one token; returns how many.
+
+        What the cache held of it is kept, and so is what others have: in memory, or in the store.
+        """
+        keep_prefix(cache, prompt)
+        wanted = list(prompt[:-1])
+        if self.store is not None:
+            self._load(self.store, wanted)
+        found = self.index.match(wanted)
+        if found.length > cache.seq_len:
+            self.adopt(cache, found.pages, wanted[: found.length])
+        else:
+            self._release(found.pages)
+        return cache.seq_len
+
+    def adopt(self, cache: PagedCache, pages: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> None:
+        """Let a cache go on behind tokens whose pages the caller holds, and hands over."""
+        cache.reset()
+        cache.adopt(pages, tokens, self._embedding)
+
+    def keep(self, cache: PagedCache) -> None:
+        """Remember what a cache holds, for others and for later."""
+        tokens = self._tokens(cache)
+        if tokens:
+            self._insert(tokens, cache.filled_pages())
+
+    def conversations(self, length: int) -> int:
+        """How many of so many tokens fit, if they have nothing in common."""
+        return self.pool.count // pages_for(self.model.config, length, self.pool.page)
+
+    def _keep_whole_pages(self, cache: PagedCache) -> None:
+        """As `keep`, without the last page: the cache is being written to, and would have to copy what others hold."""
+        whole = cache.seq_len // self.pool.page
+        tokens = self._tokens(cache)[: whole * self.pool.page]
+        if tokens:
+            self._insert(tokens, cache.filled_pages()[:whole])
+
+    def _tokens(self, cache: PagedCache) -> list[int]:
+        """None where nobody knows, or another model computed them."""
+        known = self._embedding is None or cache.contents.is_of(self._embedding)
+        return (cache.contents.tokens(cache.seq_len) or []) if known else []
+
+    def _insert(self, tokens: Sequence[int], pages: Sequence[tuple[int, ...]]) -> None:
+        self.index.insert(tokens, pages)
+        whole = len(tokens) // self.pool.page
+        if self.store is not None and whole >= LONG:
+            for key, some in zip(page_keys(self.key, tokens, self.pool.page), pages, strict=False):
+                groups = [group for group, page in enumerate(some) if page >= 0]
+                if not self.store.has(key, len(groups)):
+                    self.store.save(key, groups, self.pool.read([some[group] for group in groups]))
+
+    def _load(self, store: PrefixStore, tokens: Sequence[int]) -> None:
+        """Bring pages back from the store that are not in memory."""
+        found = self.index.match(tokens)
+        first = found.length // self.pool.page
+        numbers = [*found.pages[:first]]
+        taken: list[int] = []
+        for key in page_keys(self.key, tokens, self.pool.page)[first:]:
+            stored = store.load(key, self.pool.page_shape, self.pool.dtype)
+            if stored is None:
+                break
+            groups, pages = stored
+            try:
+                new = self.pool.take(len(groups))
+            except NoPages:
+                break
+            taken += new
+            self.pool.write(new, pages)
+            by_group = dict(zip(groups, new, strict=True))
+            numbers.append(tuple(by_group.get(group, -1) for group in range(len(self.index.windows))))
+            if any(window is None and numbers[-1][i] < 0 for i, window in enumerate(self.index.windows)):
+                numbers.pop()
+                break
+        if len(numbers) > first:
+            self.index.insert(tokens[: len(numbers) * self.pool.page], numbers)
+        self.pool.release(taken)
+        self._release(found.pages)
+
+    def _release(self, pages: Sequence[tuple[int, ...]]) -> None:
+        self.pool.release(page for some in pages for page in some if page >= 0)
+
+
+def pages_for(config: ModelConfig, length: int, page: int = PAGE) -> int:
+    """That a conversation of so many tokens holds."""
+    groups = layer_groups([config.window(i) for i in range(config.num_hidden_layers)])
+    last = -(-length // page)
+    return sum(last - max(0, first_seen(length, group.window) - page) // page for group in groups)
+
+
+def bytes_for(config: ModelConfig, length: int, dtype: torch.dtype, page: int = PAGE) -> int:
+    """That a conversation of so many tokens takes."""
+    groups = layer_groups([config.window(i) for i in range(config.num_hidden_layers)])
+    size = page_bytes(len(groups[0].layers), config.num_key_value_heads, config.computed_head_dim, dtype, page)
+    return pages_for(config, length, page) * size

@@ -1,0 +1,273 @@
+"""A chat whose cache is kept between turns: it can be forked, rewound, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from infer.cache.paged import NONE, PagedCache
+from infer.cache.ring import PREFILL_CHUNK
+from infer.engine.generate import stream
+from infer.engine.memory import CacheMemory, pages_for
+from infer.engine.model import Model
+from infer.engine.params import SamplingParams
+from infer.engine.request import check_chunk, check_request
+from infer.engine.result import GeneratedToken, GenerationResult, collect
+from infer.engine.store import read, write
+from infer.engine.text import Decodes
+
+CONTEXT = 4096  # positions, where the model has them
+KIND = "session"
+Message = dict[str, str]
+Encode = Callable[[list[Message]], list[int]]
+
+
+class ChatTokenizer(Decodes, Protocol):
+    def encode_chat(self, messages: list[Message]) -> list[int]: ...
+
+
+class Session:
+    """Each turn renders the whole chat anew, and prefills only what no cache holds of it yet.
+
+    A cache knows its tokens, so a template that rewrites earlier turns, or text that comes back as other tokens than
+    were generated, costs some prefill but never correctness.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: ChatTokenizer | Decodes,
+        *,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        context: int | None = None,
+        prefill_chunk: int | None = None,
+        memory: CacheMemory | None = None,
+        encode: Encode | None = None,
+    ) -> None:
+        """params: of turns that bring none. context: positions that it may take, 4,096 if the model has them.
+
+        memory: shared with other sessions of the model; None: its own. encode: from messages to the token ids of a
+        prompt; None: the tokenizer's chat template. prefill_chunk: as for `stream`.
+        """
+        check_chunk(prefill_chunk)
+        most = model.config.max_position_embeddings
+        context = min(CONTEXT, most) if context is None else context
+        if type(context) is not int or not 1 <= context <= most:
+            raise ValueError(f"context must be from 1 to the model's {most}, not {context!r}")
+        if memory is not None and memory.model is not model:
+            raise ValueError("the memory is of another model: keys and values are each model's own")
+        self.model, self.tokenizer, self.system = model, tokenizer, system
+        self.params, self.prefill_chunk = params or SamplingParams(), prefill_chunk
+        self.memory = CacheMemory(model) if memory is None else memory
+        self.encode: Encode = tokenizer.encode_chat if encode is None else encode  # type: ignore[union-attr]
+        self._check_memory(context)
+        self.cache = self.memory.cache(context)
+        self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._starts: list[int] = []  # positions that the cache held before each turn
+
+    @property
+    def turns(self) -> int:
+        """How often the user has spoken."""
+        return len(self._starts)
+
+    @property
+    def context(self) -> int:
+        return self.cache.capacity
+
+    def send(self, text: str, params: SamplingParams | None = None) -> GenerationResult:
+        """Answer the user's next message."""
+        prompt = self._prompt(text)
+        steps = list(self.stream(text, params))
+        return collect(prompt, steps, self.cache.memory_bytes)
+
+    def stream(self, text: str, params: SamplingParams | None = None) -> Iterator[GeneratedToken]:
+        """Answer the user's next message token by token. Stopping early keeps what was said until then."""
+        params = params or self.params
+        prompt = self._prompt(text)
+        check_request(self.model.config, prompt, params, self.cache.capacity)
+        return self._stream(text, prompt, params)
+
+    def fork(self) -> Session:
+        """Another session that has heard the same. The two share all pages until they part."""
+        twin = Session.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.messages, twin._starts, twin.cache = list(self.messages), list(self._starts), self.cache.fork()
+        return twin
+
+    def rewind(self, turns: int = 1) -> None:
+        """Forget the last turns: what the user said, and the answers."""
+        if type(turns) is not int or not 0 <= turns <= self.turns:
+            raise ValueError(f"cannot rewind {turns!r} turns: there are {self.turns}")
+        self.truncate(self.turns - turns)
+
+    def truncate(self, turns: int) -> None:
+        """Keep the first turns alone."""
+        if type(turns) is not int or not 0 <= turns <= self.turns:
+            raise ValueError(f"cannot keep {turns!r} turns: there are {self.turns}")
+        if turns == self.turns:
+            return
+        held = min(self._starts[turns], self.cache.seq_len)
+        del self.messages[len(self.messages) - 2 * (self.turns - turns) :]
+        del self._starts[turns:]
+        try:
+            self.cache.truncate(held)
+        except ValueError:  # the pages of a window are gone: the next turn finds or computes them
+            self.cache.reset()
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self.truncate(0)
+
+    def save(self, path: str | Path) -> None:
+        """Tokens, messages, settings and the cache itself, to go on from in another process."""
+        path = Path(path)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder, not a file to write to")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
+        tokens = self.cache.contents.tokens(self.cache.seq_len)
+        if tokens is None:
+            raise ValueError("the cache was filled by hand: nobody knows which tokens it holds")
+        settings = {
+            "system": self.system,
+            "params": asdict(self.params),
+            "context": self.context,
+            "prefill_chunk": self.prefill_chunk,
+        }
+        header = {
+            "model": self.memory.key,
+            "messages": json.dumps(self.messages),
+            "turns": json.dumps(self._starts),
+            "settings": json.dumps(settings),
+        }
+        write(path, KIND, {"tokens": torch.tensor(tokens, dtype=torch.int64), **_stored_pages(self.cache)}, header)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: Model,
+        tokenizer: ChatTokenizer | Decodes,
+        *,
+        memory: CacheMemory | None = None,
+        encode: Encode | None = None,
+    ) -> Self:
+        """Go on where `save` was called: with the same model, in the same dtype. Nothing is prefilled again."""
+        path = Path(path)
+        header, tensors = read(path, KIND)
+        memory = CacheMemory(model) if memory is None else memory
+        if header.get("model") != memory.key:
+            raise ValueError(f"{path} is a session with another model, or in another dtype: load it with the same")
+        try:
+            settings = json.loads(header["settings"])
+            settings["params"] = SamplingParams(**_whole_keys(settings["params"]))
+            session = cls(model, tokenizer, memory=memory, encode=encode, **settings)
+            session.messages = _messages(json.loads(header["messages"]))
+            starts, tokens = json.loads(header["turns"]), tensors["tokens"].tolist()
+            _check_saved(session, starts, tokens, tensors)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+        except ValueError as error:
+            raise type(error)(f"{path}: {error}") from None
+        session._starts = starts
+        _put_back(session.cache, tokens, tensors, memory)
+        return session
+
+    def _prompt(self, text: str) -> list[int]:
+        return self.encode([*self.messages, {"role": "user", "content": text}])
+
+    def _stream(self, text: str, prompt: list[int], params: SamplingParams) -> Iterator[GeneratedToken]:
+        start, answer = self.cache.seq_len, ""
+        self.memory.recall(self.cache, prompt)
+        chunk = self.prefill_chunk or (PREFILL_CHUNK if self.model.config.has_windows else None)
+        tokens = stream(self.model, self.tokenizer, prompt, params, cache=self.cache, prefill_chunk=chunk)
+        try:
+            for token in tokens:
+                answer += token.text
+                yield token
+        finally:
+            tokens.close()  # type: ignore[attr-defined]  # steps launched ahead are rolled back
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+            self._starts.append(start)
+            self.memory.keep(self.cache)
+
+    def _check_memory(self, context: int) -> None:
+        pool = self.memory.pool
+        if (needed := pages_for(self.model.config, context, pool.page)) > pool.count:
+            raise ValueError(
+                f"{context} positions take {needed * pool.page_bytes / 1e6:.0f} MB, but the memory for caches has "
+                f"{pool.memory_bytes / 1e6:.0f}: ask for a shorter context, or give caches more memory"
+            )
+
+
+def _stored_pages(cache: PagedCache) -> dict[str, Tensor]:
+    """pages: those with filled positions; numbers: [pages, groups], which of them, NONE where a window is past."""
+    filled = torch.tensor(cache.filled_pages(), dtype=torch.int64).reshape(-1, len(cache.groups))
+    there = filled != NONE
+    numbers = torch.full_like(filled, NONE)
+    numbers[there] = torch.arange(int(there.sum()))
+    pages = cache.pool.read(filled[there].tolist()).cpu()
+    if used := cache.seq_len % cache.pool.page:  # what others have left behind the end is nobody's business
+        last = numbers[-1][numbers[-1] != NONE]
+        pages[last, :, :, :, used:] = 0
+    return {"pages": pages, "numbers": numbers}
+
+
+def _check_saved(session: Session, starts: Any, tokens: list[Any], tensors: dict[str, Tensor]) -> None:
+    """Refuse what `save` would not have written."""
+    cache, pages, numbers = session.cache, tensors["pages"], tensors["numbers"]
+    pool, length = cache.pool, len(tokens)
+    vocabulary = session.model.config.vocab_size
+    if length > cache.capacity or any(type(token) is not int or not 0 <= token < vocabulary for token in tokens):
+        raise ValueError("it is damaged: its tokens are not this model's, or too many")
+    system = session.system is not None
+    if not isinstance(starts, list) or len(session.messages) != 2 * len(starts) + system:
+        raise ValueError("it is damaged: turns and messages do not fit")
+    if any(type(start) is not int or not 0 <= start <= cache.capacity for start in starts):
+        raise ValueError("it is damaged: a turn begins nowhere")
+    filled = -(-length // pool.page)
+    there = numbers[numbers != NONE] if numbers.dtype is torch.int64 else None
+    if (
+        there is None
+        or numbers.shape != (filled, len(cache.groups))
+        or pages.shape != (len(there), *pool.page_shape)
+        or pages.dtype is not pool.dtype
+        or there.tolist() != list(range(len(there)))
+    ):
+        raise ValueError("it is damaged: its pages do not fit this model")
+    for i, group in enumerate(cache.groups):
+        missing = (numbers[:, i] == NONE).nonzero().flatten().tolist()
+        first = 0 if group.window is None else max(0, length - group.window + 1) // pool.page
+        if missing and missing[-1] >= first:
+            raise ValueError("it is damaged: pages are missing")
+
+
+def _put_back(cache: PagedCache, tokens: Sequence[int], tensors: dict[str, Tensor], memory: CacheMemory) -> None:
+    if not tokens:
+        return
+    new = memory.pool.take(len(tensors["pages"]))
+    memory.pool.write(new, tensors["pages"])
+    numbers = [tuple(NONE if i == NONE else new[i] for i in some) for some in tensors["numbers"].tolist()]
+    memory.adopt(cache, numbers, tokens)
+    memory.keep(cache)
+
+
+def _messages(saved: Any) -> list[Message]:
+    if not isinstance(saved, list) or not all(
+        isinstance(message, dict) and all(isinstance(part, str) for part in (*message, *message.values()))
+        for message in saved
+    ):
+        raise ValueError("it is damaged: its messages are none")
+    return saved
+
+
+def _whole_keys(params: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no other keys than texts."""
+    return params | {"logit_bias": {int(token): bias for token, bias in params["logit_bias"].items()}}

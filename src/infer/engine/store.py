@@ -1,0 +1,194 @@
+"""Pages in files: what names them, how they are written, and a folder that keeps those of long prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from infer.backend import backend_for
+from infer.engine.model import Model
+
+VERSION = "1"
+SAMPLED = 64  # values of each tensor that tell one model from another of the same shapes
+STALE = 3600.0  # seconds after which a file that was never completed is nobody's any more
+STORE_BYTES = 8 * 10**9
+
+
+def fingerprint(model: Model) -> str:
+    """Names a model by its config, the shapes of its weights, some of their values, and what runs it.
+
+    Keys and values depend on all of these, to the last bit.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a {type(model).__name__} has no weights to be known by")
+    found = hashlib.blake2b(f"{model.config} {backend_for(model).name}".encode(), digest_size=16)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        flat = tensor.detach().flatten()
+        some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].cpu().contiguous()
+        found.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        found.update(_bytes(some))
+    return found.hexdigest()
+
+
+def page_keys(start: str, tokens: Sequence[int], page: int) -> list[str]:
+    """Names of whole pages, each by all tokens up to its end."""
+    keys, found = [], hashlib.blake2b(start.encode(), digest_size=16)
+    for end in range(page, len(tokens) + 1, page):
+        found.update(np.asarray(tokens[end - page : end], np.int64).tobytes())
+        keys.append(found.hexdigest())
+    return keys
+
+
+def write(path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+    """A file that is there whole or not at all, whatever happens meanwhile."""
+    for left in path.parent.glob(f".{path.name}.*.part"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > STALE:
+                left.unlink()
+    metadata = {"format": kind, "version": VERSION, "checksum": _checksum(tensors), **header}
+    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as part:
+        pass
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part.name, metadata)
+        with open(part.name, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part.name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(part.name)
+        raise
+
+
+def read(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The header and the tensors of a file that `write` has written. Raises ValueError for any other."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+            if header.get("format") != kind:
+                raise ValueError(f"{path} is no {kind} of infer's")
+            if header.get("version") != VERSION:
+                raise ValueError(f"{path} was written by another version of infer: {header.get('version')!r:.20}")
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged, or no {kind} of infer's: {error}") from None
+    if header.get("checksum") != _checksum(tensors):
+        raise ValueError(f"{path} is damaged: its checksum does not fit")
+    return header, tensors
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    found = 0
+    for name in sorted(tensors):
+        tensor = tensors[name].cpu().contiguous()
+        found = zlib.crc32(f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), found)
+        found = zlib.crc32(_bytes(tensor), found)
+    return f"{found:08x}"
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """Of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+class PrefixStore:
+    """A folder of pages, each in a file named after the tokens it ends: several processes may use it at once.
+
+    A file is written beside its place and then moved there. When the folder is full, those used least recently go.
+    """
+
+    def __init__(self, folder: str | Path, most: int = STORE_BYTES) -> None:
+        """most: bytes that it may take."""
+        self.folder, self.most = Path(folder), most
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{folder} cannot be a prefix store: {error.strerror}") from None
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise ValueError(f"{folder} cannot be a prefix store: it cannot be written to")
+        self._known: dict[str, int] = {}  # how many groups of layers each page has that was saved or found here
+        self._size = sum(size for _, size, _ in self._files())
+
+    def has(self, key: str, groups: int) -> bool:
+        """Whether it holds such a page, of at least so many groups of layers."""
+        path = self._path(key)
+        if key not in self._known:
+            with suppress(OSError, SafetensorError, ValueError, KeyError, TypeError), safe_open(path, "pt") as file:
+                self._known[key] = len(json.loads(file.metadata()["groups"]))
+        return self._known.get(key, 0) >= groups and path.exists()
+
+    def save(self, key: str, groups: Sequence[int], pages: Tensor) -> None:
+        """One page for each of these groups of layers. What cannot be written is left out: it can be computed."""
+        path = self._path(key)
+        before = _size_of(path)
+        with suppress(OSError):
+            write(path, "page", {"pages": pages.cpu()}, {"groups": json.dumps([*groups])})
+            self._known[key] = len(groups)
+            self._size += _size_of(path) - before
+        if self._size > self.most:
+            self._make_room()
+
+    def load(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[int], Tensor] | None:
+        """Groups of layers and their pages, each of this shape; None where there is no such page, or it is damaged."""
+        path = self._path(key)
+        try:
+            header, tensors = read(path, "page")
+            groups, pages = json.loads(header["groups"]), tensors["pages"]
+            fits = pages.shape == (len(groups), *shape) and pages.dtype is dtype
+            if not fits or len(set(groups)) != len(groups) or any(type(group) is not int for group in groups):
+                raise ValueError
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            with suppress(OSError):
+                path.unlink()
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        self._known[key] = len(groups)
+        return groups, pages
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.page"
+
+    def _files(self) -> list[tuple[float, int, Path]]:
+        found = []
+        for path in self.folder.glob("*.page"):
+            with suppress(OSError):  # another process has taken it away
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+        return sorted(found)
+
+    def _make_room(self) -> None:
+        """To nine tenths: not a file at a time."""
+        files = self._files()
+        self._size = sum(size for _, size, _ in files)
+        for _, size, path in files:
+            if self._size <= self.most * 0.9:
+                break
+            with suppress(OSError):
+                path.unlink()
+            self._size -= size
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
