@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.cache.base import CacheShape, check_memory
+from infer.cache.base import CacheShape, check_memory, first_seen
 from infer.cache.int8 import width
 from infer.config import ModelConfig
 from infer.machine import promises
@@ -215,3 +215,16 @@ class PagePool:
 
 def page_bytes(layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, page: int = PAGE) -> int:
     return layers * 2 * num_kv_heads * page * width(head_dim, dtype) * dtype.itemsize
+
+
+def pages_for(config: ModelConfig, length: int, page: int = PAGE) -> int:
+    """That a conversation of so many tokens holds."""
+    groups = layer_groups([config.window(i) for i in range(config.num_hidden_layers)])
+    last = -(-length // page)
+    return sum(last - max(0, first_seen(length, group.window) - page) // page for group in groups)
+
+
+def bytes_for(config: ModelConfig, length: int, itemsize: int, page: int = PAGE) -> int:
+    """That a conversation of so many tokens takes. itemsize: bytes of a number, 1 with scales."""
+    groups = layer_groups([config.window(i) for i in range(config.num_hidden_layers)])
+    return pages_for(config, length, page) * page * config.cache_bytes_per_token(itemsize) // len(groups)

@@ -2,7 +2,7 @@
 
 import typer
 
-from infer.cli import catalogue, explain, measure, talk, trace, verify
+from infer.cli import catalogue, chat, explain, generate, measure, trace, verify
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -11,8 +11,8 @@ app = typer.Typer(
     help="KV-cached generation with language models: exact, readable, visible, fast.",
 )
 for command in (
-    talk.generate,
-    talk.chat,
+    generate.generate,
+    chat.chat,
     trace.trace,
     explain.explain,
     catalogue.pull,

@@ -60,6 +60,23 @@ OnFullOption = Annotated[
         metavar="error|recompute",
     ),
 ]
+CacheMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory for all caches, in pages that conversations share: 800MB, 2GB.",
+        metavar="SIZE",
+        show_default="half of what is free",
+    ),
+]
+PrefixStoreOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder that keeps the cache of long prompts: one that begins alike is not prefilled again, "
+        "also after a restart.",
+        metavar="DIR",
+        show_default="none",
+    ),
+]
 KVCacheOption = Annotated[bool, typer.Option(help="Without it every step recomputes the whole sequence.")]
 PromptArgument = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
 ChatOption = Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")]
@@ -85,6 +102,24 @@ def check_cache_dtype(cache_dtype: str, kv_cache: bool = True) -> None:
         raise ValueError(f"--cache-dtype must be {' or '.join(CACHE_DTYPES)}, not {cache_dtype!r}")
     if cache_dtype != "auto" and not kv_cache:
         raise ValueError(f"--cache-dtype {cache_dtype} needs the cache: leave --no-kv-cache out")
+
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_size(size: str | None) -> int | None:
+    """Bytes, from 800MB or 2.5GB."""
+    if size is None:
+        return None
+    number = size.strip().upper().rstrip("BKMGT")
+    unit = size.strip().upper()[len(number) :]
+    try:
+        count = int(float(number) * UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError(f"--cache-memory is a size like 800MB or 2GB, not {size!r}") from None
+    if count < 1:
+        raise ValueError(f"--cache-memory must be more than nothing, not {size!r}")
+    return count
 
 
 @dataclass(frozen=True)

@@ -288,6 +288,26 @@ def memory(run: "Explanation", config: "ModelConfig") -> Iterator[str]:
             "chunk that is being written beside them, however long the text. If every layer kept everything, the full "
             f"context would take {megabytes(everything)}."
         )
+    yield from shared_memory(run, config)
+
+
+def shared_memory(run: "Explanation", config: "ModelConfig") -> Iterator[str]:
+    """What many conversations take, in pages of one memory."""
+    from infer.cache.pool import PAGE, bytes_for
+
+    size, many = run.element_size, 64
+    prefix = config.max_position_embeddings // 2 // PAGE * PAGE
+    yield ""
+    yield (
+        f"Many conversations share one memory, in pages of {PAGE} positions that each takes as it grows: this run "
+        f"would hold {megabytes(bytes_for(config, run.positions, size))}. Those that begin alike hold that part once."
+    )
+    if prefix:
+        once, each = bytes_for(config, prefix, size), bytes_for(config, prefix + PAGE, size)
+        yield (
+            f"  {many} conversations, {prefix:,} tokens in common and {PAGE} of their own: "
+            f"{megabytes(once + many * (each - once))} instead of {megabytes(many * each)}"
+        )
 
 
 def layer_kind(kind: "LayerKind", config: "ModelConfig", element_size: int) -> str:
@@ -304,4 +324,4 @@ def further() -> Iterator[str]:
     yield "  infer trace         what each step looked at, and how sure it was"
     yield "  infer verify        that no kind of cache changes what is generated"
     yield "  infer bench         the speed of this machine, with more trials"
-    yield "  docs/kv-cache.md    how the cache is built, from the wasteful loop to rings"
+    yield "  docs/kv-cache.md    how the cache is built, from the wasteful loop to rings and pages"

@@ -26,7 +26,7 @@ from infer.cli.common import (
     sampling_options,
 )
 from infer.cli.streams import say
-from infer.cli.talk import as_dict, cache_for, figures, prepare, show
+from infer.cli.generate import as_dict, cache_for, figures, prepare, show
 from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from infer.cache.base import first_seen, resolve_cache_dtype
-from infer.cache.paged import PagedCache
-from infer.cache.pool import PAGE, NoPages, PagePool, layer_groups, page_bytes
+from infer.cache.paged import NONE, PagedCache
+from infer.cache.pool import PAGE, NoPages, PagePool, layer_groups, pages_for
 from infer.cache.prefix import PrefixIndex
-from infer.config import ModelConfig
 from infer.engine.caches import keep_prefix
 from infer.engine.model import Model, model_device, model_dtype
 from infer.engine.store import PrefixStore, fingerprint, page_keys
@@ -59,7 +59,7 @@ class CacheMemory:
     def cache(self, max_seq_len: int) -> PagedCache:
         """An empty one, which takes pages as it grows."""
         cache = PagedCache(self.pool, min(max_seq_len, self.model.config.max_position_embeddings), self.windows)
-        cache.before_drop = self._keep_whole_pages
+        cache.before_drop = self.keep_prompt
         return cache
 
     def recall(self, cache: PagedCache, prompt: Sequence[int]) -> int:
@@ -89,11 +89,61 @@ class CacheMemory:
         if tokens:
             self._insert(tokens, cache.filled_pages())
 
+    def dump(self, cache: PagedCache) -> dict[str, Tensor]:
+        """What a cache holds, for `restore`, perhaps in another process.
+
+        pages: those with filled positions; numbers: [pages, groups], which of them, NONE where a window is past.
+        """
+        tokens = cache.contents.tokens(cache.seq_len)
+        if tokens is None:
+            raise ValueError("the cache was filled by hand: nobody knows which tokens it holds")
+        filled = torch.tensor(cache.filled_pages(), dtype=torch.int64).reshape(-1, len(cache.groups))
+        there = filled != NONE
+        numbers = torch.full_like(filled, NONE)
+        numbers[there] = torch.arange(int(there.sum()))
+        pages = self.pool.read(filled[there].tolist()).cpu()
+        if used := cache.seq_len % self.pool.page:  # what others have left behind the end is nobody's business
+            last = numbers[-1][numbers[-1] != NONE]
+            pages[last, :, :, :, used:] = 0
+        return {"tokens": torch.tensor(tokens, dtype=torch.int64), "pages": pages, "numbers": numbers}
+
+    def restore(self, cache: PagedCache, dumped: Mapping[str, Tensor]) -> None:
+        """Let a cache hold what another held. What `dump` would not have given is refused, and nothing taken."""
+        tokens = self._checked(cache, dumped)
+        new = self.pool.take(len(dumped["pages"]))
+        self.pool.write(new, dumped["pages"])
+        numbers = [tuple(NONE if i == NONE else new[i] for i in some) for some in dumped["numbers"].tolist()]
+        self.adopt(cache, numbers, tokens)
+        self.keep(cache)
+
+    def _checked(self, cache: PagedCache, dumped: Mapping[str, Tensor]) -> list[int]:
+        tokens, pages, numbers = dumped["tokens"], dumped["pages"], dumped["numbers"]
+        vocabulary, page = self.model.config.vocab_size, self.pool.page
+        if tokens.dtype is not torch.int64 or tokens.dim() != 1 or not 0 <= len(tokens) <= cache.capacity:
+            raise ValueError("its tokens are none, or too many")
+        ids = tokens.tolist()
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise ValueError("its tokens are not this model's")
+        if numbers.dtype is not torch.int64 or numbers.shape != (-(-len(ids) // page), len(cache.groups)):
+            raise ValueError("its pages are not those of its tokens")
+        there = numbers[numbers != NONE].tolist()
+        if (
+            there != list(range(len(there)))
+            or pages.shape != (len(there), *self.pool.page_shape)
+            or pages.dtype is not self.pool.dtype
+        ):
+            raise ValueError("its pages do not fit this model")
+        for i, group in enumerate(cache.groups):
+            missing = (numbers[:, i] == NONE).nonzero().flatten().tolist()
+            if missing and (group.window is None or missing[-1] >= first_seen(len(ids), group.window) // page):
+                raise ValueError("some of its pages are missing")
+        return ids
+
     def conversations(self, length: int) -> int:
         """How many of so many tokens fit, if they have nothing in common."""
         return self.pool.count // pages_for(self.model.config, length, self.pool.page)
 
-    def _keep_whole_pages(self, cache: PagedCache) -> None:
+    def keep_prompt(self, cache: PagedCache) -> None:
         """As `keep`, without the last page: the cache is being written to, and would have to copy what others hold."""
         whole = cache.seq_len // self.pool.page
         tokens = self._tokens(cache)[: whole * self.pool.page]
@@ -143,17 +193,3 @@ class CacheMemory:
 
     def _release(self, pages: Sequence[tuple[int, ...]]) -> None:
         self.pool.release(page for some in pages for page in some if page >= 0)
-
-
-def pages_for(config: ModelConfig, length: int, page: int = PAGE) -> int:
-    """That a conversation of so many tokens holds."""
-    groups = layer_groups([config.window(i) for i in range(config.num_hidden_layers)])
-    last = -(-length // page)
-    return sum(last - max(0, first_seen(length, group.window) - page) // page for group in groups)
-
-
-def bytes_for(config: ModelConfig, length: int, dtype: torch.dtype, page: int = PAGE) -> int:
-    """That a conversation of so many tokens takes."""
-    groups = layer_groups([config.window(i) for i in range(config.num_hidden_layers)])
-    size = page_bytes(len(groups[0].layers), config.num_key_value_heads, config.computed_head_dim, dtype, page)
-    return pages_for(config, length, page) * size

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import torch
-from torch import Tensor
-
-from infer.cache.paged import NONE, PagedCache
+from infer.cache.pool import NoPages, pages_for
 from infer.cache.ring import PREFILL_CHUNK
 from infer.engine.generate import stream
-from infer.engine.memory import CacheMemory, pages_for
+from infer.engine.memory import CacheMemory
 from infer.engine.model import Model
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_chunk, check_request
@@ -132,9 +129,6 @@ class Session:
             raise IsADirectoryError(f"{path} is a folder, not a file to write to")
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
-        tokens = self.cache.contents.tokens(self.cache.seq_len)
-        if tokens is None:
-            raise ValueError("the cache was filled by hand: nobody knows which tokens it holds")
         settings = {
             "system": self.system,
             "params": asdict(self.params),
@@ -147,7 +141,7 @@ class Session:
             "turns": json.dumps(self._starts),
             "settings": json.dumps(settings),
         }
-        write(path, KIND, {"tokens": torch.tensor(tokens, dtype=torch.int64), **_stored_pages(self.cache)}, header)
+        write(path, KIND, self.memory.dump(self.cache), header)
 
     @classmethod
     def load(
@@ -170,14 +164,12 @@ class Session:
             settings["params"] = SamplingParams(**_whole_keys(settings["params"]))
             session = cls(model, tokenizer, memory=memory, encode=encode, **settings)
             session.messages = _messages(json.loads(header["messages"]))
-            starts, tokens = json.loads(header["turns"]), tensors["tokens"].tolist()
-            _check_saved(session, starts, tokens, tensors)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
-        except ValueError as error:
-            raise type(error)(f"{path}: {error}") from None
-        session._starts = starts
-        _put_back(session.cache, tokens, tensors, memory)
+            session._starts = _check_turns(session, json.loads(header["turns"]))
+            memory.restore(session.cache, tensors)
+        except NoPages:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{path} is no session that can go on here: {error}") from None
         return session
 
     def _prompt(self, text: str) -> list[int]:
@@ -207,56 +199,14 @@ class Session:
             )
 
 
-def _stored_pages(cache: PagedCache) -> dict[str, Tensor]:
-    """pages: those with filled positions; numbers: [pages, groups], which of them, NONE where a window is past."""
-    filled = torch.tensor(cache.filled_pages(), dtype=torch.int64).reshape(-1, len(cache.groups))
-    there = filled != NONE
-    numbers = torch.full_like(filled, NONE)
-    numbers[there] = torch.arange(int(there.sum()))
-    pages = cache.pool.read(filled[there].tolist()).cpu()
-    if used := cache.seq_len % cache.pool.page:  # what others have left behind the end is nobody's business
-        last = numbers[-1][numbers[-1] != NONE]
-        pages[last, :, :, :, used:] = 0
-    return {"pages": pages, "numbers": numbers}
-
-
-def _check_saved(session: Session, starts: Any, tokens: list[Any], tensors: dict[str, Tensor]) -> None:
+def _check_turns(session: Session, starts: Any) -> list[int]:
     """Refuse what `save` would not have written."""
-    cache, pages, numbers = session.cache, tensors["pages"], tensors["numbers"]
-    pool, length = cache.pool, len(tokens)
-    vocabulary = session.model.config.vocab_size
-    if length > cache.capacity or any(type(token) is not int or not 0 <= token < vocabulary for token in tokens):
-        raise ValueError("it is damaged: its tokens are not this model's, or too many")
     system = session.system is not None
     if not isinstance(starts, list) or len(session.messages) != 2 * len(starts) + system:
-        raise ValueError("it is damaged: turns and messages do not fit")
-    if any(type(start) is not int or not 0 <= start <= cache.capacity for start in starts):
-        raise ValueError("it is damaged: a turn begins nowhere")
-    filled = -(-length // pool.page)
-    there = numbers[numbers != NONE] if numbers.dtype is torch.int64 else None
-    if (
-        there is None
-        or numbers.shape != (filled, len(cache.groups))
-        or pages.shape != (len(there), *pool.page_shape)
-        or pages.dtype is not pool.dtype
-        or there.tolist() != list(range(len(there)))
-    ):
-        raise ValueError("it is damaged: its pages do not fit this model")
-    for i, group in enumerate(cache.groups):
-        missing = (numbers[:, i] == NONE).nonzero().flatten().tolist()
-        first = 0 if group.window is None else max(0, length - group.window + 1) // pool.page
-        if missing and missing[-1] >= first:
-            raise ValueError("it is damaged: pages are missing")
-
-
-def _put_back(cache: PagedCache, tokens: Sequence[int], tensors: dict[str, Tensor], memory: CacheMemory) -> None:
-    if not tokens:
-        return
-    new = memory.pool.take(len(tensors["pages"]))
-    memory.pool.write(new, tensors["pages"])
-    numbers = [tuple(NONE if i == NONE else new[i] for i in some) for some in tensors["numbers"].tolist()]
-    memory.adopt(cache, numbers, tokens)
-    memory.keep(cache)
+        raise ValueError("turns and messages do not fit")
+    if any(type(start) is not int or not 0 <= start <= session.context for start in starts):
+        raise ValueError("a turn begins nowhere")
+    return starts
 
 
 def _messages(saved: Any) -> list[Message]:
@@ -264,7 +214,7 @@ def _messages(saved: Any) -> list[Message]:
         isinstance(message, dict) and all(isinstance(part, str) for part in (*message, *message.values()))
         for message in saved
     ):
-        raise ValueError("it is damaged: its messages are none")
+        raise ValueError("its messages are none")
     return saved
 
 

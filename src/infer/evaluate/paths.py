@@ -11,13 +11,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from infer.backend import Row, backend_for
-from infer.cache import BaseCache, Cache, KVCache, SlidingCache
+from infer.cache import BaseCache, Cache, KVCache, PagedCache, SlidingCache
 from infer.cache.base import resolve_cache_dtype
 from infer.cache.ring import PREFILL_CHUNK
 from infer.cache.traced import TracedCache
@@ -25,8 +27,10 @@ from infer.engine.batch import generate_batch
 from infer.engine.cached import generate_ids_greedy_cached
 from infer.engine.caches import make_cache
 from infer.engine.generate import generate
+from infer.engine.memory import CacheMemory
 from infer.engine.model import Model, all_logits, model_device, model_dtype, step
 from infer.engine.params import SamplingParams
+from infer.engine.store import read, write
 from infer.engine.text import Decodes
 from infer.evaluate.divergence import Call, Divergence, RecordingCache, bits, first_divergence
 from infer.evaluate.verify import CACHES, check, empty_cache, first_difference, reference_cache
@@ -128,7 +132,7 @@ def compare(
 def number_of_paths(prompts: Sequence[Sequence[int]], threads: Sequence[int] = ()) -> int:
     """How many `compare` will go."""
     together = 6 if len(prompts) > 1 else 1
-    return len(_chunkings(prompts)) * len(CACHES) + 2 * len(CACHES) + 6 + len(threads) + together
+    return len(_chunkings(prompts)) * len(CACHES) + 2 * len(CACHES) + 10 + len(threads) + together
 
 
 class Runs:
@@ -157,6 +161,13 @@ class Runs:
                 yield Path(name, self.cached(kind, chunk), longer)
         for kind in CACHES:
             yield Path(f"{kind.__name__}, truncated", self.truncated(kind), everything)
+        for name, begin in (
+            ("prefix hit", self.hit),
+            ("evicted", self.evicted),
+            ("forked", self.forked),
+            ("saved and loaded", self.loaded),
+        ):
+            yield Path(f"PagedCache, {name}", self.resumed(begin), everything)
         yield Path("default cache, last logits alone", self.stepped, everything)
         yield Path("default cache, traced", self.traced(keeps=True), everything)
         yield Path("no cache, traced", self.traced(keeps=False), everything)
@@ -217,6 +228,65 @@ class Runs:
                 yield from self.feed(wrap([i], self.empty(kind, i, chunk)), [i], self._sizes(i, chunk))
 
         return run
+
+    def resumed(self, begin: Callable[[CacheMemory, list[int]], PagedCache]) -> Run:
+        """A cache that holds the prompt, or a part of it, in some way; the rest is fed in one pass, and token by token.
+
+        begin: makes that cache, of tokens that it may hold.
+        """
+
+        def run(prompts: Sequence[int], wrap: Wrap) -> Iterator[Piece]:
+            for i in prompts:
+                tokens, prompt_len = self.texts[i]
+                enough = 3 * self.empty(PagedCache, i).pool.memory_bytes  # type: ignore[attr-defined]
+                memory = CacheMemory(self.model, enough, cache_dtype=self.cache_dtype)
+                cache = wrap([i], begin(memory, tokens))
+                rest = max(0, prompt_len - cache.seq_len)
+                yield from self.feed(
+                    cache, [i], [*([rest] if rest else []), *[1] * (len(tokens) - cache.seq_len - rest)]
+                )
+
+        return run
+
+    def hit(self, memory: CacheMemory, tokens: list[int]) -> PagedCache:
+        """Behind a text that another request began with, and left in the middle of a page."""
+        first, cache = memory.cache(len(tokens)), memory.cache(len(tokens))
+        self.fill(first, [*tokens[: len(tokens) * 2 // 3], *tokens[: len(tokens) // 4]])
+        memory.keep(first)
+        memory.recall(cache, tokens)
+        return cache
+
+    def evicted(self, memory: CacheMemory, tokens: list[int]) -> PagedCache:
+        """The same, once its pages had to go, and were used by others."""
+        self.hit(memory, tokens)
+        memory.index.evict(memory.pool.count)
+        self.fill(memory.cache(len(tokens)), tokens[::-1])
+        cache = memory.cache(len(tokens))
+        memory.recall(cache, tokens)
+        return cache
+
+    def forked(self, memory: CacheMemory, tokens: list[int]) -> PagedCache:
+        """From a cache that then went on with something else."""
+        first = memory.cache(len(tokens))
+        self.fill(first, tokens[: len(tokens) // 2])
+        cache = first.fork()
+        self.fill(first, tokens[: len(tokens) - first.seq_len])
+        return cache
+
+    def loaded(self, memory: CacheMemory, tokens: list[int]) -> PagedCache:
+        """From a file, into another memory."""
+        first = memory.cache(len(tokens))
+        self.fill(first, tokens[: len(tokens) // 2])
+        other = CacheMemory(self.model, memory.pool.memory_bytes, cache_dtype=self.cache_dtype)
+        with TemporaryDirectory() as folder:
+            write(FilePath(folder) / "cache", "cache", memory.dump(first), {})
+            _, dumped = read(FilePath(folder) / "cache", "cache")
+        cache = other.cache(len(tokens))
+        other.restore(cache, dumped)
+        return cache
+
+    def fill(self, cache: PagedCache, tokens: Sequence[int]) -> None:
+        step(self.model, cache, torch.tensor([list(tokens)], device=self.device))
 
     def truncated(self, kind: type[BaseCache]) -> Run:
         """To the prompt, with the rest fed token by token; then to less and less of it, with a pass behind each."""

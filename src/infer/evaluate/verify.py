@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infer.backend import backend_for
-from infer.cache import BaseCache, GrowingCache, KVCache, NoCache, SlidingCache
+from infer.cache import BaseCache, GrowingCache, KVCache, NoCache, PagedCache, SlidingCache
 from infer.cache.base import resolve_cache_dtype
 from infer.config import ModelConfig
 from infer.engine.model import Model, model_device, model_dtype
@@ -18,7 +18,7 @@ from infer.engine.request import check_request
 from infer.engine.text import Encodes, encode_readable
 from infer.models.common import Decoder
 
-CACHES: tuple[type[BaseCache], ...] = (KVCache, GrowingCache, SlidingCache)
+CACHES: tuple[type[BaseCache], ...] = (KVCache, GrowingCache, SlidingCache, PagedCache)
 LONG_EXTRA = 48  # tokens that the long prompt has beyond the window
 
 PROMPTS = (

@@ -10,6 +10,7 @@ import torch
 
 from infer import backend
 from infer.cache.base import resolve_cache_dtype
+from infer.cache.pool import PAGE, bytes_for, pages_for
 from infer.cache.ring import layer_slots
 from infer.config import SLIDING_ATTENTION, ModelConfig
 from infer.loader.find import open_checkpoint
@@ -45,6 +46,8 @@ class Description:
     contiguous_cache_bytes: int  # if every layer kept everything
     free_bytes: int | None
     largest_context: int  # that fits in memory beside the weights
+    page_bytes: int  # of a page: 64 positions of some layers
+    conversations: int | None  # of so many positions, each in pages, that fit beside the weights
 
     def lines(self) -> Iterator[tuple[str, str]]:
         yield "model", self.model
@@ -72,6 +75,8 @@ class Description:
             if self.largest_context == 0:
                 fits = "none: the weights alone do not fit"
             yield "largest that fits", f"{fits} ({_size(self.free_bytes)} free)"
+            many = f"{self.conversations:,} of {self.context:,} positions, more where they begin alike"
+            yield "conversations", f"{many} (pages of {PAGE} positions, {_size(self.page_bytes)})"
 
 
 def cache_bytes(config: ModelConfig, positions: int, dtype: torch.dtype) -> int:
@@ -134,6 +139,8 @@ def describe(
         contiguous_cache_bytes=positions * config.cache_bytes_per_token(cached.itemsize),
         free_bytes=free,
         largest_context=largest,
+        page_bytes=bytes_for(config, 1, cached.itemsize) // pages_for(config, 1),
+        conversations=None if free is None else max(0, free - weights) // bytes_for(config, positions, cached.itemsize),
     )
 
 

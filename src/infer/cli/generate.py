@@ -1,10 +1,10 @@
-"""`infer generate` and `infer chat`."""
+"""`infer generate`, and what it shares with other commands."""
 
-import functools
 import json
 import secrets
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +12,7 @@ import typer
 from infer.cli.common import (
     DEFAULT_MODEL,
     CacheDtypeOption,
+    CacheMemoryOption,
     ChatOption,
     JsonOption,
     KVCacheOption,
@@ -19,11 +20,13 @@ from infer.cli.common import (
     ModelOption,
     OnFullOption,
     PrefillChunkOption,
+    PrefixStoreOption,
     PromptArgument,
     SystemOption,
     ThinkingOption,
     check_cache_dtype,
     loading_options,
+    parse_size,
     sampling_options,
 )
 from infer.cli.streams import on_stdout, say
@@ -32,6 +35,7 @@ from infer.engine.params import SamplingParams
 if TYPE_CHECKING:
     from infer.cache.base import Cache
     from infer.config import ModelConfig
+    from infer.engine.memory import CacheMemory
     from infer.engine.result import GeneratedToken, GenerationResult
     from infer.loader import Tokenizer
     from infer.models.common import Decoder
@@ -50,6 +54,8 @@ def generate(
     kv_cache: KVCacheOption = True,
     cache_dtype: CacheDtypeOption = "auto",
     on_full: OnFullOption = "error",
+    cache_memory: CacheMemoryOption = None,
+    prefix_store: PrefixStoreOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Generate again without the cache.")] = False,
     as_json: JsonOption = False,
     loading: Loading,
@@ -75,17 +81,24 @@ def generate(
         cache_dtype=cache_dtype,
         on_full=on_full,
     )
+    pages = Pages(parse_size(cache_memory), prefix_store)
+    pages.check(kv_cache)
     positions = len(prompt_ids) + params.max_new_tokens
     network = loading.load(model, config if kv_cache else None, positions, cache_dtype)
-    cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache, cache_dtype)
+    cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache, cache_dtype, pages)
+    known = cache.seq_len
     stepping = stream(network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full)
     steps = show(stepping, quiet=as_json)
     if not steps:
         sys.exit(130)
     result = collect(prompt_ids, steps, cache.memory_bytes)
+    pages.keep(cache)
     interrupted = result.finish_reason == "interrupted"
     output = {"model": model, **as_dict(result)}
     gain = ""
+    if pages.asked:
+        output["prompt_tokens_known"] = known
+        gain = f" · {known:,} prompt tokens were known"
     if compare and not interrupted:
         reference = without_cache(network, tokenizer, prompt_ids, params, on_full, result)
         if reference is not None:
@@ -94,86 +107,12 @@ def generate(
             output["without_kv_cache"] = {**as_dict(reference), "same_tokens": same, "speed_up": speed_up}
             why = "see `infer verify`" if cache_dtype == "auto" else f"{cache_dtype} rounds, see `infer perplexity`"
             tokens = "same tokens" if same else f"OTHER tokens: {why}"
-            gain = f" · {speed_up:.1f}x faster than without the cache ({total_time(reference):.1f} s, {tokens})"
+            gain += f" · {speed_up:.1f}x faster than without the cache ({total_time(reference):.1f} s, {tokens})"
     say(f"[{figures(result)}{gain}]")
     if as_json:
         print(json.dumps(output))
     if interrupted:
         sys.exit(130)
-
-
-@sampling_options
-@loading_options
-def chat(
-    *,
-    model: ModelOption = DEFAULT_MODEL,
-    system: SystemOption = None,
-    thinking: ThinkingOption = None,
-    prefill_chunk: PrefillChunkOption = None,
-    context: Annotated[
-        int | None, typer.Option(help="Positions to allocate the cache for.", show_default="4096, or all the model has")
-    ] = None,
-    cache_dtype: CacheDtypeOption = "auto",
-    loading: Loading,
-    params: SamplingParams,
-) -> None:
-    """Talk with a model. The cache is kept between turns, so only new tokens are prefilled."""
-    from infer import ModelConfig, Tokenizer
-    from infer.engine.caches import make_cache
-    from infer.engine.conversation import Conversation
-    from infer.engine.request import CacheExceeded, ContextExceeded, check_chunk, check_request
-
-    check_chunk(prefill_chunk)
-    check_cache_dtype(cache_dtype)
-    tokenizer = Tokenizer(model)
-    encode = functools.partial(encode_chat, tokenizer, thinking)
-    config = ModelConfig.from_pretrained(model)
-    capacity = min(4096, config.max_position_embeddings) if context is None else context
-    if not 1 <= capacity <= config.max_position_embeddings:
-        raise ValueError(f"context must be from 1 to the model's {config.max_position_embeddings}, not {context}")
-    # A model without a chat template, or a context without room for any turn, is refused before the weights are read.
-    try:
-        check_request(config, encode([{"role": "user", "content": "hello"}]), params, capacity)
-    except CacheExceeded as error:
-        raise ValueError(f"--context {capacity} has no room for a turn: {error}") from None
-    network = loading.load(model, config, capacity, cache_dtype)
-    cache = make_cache(network, capacity, network.device, prefill_chunk=prefill_chunk, cache_dtype=cache_dtype)
-    conversation = Conversation(network, tokenizer, encode, cache, system, prefill_chunk)
-    say(f"{model}: {capacity} positions, {cache.memory_bytes / 1e6:.0f} MB of cache. /reset forgets, /exit leaves.")
-    while True:
-        text = ask()
-        if text is None or text == "/exit":
-            break
-        if text == "/reset":
-            conversation.reset()
-        elif text:
-            try:
-                steps = show(conversation.reply(text, params))
-            except (CacheExceeded, ContextExceeded) as error:
-                say(f"{error} (/reset forgets the conversation; --context makes room for longer ones)")
-                continue
-            except ValueError as error:
-                say(str(error))
-                continue
-            if steps:
-                new = sum(step.time_s for step in steps[1:])
-                speed = f" at {(len(steps) - 1) / new:.1f} tok/s" if new else ""
-                say(f"[{len(steps)} tokens{speed}, {steps[0].time_s:.2f} s to the first; cache holds {cache.seq_len}]")
-
-
-def ask() -> str | None:
-    """The user's next line; None at the end."""
-    try:
-        if sys.stdin.isatty():
-            say()
-        print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-    except KeyboardInterrupt:
-        line = ""
-    if not line:
-        say()
-        return None
-    return line.strip()
 
 
 def prepare(
@@ -221,10 +160,13 @@ def cache_for(
     prefill_chunk: int | None,
     kv_cache: bool,
     cache_dtype: str,
+    pages: "Pages | None" = None,
 ) -> "Cache":
-    """As large as the request."""
+    """As large as the request; or in pages, where these are asked for, with what is known of the prompt."""
     from infer.engine.caches import make_cache
 
+    if pages is not None and pages.asked:
+        return pages.cache(network, prompt_ids, params, cache_dtype)
     return make_cache(
         network,
         len(prompt_ids) + params.max_new_tokens,
@@ -235,14 +177,47 @@ def cache_for(
     )
 
 
-def encode_chat(tokenizer: "Tokenizer", thinking: bool | None, messages: list[dict[str, str]]) -> list[int]:
-    from infer.loader import render_chat_template
+@dataclass
+class Pages:
+    """What a command was told of pages, and their memory once there is a model."""
 
+    size: int | None
+    store: Path | None
+    memory: "CacheMemory | None" = None
+
+    @property
+    def asked(self) -> bool:
+        return self.size is not None or self.store is not None
+
+    def check(self, kv_cache: bool) -> None:
+        if self.asked and not kv_cache:
+            raise ValueError("--cache-memory and --prefix-store need the cache: leave --no-kv-cache out")
+        if self.store is not None:
+            from infer.engine.store import PrefixStore
+
+            PrefixStore(self.store)  # refused now, not after the weights have been read
+
+    def cache(self, network: "Decoder", prompt_ids: list[int], params: SamplingParams, cache_dtype: str) -> "Cache":
+        from infer.engine.memory import CacheMemory
+
+        self.memory = CacheMemory(network, self.size, cache_dtype=cache_dtype, store=self.store)
+        cache = self.memory.cache(len(prompt_ids) + params.max_new_tokens)
+        if len(prompt_ids) <= cache.capacity:
+            self.memory.recall(cache, prompt_ids)
+        return cache
+
+    def keep(self, cache: "Cache") -> None:
+        from infer.cache import PagedCache
+
+        if self.memory is not None and isinstance(cache, PagedCache):
+            self.memory.keep(cache)
+
+
+def encode_chat(tokenizer: "Tokenizer", thinking: bool | None, messages: list[dict[str, str]]) -> list[int]:
     if thinking is not None and "enable_thinking" not in (tokenizer.chat_template or "enable_thinking"):
         raise ValueError("this model's chat template has no switch for thinking: leave --thinking/--no-thinking out")
     variables: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
-    prompt = render_chat_template(messages, tokenizer=tokenizer, **variables)
-    return tokenizer.encode(prompt, add_special_tokens=False)
+    return tokenizer.encode_chat(messages, **variables)
 
 
 def show(tokens: Any, *, quiet: bool = False) -> list["GeneratedToken"]:

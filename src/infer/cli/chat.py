@@ -1,0 +1,223 @@
+"""`infer chat`: a conversation, and commands to fork, rewind, save and load it."""
+
+import functools
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from infer.cli.common import (
+    DEFAULT_MODEL,
+    CacheDtypeOption,
+    CacheMemoryOption,
+    Loading,
+    ModelOption,
+    PrefillChunkOption,
+    PrefixStoreOption,
+    SystemOption,
+    ThinkingOption,
+    check_cache_dtype,
+    loading_options,
+    parse_size,
+    sampling_options,
+)
+from infer.cli.streams import say
+from infer.cli.generate import Pages, encode_chat, show
+from infer.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from infer.engine.result import GeneratedToken
+    from infer.engine.session import Session
+
+
+@sampling_options
+@loading_options
+def chat(
+    *,
+    model: ModelOption = DEFAULT_MODEL,
+    system: SystemOption = None,
+    thinking: ThinkingOption = None,
+    prefill_chunk: PrefillChunkOption = None,
+    context: Annotated[
+        int | None, typer.Option(help="Positions of a conversation.", show_default="4096, or all the model has")
+    ] = None,
+    cache_dtype: CacheDtypeOption = "auto",
+    cache_memory: CacheMemoryOption = None,
+    prefix_store: PrefixStoreOption = None,
+    loading: Loading,
+    params: SamplingParams,
+) -> None:
+    """Talk with a model. The cache is kept between turns, so only new tokens are prefilled. /help lists commands."""
+    from infer import ModelConfig, Tokenizer
+    from infer.engine.memory import CacheMemory
+    from infer.engine.request import CacheExceeded, check_chunk, check_request
+    from infer.engine.session import CONTEXT, Session
+
+    check_chunk(prefill_chunk)
+    check_cache_dtype(cache_dtype)
+    size = parse_size(cache_memory)
+    Pages(size, prefix_store).check(kv_cache=True)
+    tokenizer = Tokenizer(model)
+    encode = functools.partial(encode_chat, tokenizer, thinking)
+    config = ModelConfig.from_pretrained(model)
+    capacity = min(CONTEXT, config.max_position_embeddings) if context is None else context
+    if not 1 <= capacity <= config.max_position_embeddings:
+        raise ValueError(f"context must be from 1 to the model's {config.max_position_embeddings}, not {context}")
+    # A model without a chat template, or a context without room for any turn, is refused before the weights are read.
+    try:
+        check_request(config, encode([{"role": "user", "content": "hello"}]), params, capacity)
+    except CacheExceeded as error:
+        raise ValueError(f"--context {capacity} has no room for a turn: {error}") from None
+    network = loading.load(model, config, capacity, cache_dtype)
+    memory = CacheMemory(network, size, cache_dtype=cache_dtype, store=prefix_store)
+    session = Session(
+        network,
+        tokenizer,
+        system=system,
+        params=params,
+        context=capacity,
+        prefill_chunk=prefill_chunk,
+        memory=memory,
+        encode=encode,
+    )
+    many = f"{memory.pool.memory_bytes / 1e9:.1f} GB of cache for {memory.conversations(capacity):,} conversations"
+    say(f"{model}: {capacity} positions, {many}. /help lists commands, /exit leaves.")
+    Chat(session).run()
+
+
+class Chat:
+    """Reads lines: messages for the model, and commands."""
+
+    def __init__(self, session: "Session") -> None:
+        self.branches, self.at = [session], 0
+        self.commands: dict[str, tuple[Callable[[str], None], str, str]] = {
+            "/help": (self.help, "", "list commands"),
+            "/rewind": (self.rewind, "[N]", "forget the last turn, or the last N"),
+            "/reset": (self.reset, "", "forget the whole conversation"),
+            "/fork": (self.fork, "", "go on in a copy; what was said so far is held once"),
+            "/branch": (self.branch, "N", "go to another copy"),
+            "/save": (self.save, "FILE", "keep the conversation, cache included"),
+            "/load": (self.load, "FILE", "go on with a saved one, without prefilling it"),
+            "/pages": (self.pages, "", "what the memory of the cache holds"),
+            "/exit": (self.help, "", "leave; Ctrl-D does too"),
+        }
+
+    @property
+    def session(self) -> "Session":
+        return self.branches[self.at]
+
+    def run(self) -> None:
+        while (line := ask()) is not None and line != "/exit":
+            if not line:
+                continue
+            try:
+                if line.startswith("/"):
+                    self.command(line)
+                else:
+                    self.reply(line)
+            except (ValueError, OSError) as error:
+                say(str(error))
+
+    def command(self, line: str) -> None:
+        name, _, argument = line.partition(" ")
+        if name not in self.commands:
+            near = get_close_matches(name, self.commands, 1)
+            raise ValueError(
+                f"there is no command {name}: {f'did you mean {near[0]}?' if near else '/help lists them'}"
+            )
+        run, wanted, _ = self.commands[name]
+        if argument.strip() and not wanted:
+            raise ValueError(f"{name} takes nothing behind it, not {argument.strip()!r}")
+        run(argument.strip())
+
+    def reply(self, text: str) -> None:
+        from infer.cache.pool import NoPages
+        from infer.engine.request import CacheExceeded, ContextExceeded
+
+        try:
+            steps = show(self.session.stream(text))
+        except (CacheExceeded, ContextExceeded) as error:
+            raise ValueError(f"{error} (/rewind or /reset forgets; --context makes room for longer ones)") from None
+        except NoPages as error:
+            raise ValueError(f"{error} (/reset a branch, or give caches more with --cache-memory)") from None
+        if steps:
+            say(f"[{speed(steps)}; cache holds {self.session.cache.seq_len}]")
+
+    def help(self, _: str) -> None:
+        for name, (_run, wanted, meaning) in self.commands.items():
+            say(f"  {name + ' ' + wanted:<14} {meaning}")
+
+    def rewind(self, argument: str) -> None:
+        if argument and not argument.isdecimal():
+            raise ValueError(f"/rewind takes a number of turns, not {argument!r}")
+        self.session.rewind(int(argument or 1))
+        say(f"[{turns(self.session)}, cache holds {self.session.cache.seq_len}]")
+
+    def reset(self, _: str) -> None:
+        self.session.reset()
+
+    def fork(self, _: str) -> None:
+        self.branches.append(self.session.fork())
+        self.branch(str(len(self.branches)))
+
+    def branch(self, argument: str) -> None:
+        if not argument.isdecimal() or not 1 <= int(argument) <= len(self.branches):
+            raise ValueError(f"/branch takes a number from 1 to {len(self.branches)}, not {argument!r}")
+        self.at = int(argument) - 1
+        say(f"[branch {self.at + 1} of {len(self.branches)}: {turns(self.session)}; /branch N goes to another]")
+
+    def save(self, argument: str) -> None:
+        if not argument:
+            raise ValueError("/save needs a file to write to")
+        self.session.save(Path(argument))
+        say(f"[{argument}: {turns(self.session)}, {Path(argument).stat().st_size / 1e6:.1f} MB]")
+
+    def load(self, argument: str) -> None:
+        from infer.engine.session import Session
+
+        if not argument:
+            raise ValueError("/load needs a file to read")
+        own = self.session
+        self.branches[self.at] = Session.load(
+            Path(argument), own.model, own.tokenizer, memory=own.memory, encode=own.encode
+        )
+        say(f"[{argument}: {turns(self.session)}, cache holds {self.session.cache.seq_len}]")
+
+    def pages(self, _: str) -> None:
+        memory, cache = self.session.memory, self.session.cache
+        pool, own = memory.pool, cache.pages[cache.pages >= 0]
+        shared = int((pool.holders[own] > 1).sum())
+        say(
+            f"  memory         {pool.count:,} pages of {pool.page} positions, {pool.page_bytes / 1e3:.1f} kB each: "
+            f"{pool.memory_bytes / 1e9:.2f} GB, {pool.free:,} free"
+        )
+        say(f"  conversation   {cache.seq_len:,} positions in {len(own):,} pages, {shared:,} of them shared")
+        say(f"  remembered     {memory.index.pages:,} pages, by their tokens, until others need them")
+
+
+def turns(session: "Session") -> str:
+    return f"{session.turns} turn{'s' if session.turns != 1 else ''}"
+
+
+def speed(steps: list["GeneratedToken"]) -> str:
+    new = sum(step.time_s for step in steps[1:])
+    rate = f" at {(len(steps) - 1) / new:.1f} tok/s" if new else ""
+    return f"{len(steps)} token{'s' if len(steps) != 1 else ''}{rate}, {steps[0].time_s:.2f} s to the first"
+
+
+def ask() -> str | None:
+    """The user's next line; None at the end."""
+    try:
+        if sys.stdin.isatty():
+            say()
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+    except KeyboardInterrupt:
+        line = ""
+    if not line:
+        say()
+        return None
+    return line.strip()
