@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infer.cache import GrowingCache, KVCache, SlidingCache
+    from infer.cache import GrowingCache, KVCache, PagedCache, PagePool, SlidingCache
     from infer.engine.batch import generate_batch
     from infer.engine.cached import (
         allocate_kv_cache,
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
         prefill,
     )
     from infer.engine.generate import generate, stream
+    from infer.engine.memory import CacheMemory
     from infer.engine.params import SamplingParams
     from infer.engine.result import GenerationResult
+    from infer.engine.session import Session
     from infer.evaluate.perplexity import perplexity
     from infer.loader import ModelConfig, Tokenizer, load_model, render_chat_template
     from infer.trace import Trace
@@ -31,11 +33,15 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _HOMES = {
+    "CacheMemory": "infer.engine.memory",
     "GenerationResult": "infer.engine.result",
     "GrowingCache": "infer.cache",
     "KVCache": "infer.cache",
     "ModelConfig": "infer.loader",
+    "PagePool": "infer.cache",
+    "PagedCache": "infer.cache",
     "SamplingParams": "infer.engine.params",
+    "Session": "infer.engine.session",
     "SlidingCache": "infer.cache",
     "Tokenizer": "infer.loader",
     "Trace": "infer.trace",
@@ -55,11 +61,15 @@ _HOMES = {
 }
 
 __all__ = [
+    "CacheMemory",
     "GenerationResult",
     "GrowingCache",
     "KVCache",
     "ModelConfig",
+    "PagePool",
+    "PagedCache",
     "SamplingParams",
+    "Session",
     "SlidingCache",
     "Tokenizer",
     "Trace",

@@ -121,7 +121,7 @@ class PagedCache(BaseCache):
 
     def reserve(self, n: int) -> None:
         """Take the pages that n more positions need, or refuse and change nothing."""
-        if self.seq_len + n <= self._ready and n >= 0:
+        if type(self.seq_len) is int and n >= 0 <= self.seq_len <= self._ready - n:
             return
         self._check_room(n)
         if not n:
@@ -155,6 +155,7 @@ class PagedCache(BaseCache):
         twin._put(self.pages[:, :, :filled], self.seq_len)
         self.pool.share(twin._held_pages())
         twin.contents = copy.deepcopy(self.contents)
+        twin.contents._model = self.contents._model  # which a copy does not know
         self._ready = 0
         return twin
 

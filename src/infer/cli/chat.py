@@ -24,8 +24,8 @@ from infer.cli.common import (
     parse_size,
     sampling_options,
 )
-from infer.cli.streams import say
 from infer.cli.generate import Pages, encode_chat, show
+from infer.cli.streams import say
 from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -190,11 +190,8 @@ class Chat:
         memory, cache = self.session.memory, self.session.cache
         pool, own = memory.pool, cache.pages[cache.pages >= 0]
         shared = int((pool.holders[own] > 1).sum())
-        say(
-            f"  memory         {pool.count:,} pages of {pool.page} positions, {pool.page_bytes / 1e3:.1f} kB each: "
-            f"{pool.memory_bytes / 1e9:.2f} GB, {pool.free:,} free"
-        )
-        say(f"  conversation   {cache.seq_len:,} positions in {len(own):,} pages, {shared:,} of them shared")
+        held = f"{len(own):,} page{'s' if len(own) != 1 else ''}, {shared:,} shared with others"
+        say(f"  conversation   {cache.seq_len:,} positions in {held}")
         say(f"  remembered     {memory.index.pages:,} pages, by their tokens, until others need them")
 
 

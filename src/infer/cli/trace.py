@@ -12,6 +12,7 @@ import typer
 from infer.cli.common import (
     DEFAULT_MODEL,
     CacheDtypeOption,
+    CacheMemoryOption,
     ChatOption,
     JsonOption,
     KVCacheOption,
@@ -19,14 +20,16 @@ from infer.cli.common import (
     ModelOption,
     OnFullOption,
     PrefillChunkOption,
+    PrefixStoreOption,
     PromptArgument,
     SystemOption,
     ThinkingOption,
     loading_options,
+    parse_size,
     sampling_options,
 )
+from infer.cli.generate import Pages, as_dict, cache_for, figures, prepare, show
 from infer.cli.streams import say
-from infer.cli.generate import as_dict, cache_for, figures, prepare, show
 from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -71,6 +74,8 @@ def trace(
     kv_cache: KVCacheOption = True,
     cache_dtype: CacheDtypeOption = "auto",
     on_full: OnFullOption = "error",
+    cache_memory: CacheMemoryOption = None,
+    prefix_store: PrefixStoreOption = None,
     as_json: JsonOption = False,
     loading: Loading,
     params: SamplingParams,
@@ -111,9 +116,11 @@ def trace(
     layer = shown("layer", show_layer, config.num_hidden_layers, trace.layers)
     head = shown("head", show_head, config.num_attention_heads, trace.heads)
 
+    pages = Pages(parse_size(cache_memory), prefix_store)
+    pages.check(kv_cache)
     positions = len(prompt_ids) + params.max_new_tokens
     network = loading.load(model, config if kv_cache else None, positions, cache_dtype)
-    cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache, cache_dtype)
+    cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache, cache_dtype, pages)
     stepping = stream(
         network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full, trace=trace
     )
@@ -122,6 +129,7 @@ def trace(
         sys.exit(130)
     del trace.steps[len(steps) :]  # a step that Ctrl-C kept from being printed
     result = collect(prompt_ids, steps, cache.memory_bytes)
+    pages.keep(cache)
     unsaved = save_all(trace, files)  # first: whoever reads the output may close it early
     if as_json:
         print(json.dumps({"model": model, **as_dict(result), **summary(trace, layer, head)}))

@@ -140,5 +140,5 @@ def _prepare(
     if len(request.tokens) <= min(cache.capacity, model.config.max_position_embeddings):
         keep_prefix(cache, request.tokens)
     if trace is not None:
-        trace.start(model.config, tokenizer, request.tokens)
+        trace.start(model.config, tokenizer, request.tokens, cache.seq_len)
     return Run(model, request, cache, chunk, trace)

@@ -53,6 +53,8 @@ class TraceData:
         self.prompt: list[Token] = []
         self.steps: list[TraceStep] = []
         self.cache_capacity = 0  # positions; 0 without a cache
+        self.cache_page = 0  # positions of a page; 0 where the cache has none
+        self.known = 0  # positions of the prompt that the cache held before the run
 
 
 def finite(x: float) -> float | None:

@@ -40,6 +40,8 @@ def _data(trace: TraceData) -> dict[str, Any]:
         "layers": trace.layers,
         "heads": trace.heads,
         "capacity": trace.cache_capacity,
+        "page": trace.cache_page,
+        "known": trace.known,
         "levels": LEVELS,
         "prompt": [[token.token_id, token.text] for token in trace.prompt],
         "steps": [_step(step) for step in trace.steps],

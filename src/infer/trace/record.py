@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.cache.paged import PagedCache
 from infer.cache.traced import TracedCache
+from infer.cache.wrapped import innermost
 from infer.config import ModelConfig
 from infer.machine import available_memory
 from infer.trace.data import Alternative, AttentionRows, Token, TraceData, TraceStep
@@ -46,15 +48,16 @@ class Trace(TraceData):
         self.heads = _chosen("head", self._asked_heads, config.num_attention_heads)
         self._check_memory(config, prompt_len, max_new_tokens)
 
-    def start(self, config: ModelConfig, tokenizer: Any, prompt: Sequence[int]) -> None:
-        """Forget what was recorded before: a run that passed `check` begins."""
+    def start(self, config: ModelConfig, tokenizer: Any, prompt: Sequence[int], known: int = 0) -> None:
+        """Forget what was recorded before: a run that passed `check` begins. known: tokens that the cache holds."""
         if self.title == self._model_type:  # nobody gave it another
             self.title = config.model_type
         self._model_type = config.model_type
         self._tokenizer = tokenizer
         self.prompt = list(map(Token, prompt, token_texts(tokenizer, prompt)))
         self.steps = []
-        self.cache_capacity = 0
+        self.cache_capacity = self.cache_page = 0
+        self.known = known
         self._windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
 
     def record(self, tokens: Sequence[int], logits: Tensor, cache: TracedCache, time_s: float) -> None:
@@ -64,6 +67,8 @@ class Trace(TraceData):
         probabilities, entropy, best = choice(logits, self.top_k)
         if cache.memory_bytes:
             self.cache_capacity = cache.capacity
+            inner = innermost(cache)
+            self.cache_page = inner.pool.page if isinstance(inner, PagedCache) else 0
         self.steps.append(
             TraceStep(
                 token_id=token,

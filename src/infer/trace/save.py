@@ -45,6 +45,8 @@ def json_lines(trace: TraceData) -> Iterator[dict[str, Any]]:
         "heads": trace.heads,
         "prompt": [token._asdict() for token in trace.prompt],
         "cache_capacity": trace.cache_capacity,
+        "cache_page": trace.cache_page,
+        "known": trace.known,
     }
     for number, step in enumerate(trace.steps):
         attention = {

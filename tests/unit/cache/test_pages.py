@@ -1,0 +1,785 @@
+"""Pages: nobody writes to what another holds, none is lost, and whatever is done, logits are those of a fresh run."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from amount import amount
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tiny import make_tiny_config, make_tiny_model
+from torch import Tensor
+
+from infer import KVCache
+from infer.backend import Row, backend_for
+from infer.cache import NoCache, PagedCache, paged, prefix
+from infer.cache.base import first_seen
+from infer.cache.paged import NONE
+from infer.cache.pool import RUN, LayerGroup, NoPages, PagePool, layer_groups, page_bytes, pages_for
+from infer.cache.prefix import PrefixIndex
+from infer.cache.ring import PREFILL_CHUNK, layer_slots
+from infer.engine.memory import CacheMemory
+from infer.models.common import Decoder
+from infer.models.rows import ALL
+
+CPU = torch.device("cpu")
+
+
+def pool_of(count: int, *, page: int = 4, layers: int = 1, dtype: torch.dtype = torch.float32) -> PagePool:
+    return PagePool(count, layers, 1, 2, dtype=dtype, device=CPU, page=page)
+
+
+def check_pool(pool: PagePool, held: Counter[int]) -> None:
+    """Each page is held as often as it should be, or it is free, once."""
+    assert Counter({page: int(times) for page, times in enumerate(pool.holders) if times}) == held
+    free = [*pool._loose]
+    for run in pool._free_runs:
+        free += range(run * RUN, min((run + 1) * RUN, pool.count))
+    assert sorted(free) == [page for page in range(pool.count) if not held[page]]
+    assert pool.free == len(free)
+
+
+class TestPool:
+    @pytest.mark.parametrize("count", [1, 2, RUN - 1, RUN, RUN + 1, 3 * RUN + 5])
+    def test_all_pages_can_be_had(self, count: int) -> None:
+        pool = pool_of(count)
+        assert (pool.count, pool.free) == (count, count)
+        assert sorted(pool.take(count)) == [*range(count)]
+        assert pool.free == 0
+        pool.release(range(count))
+        assert sorted(page for _ in range(count) for page in pool.take(1)) == [*range(count)]
+
+    def test_none_is_left(self) -> None:
+        pool = pool_of(3)
+        first = pool.take(2)
+        with pytest.raises(NoPages, match="2 more pages of 4 positions are needed, and of 3 .* 1 are free") as error:
+            pool.take(2)
+        assert "\n" not in str(error.value)
+        check_pool(pool, Counter(first))
+
+    def test_nothing_is_taken(self) -> None:
+        pool = pool_of(1)
+        assert pool.take(0) == []
+        check_pool(pool, Counter())
+
+    def test_holders(self) -> None:
+        pool = pool_of(3)
+        [page] = pool.take(1)
+        pool.share([page, page])
+        pool.release([page])
+        check_pool(pool, Counter({page: 2}))
+        pool.release([page, page])
+        check_pool(pool, Counter())
+
+    @pytest.mark.parametrize("change", [PagePool.share, PagePool.release])
+    def test_a_page_that_nobody_holds(self, change: Callable[..., None]) -> None:
+        pool = pool_of(3)
+        [page] = pool.take(1)
+        pool.release([page])
+        with pytest.raises(RuntimeError, match=f"page {page} is .*, but nobody holds it"):
+            change(pool, [page])
+        check_pool(pool, Counter())
+
+    def test_one_behind_the_other(self) -> None:
+        """Also when they are taken one by one, and others are taken in between."""
+        pool = pool_of(4 * RUN)
+        one, other = pool.take(2), pool.take(2)
+        for _ in range(RUN - 2):
+            one += pool.take(1, one[-1])
+            other += pool.take(1, other[-1])
+        for pages in (one, other):
+            assert pages == [*range(pages[0], pages[0] + RUN)]
+            assert pages[0] % RUN == 0
+
+    def test_runs_before_gaps(self) -> None:
+        """A new sequence begins where it can grow; gaps are for when no run is free."""
+        pool = pool_of(2 * RUN)
+        first = pool.take(RUN)
+        pool.release(first[3:5])
+        assert pool.take(1) == [RUN]
+        pool.take(RUN - 1, RUN)
+        assert sorted(pool.take(2)) == first[3:5]
+
+    def test_the_index_is_asked(self) -> None:
+        """For what is missing, or a run at once where pages are many."""
+        asked: list[int] = []
+        few, many = pool_of(4), pool_of(64 * RUN)
+        for pool in (few, many):
+            held = pool.take(pool.count - 1)
+
+            def let_go(count: int, pool: PagePool = pool, held: list[int] = held) -> None:
+                asked.append(count)
+                pool.release(held[:count])
+
+            pool.reclaim = let_go
+            assert len(pool.take(1)) == 1
+            assert asked == []
+            assert len(pool.take(1)) == 1
+            assert asked == [1 if pool is few else RUN]
+            asked.clear()
+
+    def test_the_index_cannot_help(self) -> None:
+        pool = pool_of(2)
+        held = pool.take(2)
+        pool.reclaim = lambda count: None
+        with pytest.raises(NoPages):
+            pool.take(1)
+        check_pool(pool, Counter(held))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+    def test_contents(self, dtype: torch.dtype) -> None:
+        pool = PagePool(5, 3, 2, 4, dtype=dtype, device=CPU, page=3)
+        pool.memory.copy_(torch.arange(pool.memory.numel()).reshape(pool.memory.shape) % 101)
+        before = pool.memory.clone()
+        read = pool.read([4, 1])
+        assert read.shape == (2, *pool.page_shape)
+        assert torch.equal(read[0], before[:, :, :, 4])
+        keys, values = pool.keys_and_values(2)
+        assert torch.equal(keys[1], before[2, 0, :, 1])
+        assert torch.equal(values[4], before[2, 1, :, 4])
+        pool.copy(4, 0)
+        pool.write([2, 3], read)
+        for page, of in enumerate([4, 1, 4, 1, 4]):
+            assert torch.equal(pool.memory[:, :, :, page], before[:, :, :, of])
+        assert pool.read([]).shape == (0, *pool.page_shape)
+
+    def test_any_operations(self) -> None:
+        draw = random.Random(0)
+        for count in (1, 7, RUN, 2 * RUN + 3):
+            pool, held = pool_of(count), list[int]()
+            for _ in range(amount(20_000, 300)):
+                kind = draw.randrange(3)
+                if kind == 0 and pool.free:
+                    new = pool.take(draw.randint(1, min(pool.free, 5)), draw.choice([NONE, *held]))
+                    assert not {*new} & {*held}
+                    assert len({*new}) == len(new)
+                    held += new
+                elif kind == 1 and held:
+                    held.append(draw.choice(held))
+                    pool.share(held[-1:])
+                elif held:
+                    pool.release([held.pop(draw.randrange(len(held)))])
+                check_pool(pool, Counter(held))
+
+    @pytest.mark.parametrize("page", [0, -1, 1.5, True, None, "4"])
+    def test_a_page_that_is_none(self, page: Any) -> None:
+        with pytest.raises(ValueError, match="a page has a whole number of positions"):
+            pool_of(1, page=page)
+
+    @pytest.mark.parametrize("count", [0, -1, 1.5, None])
+    def test_no_pages_at_all(self, count: Any) -> None:
+        with pytest.raises(ValueError, match="a pool has a whole number of pages"):
+            pool_of(count)
+
+    def test_more_than_there_is(self) -> None:
+        with pytest.raises(ValueError, match="are free on cpu"):
+            pool_of(2**50)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+    def test_for_a_model(self, dtype: torch.dtype) -> None:
+        config = make_tiny_config(model_type="gemma3")  # two layers with windows and one without
+        size = page_bytes(1, 2, 12, dtype, 4)
+        pool = PagePool.for_model(config, 10 * size + size // 2, dtype=dtype, device=CPU, page=4)
+        assert (pool.count, pool.layers, pool.page_bytes, pool.memory_bytes) == (10, 1, size, 10 * size)
+        with pytest.raises(ValueError, match="holds no 4 positions of this model"):
+            PagePool.for_model(config, 3 * size - 1, dtype=dtype, device=CPU, page=4)
+
+    def test_unwritten(self) -> None:
+        """What was never taken counts as free memory still."""
+        pool = pool_of(40)
+        assert pool.unwritten_bytes == pool.memory_bytes
+        pool.release(pool.take(10))
+        assert pool.unwritten_bytes == 30 * pool.page_bytes
+
+
+def test_groups_of_layers() -> None:
+    """Of one size, so that any page will do for any group."""
+    assert layer_groups([None] * 3) == [LayerGroup(None, (0, 1, 2))]
+    assert layer_groups([4, None, 4]) == [LayerGroup(4, (0,)), LayerGroup(4, (2,)), LayerGroup(None, (1,))]
+    assert layer_groups([4, 4, None, 4, 4, None]) == [
+        LayerGroup(4, (0, 1)),
+        LayerGroup(4, (3, 4)),
+        LayerGroup(None, (2, 5)),
+    ]
+
+
+def cache_of(page: int = 4, *, windows: tuple[int | None, ...] = (None,), capacity: int = 40, **sizes: Any) -> Any:
+    return PagedCache.allocate(len(windows), 1, 2, capacity, windows=windows, page=page, device="cpu", **sizes)
+
+
+def fill(cache: PagedCache, n: int, start: float | None = None) -> None:
+    """One pass over n tokens: the key at position p of layer l is (p, l), or counted from `start`."""
+    first = cache.seq_len if start is None else start
+    batch = cache.shape.batch_size
+    for layer in range(cache.shape.num_layers):
+        k = torch.stack((first + torch.arange(n), torch.full((n,), float(layer))), -1).expand(batch, 1, n, 2)
+        cache.update(layer, k, -k)
+    cache.advance(n)
+
+
+def contents(cache: PagedCache, layer: int = 0) -> list[float]:
+    """The first number of each key that the next query sees."""
+    group, within = cache._places[layer]
+    keys, values = cache.pool.keys_and_values(within)
+    found = []
+    for position in range(first_seen(cache.seq_len, cache.windows[layer]), cache.seq_len):
+        for row in range(cache.shape.batch_size):
+            page, at = cache.pages[row, group, position // cache.pool.page], position % cache.pool.page
+            assert page != NONE
+            number, owner = keys[page, 0, at].tolist()
+            assert (owner, values[page, 0, at].tolist()) == (layer, [-number, -owner])
+        found.append(number)
+    return found
+
+
+class TestPaged:
+    @pytest.mark.parametrize("page", [1, 3, 4, 64])
+    def test_as_many_pages_as_it_needs(self, page: int) -> None:
+        cache = cache_of(page)
+        for n in range(1, 41):
+            fill(cache, 1)
+            assert cache.held == -(-n // page)
+            assert cache.memory_bytes == cache.held * cache.pool.page_bytes
+            assert cache.pool.count - cache.pool.free == cache.held
+        assert contents(cache) == [*range(40)]
+        cache.truncate(page + 1 if page < 40 else 1)
+        assert cache.held == (2 if page < 40 else 1)
+        cache.reset()
+        assert (cache.held, cache.pool.free) == (0, cache.pool.count)
+
+    @pytest.mark.parametrize("held", [3, 4, 5, 7, 8, 9])
+    @pytest.mark.parametrize("kept", range(10))
+    def test_pages_ends(self, held: int, kept: int) -> None:
+        """Exactly a page, one position less and one more, before and after a truncation."""
+        cache = cache_of()
+        kept = min(kept, held)
+        fill(cache, held)
+        cache.truncate(kept)
+        assert cache.held == -(-kept // 4)
+        fill(cache, 6, 100)
+        assert contents(cache) == [*range(kept), *range(100, 106)]
+        assert cache.held == -(-(kept + 6) // 4)
+
+    @pytest.mark.parametrize("common", range(1, 10))
+    def test_copied_only_when_shared(self, common: int) -> None:
+        cache = cache_of()
+        fill(cache, common)
+        pages = cache.held
+        twin = cache.fork()
+        assert cache.pool.count - cache.pool.free == pages
+        fill(twin, 1, 50)
+        whole = common // 4
+        assert (twin.pages[0, 0, :whole] == cache.pages[0, 0, :whole]).all()
+        assert twin.pages[0, 0, whole] != cache.pages[0, 0, whole]
+        assert cache.pool.count - cache.pool.free == pages + 1
+        before = cache.pages.copy()
+        fill(cache, 1)  # the page is its own again
+        assert (cache.pages[0, 0, :pages] == before[0, 0, :pages]).all()
+        assert contents(cache) == [*range(common + 1)]
+        assert contents(twin) == [*range(common), 50]
+
+    def test_nothing_is_copied_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        copies: list[int] = []
+        copy = PagePool.copy
+        monkeypatch.setattr(PagePool, "copy", lambda pool, page, to: (copies.append(page), copy(pool, page, to)))
+        cache = cache_of()
+        for _ in range(20):
+            fill(cache, 1)
+        cache.truncate(10)
+        fill(cache, 3)
+        assert copies == []
+        twin = cache.fork()
+        for _ in range(4):
+            fill(twin, 1)
+            fill(cache, 1)
+        assert len(copies) == 1
+
+    def test_forks_of_forks(self) -> None:
+        pool = pool_of(60, page=3)
+        family = [PagedCache(pool, 12, [None])]
+        fill(family[0], 4)
+        for n in range(5):
+            family.append(family[-1].fork())
+            fill(family[-1], 1, 10 * (n + 1))
+        assert [contents(each) for each in family] == [
+            [0, 1, 2, 3, *range(10, 10 * n + 1, 10)] for n in range(len(family))
+        ]
+        del family[:4]
+        assert contents(family[-1]) == [0, 1, 2, 3, 10, 20, 30, 40, 50]
+        family.clear()
+        assert pool.free == pool.count
+
+    def test_a_fork_knows_its_tokens(self) -> None:
+        model = make_tiny_model()
+        memory = CacheMemory(model, 10**5, page=4)
+        cache = memory.cache(20)
+        run(model, cache, [1, 2, 3])
+        twin = cache.fork()
+        run(model, twin, [4])
+        assert cache.contents.tokens(3) == [1, 2, 3]
+        assert twin.contents.tokens(4) == [1, 2, 3, 4]
+
+    def test_a_fork_knows_its_model(self) -> None:
+        one, other = make_tiny_model(), make_tiny_model(1)
+        cache = CacheMemory(one, 10**5, page=4).cache(20)
+        run(one, cache, [1, 2, 3])
+        with pytest.raises(ValueError, match="of another model"):
+            run(other, cache.fork(), [4])
+
+    def test_rows_of_a_batch(self) -> None:
+        pool = pool_of(30)
+        cache = PagedCache(pool, 12, [None], batch_size=3)
+        fill(cache, 5)
+        twin = cache.fork()
+        assert pool.count - pool.free == cache.held == 6
+        fill(twin, 1, 70)
+        assert pool.count - pool.free == 9
+        assert contents(cache) == [0, 1, 2, 3, 4]
+        assert contents(twin) == [0, 1, 2, 3, 4, 70]
+
+    def test_no_room(self) -> None:
+        """Refused before anything is written, for one group or for both."""
+        pool = pool_of(5)
+        cache, other = PagedCache(pool, 12, [None, 2]), PagedCache(pool, 40, [None, 2])
+        fill(cache, 4)
+        fill(other, 2)
+        twin = cache.fork()
+        held = Counter(pool.holders.tolist())
+        for each, n in ((cache, 1), (twin, 5), (other, 3)):
+            with pytest.raises(NoPages):
+                fill(each, n)
+            assert Counter(pool.holders.tolist()) == held
+        assert [contents(cache), cache.seq_len, other.seq_len] == [[0, 1, 2, 3], 4, 2]
+        del other, each
+        fill(twin, 2)
+        assert contents(twin) == [*range(6)]
+
+    def test_gone_caches_give_their_pages_back(self) -> None:
+        pool = pool_of(30)
+        caches = [PagedCache(pool, 12, [None, 3]) for _ in range(3)]
+        for cache in caches:
+            fill(cache, 9)
+        caches.append(caches[0].fork())
+        cache = caches.pop()
+        caches.clear()
+        assert pool.count - pool.free == cache.held
+        del cache
+        assert pool.free == pool.count
+
+    def test_another_pool(self) -> None:
+        with pytest.raises(ValueError, match="a page of this pool holds 2 layers, but .* pages of 1"):
+            PagedCache(pool_of(4, layers=2), 8, [None, 2])
+
+    @pytest.mark.parametrize("seq_len", [-1, 41, 2.0, True, None, 10**20])
+    def test_set_by_hand(self, seq_len: Any) -> None:
+        """However many pages it has already."""
+        cache = cache_of(64)
+        fill(cache, 5)
+        cache.seq_len = seq_len
+        with pytest.raises(ValueError, match="seq_len was set to"):
+            cache.positions(1)
+
+
+class TestAdopt:
+    def test_goes_on(self) -> None:
+        one = PagedCache(pool_of(9), 12, [None])
+        fill(one, 6)
+        other = PagedCache(one.pool, 12, [None])
+        pages = one.filled_pages()
+        one.pool.share(page for [page] in pages)
+        other.adopt(pages, range(6), None)
+        assert other.contents.tokens(6) == [*range(6)]
+        assert contents(one) == contents(other) == [*range(6)]
+        fill(other, 1, 60)
+        fill(one, 1)
+        assert (contents(one), contents(other)) == ([*range(7)], [*range(6), 60])
+
+    @pytest.mark.parametrize("held", [1, 2])
+    def test_refused(self, held: int) -> None:
+        cache = cache_of(batch_size=held)
+        if held == 1:
+            fill(cache, 1)
+        with pytest.raises(ValueError, match="an empty cache of one row"):
+            cache.adopt([(0,)], [1], None)
+
+    def test_a_window_of_one(self) -> None:
+        """Nothing of the last page is seen, and so it may be missing; it can be written to all the same."""
+        cache = PagedCache(pool_of(9), 12, [None, 1])
+        [page] = cache.pool.take(1)
+        cache.pool.memory[:, :, :, page] = 7.0
+        cache.adopt([(page, NONE)], [1, 2], None)
+        assert contents(cache, 1) == []
+        fill(cache, 1)
+        assert cache.held == 2
+        assert contents(cache, 1) == []
+
+
+class TestWindows:
+    @pytest.mark.parametrize("page", [1, 2, 3, 4])
+    @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 9])
+    @pytest.mark.parametrize("n", [1, 2, 5])
+    def test_dropped_only_when_unseen(self, page: int, window: int, n: int) -> None:
+        cache = cache_of(page, windows=(None, window))
+        for _ in range(38 // n):
+            fill(cache, n)
+            assert contents(cache, 0) == [*range(cache.seq_len)]
+            assert contents(cache, 1) == [*range(max(0, cache.seq_len - window + 1), cache.seq_len)]
+            kept = cache.pages[0, 1] != NONE
+            before = cache.seq_len - n  # what the pass began with is what counted
+            assert kept.sum() <= -(-cache.seq_len // page) - max(0, before - window + 1 - page) // page
+
+    @pytest.mark.parametrize("page", [1, 2, 3, 4])
+    @pytest.mark.parametrize("window", [1, 2, 3, 5])
+    def test_a_page_can_be_rewound(self, page: int, window: int) -> None:
+        cache = cache_of(page, windows=(None, window))
+        for length in range(1, 40):
+            fill(cache, 1)
+            for back in range(min(page, length) + 1):
+                twin = cache.fork()
+                twin.truncate(length - back)
+                assert contents(twin, 1) == [*range(max(0, length - back - window + 1), length - back)]
+
+    def test_what_is_gone_is_refused(self) -> None:
+        cache = cache_of(2, windows=(None, 3))
+        for _ in range(20):
+            fill(cache, 1)
+        held = cache.held
+        with pytest.raises(ValueError, match=r"cannot truncate to 9: its window begins at 7, and positions before 14"):
+            cache.truncate(9)
+        assert (cache.seq_len, cache.held) == (20, held)
+        cache.truncate(0)
+        assert cache.pool.free == cache.pool.count
+
+    def test_told_before(self) -> None:
+        """While all is there still."""
+        cache, told = cache_of(2, windows=(None, 3)), list[tuple[int, int]]()
+        cache.before_drop = lambda each: told.append((each.seq_len, int((each.pages != NONE).sum())))
+        for _ in range(16):
+            fill(cache, 1)
+        assert told == [(6, 6), (8, 7), (10, 8), (12, 9), (14, 10)]
+        assert cache.fork().before_drop is cache.before_drop
+
+    @pytest.mark.parametrize("chunk", [PREFILL_CHUNK, 64])
+    def test_no_more_than_a_ring(self, chunk: int) -> None:
+        """A page more for each layer at most, however long the text; as many layers with windows as Gemma 3 has."""
+        kinds = (("sliding_attention",) * 5 + ("full_attention",)) * 4 + ("sliding_attention",) * 2
+        sizes = {"num_hidden_layers": 26, "layer_types": kinds, "sliding_window": 512, "head_dim": 2}
+        config = make_tiny_config(model_type="gemma3", num_key_value_heads=1, max_position_embeddings=8192, **sizes)
+        cache = PagedCache.from_model_config(config, 8192, dtype=torch.float32, device="cpu")
+        per_page = cache.pool.page * cache.pool.layers
+        while cache.seq_len < 6144:
+            cache.advance(chunk)
+            slots = layer_slots(config, cache.seq_len, chunk)
+            assert cache.held * per_page <= sum(slots) + 26 * cache.pool.page
+        for _ in range(200):
+            cache.advance(1)
+            assert cache.held == pages_for(config, cache.seq_len - 1) + (cache.seq_len % 64 == 1) * len(cache.groups)
+            assert cache.held * per_page <= sum(layer_slots(config, cache.seq_len, 1)) + 26 * 2 * cache.pool.page
+
+
+# The property: any operations on rows of one small pool.
+
+CAPACITY = 16
+TOKENS = 3  # few, so that texts have much in common
+ROWS = 5
+WINDOWS = [None, 1, 2, 3, 5]
+SMALL = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+}
+
+
+@functools.cache
+def model_of(window: int | None) -> Decoder:
+    layers = ("full_attention",) * 2 if window is None else ("sliding_attention", "full_attention")
+    return make_tiny_model(**SMALL, layer_types=layers, sliding_window=window)
+
+
+def run(model: Decoder, cache: Any, tokens: list[int]) -> Tensor:
+    """Logits of all of them [n, V]."""
+    with torch.inference_mode():
+        return backend_for(model).run([Row(cache, tokens, ALL)])[0][0]
+
+
+known: dict[tuple[int | None, str], dict[tuple[int, ...], Tensor]] = {}
+
+
+def afresh(window: int | None, dtype: str, tokens: tuple[int, ...], n: int) -> Tensor:
+    """The logits of the last n of these tokens, of a run that has no pages: without a cache, unless that rounds."""
+    found = known.setdefault((window, dtype), {})
+    wanted = [tokens[: end + 1] for end in range(len(tokens) - n, len(tokens))]
+    if any(each not in found for each in wanted):
+        config = model_of(window).config
+        cache = KVCache.from_model_config(config, CAPACITY, dtype="int8", device="cpu") if dtype == "int8" else NoCache()
+        for end, logits in enumerate(run(model_of(window), cache, [*tokens])):
+            found.setdefault(tokens[: end + 1], logits)
+    return torch.stack([found[each] for each in wanted])
+
+
+class Sequence:
+    """A cache, and what it should hold."""
+
+    def __init__(self, cache: PagedCache, tokens: tuple[int, ...] = (), lost: int = 0) -> None:
+        self.cache, self.tokens = cache, tokens
+        self.lost = lost  # it need not go back to before this length
+
+    def passes(self, n: int) -> None:
+        """A pass over n tokens begins: pages that no query sees are let go of, but for one."""
+        self.lost = max(self.lost, len(self.tokens) - self.cache.pool.page)
+
+
+class World:
+    """Sequences of one small pool, on which any operation can be tried, and what must hold after each."""
+
+    def __init__(self, window: int | None, page: int, dtype: str, kernels: bool, seed: int) -> None:
+        """kernels: whether they write to pages; otherwise caches attend."""
+        self.model, self.window, self.dtype, self.kernels = model_of(window), window, dtype, kernels
+        config = self.model.config
+        layers = 2 if window is None else 1
+        size = page_bytes(layers, 1, config.computed_head_dim, torch.int8 if dtype == "int8" else torch.float32, page)
+        count = pages_for(config, CAPACITY, page) * 5 // 2
+        self.memory = CacheMemory(self.model, size * count, cache_dtype="int8" if dtype == "int8" else "auto", page=page)
+        self.pool, self.index = self.memory.pool, self.memory.index
+        self.poison = -1 if dtype == "int8" else torch.nan
+        self.pool.memory.fill_(self.poison)
+        self.random = random.Random(seed)
+        self.rows: list[Sequence] = []
+        self.texts: list[tuple[int, ...]] = [()]  # that were once there
+        self.saved: list[tuple[tuple[int, ...], dict[str, Tensor]]] = []
+
+    def run(self, operations: list[tuple[str, int, int]]) -> None:
+        for name, which, number in operations:
+            getattr(self, name)(which, number)
+            self.check()
+        for which in range(len(self.rows)):
+            self.step(which, 0)
+            self.check()
+        self.end()
+
+    def end(self) -> None:
+        """All pages come back."""
+        self.rows.clear()
+        self.check()
+        self.index.clear()
+        assert self.pool.free == self.pool.count
+
+    def check(self) -> None:
+        held = self.index.check()
+        page = self.pool.page
+        for row in self.rows:
+            cache = row.cache
+            own = cache.pages != NONE
+            held.update(cache.pages[own].tolist())
+            assert cache.held == own.sum()
+            assert cache.seq_len == len(row.tokens)
+            assert cache.contents.tokens(cache.seq_len) == [*row.tokens]
+            for group, there in zip(cache.groups, own[0], strict=True):
+                seen = range(first_seen(cache.seq_len, group.window), cache.seq_len)
+                assert all(there[position // page] for position in seen)
+        check_pool(self.pool, held)
+        free = np.flatnonzero(self.pool.holders == 0).tolist()
+        self.pool.memory[:, :, :, free] = self.poison
+
+    def new(self) -> PagedCache:
+        return self.seen(self.memory.cache(CAPACITY))
+
+    def seen(self, cache: PagedCache) -> PagedCache:
+        if not self.kernels:
+            cache.table = lambda *_: None  # type: ignore[method-assign]
+        return cache
+
+    def some(self, n: int) -> tuple[int, ...]:
+        return tuple(self.random.choices(range(TOKENS), k=n))
+
+    def row(self, which: int) -> Sequence | None:
+        return self.rows[which % len(self.rows)] if self.rows else None
+
+    def feed(self, *rows: Any) -> None:
+        """Pairs of a sequence and how many tokens it goes on by, in one pass."""
+        pairs = list(zip(rows[::2], rows[1::2], strict=True))
+        pairs = [(row, self.some(min(n, CAPACITY - len(row.tokens)))) for row, n in pairs]
+        self.put([(row, new) for row, new in pairs if new])
+
+    def put(self, pairs: list[tuple[Sequence, tuple[int, ...]]]) -> None:
+        if not pairs:
+            return
+        for row, new in pairs:
+            row.passes(len(new))
+        try:
+            with torch.inference_mode():
+                logits = backend_for(self.model).run([Row(row.cache, [*new], ALL) for row, new in pairs])
+        except NoPages:
+            # No copy could be made, or too few pages be had for all rows; and nothing is kept for its own sake.
+            groups = len(pairs[0][0].cache.groups)
+            assert self.pool.free < sum(groups * (2 + len(new) // self.pool.page) for _, new in pairs)
+            leaves = [node for node in self.index._nodes() if not node.children]
+            assert all(any(self.index._in_use(page) for page in node.pages if page >= 0) for node in leaves)
+            return
+        for (row, new), found in zip(pairs, logits, strict=True):
+            row.tokens += new
+            self.texts.append(row.tokens)
+            assert torch.equal(found[0], afresh(self.window, self.dtype, row.tokens, len(new)))
+        del self.texts[:-30]
+
+    # Operations: each takes which row, and a number.
+
+    def rest(self, which: int, number: int) -> None:
+        """Nothing: what a failure does not need becomes this."""
+
+    def extend(self, which: int, number: int) -> None:
+        if row := self.row(which):
+            self.feed(row, 1 + number % 5)
+
+    def step(self, which: int, number: int) -> None:
+        if row := self.row(which):
+            self.feed(row, 1)
+
+    def together(self, which: int, number: int) -> None:
+        self.feed(*itertools.chain.from_iterable((row, 1 + (number + i) % 3) for i, row in enumerate(self.rows)))
+
+    def start(self, which: int, number: int) -> None:
+        """A sequence that begins as another, which may be gone; what is known of it is not computed again."""
+        if len(self.rows) < ROWS:
+            self.rows.append(Sequence(self.new()))
+            self.again(-1, which * 32 + number)
+
+    def again(self, which: int, number: int) -> None:
+        """A sequence is asked for something else: what it has in common with it is kept."""
+        if row := self.row(which):
+            text = self.texts[number // 32 % len(self.texts)]
+            prompt = (text[: len(text) - number % 8] + self.some(1 + number % 3))[:CAPACITY]
+            before = row.cache.seq_len
+            found = self.memory.recall(row.cache, list(prompt))
+            assert found == row.cache.seq_len < len(prompt)
+            row.tokens = prompt[:found]
+            row.lost = found if found > before else max(row.lost, found)
+            self.put([(row, prompt[found:])])
+
+    def fork(self, which: int, number: int) -> None:
+        if (row := self.row(which)) and len(self.rows) < ROWS:
+            free = self.pool.free
+            self.rows.append(Sequence(self.seen(row.cache.fork()), row.tokens, row.lost))
+            assert self.pool.free == free
+
+    def truncate(self, which: int, number: int) -> None:
+        if row := self.row(which):
+            length = max(0, len(row.tokens) - number % 12) if number % 5 else 0
+            try:
+                row.cache.truncate(length)
+            except ValueError:
+                assert 0 < length < row.lost
+                return
+            row.tokens = row.tokens[:length]
+            row.lost = row.lost if length else 0
+
+    def free(self, which: int, number: int) -> None:
+        """Left to be collected, or emptied first."""
+        if self.rows:
+            row = self.rows.pop(which % len(self.rows))
+            if number % 2:
+                row.cache.reset()
+
+    def keep(self, which: int, number: int) -> None:
+        if row := self.row(which):
+            self.memory.keep(row.cache)
+
+    def evict(self, which: int, number: int) -> None:
+        self.index.evict(1 + number % 4)
+
+    def clear(self, which: int, number: int) -> None:
+        if number > 24:
+            self.index.clear()
+
+    def press(self, which: int, number: int) -> None:
+        """Somebody else needs pages for a while."""
+        try:
+            pages = self.pool.take(1 + number)
+        except NoPages:
+            return
+        self.pool.write(pages, torch.full((len(pages), *self.pool.page_shape), self.poison, dtype=self.pool.dtype))
+        self.pool.release(pages)
+
+    def fail(self, which: int, number: int) -> None:
+        """A pass that is interrupted when it has written already."""
+        row = self.row(which)
+        if row is None or not (n := min(1 + number % 6, CAPACITY - len(row.tokens))):
+            return
+        row.passes(n)
+        try:
+            row.cache.reserve(n)
+        except NoPages:
+            return
+        for position in range(len(row.tokens), len(row.tokens) + n):
+            for page in row.cache.pages[0, :, position // self.pool.page]:
+                self.pool.memory[:, :, :, page, position % self.pool.page] = self.poison
+
+    def save(self, which: int, number: int) -> None:
+        if row := self.row(which):
+            self.saved.append((row.tokens, self.memory.dump(row.cache)))
+            del self.saved[:-3]
+
+    def load(self, which: int, number: int) -> None:
+        if self.saved and len(self.rows) < ROWS:
+            tokens, tensors = self.saved[number % len(self.saved)]
+            row = Sequence(self.new(), tokens, len(tokens))
+            try:
+                self.memory.restore(row.cache, tensors)
+            except NoPages:
+                return
+            self.rows.append(row)
+
+
+NAMES = [
+    "rest",
+    *["start", "extend", "step", "fork", "truncate", "keep"] * 3,
+    *["again", "together", "evict", "press", "fail", "free", "save", "load"] * 2,
+    "clear",
+]
+LENGTH = 40
+PROPERTY = given(
+    operations=st.lists(
+        st.tuples(st.sampled_from(NAMES), st.integers(0, 31), st.integers(0, 31)),
+        min_size=LENGTH,
+        max_size=LENGTH,
+    ),
+    window=st.sampled_from(WINDOWS),
+    page=st.integers(1, 4),
+    dtype=st.sampled_from(["float32", "int8"]),
+    kernels=st.booleans(),
+    seed=st.integers(0, 999),
+)
+SETTINGS = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def check_world(
+    operations: list[tuple[str, int, int]], window: int | None, page: int, dtype: str, kernels: bool, seed: int
+) -> None:
+    world = World(window, page, dtype, kernels, seed)
+    try:
+        world.run(operations)
+    except BaseException:
+        world.pool.release = lambda pages: None  # type: ignore[method-assign]  # what is amiss is amiss already
+        raise
+
+
+def test_any_operations() -> None:
+    """A hundred thousand in the full run."""
+    settings(SETTINGS, max_examples=amount(100_000, 4000) // LENGTH)(PROPERTY(check_world))()
