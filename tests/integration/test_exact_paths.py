@@ -38,8 +38,9 @@ from infer.backend.cpu import kernels
 from infer.backend.cpu.functions import linear
 from infer.cache import NoCache
 from infer.cli.common import DEFAULT_MODEL
-from infer.engine.conversation import Conversation
+from infer.engine.memory import CacheMemory
 from infer.engine.model import all_logits
+from infer.engine.session import Session
 from infer.evaluate.divergence import bits
 from infer.evaluate.paths import PathResult, compare
 from infer.models.common import Decoder
@@ -208,10 +209,9 @@ class TestByHand:
             prompts.append([*ids[:-3], len(messages), *ids[-3:]])
             return prompts[-1]
 
-        cache = SlidingCache.from_model_config(model.config, 200, dtype=torch.float32, device="cpu")
-        chat = Conversation(model, LETTERS, encode, cache)
+        chat = Session(model, LETTERS, context=64, memory=CacheMemory(model, 10**6, page=4), encode=encode)
         for text in ("hello there", "and then?", "who?"):
-            answer = [token.token_id for token in chat.reply(text, SEEDED)]
+            answer = [token.token_id for token in chat.stream(text, SEEDED)]
             assert answer == generate(model, LETTERS, prompts[-1], SEEDED, use_kv_cache=False).token_ids
 
 

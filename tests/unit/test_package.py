@@ -17,11 +17,15 @@ import infer
 
 ROOT = Path(infer.__file__).parent
 PUBLIC = [
+    "CacheMemory",
     "GenerationResult",
     "GrowingCache",
     "KVCache",
     "ModelConfig",
+    "PagePool",
+    "PagedCache",
     "SamplingParams",
+    "Session",
     "SlidingCache",
     "Tokenizer",
     "Trace",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infer.cache.base import first_seen, resolve_cache_dtype
 from infer.cache.paged import NONE, PagedCache
-from infer.cache.pool import PAGE, NoPages, PagePool, layer_groups, pages_for
+from infer.cache.pool import PAGE, NoPages, PagePool, bytes_for, layer_groups, pages_for
 from infer.cache.prefix import PrefixIndex
 from infer.engine.caches import keep_prefix
 from infer.engine.model import Model, model_device, model_dtype
@@ -19,6 +19,7 @@ from infer.machine import available_memory
 from infer.models.common import Decoder
 
 SHARE = 0.5  # of the memory that is free, for caches
+MANY, LENGTH = 256, 8192  # conversations, and their tokens: more are not kept unless somebody says so
 LONG = 4  # pages from which on a prompt is worth a place in the store
 
 
@@ -34,13 +35,13 @@ class CacheMemory:
         store: str | Path | PrefixStore | None = None,
         page: int = PAGE,
     ) -> None:
-        """size: in bytes; None: half of what is free. store: a folder in which pages of long prompts outlive this."""
+        """size: in bytes; None: half of what is free, or what 256 long conversations take. store: a folder in which pages of long prompts outlive this."""
         dtype, device = resolve_cache_dtype(cache_dtype, model_dtype(model) or torch.float32), model_device(model)
         if size is None:
             free = available_memory(device)
             if free is None:
                 raise ValueError(f"{device} does not say how much memory is free: say how much caches may take")
-            size = int(free * SHARE)
+            size = min(int(free * SHARE), MANY * bytes_for(model.config, LENGTH, dtype.itemsize, page))
         self.model = model
         self.pool = PagePool.for_model(model.config, size, dtype=dtype, device=device, page=page)
         self.windows = [model.config.window(i) for i in range(model.config.num_hidden_layers)]

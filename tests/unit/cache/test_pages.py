@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -523,7 +523,9 @@ def afresh(window: int | None, dtype: str, tokens: tuple[int, ...], n: int) -> T
     wanted = [tokens[: end + 1] for end in range(len(tokens) - n, len(tokens))]
     if any(each not in found for each in wanted):
         config = model_of(window).config
-        cache = KVCache.from_model_config(config, CAPACITY, dtype="int8", device="cpu") if dtype == "int8" else NoCache()
+        cache = (
+            KVCache.from_model_config(config, CAPACITY, dtype="int8", device="cpu") if dtype == "int8" else NoCache()
+        )
         for end, logits in enumerate(run(model_of(window), cache, [*tokens])):
             found.setdefault(tokens[: end + 1], logits)
     return torch.stack([found[each] for each in wanted])
@@ -551,13 +553,15 @@ class World:
         layers = 2 if window is None else 1
         size = page_bytes(layers, 1, config.computed_head_dim, torch.int8 if dtype == "int8" else torch.float32, page)
         count = pages_for(config, CAPACITY, page) * 5 // 2
-        self.memory = CacheMemory(self.model, size * count, cache_dtype="int8" if dtype == "int8" else "auto", page=page)
+        self.memory = CacheMemory(
+            self.model, size * count, cache_dtype="int8" if dtype == "int8" else "auto", page=page
+        )
         self.pool, self.index = self.memory.pool, self.memory.index
         self.poison = -1 if dtype == "int8" else torch.nan
         self.pool.memory.fill_(self.poison)
         self.random = random.Random(seed)
         self.rows: list[Sequence] = []
-        self.texts: list[tuple[int, ...]] = [()]  # that were once there
+        self.texts: list[tuple[int, ...]] = [()]  # the last ones that were there
         self.saved: list[tuple[tuple[int, ...], dict[str, Tensor]]] = []
 
     def run(self, operations: list[tuple[str, int, int]]) -> None:
@@ -632,7 +636,7 @@ class World:
             row.tokens += new
             self.texts.append(row.tokens)
             assert torch.equal(found[0], afresh(self.window, self.dtype, row.tokens, len(new)))
-        del self.texts[:-30]
+        del self.texts[:-12]
 
     # Operations: each takes which row, and a number.
 
@@ -654,13 +658,14 @@ class World:
         """A sequence that begins as another, which may be gone; what is known of it is not computed again."""
         if len(self.rows) < ROWS:
             self.rows.append(Sequence(self.new()))
-            self.again(-1, which * 32 + number)
+            self.again(-1, number)
 
     def again(self, which: int, number: int) -> None:
         """A sequence is asked for something else: what it has in common with it is kept."""
         if row := self.row(which):
-            text = self.texts[number // 32 % len(self.texts)]
-            prompt = (text[: len(text) - number % 8] + self.some(1 + number % 3))[:CAPACITY]
+            text = self.random.choice(self.texts)
+            cut = self.random.choice([0, 0, 1, self.random.randrange(CAPACITY)])
+            prompt = (text[: max(0, len(text) - cut)] + self.some(1 + number % 3))[:CAPACITY]
             before = row.cache.seq_len
             found = self.memory.recall(row.cache, list(prompt))
             assert found == row.cache.seq_len < len(prompt)
@@ -783,3 +788,110 @@ def check_world(
 def test_any_operations() -> None:
     """A hundred thousand in the full run."""
     settings(SETTINGS, max_examples=amount(100_000, 4000) // LENGTH)(PROPERTY(check_world))()
+
+
+class Broken:
+    """Parts of pages, each with a mistake."""
+
+    fork, release_from, drop = PagedCache.fork, PagedCache._release_from, PrefixIndex._drop
+    insert = PrefixIndex.insert
+
+    @staticmethod
+    def fork_unshared(cache: PagedCache) -> PagedCache:
+        twin = Broken.fork(cache)
+        cache.pool.release(twin._held_pages())
+        return twin
+
+    @staticmethod
+    def truncate_unreleased(cache: PagedCache, first: int) -> None:
+        held = cache.pages[:, :, first : cache._taken].copy()
+        cache.pool.share(held[held != NONE].tolist())
+        Broken.release_from(cache, first)
+
+    @staticmethod
+    def truncate_late(cache: PagedCache, first: int) -> None:
+        """Keeps a page too many."""
+        Broken.release_from(cache, first + (0 < first < cache._taken))
+
+    @staticmethod
+    def written_while_shared(cache: PagedCache, index: int) -> list[tuple[int, int]]:
+        return [(0, int(group)) for group in np.flatnonzero(cache.pages[0, :, index] == NONE)]
+
+    @staticmethod
+    def a_page_short(positions: int, page: int) -> int:
+        """One position beyond a page's end takes no page."""
+        return max(-(-(positions - 1) // page), 1 if positions else 0)
+
+    @staticmethod
+    def a_page_long(positions: int, page: int) -> int:
+        """A full page takes another."""
+        return positions // page + 1 if positions else 0
+
+    @staticmethod
+    def drops(early: int) -> Callable[[PagedCache], None]:
+        """So many pages earlier than they should be, counting the one that is kept for a rewind."""
+
+        def drop_unseen(cache: PagedCache) -> None:
+            page, kept = cache.pool.page, list(cache._first)
+            for i, group in enumerate(cache.groups):
+                if group.window is not None:
+                    first = (first_seen(cache.seq_len, group.window) + (early - 1) * page) // page
+                    kept[i] = max(kept[i], min(first, cache.seq_len // page))
+                gone = cache.pages[:, i, cache._first[i] : kept[i]]
+                cache.pool.release(gone[gone != NONE].tolist())
+                gone[:] = NONE
+            cache._keep_from(kept)
+
+        return drop_unseen
+
+    @staticmethod
+    def stays_in_the_tree(index: PrefixIndex, busy: Any) -> bool:
+        """A leaf whose pages are gone."""
+        leaves = {node: node.parent for node in index._nodes() if not node.children}
+        dropped = Broken.drop(index, busy)
+        for node, parent in leaves.items():
+            if node.parent is None:
+                node.parent = parent
+                parent.children[node.tokens[0]] = node
+                index._size += 1
+        return dropped
+
+    @staticmethod
+    def under_other_tokens(index: PrefixIndex, tokens: Any, pages: Any) -> None:
+        Broken.insert(index, [(token + 1) % TOKENS for token in tokens], pages)
+
+    @staticmethod
+    def a_token_more(run: tuple[int, ...], tokens: tuple[int, ...]) -> int:
+        """That both begin with."""
+        same = next(
+            (i for i, (a, b) in enumerate(zip(run, tokens, strict=False)) if a != b), min(len(run), len(tokens))
+        )
+        return min(same + 1, len(run), len(tokens))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        pytest.param(PagedCache, "fork", Broken.fork_unshared, id="fork does not share"),
+        pytest.param(PagedCache, "_release_from", Broken.truncate_unreleased, id="truncate does not release"),
+        pytest.param(PagedCache, "_release_from", Broken.truncate_late, id="truncate releases a page late"),
+        pytest.param(PagedCache, "_to_copy", Broken.written_while_shared, id="written while shared"),
+        pytest.param(paged, "_pages", Broken.a_page_short, id="a page short"),
+        pytest.param(paged, "_pages", Broken.a_page_long, id="a page long"),
+        pytest.param(PagedCache, "_drop_unseen", Broken.drops(1), id="dropped a page early"),
+        pytest.param(PagedCache, "_drop_unseen", Broken.drops(2), id="dropped two pages early"),
+        pytest.param(PrefixIndex, "_drop", Broken.stays_in_the_tree, id="dropped, but still found"),
+        pytest.param(PrefixIndex, "insert", Broken.under_other_tokens, id="kept under other tokens"),
+        pytest.param(prefix, "_common", Broken.a_token_more, id="found for other tokens"),
+    ],
+)
+def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any) -> None:
+    """Caches attend here, without kernels: these would follow a page's number wherever it leads."""
+    monkeypatch.setattr(owner, name, broken)
+
+    def without_kernels(**example: Any) -> None:
+        check_world(**example | {"kernels": False})
+
+    search = settings(SETTINGS, max_examples=300, phases=[Phase.generate], report_multiple_bugs=False)
+    with pytest.raises((AssertionError, ValueError, RuntimeError)):
+        search(PROPERTY(without_kernels))()

@@ -25,12 +25,13 @@ from matplotlib.image import imread
 from infer import KVCache, SamplingParams, Tokenizer, load_model, machine
 from infer import generate as generate_tokens
 from infer.backend.cpu import backend as cpu_backend
+from infer.cache.pool import PAGE
 from infer.cli import main
 from infer.cli.common import DEFAULT_MODEL
 from infer.cli.streams import say
 from infer.engine import generate as engine
-from infer.engine.conversation import Conversation
 from infer.engine.result import GeneratedToken, GenerationResult
+from infer.engine.session import Session
 from infer.engine.text import TextStream
 from infer.evaluate import bench, paths, verify
 from infer.loader import describe, load
@@ -39,7 +40,7 @@ from infer.loader.hf_folder import HFFolder
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
 
-CACHES = ["KVCache", "GrowingCache", "SlidingCache"]
+CACHES = ["KVCache", "GrowingCache", "SlidingCache", "PagedCache"]
 COMMANDS = ["generate", "chat", "trace", "explain", "pull", "models", "info", "verify", "perplexity", "bench"]
 
 
@@ -220,7 +221,7 @@ class TestSamplingOptions:
             yield GeneratedToken(9, "x", 0.1, "length")
 
         monkeypatch.setattr(engine, "stream", stream)
-        monkeypatch.setattr("infer.engine.conversation.stream", stream)
+        monkeypatch.setattr("infer.engine.session.stream", stream)
         if "max_new_tokens" not in values:  # the default is too much for the tiny context
             options, values = [*options, "--max-new-tokens", "5"], values | {"max_new_tokens": 5}
         words = ["hello"] if command == "generate" else []
@@ -321,15 +322,15 @@ class TestCacheDtype:
 
     def test_chat(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[Any] = []
-        init = Conversation.__init__
+        init = Session.__init__
 
-        def note(conversation: Conversation, *args: Any) -> None:
-            made.append(conversation)
-            init(conversation, *args)
+        def note(session: Session, *args: Any, **options: Any) -> None:
+            made.append(session)
+            init(session, *args, **options)
 
-        monkeypatch.setattr(Conversation, "__init__", note)
+        monkeypatch.setattr(Session, "__init__", note)
         assert run("chat", "--cache-dtype", "int8", "--max-new-tokens", "8", stdin="hello\n").status == 0
-        assert made[0].cache.memory_bytes == CONTEXT * self.INT8_BYTES_PER_TOKEN
+        assert made[0].cache.memory_bytes == PAGE * self.INT8_BYTES_PER_TOKEN
 
     def test_bench(self, run: Run) -> None:
         options = ("--prompt-tokens", "6", "--new-tokens", "4", "--trials", "1", "--cache-dtype", "int8")
@@ -392,7 +393,7 @@ class TestInterrupt:
                     yield token
 
             monkeypatch.setattr(engine, "stream", interrupted)
-            monkeypatch.setattr("infer.engine.conversation.stream", interrupted)
+            monkeypatch.setattr("infer.engine.session.stream", interrupted)
 
         return install
 
@@ -524,8 +525,7 @@ class TestChat:
         options = ("--max-new-tokens", "20", "--prefill-chunk", "8", "--context", "200")
         done = run("chat", *options, model=windowed, stdin="hello\ngo on\n")
         assert done.out == "".join(text + "\n" for role, text in history if role == "assistant")
-        size = CACHE_BYTES_PER_TOKEN // 3 * (200 + 2 * (WINDOW + 8))
-        assert done.err.startswith(f"{windowed}: 200 positions, {size / 1e6:.0f} MB of cache")
+        assert done.err.startswith(f"{windowed}: 200 positions, ")
 
     @pytest.mark.parametrize("stdin", ["", "/exit\n", "hello", "hello\n"])
     def test_leaving(self, run: Run, stdin: str) -> None:
@@ -542,7 +542,7 @@ class TestChat:
         assert done.out.splitlines() == [first, second]
         complaints = [line for line in done.err.splitlines() if "exceed" in line]
         assert len(complaints) == 1
-        assert f"of {limit}: shorten the prompt or lower max_new_tokens (/reset forgets" in complaints[0]
+        assert f"of {limit}: shorten the prompt or lower max_new_tokens (/rewind or /reset forgets" in complaints[0]
 
     def test_a_turn_that_the_template_refuses(self, run: Run) -> None:
         expected = run("chat", "--max-new-tokens", "8", stdin="hello\n").out
@@ -551,19 +551,85 @@ class TestChat:
         assert done.err.count("the chat template refuses these messages: not that\n") == 1  # and nothing to do about it
 
     def test_cache_is_kept(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        made: list[Conversation] = []
-        init = Conversation.__init__
+        made: list[Session] = []
+        init = Session.__init__
 
-        def note(conversation: Conversation, *args: Any) -> None:
-            made.append(conversation)
-            init(conversation, *args)
+        def note(session: Session, *args: Any, **options: Any) -> None:
+            made.append(session)
+            init(session, *args, **options)
 
-        monkeypatch.setattr(Conversation, "__init__", note)
+        monkeypatch.setattr(Session, "__init__", note)
         done = run("chat", "--max-new-tokens", "8", stdin="hello\ngo on\n")
-        (conversation,) = made
-        assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
-        assert f"cache holds {conversation.cache.seq_len}]" in done.err
-        assert conversation.cache.memory_bytes == CONTEXT * CACHE_BYTES_PER_TOKEN
+        (session,) = made
+        assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
+        assert f"cache holds {session.cache.seq_len}]" in done.err
+        assert session.cache.memory_bytes == -(-session.cache.seq_len // PAGE) * PAGE * CACHE_BYTES_PER_TOKEN
+
+    def test_fork_and_branch(self, run: Run) -> None:
+        """Each branch goes on from what was said before the fork."""
+        args = ("chat", "--max-new-tokens", "8")
+        one = run(*args, stdin="hello\ngo on\n").out
+        other = run(*args, stdin="hello\nwhy\n").out
+        hello, on = one.splitlines()
+        done = run(*args, stdin="hello\n/fork\nwhy\n/branch 1\ngo on\n/branch 2\n/branch 3\n")
+        assert done.out == f"{hello}\n{other.splitlines()[1]}\n{on}\n"
+        assert done.err.count("[branch 2 of 2: 1 turn;") == 1
+        assert done.err.count("[branch 1 of 2: 1 turn;") == 1
+        assert done.err.count("[branch 2 of 2: 2 turns;") == 1
+        assert "/branch takes a number from 1 to 2, not '3'" in done.err
+
+    def test_rewind(self, run: Run) -> None:
+        args = ("chat", "--max-new-tokens", "8")
+        hello, on = run(*args, stdin="hello\ngo on\n").out.splitlines()
+        done = run(*args, stdin="hello\ngo on\n/rewind\ngo on\n/rewind 2\nhello\n/rewind 5\n/rewind x\n")
+        assert done.out.splitlines() == [hello, on, on, hello]
+        assert "cannot rewind 5 turns: there are 1" in done.err
+        assert "/rewind takes a number of turns, not 'x'" in done.err
+
+    def test_save_and_load(self, run: Run, tmp_path: Path, passes: list[int], folder: Path) -> None:
+        """In another process, and nothing is prefilled again."""
+        args, file = ("chat", "--max-new-tokens", "8"), tmp_path / "a.session"
+        hello, on = run(*args, stdin="hello\ngo on\n").out.splitlines()
+        done = run(*args, stdin=f"hello\n/save {file}\n")
+        assert f"[{file}: 1 turn, " in done.err
+        passes.clear()
+        done = run(*args, stdin=f"/load {file}\ngo on\n")
+        assert done.out.splitlines() == [on]
+        history = [("user", "hello"), ("assistant", hello), ("user", "go on")]
+        assert passes[0] <= len(chat_ids(folder, *history)) - len(chat_ids(folder, ("user", "hello")))
+        for command, message in (
+            ("/load", "/load needs a file to read"),
+            ("/save", "/save needs a file to write to"),
+            (f"/load {tmp_path / 'none'}", "there is no file"),
+            (f"/save {tmp_path}", "is a folder, not a file to write to"),
+            (f"/save {tmp_path / 'no' / 'where'}", "there is no folder"),
+        ):
+            assert message in run(*args, stdin=f"{command}\n").err
+
+    def test_commands(self, run: Run) -> None:
+        done = run("chat", "--max-new-tokens", "8", stdin="/help\n/pages\n/frok\n/zzz\n/pages now\nhello\n/pages\n")
+        for name in ("/rewind [N]", "/fork", "/branch N", "/save FILE", "/load FILE", "/pages", "/reset", "/exit"):
+            assert f"  {name} " in done.err
+        assert "there is no command /frok: did you mean /fork?" in done.err
+        assert "there is no command /zzz: /help lists them" in done.err
+        assert "/pages takes nothing behind it, not 'now'" in done.err
+        assert "conversation   0 positions in 0 pages, 0 shared with others" in done.err
+
+    @pytest.mark.parametrize(
+        ("size", "message"),
+        [
+            ("much", "--cache-memory is a size like 800MB or 2GB, not 'much'"),
+            ("-1GB", "--cache-memory must be more than nothing"),
+            ("1XB", "--cache-memory is a size like"),
+            ("100", "MB holds no 64 positions of this model"),
+            ("60KB", "but the memory for caches has"),
+        ],
+    )
+    def test_cache_memory_is_checked(self, run: Run, size: str, message: str) -> None:
+        done = run("chat", "--max-new-tokens", "8", "--cache-memory", size, stdin="hello\n")
+        assert done.status == 2
+        assert message in done.err
+        assert "Traceback" not in done.err
 
 
 class TestCatalogue:
@@ -677,6 +743,8 @@ class TestInfo:
             "contiguous_cache_bytes": CONTEXT * CACHE_BYTES_PER_TOKEN,
             "free_bytes": weights + 100 * CACHE_BYTES_PER_TOKEN + 1,
             "largest_context": 100,
+            "page_bytes": PAGE * CACHE_BYTES_PER_TOKEN,
+            "conversations": 0,
         }
         assert (done.status, done.err) == (0, "")
 
@@ -890,7 +958,9 @@ class TestVerify:
         assert output["passed"] is False
         different = {path["path"] for path in output["paths"] if not path["equal"]}
         assert "KVCache" in different
-        assert not any(name.startswith(("GrowingCache", "SlidingCache")) for name in different)  # those are sound
+        assert not any(
+            name.startswith(("GrowingCache", "SlidingCache", "PagedCache")) for name in different
+        )  # those are sound
         (path,) = [path for path in output["paths"] if path["path"] == "KVCache"]
         assert path["difference"]["prompt"] == "hello"
         assert path["difference"]["divergence"]["what"] == "attended"

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from infer import (
     KVCache,
-    SlidingCache,
     allocate_kv_cache,
     decode_step,
     full_attention_matrix,
