@@ -109,6 +109,7 @@ def steps(model: Decoder, all_rows: Sequence[int], lengths: Sequence[int]) -> No
                     found.append(seconds(run, model.device, count))
                     end()
                     del own, run, end
+                    torch.cuda.empty_cache()
             print(f"step, {rows:3} rows at {length:6,}: {beside(times)}", flush=True)
 
 

@@ -11,9 +11,11 @@ import matplotlib.pyplot as plt
 import torch
 
 from infer import (
+    CacheMemory,
     KVCache,
     ModelConfig,
     SamplingParams,
+    Session,
     SlidingCache,
     Tokenizer,
     decode_step,
@@ -22,6 +24,7 @@ from infer import (
     load_model,
     prefill,
 )
+from infer.cache.pool import bytes_for
 from infer.trace.text import token_texts
 
 IMAGES = Path(__file__).parent / "images"
@@ -32,6 +35,7 @@ LAYER, HEAD = 12, 4
 def main() -> None:
     draw_attention()
     draw_memory()
+    draw_pages()
     draw_data_flow()
 
 
@@ -82,6 +86,55 @@ def draw_memory() -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(IMAGES / "cache_bytes.png", dpi=110)
+
+
+def draw_pages() -> None:
+    """A pool after three conversations with the same instructions, and what they would take one by one."""
+    model, config = load_model("smollm2-135m", dtype="float32", device="cpu")
+    tokenizer = Tokenizer("smollm2-135m")
+    system = "You are a careful assistant. " + "Answer in one short sentence, and say so when you do not know. " * 12
+    memory = CacheMemory(model, 48 * bytes_for(config, 1, 4))
+    chats = [Session(model, tokenizer, system=system, context=1024, memory=memory) for _ in range(3)]
+    for chat, questions in zip(chats, (["What is a cache?", "And a page?"], ["Who was Ada?"], ["Tell me a story."])):
+        for question in questions:
+            chat.send(question, SamplingParams(max_new_tokens=150, ignore_eos=True))
+    colours = ["#4477aa", "#cc6677", "#ddaa33"]
+    holders: dict[int, list[int]] = {}
+    for i, chat in enumerate(chats):
+        for page in chat.cache.pages[chat.cache.pages >= 0].tolist():
+            holders.setdefault(page, []).append(i)
+    figure, (pool, bars) = plt.subplots(1, 2, figsize=(10.5, 3.4), layout="constrained", width_ratios=[2, 1])
+    across = 12
+    for page in range(memory.pool.count):
+        own = holders.get(page, [])
+        x, y = page % across, page // across
+        kept = not own and memory.pool.holders[page] > 0
+        for j, i in enumerate(own or [-1]):
+            face = colours[i] if i >= 0 else "0.82" if kept else "0.95"
+            pool.add_patch(plt.Rectangle((x + 0.9 * j / len(own or [0]), y), 0.9 / len(own or [0]), 0.9, color=face))
+    pool.set_xlim(-0.2, across)
+    pool.set_ylim(memory.pool.count / across + 0.1, -0.2)
+    pool.set_aspect("equal")
+    pool.axis("off")
+    names = [f"chat {i + 1}: {chat.cache.seq_len} tokens" for i, chat in enumerate(chats)]
+    faces = [*colours, "0.82", "0.95"]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=face) for face in faces]
+    labels = [*names, "remembered", "free"]
+    pool.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncol=3, frameon=False, fontsize=9)
+    pool.set_title(f"a pool of {memory.pool.count} pages: pages of several colours are shared", fontsize=10)
+    page = memory.pool.page_bytes / 1e6
+    alone = [sum(chat.cache.held for chat in chats) * page, len(holders) * page]
+    reserved = 3 * 1024 / memory.pool.page * page
+    values = [reserved, *alone]
+    bars.barh(["contiguous,\n1,024 positions each", "pages", "pages, shared"][::-1], values[::-1], color="#4477aa")
+    for i, value in enumerate(values[::-1]):
+        bars.text(value, i, f" {value:.0f} MB", va="center", fontsize=9)
+    bars.set_xlim(0, max(values) * 1.25)
+    bars.spines[["top", "right"]].set_visible(False)
+    bars.set_xlabel("MB")
+    figure.suptitle("SmolLM2-135M, float32: three conversations with the same instructions")
+    figure.savefig(IMAGES / "pages.png", dpi=110)
+    plt.close(figure)
 
 
 def draw_data_flow() -> None:

@@ -27,10 +27,14 @@ from infer import KVCache, SamplingParams, SlidingCache, generate, generate_batc
 from infer.backend import Row, backend_for
 from infer.backend.parts import Watch
 from infer.cache import BaseCache, Cache, NoCache, PagedCache
+from infer.cache.pool import bytes_for
+from infer.engine.memory import CacheMemory
 from infer.engine.model import all_logits, step
 from infer.engine.request import Request
 from infer.engine.runner import Flight, Runner
 from infer.engine.sampler import penalise, sample
+from infer.engine.session import Session
+from infer.evaluate.paths import Runs
 from infer.models.common import Decoder
 from infer.models.rows import ALL
 from infer.nn.draw import Filters, weights
@@ -944,6 +948,65 @@ def test_a_ring_has_the_same_bits(make_model: MakeModel) -> None:
             cache = make_cache(model, SlidingCache, 256, prefill_chunk=chunk)
             parts = [all_logits(model, cache, each) for each in tokens.split(size, 1)]
             same(torch.cat(parts, 1), whole)
+
+
+class TestPages:
+    """Caches in pages of one memory, whose lists grow while captured steps run."""
+
+    @EVERY_FAMILY
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    def test_however_a_cache_came_to_its_pages(self, make_model: MakeModel, family: str, dtype: torch.dtype) -> None:
+        """Prefix hits, eviction, forks, a file: the bits of one pass without a cache. A page has 64 positions."""
+        model = make_model(family, dtype)
+        runs = Runs(model, [prompt_of(150), prompt_of(64, seed=1), prompt_of(65, seed=2)], 8, "auto")
+        found = [runs.compare(path) for path in runs.paths() if path.name.startswith("PagedCache")]
+        assert len(found) >= 8
+        assert [result for result in found if not result.equal] == []
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    def test_a_batch_shares_its_beginning(self, make_model: MakeModel, family: str) -> None:
+        """Rows that go on beyond several pages, some sampled; all at once, and with room for two at a time."""
+        model = make_model(family, torch.bfloat16)
+        common = prompt_of(130)
+        prompts = [[*common, *prompt_of(n, seed=n)] for n in (1, 30, 62, 63, 64)] + [common]
+        params = [SamplingParams(max_new_tokens=90, temperature=0.9 * (i % 2), seed=i) for i in range(len(prompts))]
+        expected = [tokens_of(model, ids, each) for ids, each in zip(prompts, params, strict=True)]
+        for rows in (len(prompts), 2):
+            memory = CacheMemory(model, (rows + 1) * bytes_for(model.config, 320, 2))
+            results = generate_batch(model, Letters(), prompts, params, memory=memory)
+            assert [result.token_ids for result in results] == expected
+            memory.index.check()
+            memory.index.clear()
+            assert memory.pool.free == memory.pool.count
+
+    def test_a_session(self, make_model: MakeModel, tmp_path: Path) -> None:
+        """Forked, rewound, saved and loaded: the answers of fresh runs."""
+        model = make_model("gemma3", torch.bfloat16)
+        params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3)
+
+        def encode(messages: list[dict[str, str]]) -> list[int]:
+            return [ord(letter) % VOCAB for message in messages for letter in f"{message['content']}/"] + [7]
+
+        def fresh(session: Session, text: str) -> list[int]:
+            prompt = encode([*session.messages, {"role": "user", "content": text}])
+            return tokens_of(model, prompt, params, use_kv_cache=False)
+
+        memory = CacheMemory(model, 40 * bytes_for(model.config, 600, 2))
+        session = Session(model, Letters(), params=params, context=600, memory=memory, encode=encode)
+        for text in ("a question of some length, so that pages fill", "and another"):
+            expected = fresh(session, text)
+            assert session.send(text).token_ids == expected
+        twin, asked = session.fork(), fresh(session, "why?")
+        session.save(tmp_path / "a")
+        assert twin.send("something else altogether").token_ids == fresh(session, "something else altogether")
+        assert session.send("why?").token_ids == asked
+        other = CacheMemory(model, 40 * bytes_for(model.config, 600, 2))
+        loaded = Session.load(tmp_path / "a", model, Letters(), memory=other, encode=encode)
+        assert loaded.cache.seq_len > 100
+        assert loaded.send("why?").token_ids == asked
+        session.rewind(2)
+        expected = fresh(session, "and another")
+        assert session.send("and another").token_ids == expected
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])

@@ -8,11 +8,12 @@ the nodes after a fork have pages of their own, which hold what lies before the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from itertools import count as counting
 from typing import NamedTuple
+from weakref import WeakMethod
 
 from infer.cache.pool import PagePool
 
@@ -85,7 +86,7 @@ class PrefixIndex:
         self._widest = max((window for _, window in self._limited), default=0)
         self._clock = 0
         self._begin()
-        pool.reclaim = self.evict
+        pool.reclaim = _weakly(self.evict)
 
     def _begin(self) -> None:
         self._root = _Node(None, (), 0, (), 0)
@@ -322,6 +323,17 @@ class PrefixIndex:
             node = rest.pop()
             rest.extend(node.children.values())
             yield node
+
+
+def _weakly(method: Callable[[int], None]) -> Callable[[int], None]:
+    """Without keeping the index: a pool that nobody has any more is to go at once."""
+    reference = WeakMethod(method)
+
+    def call(count: int) -> None:
+        if (own := reference()) is not None:
+            own(count)
+
+    return call
 
 
 def _real(pages: Pages) -> Pages:

@@ -305,8 +305,8 @@ def shared_memory(run: "Explanation", config: "ModelConfig") -> Iterator[str]:
     if prefix:
         once, each = bytes_for(config, prefix, size), bytes_for(config, prefix + PAGE, size)
         yield (
-            f"  {many} conversations, {prefix:,} tokens in common and {PAGE} of their own: "
-            f"{megabytes(once + many * (each - once))} instead of {megabytes(many * each)}"
+            f"So {many} conversations with {prefix:,} tokens in common and {PAGE} of their own take "
+            f"{megabytes(once + many * (each - once))} instead of {megabytes(many * each)}."
         )
 
 
@@ -324,4 +324,4 @@ def further() -> Iterator[str]:
     yield "  infer trace         what each step looked at, and how sure it was"
     yield "  infer verify        that no kind of cache changes what is generated"
     yield "  infer bench         the speed of this machine, with more trials"
-    yield "  docs/kv-cache.md    how the cache is built, from the wasteful loop to rings and pages"
+    yield "  docs/kv-cache.md    how the cache is built, from the wasteful loop to pages"

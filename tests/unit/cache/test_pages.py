@@ -60,7 +60,7 @@ class TestPool:
     def test_none_is_left(self) -> None:
         pool = pool_of(3)
         first = pool.take(2)
-        with pytest.raises(NoPages, match="2 more pages of 4 positions are needed, and of 3 .* 1 are free") as error:
+        with pytest.raises(NoPages, match=r"2 more pages of 4 positions are needed, and of 3 .* 1 are free") as error:
             pool.take(2)
         assert "\n" not in str(error.value)
         check_pool(pool, Counter(first))
@@ -375,7 +375,7 @@ class TestPaged:
         assert pool.free == pool.count
 
     def test_another_pool(self) -> None:
-        with pytest.raises(ValueError, match="a page of this pool holds 2 layers, but .* pages of 1"):
+        with pytest.raises(ValueError, match=r"a page of this pool holds 2 layers, but .* pages of 1"):
             PagedCache(pool_of(4, layers=2), 8, [None, 2])
 
     @pytest.mark.parametrize("seq_len", [-1, 41, 2.0, True, None, 10**20])
@@ -511,6 +511,7 @@ def model_of(window: int | None) -> Decoder:
 def run(model: Decoder, cache: Any, tokens: list[int]) -> Tensor:
     """Logits of all of them [n, V]."""
     with torch.inference_mode():
+        assert backend_for(model).name == "cpu"
         return backend_for(model).run([Row(cache, tokens, ALL)])[0][0]
 
 
@@ -681,7 +682,8 @@ class World:
 
     def truncate(self, which: int, number: int) -> None:
         if row := self.row(which):
-            length = max(0, len(row.tokens) - number % 12) if number % 5 else 0
+            back = [len(row.tokens), self.pool.page, number][number % 3]
+            length = max(0, len(row.tokens) - back)
             try:
                 row.cache.truncate(length)
             except ValueError:
@@ -892,6 +894,7 @@ def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner: Any, name: s
     def without_kernels(**example: Any) -> None:
         check_world(**example | {"kernels": False})
 
-    search = settings(SETTINGS, max_examples=300, phases=[Phase.generate], report_multiple_bugs=False)
-    with pytest.raises((AssertionError, ValueError, RuntimeError)):
+    search = settings(SETTINGS, max_examples=500, phases=[Phase.generate], report_multiple_bugs=False)
+    # Other logits or holders, a refusal without a reason, or a kernel that has no key to attend to.
+    with pytest.raises((AssertionError, ValueError, RuntimeError, SystemError)):
         search(PROPERTY(without_kernels))()
