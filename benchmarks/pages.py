@@ -43,7 +43,8 @@ def caches(model: Decoder, kind: str, rows: int, length: int) -> list[Cache]:
     """Filled to `length`: what with does not matter to how long it takes."""
     made: list[Cache] = []
     if kind == "paged":
-        memory = CacheMemory(model, rows * bytes_for(model.config, length + 128, model.dtype.itemsize) + 2**26)
+        # As long as a pass is in all layers: windows let go of their pages behind it.
+        memory = CacheMemory(model, rows * (length + 128) * model.config.cache_bytes_per_token(model.dtype.itemsize))
         made = [memory.cache(length + 64) for _ in range(rows)]
     else:
         made = [make_cache(model, length + 64, model.device) for _ in range(rows)]
@@ -132,7 +133,7 @@ def prompts(model: Decoder, lengths: Sequence[int]) -> None:
 def hit(model: Decoder) -> None:
     """A prompt whose first tokens are known, beside a contiguous cache that holds them."""
     ids = [random.randrange(1000) for _ in range(PREFIX + REST)]
-    memory = CacheMemory(model, 3 * bytes_for(model.config, PREFIX + REST, model.dtype.itemsize) + 2**26)
+    memory = CacheMemory(model, 4 * (PREFIX + REST) * model.config.cache_bytes_per_token(model.dtype.itemsize))
     first = memory.cache(PREFIX + REST)
     backend_for(model).run([Row(first, ids[:PREFIX])])
     memory.keep(first)
@@ -188,7 +189,7 @@ def shared(model: Decoder, requests: int = 64, prefix: int = 1000, own: int = 24
 def sessions(model: Decoder, length: int = 4000) -> None:
     """Loading beside prefilling."""
     ids = [random.randrange(1000) for _ in range(length)]
-    size = 2 * bytes_for(model.config, length + 128, model.dtype.itemsize)
+    size = 2 * (length + 128) * model.config.cache_bytes_per_token(model.dtype.itemsize)
     session = Session(
         model, Letters(), context=length + 64, memory=CacheMemory(model, size), encode=lambda _: ids, prefill_chunk=512
     )
@@ -245,6 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", default="llama-1b", choices=SHAPES, help="on a GPU")
+    parser.add_argument("--layers", type=int, help="fewer of them, so that many long rows fit")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="on a CPU")
     parser.add_argument("--quantize", help="on a CPU")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 128])
@@ -255,12 +257,18 @@ def main() -> None:
     random.seed(0)
     device = torch.device(options.device)
     if device.type == "cuda":
-        model, name = build(options.shape, torch.device("cuda", 0), torch.bfloat16), options.shape
+        name = options.shape
+        if options.layers:
+            SHAPES[name] |= {"num_hidden_layers": options.layers}
+            name += f" with {options.layers} layers"
+        model = build(options.shape, torch.device("cuda", 0), torch.bfloat16)
     else:
         model, name = load_model(options.model, quantize=options.quantize)[0], options.model
     print(f"{name}, {options.quantize or model.dtype}; {machine_line(describe_machine(model.device))}", flush=True)
     room = model.config.max_position_embeddings - 128
     steps(model, options.rows, sorted({min(positions, room) for positions in options.positions}))
+    if options.layers:
+        return
     prompts(model, [length for length in options.prompts if length <= room])
     hit(model)
     shared(model)

@@ -185,8 +185,8 @@ class PagedCache(BaseCache):
         if self._table is None or self._table[:2] != (memory, lists):
             rows, groups, length = self.pages.shape
             at = lists + 8 * length * np.arange(rows * groups, dtype=np.int64).reshape(rows, groups)
-            of_layer = [at[:, self._places[layer][0]] for layer in range(self.shape.num_layers)]
-            self._table = memory, lists, Table(self.k, self.v, np.stack(of_layer))
+            group, within = np.array([self._places[layer] for layer in range(self.shape.num_layers)]).T
+            self._table = memory, lists, Table.of_pages(self.pool.memory, within, at.T[group])
         return self._table[2].at(self.seq_len) if self._table[2].aligned else None
 
     def advance(self, n: int) -> None:
@@ -278,7 +278,9 @@ class PagedCache(BaseCache):
         self._taken = filled
         self._keep_from([int(filled - (row != NONE)[::-1].cumprod().sum()) for row in pages[0]])
         if self._on_device is not None:
-            self._on_device[:, :, :filled] = torch.from_numpy(self.pages[:, :, :filled].copy()).to(self.device)
+            self._on_device[:, :, :filled] = torch.from_numpy(self.pages[:, :, :filled].copy()).to(
+                self.device, non_blocking=True
+            )
         super()._move_to(seq_len)
         self._ready = 0
 

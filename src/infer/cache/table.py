@@ -20,27 +20,36 @@ COLUMNS = 8
 class Table:
     """Where the layers of a cache keep the keys and values of each row."""
 
-    def __init__(self, k: Sequence[Tensor], v: Sequence[Tensor], pages: np.ndarray[Any, Any] | None = None) -> None:
-        """Of each layer [B, Hkv, slots, D]; in int8 with a scale behind each vector.
-
-        pages: of each layer and row, the address of its list of pages; then k and v are all pages [pages, Hkv, slots,
-        D], which the lists count.
-        """
-        self._rows = np.zeros((len(k), k[0].shape[0] if pages is None else pages.shape[1], COLUMNS), np.int64)
+    def __init__(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
+        """Of each layer [B, Hkv, slots, D]; in int8 with a scale behind each vector."""
+        self._rows = np.zeros((len(k), k[0].shape[0], COLUMNS), np.int64)
         for layer, (keys, values) in enumerate(zip(k, v, strict=True)):
             size, rows = keys.element_size(), self._rows[layer]
-            step = keys.stride(0) * size
-            rows[:, K], rows[:, V] = keys.data_ptr(), values.data_ptr()
-            if pages is None:
-                rows[:, K] += np.arange(len(rows)) * step
-                rows[:, V] += np.arange(len(rows)) * step
-            else:
-                rows[:, PAGES], rows[:, PAGE] = pages[layer], step
+            step = np.arange(len(rows)) * keys.stride(0) * size
+            rows[:, K], rows[:, V] = keys.data_ptr() + step, values.data_ptr() + step
             rows[:, STRIDE], rows[:, SLOTS], rows[:, BITS] = keys.stride(1) * size, keys.shape[2], size * 8
+        self._finish(k[0])
+
+    @classmethod
+    def of_pages(cls, memory: Tensor, layers: np.ndarray[Any, Any], lists: np.ndarray[Any, Any]) -> Table:
+        """memory: [layers, 2, Hkv, pages, slots, D]; layers: which of them each layer of the model is.
+
+        lists: of each layer and row, the address of its list of pages.
+        """
+        table, size = cls.__new__(cls), memory.element_size()
+        table._rows = rows = np.zeros((*lists.shape, COLUMNS), np.int64)
+        rows[:, :, K] = (memory.data_ptr() + layers * (memory.stride(0) * size))[:, None]
+        rows[:, :, V] = rows[:, :, K] + memory.stride(1) * size
+        rows[:, :, STRIDE], rows[:, :, SLOTS], rows[:, :, BITS] = memory.stride(2) * size, memory.shape[4], size * 8
+        rows[:, :, PAGES], rows[:, :, PAGE] = lists, memory.stride(3) * size
+        table._finish(memory)
+        return table
+
+    def _finish(self, stored: Tensor) -> None:
         # A GPU loads several numbers at once, from addresses that are a multiple of their size.
-        self._vector = k[0].shape[3] * k[0].element_size()  # bytes
-        size = alignment(k[0].shape[3], k[0].dtype)
-        self.aligned = k[0].is_cpu or not (self._rows[:, :, [K, V, STRIDE, PAGE]] % size).any()
+        self._vector = stored.shape[-1] * stored.element_size()  # bytes
+        size = alignment(stored.shape[-1], stored.dtype)
+        self.aligned = stored.is_cpu or not (self._rows[:, :, [K, V, STRIDE, PAGE]] % size).any()
 
     def is_of(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> bool:
         """Whether keys and values are still there: a copied cache has others, and so may one whose tensors were set."""

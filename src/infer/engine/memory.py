@@ -136,7 +136,8 @@ class CacheMemory:
             raise ValueError("its pages do not fit this model")
         for i, group in enumerate(cache.groups):
             missing = (numbers[:, i] == NONE).nonzero().flatten().tolist()
-            if missing and (group.window is None or missing[-1] >= first_seen(len(ids), group.window) // page):
+            first = first_seen(len(ids), group.window)  # a window of one position needs none of these
+            if missing and first < len(ids) and missing[-1] >= first // page:
                 raise ValueError("some of its pages are missing")
         return ids
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from infer.cache.pool import NoPages, pages_for
+from infer.cache.pool import NoPages
 from infer.cache.ring import PREFILL_CHUNK
 from infer.engine.generate import stream
 from infer.engine.memory import CacheMemory
@@ -163,12 +163,12 @@ class Session:
             settings = json.loads(header["settings"])
             settings["params"] = SamplingParams(**_whole_keys(settings["params"]))
             session = cls(model, tokenizer, memory=memory, encode=encode, **settings)
-            session.messages = _messages(json.loads(header["messages"]))
+            session.messages = _messages(json.loads(header["messages"]), session.system)
             session._starts = _check_turns(session, json.loads(header["turns"]))
             memory.restore(session.cache, tensors)
         except NoPages:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path} is no session that can go on here: {error}") from None
         return session
 
@@ -191,8 +191,12 @@ class Session:
             self.memory.keep(self.cache)
 
     def _check_memory(self, context: int) -> None:
-        pool = self.memory.pool
-        if (needed := pages_for(self.model.config, context, pool.page)) > pool.count:
+        """A pass takes its pages before a window's are let go of, and a copy of the last one, which others may hold."""
+        pool, groups = self.memory.pool, self.memory.index.windows
+        beside = 1 + -(-(self.prefill_chunk or PREFILL_CHUNK) // pool.page)
+        whole = -(-context // pool.page)
+        needed = sum(min(whole, beside + (window or context) // pool.page + 2) + 1 for window in groups)
+        if needed > pool.count:
             raise ValueError(
                 f"{context} positions take {needed * pool.page_bytes / 1e6:.0f} MB, but the memory for caches has "
                 f"{pool.memory_bytes / 1e6:.0f}: ask for a shorter context, or give caches more memory"
@@ -209,12 +213,16 @@ def _check_turns(session: Session, starts: Any) -> list[int]:
     return starts
 
 
-def _messages(saved: Any) -> list[Message]:
-    if not isinstance(saved, list) or not all(
-        isinstance(message, dict) and all(isinstance(part, str) for part in (*message, *message.values()))
-        for message in saved
-    ):
+def _messages(saved: Any, system: Any) -> list[Message]:
+    """The system's, where there is one, then the user's and the model's in turn."""
+    if not isinstance(saved, list):
         raise ValueError("its messages are none")
+    roles = [*([] if system is None else ["system"]), *("user", "assistant") * len(saved)]
+    for role, message in zip(roles, saved, strict=False):
+        if not isinstance(message, dict) or message.keys() != {"role", "content"} or message["role"] != role:
+            raise ValueError(f"where the {role} should speak is no such message")
+        if not isinstance(message["content"], str) or (role == "system" and message["content"] != system):
+            raise ValueError(f"what the {role} says is no text, or another")
     return saved
 
 

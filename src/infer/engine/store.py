@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -55,11 +56,12 @@ def page_keys(start: str, tokens: Sequence[int], page: int) -> list[str]:
 
 def write(path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
     """A file that is there whole or not at all, whatever happens meanwhile."""
-    for left in path.parent.glob(f".{path.name}.*.part"):
+    for left in path.parent.glob(f".{escape(path.name)}.*.part"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > STALE:
                 left.unlink()
-    metadata = {"format": kind, "version": VERSION, "checksum": _checksum(tensors), **header}
+    metadata = {"format": kind, "version": VERSION, **header}
+    metadata["checksum"] = _checksum(metadata, tensors)
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as part:
         pass
     try:
@@ -88,13 +90,13 @@ def read(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged, or no {kind} of infer's: {error}") from None
-    if header.get("checksum") != _checksum(tensors):
+    if header.pop("checksum", None) != _checksum(header, tensors):
         raise ValueError(f"{path} is damaged: its checksum does not fit")
     return header, tensors
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    found = 0
+def _checksum(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    found = zlib.crc32(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].cpu().contiguous()
         found = zlib.crc32(f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), found)
