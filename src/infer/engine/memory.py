@@ -35,7 +35,10 @@ class CacheMemory:
         store: str | Path | PrefixStore | None = None,
         page: int = PAGE,
     ) -> None:
-        """size: in bytes; None: half of what is free, or what 256 long conversations take. store: a folder in which pages of long prompts outlive this."""
+        """size: in bytes; None: half of what is free, or what 256 long conversations take.
+
+        store: a folder in which pages of long prompts outlive this process.
+        """
         dtype, device = resolve_cache_dtype(cache_dtype, model_dtype(model) or torch.float32), model_device(model)
         if size is None:
             free = available_memory(device)
