@@ -217,11 +217,11 @@ def page_bytes(layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     return layers * 2 * num_kv_heads * page * width(head_dim, dtype) * dtype.itemsize
 
 
-def pages_for(config: ModelConfig, length: int, page: int = PAGE) -> int:
-    """That a conversation of so many tokens holds."""
+def pages_for(config: ModelConfig, length: int, page: int = PAGE, chunk: int = 0) -> int:
+    """That a conversation of so many tokens holds; while a pass of `chunk` of them runs, if there is one."""
     groups = layer_groups([config.window(i) for i in range(config.num_hidden_layers)])
-    last = -(-length // page)
-    return sum(last - max(0, first_seen(length, group.window) - page) // page for group in groups)
+    last, before = -(-length // page), max(0, length - chunk)
+    return sum(last - max(0, first_seen(before, group.window) - page) // page for group in groups)
 
 
 def bytes_for(config: ModelConfig, length: int, itemsize: int, page: int = PAGE) -> int:

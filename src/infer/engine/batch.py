@@ -6,7 +6,6 @@ caches of their own, so nothing is padded, and a row that is done costs nothing 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -16,9 +15,8 @@ import torch
 from infer.cache.base import Cache
 from infer.cache.paged import PagedCache
 from infer.cache.pool import NoPages, pages_for
-from infer.cache.ring import PREFILL_CHUNK
 from infer.engine.caches import check_cache_dtype, make_cache
-from infer.engine.memory import CacheMemory
+from infer.engine.memory import CacheMemory, pass_tokens
 from infer.engine.model import Model, check_mode, model_device
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk
@@ -81,62 +79,49 @@ def _generate_in_pages(
     """Rows are admitted in their order, as pages allow; one whose beginning another is computing waits for it."""
     if memory.model is not model:
         raise ValueError("the memory is of another model: keys and values are each model's own")
-    page, chunk = memory.pool.page, prefill_chunk or (PREFILL_CHUNK if model.config.has_windows else None)
-    for i, request in enumerate(requests):
-        if pages_for(model.config, request.max_seq_len, page) > memory.pool.count:
+    page, chunk = memory.pool.page, pass_tokens(model.config, prefill_chunk)
+    needs = [pages_for(model.config, each.max_seq_len, page, chunk or each.max_seq_len) for each in requests]
+    for i, (request, needed) in enumerate(zip(requests, needs, strict=True)):
+        if needed > memory.pool.count:
             raise NoPages(f"prompt {i}: {request.max_seq_len} positions exceed what the memory for caches holds")
     rows: list[list[GeneratedToken]] = [[] for _ in requests]
     held = [0] * len(requests)
-    waiting, running = deque(range(len(requests))), dict[int, tuple[Flight, PagedCache]]()
+    waiting, running, changed = list(range(len(requests))), dict[int, tuple[Flight, PagedCache]](), True
     with Runner(model) as runner:
         while waiting or running:
-            prefilling = {
-                key
-                for i, (_, cache) in running.items()
-                if not rows[i]
-                for key in page_keys("", requests[i].prompt, page)
-            }
-            for i in list(waiting):
+            for i in list(waiting) if changed else []:
                 request, cache = requests[i], memory.cache(requests[i].max_seq_len)
-                known = memory.recall(cache, request.prompt)
-                keys = page_keys("", request.prompt, page)
-                if keys[known // page : known // page + 1] and keys[known // page] in prefilling:
-                    continue  # a twin computes it
-                if running and not _fits(model, memory, cache, request, running, requests):
+                known = memory.recall(cache, request.prompt) // page
+                own = page_keys("", request.prompt, page)[known : known + 1]
+                computed = (requests[j].prompt for j in running if not rows[j])
+                if own and any(own[0] in page_keys("", prompt, page) for prompt in computed):
+                    continue  # its twin's
+                if running and not _fits(memory, {i: cache} | {j: each for j, (_, each) in running.items()}, needs):
                     break
-                flight = runner.admit(request, cache, prefill_chunk=chunk, name=f"prompt {i}")
-                running[i] = flight, cache
-                prefilling.update(keys)
+                running[i] = runner.admit(request, cache, prefill_chunk=chunk, name=f"prompt {i}"), cache
                 waiting.remove(i)
             flights = {flight: i for i, (flight, _) in running.items()}
+            changed = False
             for flight, token, _ in runner.step():
                 i = flights[flight]
+                cache = running[i][1]
                 if not rows[i]:
-                    memory.keep_prompt(running[i][1])
+                    memory.keep_prompt(cache)
+                    changed = True
                 rows[i].append(token)
-                held[i] = running[i][1].memory_bytes
-            for i in [i for i, (flight, _) in running.items() if flight not in runner.flights]:
-                _, cache = running.pop(i)
-                memory.keep(cache)
-                cache.reset()
+                held[i] = cache.memory_bytes
+                if token.finish_reason is not None:
+                    del running[i]
+                    memory.keep(cache)
+                    cache.reset()
+                    changed = True
     return [collect(request.prompt, row, size) for request, row, size in zip(requests, rows, held, strict=True)]
 
 
-def _fits(
-    model: Model,
-    memory: CacheMemory,
-    cache: PagedCache,
-    request: Request,
-    running: Mapping[int, tuple[Flight, PagedCache]],
-    requests: Sequence[Request],
-) -> bool:
-    """Whether there are pages for all that these rows may still come to hold."""
-    rows = [(cache, request), *((other, requests[i]) for i, (_, other) in running.items())]
-    in_use = np.unique(np.concatenate([each.pages[each.pages >= 0] for each, _ in rows]))
-    to_come = sum(
-        max(0, pages_for(model.config, each.max_seq_len, memory.pool.page) - own.held) + len(own.groups)
-        for own, each in rows
-    )
+def _fits(memory: CacheMemory, caches: Mapping[int, PagedCache], needs: Sequence[int]) -> bool:
+    """Whether there are pages for all that these rows may come to hold, whatever others hold of it too."""
+    in_use = np.unique(np.concatenate([cache.pages[cache.pages >= 0] for cache in caches.values()]))
+    to_come = sum(max(0, needs[i] - cache.held) + len(cache.groups) for i, cache in caches.items())
     return len(in_use) + to_come <= memory.pool.count
 
 

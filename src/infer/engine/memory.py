@@ -12,6 +12,8 @@ from infer.cache.base import first_seen, resolve_cache_dtype
 from infer.cache.paged import NONE, PagedCache
 from infer.cache.pool import PAGE, NoPages, PagePool, bytes_for, layer_groups, pages_for
 from infer.cache.prefix import PrefixIndex
+from infer.cache.ring import PREFILL_CHUNK
+from infer.config import ModelConfig
 from infer.engine.caches import keep_prefix
 from infer.engine.model import Model, model_device, model_dtype
 from infer.engine.store import PrefixStore, fingerprint, page_keys
@@ -72,7 +74,7 @@ class CacheMemory:
         What the cache held of it is kept, and so is what others have: in memory, or in the store.
         """
         keep_prefix(cache, prompt)
-        wanted = list(prompt[:-1])
+        wanted = list(prompt[:-1][: cache.capacity])
         if self.store is not None:
             self._load(self.store, wanted)
         found = self.index.match(wanted)
@@ -198,3 +200,8 @@ class CacheMemory:
 
     def _release(self, pages: Sequence[tuple[int, ...]]) -> None:
         self.pool.release(page for some in pages for page in some if page >= 0)
+
+
+def pass_tokens(config: ModelConfig, prefill_chunk: int | None) -> int | None:
+    """Tokens of a pass: None for all of a prompt, unless windows would have to hold pages of all of it meanwhile."""
+    return prefill_chunk or (PREFILL_CHUNK if config.has_windows else None)

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from infer.cache.pool import NoPages
-from infer.cache.ring import PREFILL_CHUNK
+from infer.cache.pool import NoPages, pages_for
 from infer.engine.generate import stream
-from infer.engine.memory import CacheMemory
+from infer.engine.memory import CacheMemory, pass_tokens
 from infer.engine.model import Model
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_chunk, check_request
@@ -178,7 +177,7 @@ class Session:
     def _stream(self, text: str, prompt: list[int], params: SamplingParams) -> Iterator[GeneratedToken]:
         start, answer = self.cache.seq_len, ""
         self.memory.recall(self.cache, prompt)
-        chunk = self.prefill_chunk or (PREFILL_CHUNK if self.model.config.has_windows else None)
+        chunk = pass_tokens(self.model.config, self.prefill_chunk)
         tokens = stream(self.model, self.tokenizer, prompt, params, cache=self.cache, prefill_chunk=chunk)
         try:
             for token in tokens:
@@ -191,11 +190,9 @@ class Session:
             self.memory.keep(self.cache)
 
     def _check_memory(self, context: int) -> None:
-        """A pass takes its pages before a window's are let go of, and a copy of the last one, which others may hold."""
-        pool, groups = self.memory.pool, self.memory.index.windows
-        beside = 1 + -(-(self.prefill_chunk or PREFILL_CHUNK) // pool.page)
-        whole = -(-context // pool.page)
-        needed = sum(min(whole, beside + (window or context) // pool.page + 2) + 1 for window in groups)
+        """With a copy of the last page of each list, which others may hold."""
+        pool, chunk = self.memory.pool, pass_tokens(self.model.config, self.prefill_chunk) or context
+        needed = pages_for(self.model.config, context, pool.page, chunk) + len(self.memory.index.windows)
         if needed > pool.count:
             raise ValueError(
                 f"{context} positions take {needed * pool.page_bytes / 1e6:.0f} MB, but the memory for caches has "

@@ -131,7 +131,10 @@ class PrefixStore:
         """Whether it holds such a page, of at least so many groups of layers."""
         path = self._path(key)
         if key not in self._known:
-            with suppress(OSError, SafetensorError, ValueError, KeyError, TypeError), safe_open(path, "pt") as file:
+            with (
+                suppress(OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError),
+                safe_open(path, "pt") as file,
+            ):
                 self._known[key] = len(json.loads(file.metadata()["groups"]))
         return self._known.get(key, 0) >= groups and path.exists()
 
@@ -157,7 +160,7 @@ class PrefixStore:
                 raise ValueError
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             with suppress(OSError):
                 path.unlink()
             return None
