@@ -11,6 +11,8 @@ from mocks import MockModel, MockTokenizer
 
 from infer import GenerationResult, KVCache, SamplingParams, SlidingCache, generate, generate_batch, machine
 from infer.backend.cpu.backend import CpuBackend
+from infer.cache.pool import bytes_for
+from infer.engine.memory import CacheMemory
 from infer.models.common import Decoder
 from infer.models.rows import Row
 
@@ -303,3 +305,70 @@ def test_beyond_the_context(tiny_model: Callable[..., Decoder], family: str, par
     assert [row.token_ids for row in got] == [row.token_ids for row in alone]
     with pytest.raises(ValueError, match="exceed the model's context of 16"):
         generate_batch(model, LETTERS, prompts, params)
+
+
+class TestPages:
+    """Rows whose caches share the pages of one memory: their texts are those of rows alone."""
+
+    COMMON = tuple(i * 7 % 64 for i in range(130))
+    ENDS = (1, 30, 62, 63, 64, 0, 70)  # of prompts behind what they have in common: around the end of a page
+
+    @pytest.fixture(params=["llama", "gemma3", "gpt2"])
+    def model(self, request: pytest.FixtureRequest, tiny_model: Callable[..., Decoder]) -> Decoder:
+        return tiny_model(model_type=request.param, max_position_embeddings=512)
+
+    @pytest.fixture
+    def prompts(self) -> list[list[int]]:
+        ends = ([(i * j + 3) % 64 for i in range(n)] for j, n in enumerate(self.ENDS))
+        return [*([*self.COMMON, *end] for end in ends), [5, 6, 7]]
+
+    def params(self, count: int, new: int = 20) -> list[SamplingParams]:
+        return [SamplingParams(max_new_tokens=new, temperature=0.9 * (i % 2), seed=i) for i in range(count)]
+
+    @pytest.mark.parametrize("rows", [9, 2], ids=["room for all", "room for two"])
+    def test_texts_are_those_of_rows_alone(self, model: Decoder, prompts: list[list[int]], rows: int) -> None:
+        params = self.params(len(prompts), 70)
+        expected = [generate(model, LETTERS, *each).token_ids for each in zip(prompts, params, strict=True)]
+        memory = CacheMemory(model, rows * bytes_for(model.config, 330, 4))
+        for _ in range(2):  # the second time nearly all is known
+            results = generate_batch(model, LETTERS, prompts, params, memory=memory)
+            assert [result.token_ids for result in results] == expected
+        memory.index.check()
+        memory.index.clear()
+        assert memory.pool.free == memory.pool.count
+
+    def test_twins_hold_their_beginning_once(self, tiny_model: Callable[..., Decoder]) -> None:
+        """64 of them, submitted at once: the first is computed, the others begin with its pages."""
+        model = tiny_model(max_position_embeddings=512)
+        prompts = [[*self.COMMON[:128], i] for i in range(64)]
+        memory = CacheMemory(model, 70 * bytes_for(model.config, 192, 4))
+        most, take = [0], memory.pool.take
+
+        def watched(*args: int) -> list[int]:
+            taken = take(*args)
+            most[0] = max(most[0], memory.pool.count - memory.pool.free)
+            return taken
+
+        memory.pool.take = watched  # type: ignore[method-assign, assignment]
+        fed: list[int] = []
+        run = CpuBackend.run
+
+        def noted(backend: CpuBackend, rows: Sequence[Row]) -> list[torch.Tensor]:
+            fed.extend(len(row.tokens) for row in rows)
+            return run(backend, rows)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CpuBackend, "run", noted)
+            generate_batch(model, LETTERS, prompts, self.params(64, 4), memory=memory)
+        assert most[0] == 2 + 64  # two pages in common, and one each
+        assert sorted(fed, reverse=True)[:2] == [129, 1]
+
+    def test_more_than_the_memory_holds_is_refused(self, model: Decoder) -> None:
+        memory = CacheMemory(model, bytes_for(model.config, 128, 4))
+        with pytest.raises(ValueError, match="prompt 1: 420 positions exceed what the memory for caches holds"):
+            generate_batch(model, LETTERS, [[1], [2] * 400], self.params(2), memory=memory)
+        assert memory.pool.free == memory.pool.count
+
+    def test_the_memory_of_another_model_is_refused(self, model: Decoder, tiny_model: Callable[..., Decoder]) -> None:
+        with pytest.raises(ValueError, match="the memory is of another model"):
+            generate_batch(model, LETTERS, [[1]], memory=CacheMemory(tiny_model(), 10**6))
