@@ -153,14 +153,14 @@ class PagePool:
     def share(self, pages: Iterable[int]) -> None:
         """One more holds each of these."""
         for page in pages:
-            if self.holders[page] < 1:
+            if page < 0 or self.holders[page] < 1:
                 raise RuntimeError(f"page {page} is shared, but nobody holds it")
             self.holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """One less holds each of these."""
         for page in pages:
-            if self.holders[page] < 1:
+            if page < 0 or self.holders[page] < 1:
                 raise RuntimeError(f"page {page} is released, but nobody holds it")
             self.holders[page] -= 1
             if not self.holders[page]:

@@ -197,7 +197,12 @@ class PrefixIndex:
         goal = self.pool.free + count
         busy: list[tuple[_Queue, _Node]] = []
         while self.pool.free < goal:
-            if not (self._strip(busy, TRIES) or self._drop(busy) or self._strip(busy, len(self._passed))):
+            if not (
+                self._strip(busy, TRIES)
+                or self._drop(busy)
+                or self._strip(busy, len(self._passed))
+                or self._strip_busy(busy)
+            ):
                 break
         self._clock += 1
         for queue, node in busy:
@@ -295,6 +300,15 @@ class PrefixIndex:
                 ahead += len(parent.tokens)
                 parent = parent.parent
             return True
+        return False
+
+    def _strip_busy(self, busy: list[tuple[_Queue, _Node]]) -> bool:
+        """Let go of what nobody else holds of a node that is in use by its other pages."""
+        for _, node in busy:
+            idle = [g for g, _ in self._limited if node.pages[g] >= 0 and not self._in_use(node.pages[g])]
+            if idle:
+                self._replace(node, tuple(-1 if group in idle else page for group, page in enumerate(node.pages)))
+                return True
         return False
 
     def _in_use(self, page: int) -> bool:

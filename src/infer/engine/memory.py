@@ -166,7 +166,8 @@ class CacheMemory:
         self.index.insert(tokens, pages)
         whole = len(tokens) // self.pool.page
         if self.store is not None and whole >= LONG:
-            for key, some in zip(page_keys(self.key, tokens, self.pool.page), pages, strict=False):
+            keys = page_keys(self.key, tokens, self.pool.page)
+            for key, some in reversed(list(zip(keys, pages, strict=False))):  # the first is to be the last that goes
                 groups = [group for group, page in enumerate(some) if page >= 0]
                 if not self.store.has(key, len(groups)):
                     self.store.save(key, groups, self.pool.read([some[group] for group in groups]))
@@ -177,7 +178,8 @@ class CacheMemory:
         first = found.length // self.pool.page
         numbers = [*found.pages[:first]]
         taken: list[int] = []
-        for key in page_keys(self.key, tokens, self.pool.page)[first:]:
+        keys = page_keys(self.key, tokens, self.pool.page)
+        for key in keys[first:]:
             stored = store.load(key, self.pool.page_shape, self.pool.dtype)
             if stored is None:
                 break
@@ -195,6 +197,7 @@ class CacheMemory:
                 break
         if len(numbers) > first:
             self.index.insert(tokens[: len(numbers) * self.pool.page], numbers)
+            store.touch(keys[: len(numbers)])
         self.pool.release(taken)
         self._release(found.pages)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from glob import escape
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -15,7 +16,7 @@ from infer.engine.model import Model
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_chunk, check_request
 from infer.engine.result import GeneratedToken, GenerationResult, collect
-from infer.engine.store import read, write
+from infer.engine.store import read, remove_leftovers, write
 from infer.engine.text import Decodes
 
 CONTEXT = 4096  # positions, where the model has them
@@ -140,6 +141,7 @@ class Session:
             "turns": json.dumps(self._starts),
             "settings": json.dumps(settings),
         }
+        remove_leftovers(path.parent, escape(path.name))
         write(path, KIND, self.memory.dump(self.cache), header)
 
     @classmethod

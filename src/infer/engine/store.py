@@ -9,7 +9,6 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from glob import escape
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -24,15 +23,15 @@ from infer.backend import backend_for
 from infer.engine.model import Model
 
 VERSION = "1"
-SAMPLED = 64  # values of each tensor that tell one model from another of the same shapes
+SAMPLED = 64  # values of each tensor
 STALE = 3600.0  # seconds after which a file that was never completed is nobody's any more
 STORE_BYTES = 8 * 10**9
 
 
 def fingerprint(model: Model) -> str:
-    """Names a model by its config, the shapes of its weights, some of their values, and what runs it.
+    """Names a model by its config, its weights, and what runs it: keys and values depend on these, to the last bit.
 
-    Keys and values depend on all of these, to the last bit.
+    Weights by their shapes, sums over all of their bits, and some of their values: no more than a read.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a {type(model).__name__} has no weights to be known by")
@@ -40,7 +39,9 @@ def fingerprint(model: Model) -> str:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         flat = tensor.detach().flatten()
         some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].cpu().contiguous()
-        found.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+        sums = [int(part.sum(dtype=torch.int64)) for part in (bits, bits[::2], bits[::3])]
+        found.update(f"{name} {list(tensor.shape)} {tensor.dtype} {sums}".encode())
         found.update(_bytes(some))
     return found.hexdigest()
 
@@ -56,10 +57,6 @@ def page_keys(start: str, tokens: Sequence[int], page: int) -> list[str]:
 
 def write(path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
     """A file that is there whole or not at all, whatever happens meanwhile."""
-    for left in path.parent.glob(f".{escape(path.name)}.*.part"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > STALE:
-                left.unlink()
     metadata = {"format": kind, "version": VERSION, **header}
     metadata["checksum"] = _checksum(metadata, tensors)
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as part:
@@ -73,6 +70,14 @@ def write(path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[
         with suppress(OSError):
             os.unlink(part.name)
         raise
+
+
+def remove_leftovers(folder: Path, name: str) -> None:
+    """What a process that was killed has not completed. name: a pattern, of the files that were to be."""
+    for left in folder.glob(f".{name}.*.part"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > STALE:
+                left.unlink()
 
 
 def read(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -124,6 +129,7 @@ class PrefixStore:
             raise ValueError(f"{folder} cannot be a prefix store: {error.strerror}") from None
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise ValueError(f"{folder} cannot be a prefix store: it cannot be written to")
+        remove_leftovers(self.folder, "*.page")
         self._known: dict[str, int] = {}  # how many groups of layers each page has that was saved or found here
         self._size = sum(size for _, size, _ in self._files())
 
@@ -164,10 +170,14 @@ class PrefixStore:
             with suppress(OSError):
                 path.unlink()
             return None
-        with suppress(OSError):
-            os.utime(path)
         self._known[key] = len(groups)
         return groups, pages
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """These were used: the last of a prompt's pages least recently, as none is of use without those before it."""
+        for key in reversed(keys):
+            with suppress(OSError):
+                os.utime(self._path(key))
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.page"

@@ -319,6 +319,13 @@ class TestStore:
         memory.index.clear()
         assert ask(memory, PROMPT[:30]) == 28
 
+    def test_a_few_other_weights(self, folder: Path) -> None:
+        """As a model has that was trained a little further, or whose embedding of one token was set."""
+        ask(memory_of(make_tiny_model(), store=folder), PROMPT[:30])
+        other = make_tiny_model()
+        other.layers[0].self_attn.qkv_proj.weight.data[1, 1:16] += 5
+        assert ask(memory_of(other, store=folder), PROMPT[:30]) == 0
+
     def test_bounded(self, folder: Path) -> None:
         model = make_tiny_model()
         memory = memory_of(model, store=folder)
