@@ -344,13 +344,14 @@ class TestStore:
         for number in range(6):
             store.save(f"{number:032x}", [0], pages + number)
             os.utime(folder / f"{number:032x}.page", (1000 + number, 1000 + number))
+        store.touch([f"{0:032x}"])
         found = store.load(f"{0:032x}", pages.shape[1:], torch.float32)
         assert found is not None
         assert (found[0], found[1].max().item()) == ([0], 0)
         small = PrefixStore(folder, most=store._size)
         small.save(f"{9:032x}", [0], pages + 9)
         left = {int(path.stem, 16) for path in folder.iterdir()}
-        assert {0, 9} <= left  # read, and written, last
+        assert {0, 9} <= left  # used, and written, last
         assert left - {0, 9} == {*range(6 - len(left) + 2, 6)}
         assert small._size == sum(path.stat().st_size for path in folder.iterdir()) <= small.most
         assert not small.has(f"{1:032x}", 1)
