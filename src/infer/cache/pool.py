@@ -74,7 +74,7 @@ class PagePool:
         # A head's pages lie behind each other: a sequence that has taken its pages one after the other is read as if
         # it were contiguous.
         stored = (layers, 2, num_kv_heads, count, page, width(head_dim, dtype))
-        self.memory = torch.zeros(stored, dtype=dtype, device=device)
+        self.memory = _zeros(stored, dtype, device)
         self.holders = np.zeros(count, np.int32)  # of each page
         self.reclaim: Callable[[int], None] | None = None  # asked to let go of so many pages when there are too few
         self._free_runs = list(range(-(-count // RUN) - 1, -1, -1))  # of which all pages are free, the lowest last
@@ -211,6 +211,13 @@ class PagePool:
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """[pages, num_kv_heads, page, width] each, of one of the layers that a page holds."""
         return self.memory[layer, 0].transpose(0, 1), self.memory[layer, 1].transpose(0, 1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, memory that is taken when it is first written to: torch would write to all of it now."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def page_bytes(layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, page: int = PAGE) -> int:
