@@ -95,7 +95,9 @@ def draw_pages() -> None:
     system = "You are a careful assistant. " + "Answer in one short sentence, and say so when you do not know. " * 12
     memory = CacheMemory(model, 48 * bytes_for(config, 1, 4))
     chats = [Session(model, tokenizer, system=system, context=1024, memory=memory) for _ in range(3)]
-    for chat, questions in zip(chats, (["What is a cache?", "And a page?"], ["Who was Ada?"], ["Tell me a story."])):
+    for chat, questions in zip(
+        chats, (["What is a cache?", "And a page?"], ["Who was Ada?"], ["Tell me a story."]), strict=True
+    ):
         for question in questions:
             chat.send(question, SamplingParams(max_new_tokens=150, ignore_eos=True))
     colours = ["#4477aa", "#cc6677", "#ddaa33"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from infer.cache.base import CacheShape, check_memory, first_seen
 from infer.cache.int8 import width
 from infer.config import ModelConfig
-from infer.machine import promises
+from infer.machine import available_memory, promises
 
 PAGE = 64  # positions: a multiple of the blocks of keys that attention takes, so that no sum depends on pages
 RUN = 16  # pages that a sequence takes one behind the other while there are so many: a CPU reads ahead beyond a page
@@ -101,8 +101,13 @@ class PagePool:
         size = page_bytes(layers, heads, head_dim, dtype, page)
         if memory < size * len(groups):
             raise ValueError(
-                f"a cache of {memory / 1e6:.1f} MB holds no {page} positions of this model: "
-                f"these take {size * len(groups) / 1e6:.1f} MB"
+                f"{memory:,} bytes of cache hold no {page} positions of this model: these take "
+                f"{size * len(groups):,} bytes"
+            )
+        free = available_memory(device)
+        if free is not None and memory > free:
+            raise ValueError(
+                f"{memory / 1e9:.2f} GB were asked for caches, but {free / 1e9:.2f} GB are free on {device}"
             )
         return cls(memory // size, layers, heads, head_dim, dtype=dtype, device=device, page=page)
 

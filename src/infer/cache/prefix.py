@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from itertools import count as counting
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakMethod
+
+import numpy as np
 
 from infer.cache.pool import PagePool
 
@@ -208,6 +210,17 @@ class PrefixIndex:
         for queue, node in busy:
             node.last_used = self._clock
             queue.push(node)
+
+    def holds(self, page: int) -> int:
+        """How often the index holds a page."""
+        return self._held.get(page, 0)
+
+    def in_use(self) -> np.ndarray[Any, Any]:
+        """Pages that somebody holds beside the index."""
+        holders = self.pool.holders.copy()
+        held = np.fromiter(self._held.items(), np.dtype((np.int64, 2)), len(self._held))
+        holders[held[:, 0]] -= held[:, 1]
+        return holders.nonzero()[0]
 
     def clear(self) -> None:
         """Let go of everything."""

@@ -83,7 +83,7 @@ def chat(
         memory=memory,
         encode=encode,
     )
-    many = f"{memory.pool.memory_bytes / 1e9:.1f} GB of cache for {memory.conversations(capacity):,} conversations"
+    many = f"{megabytes(memory.pool.memory_bytes)} of cache for {counted(memory.conversations(capacity), 'such chat')}"
     say(f"{model}: {capacity} positions, {many}. /help lists commands, /exit leaves.")
     Chat(session).run()
 
@@ -124,7 +124,7 @@ class Chat:
     def command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
         if name not in self.commands:
-            near = get_close_matches(name, self.commands, 1)
+            near = get_close_matches(name, self.commands, 1, 0.7)
             raise ValueError(
                 f"there is no command {name}: {f'did you mean {near[0]}?' if near else '/help lists them'}"
             )
@@ -158,6 +158,7 @@ class Chat:
 
     def reset(self, _: str) -> None:
         self.session.reset()
+        say("[0 turns]")
 
     def fork(self, _: str) -> None:
         self.branches.append(self.session.fork())
@@ -189,20 +190,34 @@ class Chat:
     def pages(self, _: str) -> None:
         memory, cache = self.session.memory, self.session.cache
         pool, own = memory.pool, cache.pages[cache.pages >= 0]
-        shared = int((pool.holders[own] > 1).sum())
-        held = f"{len(own):,} page{'s' if len(own) != 1 else ''}, {shared:,} shared with others"
-        say(f"  conversation   {cache.seq_len:,} positions in {held}")
-        say(f"  remembered     {memory.index.pages:,} pages, by their tokens, until others need them")
+        shared = sum(int(pool.holders[page]) > 1 + memory.index.holds(page) for page in own.tolist())
+        say(
+            f"  memory         {megabytes(pool.memory_bytes)} in {counted(pool.count, 'page')} of {pool.page} "
+            f"positions, {pool.page_bytes / 1e3:,.1f} kB each; {pool.free:,} free"
+        )
+        say(
+            f"  conversation   {counted(cache.seq_len, 'position')} in {counted(len(own), 'page')}, "
+            f"{shared:,} shared with other branches"
+        )
+        say(f"  remembered     {counted(memory.index.pages, 'page')}, by their tokens, until memory is needed")
 
 
 def turns(session: "Session") -> str:
-    return f"{session.turns} turn{'s' if session.turns != 1 else ''}"
+    return counted(session.turns, "turn")
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 def speed(steps: list["GeneratedToken"]) -> str:
     new = sum(step.time_s for step in steps[1:])
     rate = f" at {(len(steps) - 1) / new:.1f} tok/s" if new else ""
-    return f"{len(steps)} token{'s' if len(steps) != 1 else ''}{rate}, {steps[0].time_s:.2f} s to the first"
+    return f"{counted(len(steps), 'token')}{rate}, {steps[0].time_s:.2f} s to the first"
 
 
 def ask() -> str | None:

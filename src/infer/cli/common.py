@@ -104,14 +104,16 @@ def check_cache_dtype(cache_dtype: str, kv_cache: bool = True) -> None:
         raise ValueError(f"--cache-dtype {cache_dtype} needs the cache: leave --no-kv-cache out")
 
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    unit + "IB": 1024 ** (i + 1) for i, unit in enumerate("KMGT")
+}
 
 
 def parse_size(size: str | None) -> int | None:
     """Bytes, from 800MB or 2.5GB."""
     if size is None:
         return None
-    number = size.strip().upper().rstrip("BKMGT")
+    number = size.strip().upper().rstrip("BIKMGT")
     unit = size.strip().upper()[len(number) :]
     try:
         count = int(float(number) * UNITS[unit])

@@ -86,6 +86,7 @@ def generate(
     positions = len(prompt_ids) + params.max_new_tokens
     network = loading.load(model, config if kv_cache else None, positions, cache_dtype)
     cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache, cache_dtype, pages)
+    prefill_chunk = pages.chunk(config, prefill_chunk)
     known = cache.seq_len
     stepping = stream(network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full)
     steps = show(stepping, quiet=as_json)
@@ -98,7 +99,7 @@ def generate(
     gain = ""
     if pages.asked:
         output["prompt_tokens_known"] = known
-        gain = f" · {known:,} prompt tokens were known"
+        gain = f" · {known:,} of the prompt known"
     if compare and not interrupted:
         reference = without_cache(network, tokenizer, prompt_ids, params, on_full, result)
         if reference is not None:
@@ -205,6 +206,11 @@ class Pages:
         if len(prompt_ids) <= cache.capacity:
             self.memory.recall(cache, prompt_ids)
         return cache
+
+    def chunk(self, config: "ModelConfig", prefill_chunk: int | None) -> int | None:
+        from infer.engine.memory import pass_tokens
+
+        return pass_tokens(config, prefill_chunk) if self.asked else prefill_chunk
 
     def keep(self, cache: "Cache") -> None:
         from infer.cache import PagedCache

@@ -121,6 +121,7 @@ def trace(
     positions = len(prompt_ids) + params.max_new_tokens
     network = loading.load(model, config if kv_cache else None, positions, cache_dtype)
     cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache, cache_dtype, pages)
+    prefill_chunk = pages.chunk(config, prefill_chunk)
     stepping = stream(
         network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full, trace=trace
     )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
-from infer.cache.base import Cache
+from infer.cache.base import Cache, resolve_cache_dtype
 from infer.cache.paged import PagedCache
 from infer.cache.pool import NoPages, pages_for
 from infer.engine.caches import check_cache_dtype, make_cache
@@ -51,6 +52,8 @@ def generate_batch(
     check_mode(model)
     requests = _requests(model, tokenizer, prompts, params, on_full)
     if memory is not None:
+        if cache_dtype != "auto" and resolve_cache_dtype(cache_dtype, torch.float32) is not memory.pool.dtype:
+            raise ValueError(f"cache_dtype={cache_dtype!r} was asked for, but the memory holds {memory.pool.dtype}")
         return _generate_in_pages(model, requests, memory, prefill_chunk)
     caches: list[Cache] = []
     for i, request in enumerate(requests):
@@ -80,24 +83,32 @@ def _generate_in_pages(
     if memory.model is not model:
         raise ValueError("the memory is of another model: keys and values are each model's own")
     page, chunk = memory.pool.page, pass_tokens(model.config, prefill_chunk)
-    needs = [pages_for(model.config, each.max_seq_len, page, chunk or each.max_seq_len) for each in requests]
+    lengths = [min(each.max_seq_len, model.config.max_position_embeddings) for each in requests]
+    needs = [pages_for(model.config, length, page, chunk or length) for length in lengths]
+    others = memory.index.in_use()
     for i, (request, needed) in enumerate(zip(requests, needs, strict=True)):
-        if needed > memory.pool.count:
+        if needed > memory.pool.count - len(others):
             raise NoPages(f"prompt {i}: {request.max_seq_len} positions exceed what the memory for caches holds")
+    keys = [page_keys("", request.prompt, page) for request in requests]
     rows: list[list[GeneratedToken]] = [[] for _ in requests]
     held = [0] * len(requests)
     waiting, running, changed = list(range(len(requests))), dict[int, tuple[Flight, PagedCache]](), True
     with Runner(model) as runner:
         while waiting or running:
             for i in list(waiting) if changed else []:
-                request, cache = requests[i], memory.cache(requests[i].max_seq_len)
-                known = memory.recall(cache, request.prompt) // page
-                own = page_keys("", request.prompt, page)[known : known + 1]
-                computed = (requests[j].prompt for j in running if not rows[j])
-                if own and any(own[0] in page_keys("", prompt, page) for prompt in computed):
-                    continue  # its twin's
-                if running and not _fits(memory, {i: cache} | {j: each for j, (_, each) in running.items()}, needs):
-                    break
+                request, cache = requests[i], memory.cache(lengths[i])
+                if len(request.prompt) <= lengths[i]:
+                    memory.recall(cache, request.prompt)
+                known = cache.seq_len // page
+                computed = (keys[j] for j in running if not rows[j])
+                if keys[i][known:] and any(keys[i][known] in each for each in computed):
+                    cache.reset()
+                    continue  # its twin computes it
+                if not _fits(memory, others, {i: cache} | {j: each for j, (_, each) in running.items()}, needs):
+                    if running:
+                        cache.reset()
+                        break
+                    _forget_last_page(cache)
                 running[i] = runner.admit(request, cache, prefill_chunk=chunk, name=f"prompt {i}"), cache
                 waiting.remove(i)
             flights = {flight: i for i, (flight, _) in running.items()}
@@ -118,11 +129,22 @@ def _generate_in_pages(
     return [collect(request.prompt, row, size) for request, row, size in zip(requests, rows, held, strict=True)]
 
 
-def _fits(memory: CacheMemory, caches: Mapping[int, PagedCache], needs: Sequence[int]) -> bool:
-    """Whether there are pages for all that these rows may come to hold, whatever others hold of it too."""
-    in_use = np.unique(np.concatenate([cache.pages[cache.pages >= 0] for cache in caches.values()]))
+def _fits(
+    memory: CacheMemory, others: np.ndarray[Any, Any], caches: Mapping[int, PagedCache], needs: Sequence[int]
+) -> bool:
+    """Whether there are pages for all that these rows may come to hold. others: pages that are held elsewhere."""
+    in_use = np.unique(np.concatenate([others, *(cache.pages[cache.pages >= 0] for cache in caches.values())]))
+    # Each may have to copy its last page, which others hold.
     to_come = sum(max(0, needs[i] - cache.held) + len(cache.groups) for i, cache in caches.items())
     return len(in_use) + to_come <= memory.pool.count
+
+
+def _forget_last_page(cache: PagedCache) -> None:
+    """Where there is no page to copy it to."""
+    try:
+        cache.truncate(cache.seq_len // cache.pool.page * cache.pool.page)
+    except ValueError:  # a window has lost what comes before
+        cache.reset()
 
 
 @contextmanager

@@ -26,7 +26,10 @@ LONG = 4  # pages from which on a prompt is worth a place in the store
 
 
 class CacheMemory:
-    """Makes caches that share what they have in common, and remembers what caches have held."""
+    """Makes caches that share what they have in common, and remembers what caches have held.
+
+    For one thread at a time.
+    """
 
     def __init__(
         self,

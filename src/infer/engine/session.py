@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from glob import escape
 from pathlib import Path
@@ -68,6 +68,7 @@ class Session:
         self.cache = self.memory.cache(context)
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._starts: list[int] = []  # positions that the cache held before each turn
+        self._answering = False
 
     @property
     def turns(self) -> int:
@@ -86,6 +87,7 @@ class Session:
 
     def stream(self, text: str, params: SamplingParams | None = None) -> Iterator[GeneratedToken]:
         """Answer the user's next message token by token. Stopping early keeps what was said until then."""
+        self._check_idle()
         params = params or self.params
         prompt = self._prompt(text)
         check_request(self.model.config, prompt, params, self.cache.capacity)
@@ -96,27 +98,26 @@ class Session:
         twin = Session.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.messages, twin._starts, twin.cache = list(self.messages), list(self._starts), self.cache.fork()
+        twin._answering = False
         return twin
 
     def rewind(self, turns: int = 1) -> None:
         """Forget the last turns: what the user said, and the answers."""
         if type(turns) is not int or not 0 <= turns <= self.turns:
-            raise ValueError(f"cannot rewind {turns!r} turns: there are {self.turns}")
+            raise ValueError(f"cannot rewind {turns!r} of {self.turns} turns")
         self.truncate(self.turns - turns)
 
     def truncate(self, turns: int) -> None:
         """Keep the first turns alone."""
         if type(turns) is not int or not 0 <= turns <= self.turns:
-            raise ValueError(f"cannot keep {turns!r} turns: there are {self.turns}")
+            raise ValueError(f"cannot keep {turns!r} of {self.turns} turns")
+        self._check_idle()
         if turns == self.turns:
             return
-        held = min(self._starts[turns], self.cache.seq_len)
+        held = self._starts[turns]
         del self.messages[len(self.messages) - 2 * (self.turns - turns) :]
         del self._starts[turns:]
-        try:
-            self.cache.truncate(held)
-        except ValueError:  # the pages of a window are gone: the next turn finds or computes them
-            self.cache.reset()
+        self._forget(held)
 
     def reset(self) -> None:
         """Forget all turns."""
@@ -124,6 +125,7 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Tokens, messages, settings and the cache itself, to go on from in another process."""
+        self._check_idle()
         path = Path(path)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder, not a file to write to")
@@ -154,12 +156,18 @@ class Session:
         memory: CacheMemory | None = None,
         encode: Encode | None = None,
     ) -> Self:
-        """Go on where `save` was called: with the same model, in the same dtype. Nothing is prefilled again."""
+        """Go on where `save` was called: with the same model, in the same dtype. Nothing is prefilled again.
+
+        A file is trusted as weights are: other sessions of the memory that begin alike go on behind its pages.
+        """
         path = Path(path)
         header, tensors = read(path, KIND)
         memory = CacheMemory(model) if memory is None else memory
         if header.get("model") != memory.key:
-            raise ValueError(f"{path} is a session with another model, or in another dtype: load it with the same")
+            raise ValueError(
+                f"{path} is a session with another model, dtype, page size, processor or version of torch: load it "
+                "with the same"
+            )
         try:
             settings = json.loads(header["settings"])
             settings["params"] = SamplingParams(**_whole_keys(settings["params"]))
@@ -177,19 +185,47 @@ class Session:
         return self.encode([*self.messages, {"role": "user", "content": text}])
 
     def _stream(self, text: str, prompt: list[int], params: SamplingParams) -> Iterator[GeneratedToken]:
+        self._check_idle()
+        if self._prompt(text) != prompt:
+            raise ValueError("something else was said since this stream was made: make another")
+        self._answering = True
         start, answer = self.cache.seq_len, ""
-        self.memory.recall(self.cache, prompt)
-        chunk = pass_tokens(self.model.config, self.prefill_chunk)
-        tokens = stream(self.model, self.tokenizer, prompt, params, cache=self.cache, prefill_chunk=chunk)
+        tokens: Iterator[GeneratedToken] = iter(())
         try:
+            self.memory.recall(self.cache, prompt)
+            chunk = pass_tokens(self.model.config, self.prefill_chunk)
+            tokens = stream(self.model, self.tokenizer, prompt, params, cache=self.cache, prefill_chunk=chunk)
             for token in tokens:
                 answer += token.text
                 yield token
+        except Exception:  # nothing was said; who stops early, or interrupts, keeps what was
+            _close(tokens)
+            self._forget(start)
+            raise
+        except BaseException:
+            self._record(text, answer, start, tokens)
+            raise
+        else:
+            self._record(text, answer, start, tokens)
         finally:
-            tokens.close()  # type: ignore[attr-defined]  # steps launched ahead are rolled back
-            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-            self._starts.append(start)
-            self.memory.keep(self.cache)
+            self._answering = False
+
+    def _record(self, text: str, answer: str, start: int, tokens: Iterator[GeneratedToken]) -> None:
+        _close(tokens)
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        self._starts.append(start)
+        self.memory.keep(self.cache)
+
+    def _forget(self, held: int) -> None:
+        """What the cache holds from there on."""
+        try:
+            self.cache.truncate(min(held, self.cache.seq_len))
+        except ValueError:  # the pages of a window are gone: the next turn finds or computes them
+            self.cache.reset()
+
+    def _check_idle(self) -> None:
+        if self._answering:
+            raise ValueError("this session is answering: read that stream to its end, or close it, first")
 
     def _check_memory(self, context: int) -> None:
         """With a copy of the last page of each list, which others may hold."""
@@ -200,6 +236,12 @@ class Session:
                 f"{context} positions take {needed * pool.page_bytes / 1e6:.0f} MB, but the memory for caches has "
                 f"{pool.memory_bytes / 1e6:.0f}: ask for a shorter context, or give caches more memory"
             )
+
+
+def _close(tokens: Iterator[GeneratedToken]) -> None:
+    """Steps launched ahead are rolled back."""
+    if isinstance(tokens, Generator):
+        tokens.close()
 
 
 def _check_turns(session: Session, starts: Any) -> list[int]:

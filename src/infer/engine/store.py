@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,10 @@ STALE = 3600.0  # seconds after which a file that was never completed is nobody'
 STORE_BYTES = 8 * 10**9
 
 
+class Damaged(ValueError):
+    """A file that is not as it was written."""
+
+
 def fingerprint(model: Model) -> str:
     """Names a model by its config, its weights, and what runs it: keys and values depend on these, to the last bit.
 
@@ -35,7 +40,9 @@ def fingerprint(model: Model) -> str:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a {type(model).__name__} has no weights to be known by")
-    found = hashlib.blake2b(f"{model.config} {backend_for(model).name}".encode(), digest_size=16)
+    found = hashlib.blake2b(
+        f"{model.config} {backend_for(model).name} {torch.__version__} {platform.machine()}".encode(), digest_size=16
+    )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         flat = tensor.detach().flatten()
         some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].cpu().contiguous()
@@ -66,9 +73,11 @@ def write(path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[
         with open(part.name, "rb") as file:
             os.fsync(file.fileno())
         os.replace(part.name, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             os.unlink(part.name)
+        if isinstance(error, SafetensorError):  # a full disk, for one
+            raise OSError(f"{path} cannot be written: {error}") from None
         raise
 
 
@@ -82,6 +91,8 @@ def remove_leftovers(folder: Path, name: str) -> None:
 
 def read(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The header and the tensors of a file that `write` has written. Raises ValueError for any other."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, not a {kind} of infer's")
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
@@ -93,10 +104,10 @@ def read(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
                 raise ValueError(f"{path} was written by another version of infer: {header.get('version')!r:.20}")
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged, or no {kind} of infer's: {error}") from None
+    except SafetensorError:
+        raise Damaged(f"{path} is damaged, or no {kind} of infer's") from None
     if header.pop("checksum", None) != _checksum(header, tensors):
-        raise ValueError(f"{path} is damaged: its checksum does not fit")
+        raise Damaged(f"{path} is damaged: its checksum does not fit")
     return header, tensors
 
 
@@ -123,6 +134,8 @@ class PrefixStore:
     def __init__(self, folder: str | Path, most: int = STORE_BYTES) -> None:
         """most: bytes that it may take."""
         self.folder, self.most = Path(folder), most
+        if not str(folder) or self.folder.is_file():
+            raise ValueError(f"{str(folder)!r} cannot be a prefix store: it is no folder")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -163,12 +176,12 @@ class PrefixStore:
             groups, pages = json.loads(header["groups"]), tensors["pages"]
             fits = pages.shape == (len(groups), *shape) and pages.dtype is dtype
             if not fits or len(set(groups)) != len(groups) or any(type(group) is not int for group in groups):
-                raise ValueError
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError, RecursionError):
+                raise Damaged
+        except (Damaged, KeyError, TypeError, RecursionError, json.JSONDecodeError):
             with suppress(OSError):
                 path.unlink()
+            return None
+        except (OSError, ValueError):  # none, or one that others can read
             return None
         self._known[key] = len(groups)
         return groups, pages

@@ -493,7 +493,7 @@ class TestChat:
         assert done.out == "".join(answer + "\n" for answer in (*answers, answers[0]))
         assert done.err.startswith(f"{folder}: {CONTEXT} positions, ")
         assert done.err.count("[8 tokens at ") == 3
-        assert done.err.count("\n> ") == 1 + 5 - 2  # nothing is printed after the empty line and after /reset
+        assert done.err.count("\n> ") == 1 + 5 - 1  # nothing is printed after the empty line
 
     def test_system(self, run: Run, folder: Path) -> None:
         expected = expect(folder, chat_ids(folder, ("system", "Be kind"), ("user", "hello")), max_new_tokens=8).text
@@ -583,7 +583,7 @@ class TestChat:
         hello, on = run(*args, stdin="hello\ngo on\n").out.splitlines()
         done = run(*args, stdin="hello\ngo on\n/rewind\ngo on\n/rewind 2\nhello\n/rewind 5\n/rewind x\n")
         assert done.out.splitlines() == [hello, on, on, hello]
-        assert "cannot rewind 5 turns: there are 1" in done.err
+        assert "cannot rewind 5 of 1 turns" in done.err
         assert "/rewind takes a number of turns, not 'x'" in done.err
 
     def test_save_and_load(self, run: Run, tmp_path: Path, passes: list[int], folder: Path) -> None:
@@ -613,7 +613,7 @@ class TestChat:
         assert "there is no command /frok: did you mean /fork?" in done.err
         assert "there is no command /zzz: /help lists them" in done.err
         assert "/pages takes nothing behind it, not 'now'" in done.err
-        assert "conversation   0 positions in 0 pages, 0 shared with others" in done.err
+        assert "conversation   0 positions in 0 pages, 0 shared with other branches" in done.err
 
     @pytest.mark.parametrize(
         ("size", "message"),
@@ -621,7 +621,7 @@ class TestChat:
             ("much", "--cache-memory is a size like 800MB or 2GB, not 'much'"),
             ("-1GB", "--cache-memory must be more than nothing"),
             ("1XB", "--cache-memory is a size like"),
-            ("100", "MB holds no 64 positions of this model"),
+            ("100", "100 bytes of cache hold no 64 positions of this model"),
             ("60KB", "but the memory for caches has"),
         ],
     )

@@ -372,3 +372,48 @@ class TestPages:
     def test_the_memory_of_another_model_is_refused(self, model: Decoder, tiny_model: Callable[..., Decoder]) -> None:
         with pytest.raises(ValueError, match="the memory is of another model"):
             generate_batch(model, LETTERS, [[1]], memory=CacheMemory(tiny_model(), 10**6))
+
+    def test_a_row_that_waits_holds_nothing(self, llama: Decoder) -> None:
+        """What is remembered for it can go for those that run."""
+        text = [i * 11 % 64 for i in range(128)]
+        memory = CacheMemory(llama, 8 * bytes_for(llama.config, 1, 4, 16), page=16)
+        params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (2, 15)]
+        generate_batch(llama, LETTERS, [text[:67]], params[:1], memory=memory)
+        prompts = [text[::-1][:111], [*text[:65], 7]]
+        expected = [generate(llama, LETTERS, *each).token_ids for each in zip(prompts, params, strict=True)]
+        results = generate_batch(llama, LETTERS, prompts, params, memory=memory)
+        assert [result.token_ids for result in results] == expected
+
+    def test_what_others_hold_is_left_to_them(self, llama: Decoder) -> None:
+        memory = CacheMemory(llama, 8 * bytes_for(llama.config, 1, 4, 16), page=16)
+        others = memory.pool.take(4)
+        params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+        prompts = [[i] * 38 for i in range(2)]
+        results = generate_batch(llama, LETTERS, prompts, params, memory=memory)
+        expected = [generate(llama, LETTERS, prompt, params).token_ids for prompt in prompts]
+        assert [result.token_ids for result in results] == expected
+        with pytest.raises(ValueError, match="exceed what the memory for caches holds"):
+            generate_batch(llama, LETTERS, [[1] * 70], params, memory=memory)
+        memory.pool.release(others)
+
+    def test_what_is_remembered_does_not_decide_what_fits(self, llama: Decoder) -> None:
+        text = [i * 11 % 64 for i in range(128)]
+        memory = CacheMemory(llama, 4 * bytes_for(llama.config, 1, 4, 16), page=16)
+        for prompt, new in ((text[:20], 1), (text[:50], 14)):
+            params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+            [result] = generate_batch(llama, LETTERS, [prompt], params, memory=memory)
+            assert result.token_ids == generate(llama, LETTERS, prompt, params).token_ids
+
+    def test_beyond_the_context(self, tiny_model: Callable[..., Decoder]) -> None:
+        model = tiny_model(max_position_embeddings=32)
+        memory = CacheMemory(model, 2 * bytes_for(model.config, 32, 4, 16), page=16)
+        params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+        prompts = [[3] * 20, [5] * 40]
+        results = generate_batch(model, LETTERS, prompts, params, on_full="recompute", memory=memory)
+        expected = [generate(model, LETTERS, prompt, params, on_full="recompute").token_ids for prompt in prompts]
+        assert [result.token_ids for result in results] == expected
+
+    def test_another_dtype_is_refused(self, llama: Decoder) -> None:
+        options = {"cache_dtype": "int8", "memory": CacheMemory(llama, 10**6)}
+        with pytest.raises(ValueError, match=r"cache_dtype='int8' was asked for, but the memory holds torch\.float32"):
+            generate_batch(llama, LETTERS, [[1]], SamplingParams(max_new_tokens=1), **options)

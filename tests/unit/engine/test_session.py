@@ -507,7 +507,7 @@ class TestRewind:
             say(chat, text)
         messages, held = list(chat.messages), chat.cache.seq_len
         for change in (chat.rewind, chat.truncate):
-            with pytest.raises(ValueError, match=f"cannot (rewind|keep) {turns!r} turns: there are 2"):
+            with pytest.raises(ValueError, match=f"cannot (rewind|keep) {turns!r} of 2 turns"):
                 change(turns)
         assert (chat.messages, chat.turns, chat.cache.seq_len) == (messages, 2, held)
         chat.rewind(2)
@@ -775,13 +775,13 @@ class TestLoadRefuses:
     )
     def test_another_model(self, path: Path, changes: dict[str, Any], how: dict[str, Any]) -> None:
         model = make_tiny_model(**{"eos_token_ids": (EOS,)} | changes)
-        self.refuse(path, memory_of(model, **{"page": 4} | how), "is a session with another model, or in another dtype")
+        self.refuse(path, memory_of(model, **{"page": 4} | how), "is a session with another model, dtype")
 
     def test_int8_as_float(self, model: Watched, tmp_path: Path) -> None:
         chat = talk(model, memory_of(model.model, "int8"))
         say(chat, "HELLO")
         chat.save(tmp_path / "chat")
-        self.refuse(tmp_path / "chat", memory_of(model.model), "in another dtype")
+        self.refuse(tmp_path / "chat", memory_of(model.model), "another model, dtype")
 
     def test_truncated(self, path: Path, chat: Chat) -> None:
         whole = path.read_bytes()
@@ -837,8 +837,9 @@ class TestLoadRefuses:
         self.refuse(path, chat.memory, "was written by another version of infer: '0'")
 
     def test_no_file(self, chat: Chat, tmp_path: Path) -> None:
-        for path in (tmp_path, tmp_path / "none", tmp_path / "none" / "chat"):
+        for path in (tmp_path / "none", tmp_path / "none" / "chat"):
             self.refuse(path, chat.memory, "there is no file", FileNotFoundError)
+        self.refuse(tmp_path, chat.memory, "is a folder, not a session", IsADirectoryError)
 
     def test_no_room(self, path: Path, chat: Chat) -> None:
         memory = memory_of(chat.model, page=4, size=chat.memory.pool.page_bytes * 60)
@@ -1063,3 +1064,39 @@ for number in range(times):
 assert found == {1, 2}, found
 print("always whole")
 """
+
+
+class TestOneAnswerAtATime:
+    def test_a_second_stream_waits(self, model: Watched, memory: CacheMemory) -> None:
+        chat = talk(model, memory)
+        first = chat.stream("HELLO", GREEDY)
+        next(first)
+        for other in (lambda: chat.stream("MORE", GREEDY), chat.reset, lambda: chat.save("nowhere")):
+            with pytest.raises(ValueError, match="this session is answering"):
+                other()
+        twin = chat.fork()
+        list(first)
+        assert chat.turns == 1
+        say(twin, "MORE")
+        say(chat, "MORE")
+
+    def test_a_stream_that_comes_late(self, model: Watched, memory: CacheMemory) -> None:
+        chat = talk(model, memory)
+        late = chat.stream("HELLO", GREEDY)
+        say(chat, "FIRST")
+        with pytest.raises(ValueError, match="something else was said"):
+            next(late)
+        say(chat, "SECOND")
+
+    def test_a_turn_that_fails_was_not_said(self, model: Watched, memory: CacheMemory) -> None:
+        chat = talk(model, memory)
+        say(chat, "HELLO")
+        before, held = list(chat.messages), chat.cache.seq_len
+        spare = memory.pool.take(memory.pool.free)
+        memory.index.clear()
+        with pytest.raises(NoPages):
+            list(chat.stream("X" * 120, GREEDY))
+        assert (chat.messages, chat.turns) == (before, 1)
+        assert chat.cache.seq_len <= held
+        memory.pool.release(spare)
+        say(chat, "X" * 20)
