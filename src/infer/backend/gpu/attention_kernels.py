@@ -169,7 +169,7 @@ def page_of(pages, position, slots, there, dtype: tl.constexpr, ALIGNED: tl.cons
     """
     size: tl.constexpr = dtype.primitive_bitwidth // 8
     numbers, stride = pages
-    at = tl.where(there & (numbers != 0), numbers + (position // slots).to(tl.int64) * 8, 0)
+    at = tl.where(there & (numbers != 0), numbers + (position // tl.maximum(slots, 1)).to(tl.int64) * 8, 0)
     return tl.multiple_of(number_at(at) * (stride // size), ALIGNED // size)
 
 
