@@ -206,7 +206,8 @@ class PagePool:
 
     def write(self, pages: Sequence[int], contents: Tensor) -> None:
         """Put back what `read` gave."""
-        self.memory[:, :, :, list(pages)] = contents.to(self.device).movedim(0, 3)
+        where = torch.tensor(list(pages), dtype=torch.int64, device=self.device)
+        self.memory.index_copy_(3, where, contents.to(self.device).movedim(0, 3))
 
     @property
     def page_shape(self) -> tuple[int, ...]:

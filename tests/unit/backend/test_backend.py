@@ -594,7 +594,8 @@ class TestTorchBackend:
             (SlidingCache, new | {"dtype": "float32", "prefill_chunk": 1}),
             (KVCache, new | {"dtype": "float32", "batch_size": 2}),
         ]
-        lengths, wanted = [5, 1, 9, 1, 3, 7, 1, 4], [ALL, LAST, slice(2, 5), LAST, NONE, LAST, ALL, LAST]
+        lengths = [5, 1, 9, 1, 3, 7, 6, 1, 1, 4]
+        wanted = [ALL, LAST, slice(2, 5), LAST, NONE, LAST, slice(1, 4), LAST, ALL, LAST]
         rows, alone = [], []
         for i, (cls, options) in enumerate(kinds):
             ids = random_ids(options.get("batch_size", 1), 2 * i + lengths[i], seed=i)

@@ -966,7 +966,11 @@ class TestInt8:
             for layer, (k, v) in enumerate(written):
                 cut.update(layer, k[:, :, start : start + chunk], v[:, :, start : start + chunk])
             cut.advance(min(chunk, 16 - start))
-        assert all(map(torch.equal, stored(cut), stored(whole)))
+        if cls is not PagedCache:  # which pages it has let go of by now depends on how it was fed
+            assert all(map(torch.equal, stored(cut), stored(whole)))
+        last = random_kv(cut, 1)
+        for layer in range(cut.shape.num_layers):
+            assert all(map(torch.equal, cut.update(layer, *last), whole.update(layer, *last)))
 
     @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3, 39])
     @pytest.mark.parametrize("chunk", [1, 3, WINDOW + 1, 40])

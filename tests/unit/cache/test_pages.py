@@ -189,7 +189,7 @@ class TestPool:
         size = page_bytes(1, 2, 12, dtype, 4)
         pool = PagePool.for_model(config, 10 * size + size // 2, dtype=dtype, device=CPU, page=4)
         assert (pool.count, pool.layers, pool.page_bytes, pool.memory_bytes) == (10, 1, size, 10 * size)
-        with pytest.raises(ValueError, match="holds no 4 positions of this model"):
+        with pytest.raises(ValueError, match="hold no 4 positions of this model"):
             PagePool.for_model(config, 3 * size - 1, dtype=dtype, device=CPU, page=4)
 
     def test_unwritten(self) -> None:

@@ -524,8 +524,8 @@ class TestRagged:
     def test_prompts_beside_single_tokens(self, family: str, kinds: list[Any], tiny_model: Callable) -> None:
         """Prompts from the start and behind what is held, longer than a window and than what threads share."""
         model = tiny_model(model_type=family)
-        fed = [(0, 20), (7, 1), (0, 1), (3, 13), (21, 1), (0, 3), (11, 30), (5, 1)]
-        wanted = [ALL, LAST, LAST, LAST, ALL, ALL, slice(3, 9), LAST]
+        fed = [(0, 20), (7, 1), (0, 1), (3, 13), (21, 1), (0, 3), (11, 30), (5, 1), (0, 25), (9, 1), (2, 6)]
+        wanted = [ALL, LAST, LAST, LAST, ALL, ALL, slice(3, 9), LAST, LAST, ALL, NONE]
         rows = [(kind, *fed[i], wanted[i]) for i, kind in enumerate(kinds)]
         check_ragged(model, rows)
         check_ragged(model, rows[::-1])
@@ -534,7 +534,7 @@ class TestRagged:
     @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
     def test_in_16_bits(self, family: str, dtype: torch.dtype, tiny_model: Callable) -> None:
         model = tiny_model(model_type=family, dtype=dtype)
-        lengths = [(0, 20), (7, 1), (0, 1), (3, 13), (21, 1), (0, 3), (11, 8), (5, 1)]
+        lengths = [(0, 20), (7, 1), (0, 1), (3, 13), (21, 1), (0, 3), (11, 8), (5, 1), (0, 25), (9, 1), (2, 6)]
         check_ragged(model, [(kind, *lengths[i], ALL) for i, kind in enumerate(RAGGED)])
 
     @pytest.mark.parametrize("seed", range(amount(60, 12)))
