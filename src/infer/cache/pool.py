@@ -8,6 +8,7 @@ holds it lets it go.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -79,7 +80,7 @@ class PagePool:
         self.reclaim: Callable[[int], None] | None = None  # asked to let go of so many pages when there are too few
         self._free_runs = list(range(-(-count // RUN) - 1, -1, -1))  # of which all pages are free, the lowest last
         self._free_in_run = np.minimum(count - RUN * np.arange(-(-count // RUN)), RUN)  # of each
-        self._loose: dict[int, None] = {}  # free pages of other runs
+        self._loose: OrderedDict[int, None] = OrderedDict()  # free pages of other runs
         self._free = count
         self._touched = 0  # pages that were ever taken
         if device.type == "cpu":
@@ -177,9 +178,9 @@ class PagePool:
             if self._free_runs:
                 run = self._free_runs.pop()
                 wanted = run * RUN
-                self._loose |= dict.fromkeys(range(wanted, min(wanted + RUN, self.count)))
-            else:
-                wanted = next(reversed(self._loose))
+                self._loose.update(dict.fromkeys(range(wanted, min(wanted + RUN, self.count))))
+            else:  # not the last one: what lies behind a page that was free for long is likely to be free too
+                wanted = next(iter(self._loose))
         del self._loose[wanted]
         self._free_in_run[wanted // RUN] -= 1
         self._free -= 1

@@ -106,6 +106,8 @@ def read(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError:
         raise Damaged(f"{path} is damaged, or no {kind} of infer's") from None
+    except RuntimeError as error:  # torch's own, of a file that was there a moment ago
+        raise OSError(f"{path} cannot be read: {error}") from None
     if header.pop("checksum", None) != _checksum(header, tensors):
         raise Damaged(f"{path} is damaged: its checksum does not fit")
     return header, tensors
@@ -151,7 +153,7 @@ class PrefixStore:
         path = self._path(key)
         if key not in self._known:
             with (
-                suppress(OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError),
+                suppress(OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError),
                 safe_open(path, "pt") as file,
             ):
                 self._known[key] = len(json.loads(file.metadata()["groups"]))

@@ -460,6 +460,18 @@ class TestStore:
             assert "\n" not in str(error.value)
             assert str(folder) in str(error.value)
 
+    def test_gone_between_two_looks(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Another process has taken a page away while it was being opened: torch says so in its own way."""
+
+        def gone(path: Path, framework: str) -> None:
+            raise RuntimeError(f"unable to open file <{path}>")
+
+        memory = memory_of(make_tiny_model(), store=folder)
+        ask(memory, PROMPT[:30])
+        again = memory_of(memory.model, store=folder)
+        monkeypatch.setattr("infer.engine.store.safe_open", gone)
+        assert ask(again, PROMPT[:30]) == 0
+
     def test_two_processes(self, folder: Path) -> None:
         assert python(TOGETHER, str(folder)) == "alike\n"
 

@@ -52,10 +52,14 @@ def _piece(row: Any, position: int, count: int, size: int) -> Any:
     """
     slots = row[SLOTS]
     slot = position % slots
-    at = slot * size
+    at, together = slot * size, slots - slot
     if row[PAGES] != 0:
-        at += integer_at(row[PAGES] + position // slots * 8) * row[PAGE]
-    return at, min(count, slots - slot)
+        listed = row[PAGES] + position // slots * 8
+        number = integer_at(listed)
+        at += number * row[PAGE]
+        while together < count and integer_at(listed + 8) == number + 1:  # the next page lies right behind
+            number, listed, together = number + 1, listed + 8, together + slots
+    return at, min(count, together)
 
 
 @njit
