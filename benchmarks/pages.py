@@ -58,7 +58,6 @@ def step_of(model: Decoder, rows: Sequence[Cache]) -> tuple[Callable[[], Any], C
     """What runs one step of these rows, on a GPU at the same positions again and again; and what ends that."""
     backend: Any = backend_for(model)
     if backend.name != "gpu":
-
         return lambda: backend.run([Row(cache, [1]) for cache in rows]), lambda: None
     from infer.backend.gpu.captured import DecodingRow
 
