@@ -180,6 +180,8 @@ class PagedCache(BaseCache):
     def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any:
         if not self._suits_kernels(config, dtype):
             return None
+        if self._on_device is not None and self.pool.page % PAGE:
+            return None  # a GPU's kernels take blocks of keys that lie behind each other
         lists = self.pages.ctypes.data if self._on_device is None else self._on_device.data_ptr()
         memory = self.pool.memory.data_ptr()
         if self._table is None or self._table[:2] != (memory, lists):

@@ -238,7 +238,7 @@ def pages_for(config: ModelConfig, length: int, page: int = PAGE, chunk: int = 0
     return sum(last - max(0, first_seen(before, group.window) - page) // page for group in groups)
 
 
-def bytes_for(config: ModelConfig, length: int, itemsize: int, page: int = PAGE) -> int:
-    """That a conversation of so many tokens takes. itemsize: bytes of a number, 1 with scales."""
+def bytes_for(config: ModelConfig, length: int, itemsize: int, page: int = PAGE, chunk: int = 0) -> int:
+    """That a conversation of so many tokens takes. itemsize: bytes of a number, 1 with scales. chunk: as above."""
     groups = layer_groups([config.window(i) for i in range(config.num_hidden_layers)])
-    return pages_for(config, length, page) * page * config.cache_bytes_per_token(itemsize) // len(groups)
+    return pages_for(config, length, page, chunk) * page * config.cache_bytes_per_token(itemsize) // len(groups)

@@ -204,6 +204,7 @@ class PrefixIndex:
                 or self._drop(busy)
                 or self._strip(busy, len(self._passed))
                 or self._strip_busy(busy)
+                or self._fold(busy)
             ):
                 break
         self._clock += 1
@@ -322,6 +323,21 @@ class PrefixIndex:
             if idle:
                 self._replace(node, tuple(-1 if group in idle else page for group, page in enumerate(node.pages)))
                 return True
+        return False
+
+    def _fold(self, busy: list[tuple[_Queue, _Node]]) -> bool:
+        """Give a node the page of one behind it that is in use, and holds its tokens too, in place of its own."""
+        for _, node in busy:
+            while node.parent is not None and node.parent is not self._root:
+                parent = node.parent
+                if node.start:
+                    pairs = zip(parent.pages, node.pages, strict=True)
+                    idle = [own >= 0 <= page and self._in_use(page) and not self._in_use(own) for own, page in pairs]
+                    if any(idle):
+                        chosen = zip(idle, parent.pages, node.pages, strict=True)
+                        self._replace(parent, tuple(page if better else own for better, own, page in chosen))
+                        return True
+                node = parent
         return False
 
     def _in_use(self, page: int) -> bool:

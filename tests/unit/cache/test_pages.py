@@ -23,7 +23,7 @@ from infer.backend import Row, backend_for
 from infer.cache import NoCache, PagedCache, paged, prefix
 from infer.cache.base import first_seen
 from infer.cache.paged import NONE
-from infer.cache.pool import RUN, LayerGroup, NoPages, PagePool, layer_groups, page_bytes, pages_for
+from infer.cache.pool import PAGE, RUN, LayerGroup, NoPages, PagePool, layer_groups, page_bytes, pages_for
 from infer.cache.prefix import PrefixIndex
 from infer.cache.ring import PREFILL_CHUNK, layer_slots
 from infer.engine.memory import CacheMemory
@@ -898,3 +898,13 @@ def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner: Any, name: s
     # Other logits or holders, a refusal without a reason, or a kernel that has no key to attend to.
     with pytest.raises((AssertionError, ValueError, RuntimeError, SystemError)):
         search(PROPERTY(without_kernels))()
+
+
+@pytest.mark.parametrize(("page", "has"), [(PAGE, True), (2 * PAGE, True), (4, False), (PAGE + 16, False)])
+def test_pages_that_a_gpu_can_read(page: int, has: bool) -> None:
+    """Its kernels take blocks of keys, which no page may cut. Any other cache is asked to attend itself."""
+    config = make_tiny_config()
+    cache = PagedCache.from_model_config(config, 300, dtype="float32", device="cpu", page=page)
+    assert cache.table(config, torch.float32, 1) is not None
+    cache._on_device = torch.zeros(cache.pages.shape, dtype=torch.int64)  # as on a GPU
+    assert (cache.table(config, torch.float32, 1) is not None) == has

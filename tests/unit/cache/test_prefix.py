@@ -259,6 +259,18 @@ class TestEvict:
         index.evict(100)
         assert index.pages == len(index) == 0
 
+    def test_all_but_what_is_in_use(self) -> None:
+        """Also the page of a node that others lie behind: theirs holds its tokens too."""
+        index = index_of()
+        put(index, [1, 2, 3, 4])
+        put(index, [1, 2, 8, 9])
+        match = index.match([1, 2, 8, 9])
+        index.evict(100)
+        consistent(index, match.pages)
+        assert index.pool.free == index.pool.count - 1
+        release(index, match.pages)
+        assert look(index, [1, 2, 8, 9]).length == 4
+
     def test_what_was_in_use_counts_as_used(self) -> None:
         index = index_of()
         put(index, [1])
@@ -473,7 +485,7 @@ class World:
         used = {page: times for page, times in before.items() if self.pool.holders[page] > times}
         self.index.evict(count)
         after = self.index.check()
-        assert {page: after[page] for page in used} == used
+        assert all(after[page] >= times for page, times in used.items())  # more, where others have them now too
         self.learn()
         if self.pool.free < free + count:
             for node in self.index._nodes():
