@@ -21,6 +21,9 @@ _NUMBERS = (
     "frequency_penalty",
     "seed",
     "max_new_tokens",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
 )
 
 
@@ -47,6 +50,9 @@ class SamplingParams:
     ignore_eos: bool = _option(False, "Go on after the end-of-sequence token.")
     seed: int | None = _option(None, "Makes sampling repeatable: from 0 to 2**64 - 1.")
     max_new_tokens: int = _option(256, "Generate at most this many tokens.")
+    n: int = _option(1, "Sample so many texts, with seeds derived from one.")
+    logprobs: int | None = _option(None, "Log-probabilities of each token, and of so many of the likeliest.")
+    prompt_logprobs: int | None = _option(None, "The same of the prompt's tokens.")
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop, Sequence):
@@ -66,12 +72,13 @@ class SamplingParams:
         _check("repetition_penalty", self.repetition_penalty, "above 0", lambda x: x > 0)
         _check("presence_penalty", self.presence_penalty, "a finite number", lambda x: True)
         _check("frequency_penalty", self.frequency_penalty, "a finite number", lambda x: True)
-        _check(
-            "max_new_tokens",
-            self.max_new_tokens,
-            "a whole number, 1 or more",
-            lambda x: _is_int(x) and x >= 1,
-        )
+        if self.prompt_logprobs is None:
+            _check("max_new_tokens", self.max_new_tokens, "a whole number, 1 or more", lambda x: _is_int(x) and x >= 1)
+        else:  # there is something to be had without any
+            _check("max_new_tokens", self.max_new_tokens, "a whole number, 0 or more", lambda x: _is_int(x) and x >= 0)
+        _check("n", self.n, "a whole number, 1 or more", lambda x: _is_int(x) and x >= 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            _check(name, getattr(self, name), "a whole number, 0 or more", lambda x: _is_int(x) and x >= 0, None)
         _check("seed", self.seed, "a whole number from 0 to 2**64 - 1", lambda x: _is_int(x) and 0 <= x < SEEDS, None)
         for token_id, bias in self.logit_bias.items():
             if not _is_int(token_id) or token_id < 0 or not (_is_finite(bias) or bias == -math.inf):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from infer.engine.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -14,12 +17,18 @@ class GeneratedToken:
     text: str
     time_s: float  # of the forward pass and sampling; the first one's includes the whole prefill
     finish_reason: str | None = None  # on the last: "eos" | "stop" | "length"
+    logprobs: TokenLogprobs | None = None  # where they were asked for
+    index: int = 0  # of the sample that it belongs to, where there are several
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True)
 class Timing:
-    prefill_time_s: float
+    prefill_time_s: float  # to the first token
     decode_times_s: list[float] = field(default_factory=list)
+    queue_time_s: float = 0.0  # before the first pass
 
     @property
     def decode_time_s(self) -> float:
@@ -39,6 +48,13 @@ class GenerationResult:
     finish_reason: str  # "eos" | "stop" | "length"; "interrupted" if the stream was left early
     timing: Timing
     cache_memory_bytes: int
+    seed: int | None = None  # that its tokens were drawn with, given or not
+    logprobs: list[TokenLogprobs] | None = None  # of each token, where they were asked for
+    # Of each token of the prompt; the first has none, as nothing comes before it.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def __str__(self) -> str:
+        return self.text
 
     @property
     def prompt_tokens(self) -> int:
@@ -49,13 +65,17 @@ class GenerationResult:
         return len(self.token_ids)
 
 
-def collect(prompt_token_ids: Sequence[int], steps: Sequence[GeneratedToken], cache_bytes: int) -> GenerationResult:
-    """The result of a stream that has been read."""
+def collect(
+    prompt_token_ids: Sequence[int], steps: Sequence[GeneratedToken], cache_bytes: int, **others: Any
+) -> GenerationResult:
+    """The result of a stream that has been read. others: fields that it does not tell."""
     return GenerationResult(
         prompt_token_ids=list(prompt_token_ids),
         token_ids=[step.token_id for step in steps],
         text="".join(step.text for step in steps),
-        finish_reason=steps[-1].finish_reason or "interrupted",
-        timing=Timing(steps[0].time_s, [step.time_s for step in steps[1:]]),
+        finish_reason=(steps[-1].finish_reason or "interrupted") if steps else "length",
+        timing=Timing(steps[0].time_s if steps else 0.0, [step.time_s for step in steps[1:]]),
         cache_memory_bytes=cache_bytes,
+        logprobs=[step.logprobs for step in steps if step.logprobs is not None] or None,
+        **others,
     )

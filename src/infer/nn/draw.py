@@ -100,6 +100,13 @@ def weights(scores: Floats, filters: Filters) -> tuple[Sequence[int] | Ints, Int
     return tokens, mass
 
 
+def log_mass(scores: Floats) -> float:
+    """The logarithm of the sum of e^(score - highest), over scores [V]. None of them is NaN."""
+    depth = depths(scores, 2**OCTAVE / math.log(2))
+    total = sum(int(masses(depth[part]).sum()) for part in _blocks(len(depth)))
+    return math.log(total) - MASS * math.log(2)
+
+
 def depths(scores: Floats, per_temperature: float) -> Ints:
     highest = scores.max()
     if highest == np.inf:  # infinite scores are equally likely, and no others are
