@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         prefill,
     )
     from infer.engine.generate import generate, stream
+    from infer.engine.llm import LLM
     from infer.engine.memory import CacheMemory
     from infer.engine.params import SamplingParams
     from infer.engine.result import GenerationResult
@@ -37,6 +38,7 @@ _HOMES = {
     "GenerationResult": "infer.engine.result",
     "GrowingCache": "infer.cache",
     "KVCache": "infer.cache",
+    "LLM": "infer.engine.llm",
     "ModelConfig": "infer.loader",
     "PagePool": "infer.cache",
     "PagedCache": "infer.cache",
@@ -61,6 +63,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "LLM",
     "CacheMemory",
     "GenerationResult",
     "GrowingCache",

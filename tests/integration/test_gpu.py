@@ -439,8 +439,10 @@ class TestComingAndGoing:
                 for flight, text in flights.items():
                     if retired is not None and retired.get(i) is text:
                         runner.retire(flight)
-                for output in runner.step():
-                    flights[output.flight].tokens.append(output.token.token_id)
+                for flight, token, _, started in runner.step():
+                    flights[flight].tokens.append(flight.request.push(token, started).token_id)
+                    if flight.request.finish_reason is not None:
+                        runner.retire(flight)
             assert not runner.flights
 
     @pytest.mark.parametrize("family", ["llama", "gemma3"])

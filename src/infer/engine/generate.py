@@ -62,7 +62,10 @@ def stream(
 
     options: those of `RunOptions`.
     """
-    return steps(_prepare(model, tokenizer, prompt_token_ids, params, RunOptions(**options)))
+    run = _prepare(model, tokenizer, prompt_token_ids, params, RunOptions(**options))
+    if run.request.prompt_logprobs is not None:
+        raise ValueError("a stream has no place for prompt_logprobs: `generate` and `LLM` give them")
+    return steps(run)
 
 
 def generate(
@@ -74,7 +77,14 @@ def generate(
 ) -> GenerationResult:
     """Generate to the end and return it all. The arguments are those of `stream`."""
     run = _prepare(model, tokenizer, prompt_token_ids, params, RunOptions(**options))
-    return collect(run.request.prompt, list(steps(run)), run.cache.memory_bytes)
+    tokens, request = list(steps(run)), run.request
+    return collect(
+        request.prompt,
+        tokens,
+        run.cache.memory_bytes,
+        seed=request.seed,
+        prompt_logprobs=request.prompt_logprobs,
+    )
 
 
 class Run(NamedTuple):
@@ -93,7 +103,8 @@ def steps(run: Run) -> Iterator[GeneratedToken]:
     with Runner(model) as runner:
         flight = runner.admit(request, cache, prefill_chunk=prefill_chunk, watch=watching(recorder))
         while request.finish_reason is None:
-            for _, token, logits in runner.step():
+            for _, chosen, logits, started in runner.step():
+                token = request.push(chosen, started)
                 if recorder is not None and logits is not None and isinstance(flight.cache, TracedCache):
                     recorder.record(request.tokens, logits, flight.cache, token.time_s)
                 yield token
@@ -122,6 +133,8 @@ def _prepare(
     check_cache_dtype(options.cache_dtype, cache, options.use_kv_cache)
     capacity = None if cache is None else cache.capacity
     request = Request(model.config, tokenizer, prompt, params, capacity, options.on_full)
+    if request.params.n != 1:
+        raise ValueError(f"n={request.params.n}: this gives one text; `LLM` and `generate_batch` give several")
     check_chunk(chunk)
     check_mode(model)
     check_fits(model, cache, 1)
@@ -137,6 +150,8 @@ def _prepare(
             if helps
             else NoCache(1, device)
         )
+    if request.prompt_logprobs is not None:
+        cache.reset()  # all positions have to be computed
     if len(request.tokens) <= min(cache.capacity, model.config.max_position_embeddings):
         keep_prefix(cache, request.tokens)
     if trace is not None:

@@ -6,14 +6,18 @@ import operator
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from infer.config import ModelConfig
+from infer.engine.logprobs import TokenLogprobs, logprobs_of
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken
 from infer.engine.sampler import sample
-from infer.engine.text import Decodes, TextStream
+from infer.engine.text import Decodes, TextStream, whole_text
+from infer.models.rows import LAST, NONE
+from infer.nn.draw import U64, mix
 from infer.values import shown
 
 ON_FULL = ("error", "recompute")
@@ -51,9 +55,15 @@ class Request:
         check_request(config, self.tokens, self.params, capacity, on_full)
         self.finish_reason: str | None = None
         self.prompt_len = len(self.tokens)
+        self.tokenizer = tokenizer
         self._text = TextStream(tokenizer, self.params.stop)
         self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         self._eos = () if self.params.ignore_eos else config.eos_token_ids
+        self.logprobs: list[TokenLogprobs] | None = None if self.params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+            self._end_if_scored()
 
     @property
     def prompt(self) -> list[int]:
@@ -64,28 +74,103 @@ class Request:
         """Positions it may come to fill."""
         return self.prompt_len + self.params.max_new_tokens
 
-    def accept(self, logits: Tensor, started: float) -> GeneratedToken:
-        """Choose the token to follow, from its logits [V]. started: when the step was, by `time.perf_counter`."""
-        return self.push(sample(logits, self.tokens, self.prompt_len, self.params, self.seed), started)
+    @property
+    def wants_logits(self) -> bool:
+        """Whether a device alone cannot choose its tokens."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
 
-    def push(self, token: int, started: float) -> GeneratedToken:
-        """The token to follow, as chosen; -1: none could be."""
-        elapsed = time.perf_counter() - started
+    def wanted(self, start: int, stop: int) -> slice:
+        """Of tokens that are fed, those whose logits are needed. start, stop: their positions."""
+        if self.scored is not None:
+            return slice(max(0, self.scored - 1 - start), None) if stop >= self.scored else NONE
+        return LAST if stop == len(self.tokens) else NONE
+
+    @property
+    def scored(self) -> int | None:
+        """Tokens of the prompt whose log-probabilities are there; None: no more are wanted."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) == self.prompt_len:
+            return None
+        return len(self.prompt_logprobs)
+
+    def score(self, logits: Tensor) -> None:
+        """The prompt's next tokens, from the logits [n, V] that each would be chosen from."""
+        assert self.prompt_logprobs is not None
+        following = self.tokens[len(self.prompt_logprobs) : self.prompt_len][: len(logits)]
+        self.prompt_logprobs += logprobs_of(logits[: len(following)], following, self.params.prompt_logprobs or 0)
+        self._end_if_scored()
+
+    def _end_if_scored(self) -> None:
+        if not self.params.max_new_tokens and len(self.prompt_logprobs or ()) == self.prompt_len:
+            self.finish_reason = "length"
+
+    def choose(self, logits: Tensor) -> int:
+        """The token to follow, from its logits [V]; -1: none can be."""
+        token = sample(logits, self.tokens, self.prompt_len, self.params, self.seed)
+        if self.logprobs is not None and token >= 0:
+            self.logprobs += logprobs_of(logits[None], [token], self.params.logprobs or 0)
+        return token
+
+    def take(self, token: int) -> None:
+        """The token to follow, as chosen; -1: none could be. Whether it is the last shows in `finish_reason`."""
         if token < 0:
             raise NoToken(
                 f"no token can be chosen for position {len(self.tokens)}: the logits hold a NaN, or all are -inf"
             )
         self.tokens.append(token)
-        is_eos = token in self._eos
-        is_last = is_eos or len(self.tokens) == self.max_seq_len
-        piece = "" if is_eos else self._text.push(token)
-        if is_last:
+        if token in self._eos:
+            self.finish_reason = "eos"
+        elif len(self.tokens) == self.max_seq_len:
+            self.finish_reason = "length"
+
+    def take_stopping(self, token: int) -> None:
+        """As `take`, where a stop string may end it."""
+        self.take(token)
+        self._shown(token)
+
+    def push(self, token: int, started: float) -> GeneratedToken:
+        """As `take`, with its text. started: when the step was, by `time.perf_counter`."""
+        elapsed = time.perf_counter() - started
+        self.take(token)
+        piece = self._shown(token)
+        return GeneratedToken(
+            token, piece, elapsed, self.finish_reason, None if self.logprobs is None else self.logprobs[-1]
+        )
+
+    def text(self) -> str:
+        """Of all tokens taken so far, as `push` would have given it."""
+        tokens = self.tokens[self.prompt_len : len(self.tokens) - (self.finish_reason == "eos")]
+        if not self.params.stop:
+            return whole_text(self.tokenizer, tokens)
+        stream = TextStream(self.tokenizer, self.params.stop)
+        return "".join(map(stream.push, tokens)) + stream.finish()
+
+    def _shown(self, token: int) -> str:
+        """The text of the token taken last; a stop string in it ends the request."""
+        piece = "" if self.finish_reason == "eos" else self._text.push(token)
+        if self.finish_reason is not None:
             piece += self._text.finish()
         if self._text.stopped:
             self.finish_reason = "stop"
-        elif is_last:
-            self.finish_reason = "eos" if is_eos else "length"
-        return GeneratedToken(token, piece, elapsed, self.finish_reason)
+        return piece
+
+
+def samples(
+    config: ModelConfig,
+    tokenizer: Decodes,
+    prompt: Sequence[int],
+    params: SamplingParams | None = None,
+    on_full: str = "error",
+) -> list[Request]:
+    """A request for each of the n samples that are asked for: the first with the seed itself, the others derived."""
+    first = Request(config, tokenizer, prompt, params, on_full=on_full)
+    params = first.params
+    seeds = [mix((mix(first.seed) + i) & U64) for i in range(1, params.n)]
+    if params.n > 1:
+        first.params = replace(params, n=1, seed=first.seed)
+    return [
+        first,
+        *(Request(config, tokenizer, first.tokens, replace(params, n=1, seed=seed), on_full=on_full) for seed in seeds),
+    ]
 
 
 def token_ids(prompt: Sequence[int]) -> list[int]:
@@ -117,6 +202,11 @@ def check_request(
                 f"token id {shown(wrong[0])} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}"
             )
     if on_full == "recompute":
+        if params.prompt_logprobs is not None and len(tokens) > config.max_position_embeddings:
+            raise ContextExceeded(
+                f"prompt_logprobs need all {len(tokens)} tokens of the prompt at once, but the model's context is "
+                f"{config.max_position_embeddings}"
+            )
         return
     needed = len(tokens) + params.max_new_tokens
     for kind, what, limit in (

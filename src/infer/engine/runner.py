@@ -7,8 +7,7 @@ rows with one token to feed go through captured steps, one of which is launched 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -19,9 +18,7 @@ from infer.cache.base import Cache, NoCache
 from infer.cache.debug import debugged
 from infer.engine.model import Model, model_device
 from infer.engine.params import SamplingParams
-from infer.engine.request import NoToken, Request
-from infer.engine.result import GeneratedToken
-from infer.models.rows import LAST, NONE
+from infer.engine.request import Request
 from infer.nn.module import Module
 
 PASS_TOKENS = 8192  # that prompts are packed into one pass up to
@@ -39,14 +36,26 @@ class Flight:
         self.started: float | None = None  # when the pass, or the first of several, that leads to its next token began
 
 
-class Output(NamedTuple):
+class Fed(NamedTuple):
+    """What a row feeds in a pass."""
+
     flight: Flight
-    token: GeneratedToken
+    tokens: Sequence[int]
+    start: int  # position of the first
+    complete: bool  # whether nothing is left to be fed then
+
+
+class Output(NamedTuple):
+    """The next token of a row, for its request to take."""
+
+    flight: Flight
+    token: int  # -1: none can be chosen, because the logits are no numbers
     logits: Tensor | None  # [V] that it was chosen from; None where the device chose
+    started: float  # when the step was, by `time.perf_counter`
 
 
 class Runner:
-    """Drives requests through a model: within it, call `step` until all that were admitted have finished."""
+    """Drives requests through a model: within it, call `step`, and retire what has finished."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -55,15 +64,13 @@ class Runner:
         self._context = model.config.max_position_embeddings
         self._backend: Backend | None = None
         self._decided_at = -1  # by `Module.changes`; -1: asked anew, as when a row is admitted
-        self._failed: list[tuple[Flight, NoToken]] = []  # of this step
-        self._pending: list[Output] = []  # of the last step, in which another row failed
         self._decoding: Any = None  # the backend's captured steps, once a row goes through them
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self.close()
         self.flights.clear()
 
     def admit(
@@ -91,45 +98,30 @@ class Runner:
         self._leave(flight)
 
     @torch.inference_mode()
-    def step(self) -> list[Output]:
-        """Feed each row what it has to feed, and choose its next token where that was all. Retires those that end.
+    def step(self, counts: Mapping[Flight, int] | None = None) -> list[Output]:
+        """Feed rows what they have to feed, and choose the next token of each where that was all.
 
-        A row from which no token can be chosen is retired with an error; the next call returns the others' tokens.
+        counts: tokens of each row that takes part; None: all rows do, with a chunk of the prompt each, or all of it.
+        Rows that have begun to decode take part in every step.
         """
-        if self._pending:
-            outputs, self._pending = self._pending, []
-            return outputs
         backend = self._decide()
-        for flight in self.flights:
+        flights = self.flights if counts is None else list(counts)
+        for flight in flights:
             self._route(flight, backend)
-        outputs = self._step_captured() if any(flight.captured for flight in self.flights) else []
-        for together in self._passes([flight for flight in self.flights if not flight.captured]):
-            outputs += self._pass(backend, together)
-        for output in outputs:
-            if output.flight.request.finish_reason is not None:
-                self.retire(output.flight)
-        if failed := self._failed:
-            self._failed, self._pending = [], outputs
-            for flight, _ in failed:
-                self.retire(flight)
-            raise failed[0][1]
+        others = [self._fed(flight, counts) for flight in flights if not flight.captured]
+        passes = [(fed, self._run(backend, fed)) for fed in _passes(others)]
+        # What the passes compute is on its way: captured steps go behind it, and only their tokens are awaited.
+        outputs = self._step_captured() if any(flight.captured for flight in flights) else []
+        for fed, logits in passes:
+            outputs += [output for each, of in zip(fed, logits, strict=True) if (output := _chosen(each, of))]
         return outputs
-
-    def _accept(self, flight: Flight, choose: Callable[[], GeneratedToken], logits: Tensor | None) -> list[Output]:
-        """Nothing where no token can be chosen: other rows go on, and the error waits for the end of the step."""
-        try:
-            return [Output(flight, choose(), logits)]
-        except NoToken as error:
-            named = NoToken(f"{flight.name}: {error}") if flight.name else error
-            self._failed.append((flight, named))
-            return []
 
     def _decide(self) -> Backend:
         """What runs the model. If it was changed, rows leave the captured steps of what it was."""
         if self._backend is None or self._decided_at != Module.changes:
             before, self._backend, self._decided_at = self._backend, backend_for(self.model), Module.changes
             if before is not self._backend:
-                self._close()
+                self.close()
         return self._backend
 
     def _route(self, flight: Flight, backend: Backend) -> None:
@@ -140,7 +132,7 @@ class Runner:
             # Every token moves to another position, so what the cache holds no longer holds.
             self._leave(flight)
             flight.full, flight.cache = True, flight.watch(NoCache(1, self._device))
-        elif not flight.captured and cache.seq_len == len(request.tokens) - 1:
+        elif not flight.captured and cache.seq_len == len(request.tokens) - 1 and not request.wants_logits:
             if self._decoding is None:
                 self._decoding = backend.decoding()
             if self._decoding is not None and self._decoding.takes(cache):
@@ -155,62 +147,65 @@ class Runner:
         self._decoding.arrange()  # what is compiled and captured once is not a token's time
         started = time.perf_counter()
         flights = {id(flight): flight for flight in self.flights}
-        outputs: list[Output] = []
-        for key, token in self._decoding.step().items():
-            request = flights[key].request
-            outputs += self._accept(flights[key], partial(request.push, token, started), None)
-        return outputs
+        return [Output(flights[key], token, None, started) for key, token in self._decoding.step().items()]
 
-    def _passes(self, flights: Sequence[Flight]) -> Iterator[list[Flight]]:
-        """Those that run together: each full one by itself, and of the others as many as a pass should have tokens."""
-        together: list[Flight] = []
-        tokens = 0
-        for flight in flights:
-            if flight.full:
-                yield [flight]
-                continue
-            count = len(self._fed(flight))
-            if together and tokens + count > PASS_TOKENS:
-                yield together
-                together, tokens = [], 0
-            together.append(flight)
-            tokens += count
-        if together:
-            yield together
-
-    def _fed(self, flight: Flight) -> list[int]:
+    def _fed(self, flight: Flight, counts: Mapping[Flight, int] | None) -> Fed:
         """With a cache the prompt, then each new token alone; NoCache holds nothing, so everything."""
         fed = flight.request.tokens[flight.cache.seq_len :][-self._context :]
-        return fed if flight.full else fed[: flight.prefill_chunk]
+        start = len(flight.request.tokens) - len(fed)
+        if not flight.full:
+            fed = fed[: flight.prefill_chunk if counts is None else counts[flight]]
+        return Fed(flight, fed, start, start + len(fed) == len(flight.request.tokens))
 
-    def _pass(self, backend: Backend, flights: Sequence[Flight]) -> list[Output]:
+    def _run(self, backend: Backend, fed: Sequence[Fed]) -> list[Tensor]:
         now = time.perf_counter()
-        rows, chosen = [], []
-        for flight in flights:
+        rows = []
+        for flight, tokens, start, _ in fed:
             flight.started = flight.started or now
-            fed = self._fed(flight)
-            complete = flight.full or flight.cache.seq_len + len(fed) == len(flight.request.tokens)
-            rows.append(Row(flight.cache, fed, LAST if complete else NONE))
-            chosen.append(complete)
-        outputs: list[Output] = []
-        for flight, logits, complete in zip(flights, backend.run(rows), chosen, strict=True):
-            if complete:
-                last, started = logits[0, -1], flight.started or now
-                outputs += self._accept(flight, partial(flight.request.accept, last, started), last)
-                flight.started = None
-        return outputs
+            rows.append(Row(flight.cache, tokens, flight.request.wanted(start, start + len(tokens))))
+        return backend.run(rows)
 
     def _leave(self, flight: Flight) -> None:
         if flight.captured:
             self._decoding.end(id(flight))
             flight.captured = False
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Give captured steps back, and roll back what they are ahead. Rows may go on: they will be taken anew."""
         for flight in self.flights:
             flight.captured = False
         if self._decoding is not None:
             self._decoding.close()
             self._decoding = None
+
+
+def _passes(rows: Sequence[Fed]) -> Iterator[list[Fed]]:
+    """What runs together: each full row by itself, and of the others as many as a pass should have tokens."""
+    together: list[Fed] = []
+    tokens = 0
+    for fed in rows:
+        if fed.flight.full:
+            yield [fed]
+            continue
+        if together and tokens + len(fed.tokens) > PASS_TOKENS:
+            yield together
+            together, tokens = [], 0
+        together.append(fed)
+        tokens += len(fed.tokens)
+    if together:
+        yield together
+
+
+def _chosen(fed: Fed, logits: Tensor) -> Output | None:
+    """Let a request see the logits that it wanted."""
+    flight, complete = fed.flight, fed.complete
+    request = flight.request
+    if request.scored is not None:
+        request.score(logits[0])
+    if not complete or request.finish_reason is not None:
+        return None
+    started, flight.started = flight.started or time.perf_counter(), None
+    return Output(flight, request.choose(logits[0, -1]), logits[0, -1], started)
 
 
 def _settings(request: Request) -> tuple[dict[str, Any], bool]:

@@ -32,6 +32,15 @@ def _encode_character(tokenizer: Encodes, character: str) -> list[int]:
         return []
 
 
+def whole_text(tokenizer: Decodes, token_ids: list[int]) -> str:
+    """What a `TextStream` gives of all these tokens, at once where that is the same."""
+    text = tokenizer.decode(token_ids)
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        return text
+    stream = TextStream(tokenizer)  # it may be shown before it is whole, and stay what it was shown as
+    return "".join(map(stream.push, token_ids)) + stream.finish()
+
+
 class TextStream:
     """Decodes tokens one by one, never showing half a character, nor any part of a stop string."""
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from mocks import MockModel, MockTokenizer
 
-from infer import GenerationResult, KVCache, SamplingParams, SlidingCache, generate, generate_batch, machine
+from infer import GenerationResult, SamplingParams, generate, generate_batch
 from infer.backend.cpu.backend import CpuBackend
-from infer.cache.pool import bytes_for
+from infer.cache.pool import NoPages, bytes_for
 from infer.engine.memory import CacheMemory
 from infer.models.common import Decoder
 from infer.models.rows import Row
@@ -53,16 +53,20 @@ def llama(tiny_model: Callable[..., Decoder]) -> Decoder:
 
 
 def outcome(result: GenerationResult) -> tuple[Any, ...]:
-    """All but the times."""
-    return result.prompt_token_ids, result.token_ids, result.text, result.finish_reason, result.cache_memory_bytes
+    """All but the times and the memory."""
+    return result.prompt_token_ids, result.token_ids, result.text, result.finish_reason
 
 
 def check(model: Decoder, prompts: list[list[int]], params: Any = None, **options: Any) -> list[GenerationResult]:
-    """Generate together, and compare with each prompt alone."""
+    """Generate together, and compare with each prompt alone; each has held the pages of its tokens, less the last."""
     results = generate_batch(model, LETTERS, prompts, params, **options)
     each = params if isinstance(params, list) else [params] * len(prompts)
     alone = [generate(model, LETTERS, *one, **options) for one in zip(prompts, each, strict=True)]
     assert [outcome(result) for result in results] == [outcome(result) for result in alone]
+    itemsize = 1 if options.get("cache_dtype") == "int8" else 4
+    assert [result.cache_memory_bytes for result in results] == [
+        bytes_for(model.config, result.prompt_tokens + result.generated_tokens - 1, itemsize) for result in results
+    ]
     return results
 
 
@@ -75,11 +79,24 @@ class TestRowsAreThoseOfEachAlone:
         assert [result.prompt_tokens for result in results] == LENGTHS
         assert len({tuple(result.token_ids) for result in results}) >= 5  # the same prompt twice may give the same
 
+    @pytest.mark.parametrize("rows", [1, 2, 4])
     @pytest.mark.parametrize("chunk", [1, 3, WINDOW, WINDOW + 1, 50])
-    def test_chunks(self, tiny_model: Callable[..., Decoder], chunk: int) -> None:
+    def test_chunks(
+        self,
+        tiny_model: Callable[..., Decoder],
+        chunk: int,
+        rows: int,
+        fed: list[list[int]],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """rows: that run at once."""
         model = tiny_model(**WINDOWS)
         whole = generate_batch(model, LETTERS, PROMPTS, EACH)
+        monkeypatch.setattr("infer.engine.loop.MAX_ROWS", rows)
+        fed.clear()
         results = check(model, PROMPTS, EACH, prefill_chunk=chunk)
+        assert max(sum(n for n in some if n > 1) for some in fed) <= chunk
+        assert max(map(len, fed)) == rows
         assert [result.token_ids for result in results] == [result.token_ids for result in whole]
 
     def test_without_a_cache_too(self, model: Decoder) -> None:
@@ -160,31 +177,43 @@ class TestSteps:
         assert all(result.timing.prefill_time_s > 0 for result in results)
 
     def test_chunks(self, llama: Decoder, fed: list[list[int]]) -> None:
-        """A row goes on as soon as its own prompt is through."""
+        """A row goes on as soon as its own prompt is through, and the next has what it leaves of a chunk."""
         params = SamplingParams(max_new_tokens=3)
         generate_batch(llama, LETTERS, [PROMPTS[4], PROMPTS[3], PROMPTS[0]], params, prefill_chunk=5)
-        assert fed == [[5, 5, 1], [5, 1, 1], [3, 1, 1], [1, 1], [1]]
+        assert fed == [[5], [5], [3, 2], [1, 4, 1], [1, 1, 1], [1, 1]]
 
     def test_done_with_the_first_token(self, llama: Decoder, fed: list[list[int]]) -> None:
+        """All at once, but for the second of two that are the same: it begins with what the first has computed."""
         generate_batch(llama, LETTERS, PROMPTS, SamplingParams(max_new_tokens=1))
-        assert fed == [LENGTHS]
+        assert fed == [LENGTHS[:5], [1]]
 
     def test_long_prompts_do_not_go_into_one_pass(
         self, llama: Decoder, fed: list[list[int]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As many as it should have tokens, or one by itself."""
-        monkeypatch.setattr("infer.engine.runner.PASS_TOKENS", 10)
+        """As many as it should have tokens; the last of them in part."""
+        monkeypatch.setattr("infer.engine.loop.CHUNK", 12)
         check(llama, PROMPTS, SamplingParams(max_new_tokens=2))
-        assert fed[:4] == [[1, 4, 5], [6], [13], [5]]
-        assert fed[4] == [1] * 6
+        assert fed[:4] == [[1, 4, 5, 2], [1, 1, 1, 4, 8], [1, 5, 1], [1, 1]]
 
-    def test_caches_are_as_long_as_each_row_needs(self, tiny_model: Callable[..., Decoder]) -> None:
+    def test_caches_are_as_long_as_each_row_needs(
+        self, tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In pages of 64 positions: where a layer sees a window, those of the window, and one more to go back to."""
+        made: list[CacheMemory] = []
+
+        def noted(*args: Any, **options: Any) -> CacheMemory:
+            made.append(CacheMemory(*args, **options))
+            return made[-1]
+
+        monkeypatch.setattr("infer.engine.batch.CacheMemory", noted)
         model = tiny_model(**WINDOWS)
-        results = generate_batch(model, LETTERS, [PROMPTS[0], PROMPTS[4]], EACH[1], prefill_chunk=2)
-        layer = model.config.cache_bytes_per_token(4) // 2
-        assert [result.cache_memory_bytes for result in results] == [
-            layer * (length + WINDOW + 2) for length in (1 + 14, 13 + 14)
-        ]
+        params = [SamplingParams(max_new_tokens=14), SamplingParams(max_new_tokens=142)]
+        results = generate_batch(model, LETTERS, [PROMPTS[0], PROMPTS[4]], params)
+        page = model.config.cache_bytes_per_token(4) // 2 * 64  # of one layer
+        assert [result.cache_memory_bytes for result in results] == [page * (1 + 1), page * (3 + 2)]
+        # While its prompt runs a window may have to hold all of it, and the last page may have to be copied.
+        [memory] = made
+        assert memory.pool.memory_bytes == page * ((1 + 1 + 2) + (3 + 3 + 2))
 
     def test_weights_that_ask_for_gradients(self, llama: Decoder) -> None:
         llama.requires_grad_(True)
@@ -251,28 +280,33 @@ class TestRefusals:
             generate_batch(model, LETTERS, [[1]], SamplingParams(max_new_tokens=2), device="meta")
         assert model.calls == 0
 
-    @pytest.mark.parametrize("windows", [{}, {"layer_types": ("sliding_attention",), "sliding_window": 4}])
-    def test_memory(self, windows: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each row fits alone, all of them do not."""
-        model = MockModel(0, **windows)
-        kind = SlidingCache if windows else KVCache
-        free = 3 * kind.from_model_config(model.config, 10, dtype="float32", device="cpu").memory_bytes
-        held = sum(cache.unwritten_bytes for cache in machine.promises)  # by other tests
-        monkeypatch.setattr(machine, "_system_memory", lambda: free + held)
-        params = SamplingParams(max_new_tokens=8)
-        with pytest.raises(
-            ValueError, match=r"prompt 3: a cache of 10 positions needs 0\.00 GB, but 0\.00 GB are free"
-        ):
-            generate_batch(model, LETTERS, [[1, 2]] * 4, params)
-        assert model.calls == 0
-        assert len(generate_batch(model, LETTERS, [[1, 2]] * 3, params)) == 3
-
     def test_memory_of_one_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("infer.cache.base.available_memory", lambda device: 10)
         model = MockModel(0)
         with pytest.raises(ValueError, match="are free on cpu"):
             generate_batch(model, LETTERS, [[1, 2]], SamplingParams(max_new_tokens=8))
         assert model.calls == 0
+
+
+@pytest.mark.parametrize("windows", [{}, WINDOWS], ids=["", "windows"])
+@pytest.mark.parametrize(("pages", "together"), [(100, 4), (3, 2), (1, 1)])
+def test_rows_wait_where_there_is_not_memory_for_all(
+    tiny_model: Callable[..., Decoder],
+    windows: dict[str, Any],
+    pages: int,
+    together: int,
+    fed: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Caches may take half of what is free, or what one row needs: that is a page, and one to copy it to."""
+    model = tiny_model(**windows)
+    free = 2 * pages * bytes_for(model.config, 1, 4)
+    monkeypatch.setattr("infer.engine.batch.available_memory", lambda device: free)
+    prompts, params = [PROMPTS[i] for i in (1, 2, 3, 4)], SamplingParams(max_new_tokens=8)
+    check(model, prompts, params)
+    passes = fed[: len(fed) - 4 * 8]  # the last are those of each alone
+    assert max(map(len, passes)) == together
+    assert sum(map(sum, passes)) == sum(map(len, prompts)) + 4 * 7  # nobody had to give up what it held
 
 
 def test_a_mix_up_of_rows_would_be_seen(tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +399,10 @@ class TestPages:
 
     def test_more_than_the_memory_holds_is_refused(self, model: Decoder) -> None:
         memory = CacheMemory(model, bytes_for(model.config, 128, 4))
-        with pytest.raises(ValueError, match="prompt 1: 420 positions exceed what the memory for caches holds"):
+        message = (
+            r"^prompt 1: 420 positions take 0\.\d MB, but the memory for caches has 0\.\d: lower max_new_tokens, or "
+        )
+        with pytest.raises(NoPages, match=message):
             generate_batch(model, LETTERS, [[1], [2] * 400], self.params(2), memory=memory)
         assert memory.pool.free == memory.pool.count
 
@@ -376,8 +413,8 @@ class TestPages:
     def test_a_row_that_waits_holds_nothing(self, llama: Decoder) -> None:
         """What is remembered for it can go for those that run."""
         text = [i * 11 % 64 for i in range(128)]
-        memory = CacheMemory(llama, 8 * bytes_for(llama.config, 1, 4, 16), page=16)
-        params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (2, 15)]
+        memory = CacheMemory(llama, 9 * bytes_for(llama.config, 1, 4, 16), page=16)
+        params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (4, 15)]
         generate_batch(llama, LETTERS, [text[:67]], params[:1], memory=memory)
         prompts = [text[::-1][:111], [*text[:65], 7]]
         expected = [generate(llama, LETTERS, *each).token_ids for each in zip(prompts, params, strict=True)]
@@ -392,13 +429,15 @@ class TestPages:
         results = generate_batch(llama, LETTERS, prompts, params, memory=memory)
         expected = [generate(llama, LETTERS, prompt, params).token_ids for prompt in prompts]
         assert [result.token_ids for result in results] == expected
-        with pytest.raises(ValueError, match="exceed what the memory for caches holds"):
+        with pytest.raises(NoPages, match=r"^prompt 0: no memory is left for its cache: others hold it$"):
             generate_batch(llama, LETTERS, [[1] * 70], params, memory=memory)
+        memory.index.clear()
+        assert memory.pool.free == 4
         memory.pool.release(others)
 
     def test_what_is_remembered_does_not_decide_what_fits(self, llama: Decoder) -> None:
         text = [i * 11 % 64 for i in range(128)]
-        memory = CacheMemory(llama, 4 * bytes_for(llama.config, 1, 4, 16), page=16)
+        memory = CacheMemory(llama, 5 * bytes_for(llama.config, 1, 4, 16), page=16)  # four, and one to copy
         for prompt, new in ((text[:20], 1), (text[:50], 14)):
             params = SamplingParams(max_new_tokens=new, ignore_eos=True)
             [result] = generate_batch(llama, LETTERS, [prompt], params, memory=memory)

@@ -69,13 +69,21 @@ class Rows:
         self.tokens[i] = []
         return self.flights[i]
 
-    def step(self) -> list[int]:
-        """Which rows gave a token."""
+    def step(self, counts: dict[int, int] | None = None) -> list[int]:
+        """Which rows gave a token; they take it, and those that it was the last of are retired.
+
+        counts: tokens that each row feeds.
+        """
         names = {id(flight): i for i, flight in self.flights.items()}
-        given = [(names[id(flight)], token) for flight, token, _ in self.runner.step()]
-        for i, token in given:
-            self.tokens[i].append(token)
-        return [i for i, _ in given]
+        given = []
+        by_flight = None if counts is None else {self.flights[i]: count for i, count in counts.items()}
+        for flight, token, _, started in self.runner.step(by_flight):
+            i = names[id(flight)]
+            given.append(i)
+            self.tokens[i].append(flight.request.push(token, started))
+            if flight.request.finish_reason is not None:
+                self.runner.retire(flight)
+        return given
 
     def finish(self) -> None:
         while self.runner.flights:
@@ -177,14 +185,23 @@ class TestAdmission:
 
 
 class TestEnds:
-    def test_rows_leave_by_themselves(self, llama: Decoder) -> None:
+    def test_rows_stay_until_they_are_retired(self, llama: Decoder) -> None:
+        """A token is its request's to take, and who takes it sees whether it was the last."""
         rows = Rows(llama)
         flights = [rows.admit(i) for i in range(5)]
-        rows.step()
+        outputs = rows.runner.step()
+        assert [output.flight for output in outputs] == rows.runner.flights == flights
+        for i, (flight, token, _, started) in enumerate(outputs):
+            rows.tokens[i].append(flight.request.push(token, started))
+        assert rows.runner.flights == flights
+        assert [flight.request.finish_reason for flight in flights] == [None, None, "length", None, None]
+        rows.runner.retire(flights[2])
         assert rows.runner.flights == [flights[i] for i in (0, 1, 3, 4)]
+        assert rows.step() == [0, 1, 3, 4]
         rows.finish()
         assert rows.runner.flights == []
         assert [len(rows.tokens[i]) for i in range(5)] == [9, 14, 1, 7, 12]
+        assert [rows.outcome(i) for i in range(5)] == [alone(llama, i) for i in range(5)]
 
     def test_retired_early(self, model: Decoder) -> None:
         """It gives no more, what its cache holds can be gone on from, and the others do not notice."""
@@ -247,6 +264,33 @@ class TestChunks:
         assert fed[:4] == [[4, 1, 5], [4, 1, 1], [4, 1, 1], [1, 1, 1]]
         for i in (1, 3, 4):
             assert rows.outcome(i) == alone(gemma, i)
+
+    def test_as_many_tokens_as_the_caller_says(self, model: Decoder, fed: list[list[int]]) -> None:
+        """Of each row, whatever its own chunks are; who is not named does not take part."""
+        rows = Rows(model, prefill_chunk=2)
+        for i in (1, 3, 4):
+            rows.admit(i)
+        given = [rows.step(counts) for counts in ({1: 6, 4: 3}, {3: 6, 1: 7}, {1: 1, 3: 1, 4: 2}, {1: 1, 3: 1, 4: 1})]
+        assert fed == [[6, 3], [6, 7], [1, 1, 2], [1, 1, 1]]
+        assert given == [[], [3, 1], [1, 3, 4], [1, 3, 4]]
+        rows.finish()
+        for i in (1, 3, 4):
+            assert rows.outcome(i) == alone(model, i)
+
+    def test_long_prompts_do_not_go_into_one_pass(
+        self, llama: Decoder, fed: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As many as it should have tokens, or one by itself."""
+        monkeypatch.setattr("infer.engine.runner.PASS_TOKENS", 10)
+        rows = Rows(llama)
+        for i in (2, 0, 4, 3, 1):
+            rows.admit(i)
+        assert rows.step() == [2, 0, 4, 3, 1]
+        assert fed == [[1, 4, 5], [6], [13]]
+        rows.step()
+        assert fed[3:] == [[1] * 4]
+        rows.finish()
+        assert [rows.outcome(i) for i in range(5)] == [alone(llama, i) for i in range(5)]
 
     def test_times(self, llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
         """The first token's is that of all passes since its prompt began; then that of each step."""
@@ -331,13 +375,33 @@ class TestErrors:
         with pytest.raises(NoToken, match="prompt 1: no token can be chosen for position 3:"):
             generate_batch(broken, LETTERS, [[1], [1, 2]], params)
 
-    def test_rows_can_be_named_by_anyone(self, broken: Decoder) -> None:
+    def test_is_left_to_the_request_and_others_go_on(self, broken: Decoder) -> None:
+        """A step gives -1 for a row without a token, whichever it is; its request says what is wrong."""
+        prompts = [[1, 63], [1, 2], [3, 63], [4, 5]]
+        requests = [Request(broken.config, LETTERS, prompt, PARAMS[3]) for prompt in prompts]
         with Runner(broken) as runner:
-            for name, prompt in (("", [1, 2]), ("request 7f3a", [1, 63])):
-                request = Request(broken.config, LETTERS, prompt, PARAMS[0])
-                runner.admit(request, make_cache(broken, 40, CPU), name=name)
-            with pytest.raises(NoToken, match=f"^request 7f3a: {self.SAID}"):
-                runner.step()
+            flights = [runner.admit(request, make_cache(broken, 40, CPU)) for request in requests]
+            outputs = runner.step()
+            assert [output.flight for output in outputs] == runner.flights == flights
+            assert [output.token < 0 for output in outputs] == [True, False, True, False]
+            for (flight, token, _, started), prompt in zip(outputs, prompts, strict=True):
+                if token < 0:
+                    assert token == -1
+                    with pytest.raises(NoToken, match=f"^{self.SAID}"):
+                        flight.request.push(token, started)
+                    assert (flight.request.tokens, flight.request.finish_reason) == (prompt, None)
+                    runner.retire(flight)
+                else:
+                    flight.request.push(token, started)
+            while runner.flights:
+                for flight, token, _, started in runner.step():
+                    flight.request.push(token, started)
+                    if flight.request.finish_reason is not None:
+                        runner.retire(flight)
+        for request in requests[1::2]:
+            expected = generate(broken, LETTERS, request.prompt, PARAMS[3])
+            assert request.tokens[2:] == expected.token_ids
+            assert len(expected.token_ids) == PARAMS[3].max_new_tokens
 
 
 class TestOutputs:
@@ -349,7 +413,9 @@ class TestOutputs:
             while request.finish_reason is None:
                 [output] = runner.step()
                 assert output.flight is flight
-                assert output.token.token_id == int(output.logits.argmax()) == request.tokens[-1]
+                assert output.token == int(output.logits.argmax())
+                request.push(output.token, output.started)
+                assert request.tokens[-1] == output.token
         assert len(request.tokens) == 4 + 9
 
     def test_no_gradients(self, llama: Decoder) -> None:

@@ -1,0 +1,454 @@
+"""`LLM`: text in, text out, for one request or thousands at once. A thread drives the model; any thread may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar, overload
+
+from infer.engine.logprobs import TokenLogprobs
+from infer.engine.loop import Event, Loop, Stats, Task
+from infer.engine.memory import CacheMemory
+from infer.engine.model import Model, check_mode
+from infer.engine.params import SamplingParams
+from infer.engine.request import samples
+from infer.engine.result import GeneratedToken, GenerationResult
+from infer.engine.text import TextStream
+from infer.trace.record import Trace
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or the messages of a chat
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a text is, token by token."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]  # the first has none, as nothing comes before it
+
+    @property
+    def total(self) -> float:
+        return sum(each.logprob for each in self.logprobs if each is not None)
+
+
+class LLM:
+    """A model with its tokenizer, and the memory of all its conversations.
+
+    Each text is what `generate` gives that request alone, to the bit, whatever runs beside it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model,
+        tokenizer: Any = None,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        quantize: str | None = None,
+        cache_memory: int | None = None,
+        cache_dtype: str = "auto",
+        prefix_store: str | Path | None = None,
+        memory: CacheMemory | None = None,
+        max_rows: int | None = None,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        """model: a name, a folder, a file or a hub id; or a model that is loaded, with its tokenizer.
+
+        cache_memory: bytes for all caches; None: half of what is free. memory: instead of it, one that is there.
+        max_rows: requests that run at once. prefill_chunk: tokens of prompts in one pass, beside those that decode.
+        """
+        if isinstance(model, str | Path):
+            from infer.loader import Tokenizer, load_model
+
+            tokenizer = Tokenizer(model) if tokenizer is None else tokenizer
+            model = load_model(model, dtype=dtype, device=device, quantize=quantize)[0]
+        elif isinstance(model, tuple):
+            raise TypeError("the model is a tuple: load_model gives the model and its config; pass the first of them")
+        elif tokenizer is None:
+            raise TypeError("a model that is loaded needs its tokenizer beside it: LLM(model, tokenizer)")
+        check_mode(model)
+        self.model, self.tokenizer = model, tokenizer
+        if memory is None:
+            memory = CacheMemory(model, cache_memory, cache_dtype=cache_dtype, store=prefix_store)
+        elif cache_memory is not None or prefix_store is not None or cache_dtype != "auto":
+            raise ValueError("memory was given: leave cache_memory, cache_dtype and prefix_store out")
+        self.memory = memory
+        self._driver = _Driver(Loop(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk))
+        self._finalizer = weakref.finalize(self, self._driver.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs and give the memory back."""
+        self._finalizer()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        trace: Trace | None = None,
+        **settings: Any,
+    ) -> Handle:
+        """Ask for a text without waiting for it. What cannot be generated is refused at once.
+
+        params: how to sample, or settings by their names: temperature=0.8. priority: lower goes first. trace: records
+        the run.
+        """
+        params = _params(params, settings)
+        requests = samples(self.model.config, self.tokenizer, self.encode(prompt), params)
+        if trace is not None:
+            if not isinstance(trace, Trace):
+                raise TypeError(f"trace must be a Trace, not {type(trace).__name__}")
+            if len(requests) > 1:
+                raise ValueError(f"a trace records one text, not n={len(requests)}")
+            trace.check(self.model.config, len(requests[0].tokens), params.max_new_tokens)
+        tasks = [Task(request, priority=priority, recorder=trace) for request in requests]
+        for task in tasks:
+            self._driver.loop.check(task.request)
+        return Handle(self, tasks)
+
+    @overload
+    def generate(
+        self, prompts: str | Sequence[int] | Sequence[Message], params: SamplingParams | None = None, **settings: Any
+    ) -> GenerationResult: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **settings: Any,
+    ) -> list[GenerationResult]: ...
+    def generate(self, prompts: Any, params: Any = None, **settings: Any) -> Any:
+        """The text that follows a prompt; or of several prompts, in their order.
+
+        params: how to sample, or one for each prompt; or settings by their names: temperature=0.8. With n samples, each
+        prompt gives a list of them.
+        """
+        prompts = prompts if isinstance(prompts, str) else list(prompts)
+        if _is_one(prompts):
+            return self.submit(prompts, params, **settings).result()
+        each = params if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"{len(each)} SamplingParams for {len(prompts)} prompts: give one for all, or one for each"
+            )
+        handles: list[Handle] = []
+        try:
+            for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+                try:
+                    handles.append(self.submit(prompt, own, **settings))
+                except (ValueError, TypeError) as error:
+                    raise type(error)(f"prompt {i}: {error}") from None
+            return [handle.result() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any) -> Handle:
+        """The text that follows a prompt, piece by piece: `for piece in llm.stream(...)`, or `async for`."""
+        return self.submit(prompt, params, **settings)
+
+    def chat(
+        self, messages: Sequence[Message] | str, params: SamplingParams | None = None, **settings: Any
+    ) -> GenerationResult:
+        """The answer to a chat's messages, or to one of the user's, by the model's own template."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self.generate(messages, params, **settings)
+
+    def score(self, text: str | Sequence[int], top: int = 0) -> Score:
+        """The log-probability of each token of a text: the very numbers that generation would see.
+
+        top: of so many of the likeliest tokens in its place as well.
+        """
+        result = self.generate(text, SamplingParams(max_new_tokens=0, prompt_logprobs=top))
+        return Score(result.prompt_token_ids, result.prompt_logprobs or [])
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt))
+        try:
+            prompt = list(prompt)  # type: ignore[assignment]
+        except TypeError:
+            raise TypeError(f"a prompt is a text, token ids or messages, not {prompt!r:.80}") from None
+        if prompt and all(isinstance(each, Mapping) for each in prompt):
+            return list(self.tokenizer.encode_chat(prompt))
+        return prompt  # type: ignore[return-value]
+
+    def stats(self) -> Stats:
+        """What it does at the moment, and has done so far."""
+        return self._driver.loop.stats()
+
+    def watch(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Let a function hear of all that happens, from the engine's own thread; returns what ends that."""
+        return self._driver.loop.watch(listener)
+
+
+class Handle:
+    """A request on its way: iterate over its pieces, `await` it, or ask for the `result`. Let go of, it is aborted."""
+
+    def __init__(self, llm: LLM, tasks: Sequence[Task]) -> None:
+        self._llm, self._tasks = llm, tasks  # as long as somebody waits, it is not closed by being forgotten
+        self._readers = [_Reader(task, index) for index, task in enumerate(tasks)]
+        self._news = _News()
+        for task in tasks:
+            task.news = self._news
+        llm._driver.submit(tasks)
+        weakref.finalize(self, llm._driver.abort, tasks).atexit = False
+
+    @property
+    def done(self) -> bool:
+        return all(task.done for task in self._tasks)
+
+    def abort(self) -> None:
+        """It is not wanted any more: its row and its pages go to others."""
+        self._llm._driver.abort(self._tasks)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the end: a `GenerationResult`, or a list of n. Raises what has gone wrong."""
+        self._news.wait(lambda: self.done, timeout)
+        return self._result()
+
+    def __iter__(self) -> Iterator[GeneratedToken]:
+        """Pieces as they come; of n samples with their `index`. Who stops early aborts the rest."""
+        try:
+            while True:
+                last = self.done
+                yield from self._pieces()
+                if last:
+                    return
+                self._news.wait(self._has_pieces)
+        finally:
+            self.abort()
+
+    async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
+        try:
+            while True:
+                last = self.done
+                for piece in self._pieces():
+                    yield piece
+                if last:
+                    return
+                await self._news.wait_async(self._has_pieces)
+        finally:
+            self.abort()
+
+    def __await__(self) -> Any:
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Any:
+        try:
+            await self._news.wait_async(lambda: self.done)
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        return self._result()
+
+    def _result(self) -> Any:
+        for task in self._tasks:
+            if task.error is not None:
+                raise task.error
+        results = [task.result() for task in self._tasks]
+        return results[0] if len(results) == 1 else results
+
+    def _has_pieces(self) -> bool:
+        return self.done or any(reader.behind for reader in self._readers)
+
+    def _pieces(self) -> Iterator[GeneratedToken]:
+        for reader in self._readers:
+            yield from reader.read()
+
+
+class _Reader:
+    """Turns the tokens of a request into text, in the thread of whoever reads it."""
+
+    def __init__(self, task: Task, index: int) -> None:
+        self.task, self.index, self.seen = task, index, 0
+        self._text = TextStream(task.request.tokenizer, task.request.params.stop)
+
+    @property
+    def behind(self) -> bool:
+        return len(self.task.times) > self.seen
+
+    def read(self) -> Iterator[GeneratedToken]:
+        """What came since; then the error that has ended it, if there is one."""
+        task, request = self.task, self.task.request
+        error = task.error
+        while self.behind:
+            at = self.seen
+            self.seen += 1
+            token = request.tokens[request.prompt_len + at]
+            # What ended it belongs to the last token, and was there before that could be seen.
+            reason = request.finish_reason if request.prompt_len + at + 1 == len(request.tokens) else None
+            reason = None if reason == "interrupted" else reason
+            piece = "" if reason == "eos" else self._text.push(token)
+            if reason is not None:
+                piece += self._text.finish()
+            before = task.times[at - 1] if at else task.began or task.submitted
+            logprobs = None if request.logprobs is None else request.logprobs[at]
+            yield GeneratedToken(token, piece, task.times[at] - before, reason, logprobs, self.index)
+        if error is not None:
+            raise error
+
+
+class _News:
+    """Wakes those who wait for a request, in threads or event loops."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting = 0
+        self._async: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    def __call__(self, task: Task) -> None:
+        """From the engine's thread. Mostly nobody waits: then this must cost nothing."""
+        if self._waiting:
+            with self._changed:
+                self._changed.notify_all()
+                for loop, event in self._async:
+                    if not loop.is_closed():
+                        loop.call_soon_threadsafe(event.set)
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> None:
+        with self._changed:
+            self._waiting += 1  # before it looks: what comes after that wakes it
+            try:
+                if not self._changed.wait_for(ready, timeout):
+                    raise TimeoutError(f"not done after {timeout} seconds")
+            finally:
+                self._waiting -= 1
+
+    async def wait_async(self, ready: Callable[[], bool]) -> None:
+        waiter = asyncio.get_running_loop(), asyncio.Event()
+        with self._changed:
+            self._waiting += 1
+            self._async.append(waiter)
+        try:
+            while not ready():
+                await waiter[1].wait()
+                waiter[1].clear()
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._async.remove(waiter)
+
+
+class _Driver:
+    """The thread that drives a loop, from the first request on."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self._changed = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._closed = False
+        self._failed: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, tasks: Sequence[Task]) -> None:
+        def begin() -> None:
+            for task in tasks:
+                self.loop.submit(task)
+
+        self._post(begin)
+
+    def abort(self, tasks: Sequence[Task]) -> None:
+        """From any thread, at any time; also when all is over."""
+        if all(task.done for task in tasks):
+            return
+        with self._changed:
+            if not self._closed and self._failed is None:
+                self._inbox.append(lambda: self.loop.abort(tasks))
+                self._changed.notify()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function between two steps, and wait for what it returns."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future.result()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        atexit.unregister(self.close)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _post(self, action: Callable[[], None]) -> None:
+        with self._changed:
+            if self._failed is not None:
+                raise RuntimeError(f"this LLM has failed, make another: {self._failed}") from self._failed
+            if self._closed:
+                raise RuntimeError("this LLM is closed")
+            self._inbox.append(action)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="infer", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)  # now: before what was there by now, such as compiled kernels, goes
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                if not self.loop.idle:
+                    self.loop.step()
+            self.loop.close()
+        except BaseException as error:
+            failure = RuntimeError(f"the engine has failed: {error}")
+            failure.__cause__ = error
+            with self._changed:
+                self._failed = error
+            self._act()  # who has asked in the meantime has to hear of it
+            self.loop.close(failure)
+
+    def _wait(self) -> bool:
+        """Do what was asked for. False: it is time to end."""
+        with self._changed:
+            while not self._inbox and not self._closed and self.loop.idle:
+                self._changed.wait()
+            going_on = not self._closed  # nothing is asked for after that
+        self._act()
+        return going_on
+
+    def _act(self) -> None:
+        with self._changed:
+            actions, self._inbox = self._inbox, []
+        for action in actions:
+            action()
+
+
+def _params(params: SamplingParams | None, settings: Mapping[str, Any]) -> SamplingParams:
+    if params is not None and settings:
+        raise TypeError(f"params and {', '.join(settings)} were both given: put all of it into the SamplingParams")
+    if params is not None and not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+    return SamplingParams(**settings) if params is None else params
+
+
+def _is_one(prompts: str | Sequence[Any]) -> bool:
+    """Whether it is one prompt, not several: a text, messages, or numbers."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
+        return True
+    return bool(prompts) and not isinstance(prompts[0], str | Sequence) and not getattr(prompts[0], "ndim", 0)
