@@ -164,12 +164,20 @@ def loading_options(command: Callable[..., None]) -> Callable[..., None]:
     return replaced("loading", command, options, Loading)
 
 
-def sampling_options(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
+def sampling_options(command: Callable[..., None], *, and_more: bool = False, **defaults: Any) -> Callable[..., None]:
     """Give a command an option for each field of SamplingParams, and hand it the whole as `params`.
 
-    defaults: other ones than the fields have.
+    and_more: also for those that ask for more than a text. defaults: other ones than the fields have.
     """
-    types = {"top_k": int | None, "seed": int | None, "stop": list[str], "logit_bias": list[str]}
+    more = {"n", "logprobs", "prompt_logprobs"}
+    types = {
+        "top_k": int | None,
+        "seed": int | None,
+        "stop": list[str],
+        "logit_bias": list[str],
+        "logprobs": int | None,
+        "prompt_logprobs": int | None,
+    }
     options = [
         keyword(
             field.name,
@@ -177,6 +185,7 @@ def sampling_options(command: Callable[..., None], **defaults: Any) -> Callable[
             [] if types.get(field.name) == list[str] else defaults.get(field.name, field.default),
         )
         for field in fields(SamplingParams)
+        if and_more or field.name not in more
     ]
 
     def make(logit_bias: list[str], **values: Any) -> SamplingParams:

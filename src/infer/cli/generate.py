@@ -1,5 +1,6 @@
 """`infer generate`, and what it shares with other commands."""
 
+import functools
 import json
 import secrets
 import sys
@@ -21,7 +22,6 @@ from infer.cli.common import (
     OnFullOption,
     PrefillChunkOption,
     PrefixStoreOption,
-    PromptArgument,
     SystemOption,
     ThinkingOption,
     check_cache_dtype,
@@ -41,11 +41,21 @@ if TYPE_CHECKING:
     from infer.models.common import Decoder
 
 
-@sampling_options
+@functools.partial(sampling_options, and_more=True)
 @loading_options
 def generate(
-    prompt: PromptArgument,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)
+    ] = None,
     *,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Generate from all prompts of a file (- for standard input), and print a JSON object for each as it "
+            'finishes. A line is a text, or an object with a "prompt" or "messages".',
+        ),
+    ] = None,
     model: ModelOption = DEFAULT_MODEL,
     chat: ChatOption = False,
     system: SystemOption = None,
@@ -61,10 +71,35 @@ def generate(
     loading: Loading,
     params: SamplingParams,
 ) -> None:
-    """Generate from a prompt, streaming."""
+    """Generate from a prompt, streaming; or from many at once, with --prompts."""
     from infer.engine.generate import stream
     from infer.engine.result import collect
 
+    pages = Pages(parse_size(cache_memory), prefix_store)
+    if prompts is not None:
+        if prompt is not None:
+            raise ValueError("a prompt and --prompts were both given: leave one out")
+        if compare or not kv_cache or on_full != "error":
+            raise ValueError("--compare, --no-kv-cache and --on-full go with one prompt: leave them out with --prompts")
+        generate_many(
+            prompts,
+            model,
+            params,
+            chat=chat,
+            system=system,
+            thinking=thinking,
+            prefill_chunk=prefill_chunk,
+            cache_dtype=cache_dtype,
+            pages=pages,
+            loading=loading,
+        )
+        return
+    if prompt is None:
+        raise ValueError("there is no prompt: give one, or a file of them with --prompts")
+    if params.n != 1 or params.prompt_logprobs is not None:
+        raise ValueError("--n and --prompt-logprobs go with --prompts: one prompt is streamed as one text")
+    if params.logprobs is not None and not as_json:
+        raise ValueError("--logprobs are printed with --json")
     if compare and not kv_cache:
         raise ValueError("--compare needs the cache: leave --no-kv-cache out")
     if compare and params.seed is None:
@@ -81,7 +116,6 @@ def generate(
         cache_dtype=cache_dtype,
         on_full=on_full,
     )
-    pages = Pages(parse_size(cache_memory), prefix_store)
     pages.check(kv_cache)
     positions = len(prompt_ids) + params.max_new_tokens
     network = loading.load(model, config if kv_cache else None, positions, cache_dtype)
@@ -114,6 +148,52 @@ def generate(
         print(json.dumps(output))
     if interrupted:
         sys.exit(130)
+
+
+def generate_many(
+    source: str,
+    model: str,
+    params: SamplingParams,
+    *,
+    chat: bool,
+    system: str | None,
+    thinking: bool | None,
+    prefill_chunk: int | None,
+    cache_dtype: str,
+    pages: "Pages",
+    loading: Loading,
+) -> None:
+    from infer import LLM, Tokenizer
+    from infer.cli.prompts import read_lines, run_lines
+    from infer.engine.request import check_chunk
+
+    lines = read_lines(source, params)
+    if not chat and (system is not None or thinking is not None):
+        raise ValueError("--system and --thinking go with --chat: a raw prompt has neither")
+    check_chunk(prefill_chunk)
+    check_cache_dtype(cache_dtype)
+    pages.check(kv_cache=True)
+    tokenizer = Tokenizer(model)
+    first = [{"role": "system", "content": system}] if system is not None else []
+
+    def encode(prompt: Any) -> list[int]:
+        if isinstance(prompt, list):
+            return encode_chat(tokenizer, thinking, prompt)
+        if chat:
+            return encode_chat(tokenizer, thinking, [*first, {"role": "user", "content": prompt}])
+        return tokenizer.encode(prompt)
+
+    network = loading.load(model)
+    with LLM(
+        network,
+        tokenizer,
+        cache_memory=pages.size,
+        cache_dtype=cache_dtype,
+        prefix_store=pages.store,
+        prefill_chunk=prefill_chunk,
+    ) as llm:
+        if run_lines(llm, lines, encode, as_dict):
+            sys.exit(1)
 
 
 def prepare(
@@ -287,6 +367,12 @@ def figures(result: "GenerationResult") -> str:
 
 def as_dict(result: "GenerationResult") -> dict[str, Any]:
     values = asdict(result)
+    for name in ("logprobs", "prompt_logprobs"):
+        if values[name] is not None:
+            values[name] = [each and each._asdict() for each in values[name]]
+    for name in ("seed", "logprobs", "prompt_logprobs"):
+        if values[name] is None:
+            del values[name]
     values["timing"] |= {
         "decode_time_s": result.timing.decode_time_s,
         "decode_tokens_per_s": result.timing.decode_tokens_per_s,
