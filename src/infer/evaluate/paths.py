@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
@@ -21,15 +22,18 @@ from torch import Tensor
 from infer.backend import Row, backend_for
 from infer.cache import BaseCache, Cache, KVCache, PagedCache, SlidingCache
 from infer.cache.base import resolve_cache_dtype
+from infer.cache.pool import bytes_for
 from infer.cache.ring import PREFILL_CHUNK
 from infer.cache.traced import TracedCache
 from infer.engine.batch import generate_batch
 from infer.engine.cached import generate_ids_greedy_cached
 from infer.engine.caches import make_cache
 from infer.engine.generate import generate
+from infer.engine.loop import Loop, Task
 from infer.engine.memory import CacheMemory
 from infer.engine.model import Model, all_logits, model_device, model_dtype, step
 from infer.engine.params import SamplingParams
+from infer.engine.request import Request
 from infer.engine.store import read, write
 from infer.engine.text import Decodes
 from infer.evaluate.divergence import Call, Divergence, RecordingCache, bits, first_divergence
@@ -132,7 +136,7 @@ def compare(
 def number_of_paths(prompts: Sequence[Sequence[int]], threads: Sequence[int] = ()) -> int:
     """How many `compare` will go."""
     together = 6 if len(prompts) > 1 else 1
-    return len(_chunkings(prompts)) * len(CACHES) + 2 * len(CACHES) + 10 + len(threads) + together
+    return len(_chunkings(prompts)) * len(CACHES) + 2 * len(CACHES) + 11 + len(threads) + together
 
 
 class Runs:
@@ -440,7 +444,10 @@ class Runs:
         return result
 
     def sampled(self, tokenizer: Decodes, params: SamplingParams) -> Iterator[PathResult]:
-        """The same seed, with every kind of cache, in chunks, traced and in a batch: against runs without a cache."""
+        """The same seed, with every kind of cache, in chunks, traced, in a batch, and on a busy server.
+
+        Against runs without a cache.
+        """
         prompts = [tokens[:prompt_len] for tokens, prompt_len in self.texts]
 
         def texts(make: Callable[[int], dict[str, Any]]) -> list[list[int]]:
@@ -461,6 +468,35 @@ class Runs:
         if len(prompts) > 1:
             together = generate_batch(self.model, tokenizer, prompts, params, **options)
             yield self._same_texts("sampled, generate_batch", [result.token_ids for result in together], expected)
+        yield self._same_texts("sampled, busy server", self._busy(tokenizer, prompts, params), expected)
+
+    def _busy(self, tokenizer: Decodes, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:
+        """The prompts in a loop, where others come and go, and memory does not hold them all."""
+        config, chance = self.model.config, random.Random(0)
+        item = resolve_cache_dtype(self.cache_dtype, model_dtype(self.model) or torch.float32).itemsize
+        sizes = [bytes_for(config, len(text.tokens), item, chunk=len(text.tokens)) for text in self.texts]
+        room = max(max(sizes), sum(sizes) // 2) + bytes_for(config, 1, item)
+        loop = Loop(
+            self.model, CacheMemory(self.model, room, cache_dtype=self.cache_dtype), max_rows=8, prefill_chunk=64
+        )
+
+        def task(i: int, **others: Any) -> Task:
+            return Task(Request(config, tokenizer, prompts[i], replace(params, **others)))
+
+        wanted = [task(i) for i in range(len(prompts))]
+        passing = [task(i, seed=i) for i in range(len(prompts))]  # begin alike, and are given up
+        coming = chance.sample([*wanted, *passing], len(wanted) + len(passing))
+        while coming or not loop.idle:
+            if coming and chance.random() < 0.5:
+                loop.submit(coming.pop())
+            if chance.random() < 0.1:
+                loop.abort([each for each in passing[:1] if each not in coming])
+                passing = passing[1:] + passing[:1]
+            loop.step()
+        for each in wanted:
+            if each.error is not None:
+                raise each.error
+        return [each.request.tokens[each.request.prompt_len :] for each in wanted]
 
     def _same_texts(self, name: str, found: Sequence[list[int]], expected: Sequence[list[int]]) -> PathResult:
         result = PathResult(name, len(found), sum(map(len, expected)))

@@ -110,6 +110,7 @@ class TestEqual:
             "sampled, chunks of 7",
             "sampled, traced",
             "sampled, generate_batch",
+            "sampled, busy server",
         ]
         assert all(result.equal and result.difference is None for result in found.values())
 
