@@ -57,8 +57,9 @@ def generate_batch(
         for task in tasks:
             loop.submit(task)
         while not loop.idle:
+            ended = loop.finished
             loop.step()
-            for task in tasks:
+            for task in tasks if loop.finished > ended else ():
                 if task.error is not None:
                     with _named(task.name, type(task.error)):
                         raise task.error

@@ -420,6 +420,7 @@ class _Driver:
             failure.__cause__ = error
             with self._changed:
                 self._failed = error
+            self.loop.runner.close()  # a device that has failed must not be asked for rows that are given up
             self._act()  # who has asked in the meantime has to hear of it
             self.loop.close(failure)
 

@@ -350,12 +350,7 @@ class Loop:
         task.length += 1
         task.times.append(now)
         self.generated += 1
-        if (
-            task.recorder is not None
-            and flight is not None
-            and isinstance(flight.cache, TracedCache)
-            and logits is not None
-        ):
+        if task.recorder is not None and logits is not None and isinstance(flight.cache, TracedCache):
             last = task.times[-2] if len(task.times) > 1 else task.began or now
             task.recorder.record(request.tokens, logits, flight.cache, now - last)
         if request.finish_reason is None and task.length > self.context:
