@@ -18,7 +18,7 @@ from infer.backend.gpu import device_check
 from infer.backend.gpu.attention_kernels import attend_many, attend_one, prepare_heads
 from infer.backend.gpu.launcher import Launch
 from infer.backend.gpu.products import UNFUSED, empty_rows, next_power, on, pdl_options, shared_memory
-from infer.backend.gpu.tuned import BLOCK, BUSY, GROUPS, HEADS, LAUNCHES, QUERIES, STAGES
+from infer.backend.gpu.tuned import BLOCK, BUSY, BY_ROW, GROUPS, HEADS, LAUNCHES, QUERIES, ROW_STAGES, ROW_WARPS, STAGES
 from infer.backend.gpu.warp_kernels import attend_by_warps
 from infer.backend.parts import BlockParts
 from infer.cache.table import Table, alignment
@@ -37,9 +37,12 @@ def attend_step(
     """Store the new keys and values where the table says, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
     batch, size, group = qkv.shape[0], block.head_dim, next_power(block.heads // block.kv_heads)
     shape = _shape(block.heads, block.kv_heads, size, qkv.dtype, qkv.device)
-    if not _by_warps(shape, qkv, block.window):
+    by_row = batch * block.kv_heads >= BY_ROW and qkv.element_size() == 2 and block.window is None
+    if by_row or not _by_warps(shape, qkv, block.window):
         rows = _in_order(batch, qkv.device)
         q, _, _ = prepare(block, qkv, positions, rope_cos_sin, table, rows, pdl=pdl)
+        if by_row:
+            return _attend_by_row(q, table, positions, block.kv_heads, block.scale, pdl)
         return _attend_one(q, table, positions, split_counters, block.kv_heads, block.scale, block.window, pdl)
     out = torch.empty(batch, block.heads * size, dtype=qkv.dtype, device=qkv.device)
     norm = block.q_norm
@@ -225,7 +228,40 @@ def attend_rows(
     wraps = 0 if window is None else 1 if window >= shape["BLOCK"] else 2
     kind = q.dtype, q.device, tuple(shape.items()), wraps, tiles.page, single, pdl
     launch = _attend_many(tiles.tiles.shape[0], tiles.queries, kind, out.dtype)
-    launch(q, out, table, tiles.tiles, _scale(scale), window or 0)
+    launch(q, out, table, tiles.tiles, None, _scale(scale), window or 0)
+    return out
+
+
+def _attend_by_row(
+    q: Tensor, table: Tensor, positions: Tensor, kv_heads: int, scale: float, pdl: bool
+) -> Tensor:
+    """As `_attend_one`: a program goes through all keys of a row's head, and has nothing to share with others."""
+    batch, heads, size = q.shape
+    out = torch.empty(batch, heads * size, dtype=q.dtype, device=q.device)
+    shape, group = _shape(heads, kv_heads, size, q.dtype, q.device), next_power(heads // kv_heads)
+    small = device_check.instructions_agree(q.device, q.dtype)
+    queries = max(1, (16 if small else 64) // group)
+    attend_many[(batch, kv_heads)](
+        q,
+        out,
+        table,
+        None,
+        positions,
+        _scale(scale),
+        0,
+        BLOCK_G=group,
+        QUERIES=queries,
+        SINGLE=False,
+        WINDOWED=False,
+        WRAPS=0,
+        POSITIONS=-1,
+        ALIGNED=alignment(size, q.dtype),
+        STAGES=ROW_STAGES,
+        num_warps=ROW_WARPS if small else 4,
+        **shape,
+        **UNFUSED,
+        **pdl_options(pdl),
+    )
     return out
 
 

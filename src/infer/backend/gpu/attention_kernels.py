@@ -430,6 +430,7 @@ def load_keys(
 @triton.jit
 def shift_of(
     pages,
+    slots,
     block,
     last,
     D: tl.constexpr,
@@ -441,14 +442,17 @@ def shift_of(
 ):
     """How far, in elements, a block lies from where `load_keys` looks for it by its position, or by its slot."""
     shift = tl.full((), 0, tl.int64)
-    if POSITIONS > 0:
+    if POSITIONS != 0:
         size: tl.constexpr = dtype.primitive_bitwidth // 8
         numbers, stride = pages
-        page = block * BLOCK // POSITIONS
+        held = slots
+        if POSITIONS > 0:
+            held = POSITIONS
+        page = block * BLOCK // held
         there = (numbers != 0) & (block * BLOCK <= last)
         shift = number_at(tl.where(there, numbers + page.to(tl.int64) * 8, 0)) * (stride // size)
         if not WINDOWED:
-            shift = tl.where(there, shift - page.to(tl.int64) * (POSITIONS * D), 0)
+            shift = tl.where(there, shift - page.to(tl.int64) * (held * D), 0)
         shift = tl.multiple_of(shift, ALIGNED // size)
     return shift
 
@@ -504,6 +508,7 @@ def attend_many(
     out,  # [T, Hq, D]
     table,  # int64 [R, COLUMNS]
     tiles,  # int32 [tiles, 5]: row of the table, its first token, the first one's position, the end, the tile's first
+    positions,  # instead of tiles, of one token a row: int32 [R]; -1: no token
     scale,
     window,  # 0: none
     KV_HEADS: tl.constexpr,
@@ -517,20 +522,27 @@ def attend_many(
     SINGLE: tl.constexpr,  # whether all queries take their blocks one by one
     WINDOWED: tl.constexpr,
     WRAPS: tl.constexpr,
-    POSITIONS: tl.constexpr,  # of a page; 0: no row has pages
+    POSITIONS: tl.constexpr,  # of a page; 0: no row has pages; -1: as many as a row has slots
     ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The queries of prompts, of any lengths: what `attend_one` gives each of them.
+    """The queries of prompts, of any lengths, or of many rows of one token: what `attend_one` gives each of them.
 
     Tiles of queries are counted from position 0, so that all in one take as many blocks to a group.
     """
     let_next_start(PDL)
     head = tl.program_id(1)
-    tiles += tl.program_id(0) * 5
-    row, first_token, start = tl.load(tiles).to(tl.int64), tl.load(tiles + 1), tl.load(tiles + 2)
-    end, tile = tl.load(tiles + 3), tl.load(tiles + 4)
+    if tiles is not None:
+        tiles += tl.program_id(0) * 5
+        row, first_token, start = tl.load(tiles).to(tl.int64), tl.load(tiles + 1), tl.load(tiles + 2)
+        end, tile = tl.load(tiles + 3), tl.load(tiles + 4)
+    else:
+        row, first_token = tl.program_id(0).to(tl.int64), tl.program_id(0)
+        start = tl.load(positions + row, cache_modifier=".cg")  # settled before the step began
+        end, tile = start + 1, start // QUERIES * QUERIES
+        if start < 0:
+            return
     first_query, last_query = tl.maximum(tile, start), tl.minimum(tile + QUERIES, end) - 1
     dtype: tl.constexpr = q.dtype.element_ty
     own_k, own_v, slots, pages = cache_of(table, row, head, dtype, ALIGNED)
@@ -557,10 +569,10 @@ def attend_many(
     sums = tl.zeros((ROWS, BLOCK_D), tl.float32)
     group_highest, group_total, group_sums = highest, total, sums
     # Where a block lies is looked up while the one before it is attended to.
-    shift = shift_of(pages, first // BLOCK, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
+    shift = shift_of(pages, slots, first // BLOCK, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
     if WINDOWED:
         for block in tl.range(first // BLOCK, whole, num_stages=STAGES):
-            next_shift = shift_of(pages, block + 1, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
+            next_shift = shift_of(pages, slots, block + 1, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
             next_k = load_keys(own_k + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
             next_v = load_keys(own_v + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
             highest, total, sums, group_highest, group_total, group_sums = fold_block(
@@ -580,7 +592,7 @@ def attend_many(
             )
             shift = next_shift
     for block in tl.range(whole, partial, num_stages=STAGES):
-        next_shift = shift_of(pages, block + 1, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
+        next_shift = shift_of(pages, slots, block + 1, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
         next_k = load_keys(own_k + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
         next_v = load_keys(own_v + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
         highest, total, sums, group_highest, group_total, group_sums = fold_block(
@@ -600,7 +612,7 @@ def attend_many(
         )
         shift = next_shift
     for block in tl.range(partial, last_query // BLOCK + 1, num_stages=STAGES):
-        next_shift = shift_of(pages, block + 1, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
+        next_shift = shift_of(pages, slots, block + 1, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
         next_k = load_keys(own_k + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
         next_v = load_keys(own_v + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
         highest, total, sums, group_highest, group_total, group_sums = fold_block(

@@ -104,7 +104,7 @@ class GpuBackend:
             table = None if tables is None else tables[i]
             rope_cos_sin = None if kind is None else ropes[kind]
             attended = self._attended(packed, i, block, qkv, positions, rope_cos_sin, table, tiles)
-            added, _ = product(block.o, Normed(attended), None, pdl=pdl)
+            added, _ = product(block.o, Normed(attended), None, joined=False, pdl=pdl)
             normed, x = normed_rows(x, block.before_mlp, added, block.after_attention, pdl=pdl)
             inner, _ = product(
                 block.up,
@@ -115,7 +115,7 @@ class GpuBackend:
                 gated=block.gated,
                 pdl=pdl,
             )
-            added, _ = product(block.down, Normed(inner), None, pdl=pdl)
+            added, _ = product(block.down, Normed(inner), None, joined=False, pdl=pdl)
             normed, x = normed_rows(x, norms[i + 1], added, block.after_mlp, pdl=pdl)
         squares = None if normed.squares is None else aligned(packed.choose(normed.squares))
         normed = Normed(aligned(packed.choose(normed.x)), squares)

@@ -4,8 +4,9 @@ Exactness rests on two properties of matrix units and of torch's products, seen 
 
 - `instructions_agree`: a small matrix instruction gives the same bits as a large one, in whichever order its 16 columns
   are named. Where it does not, few rows go through the large one too.
-- `torch_agrees`: torch's product of many rows adds up the columns in order, 16 after 16, into one sum. It does not
-  where the library splits the columns, which depends on the number of rows: there our own product runs.
+- `torch_agrees`: torch's product of many rows adds up the columns of a matrix, or of each of its slices, in order, 16
+  after 16, into one sum. It does not where the library splits the columns, which depends on the number of rows: there
+  our own product runs.
 
 Answers are kept on disk, by device and versions.
 """
@@ -19,11 +20,13 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from infer.backend.gpu import precompile
 from infer.machine import cache_folder
+
+
+Product = Callable[[Tensor], Tensor]
 
 
 def instructions_agree(device: torch.device, dtype: torch.dtype) -> bool:
@@ -32,17 +35,17 @@ def instructions_agree(device: torch.device, dtype: torch.dtype) -> bool:
     return _answer(f"instructions {dtype}", device, lambda: _compare_instructions(device, dtype))
 
 
-def torch_agrees(weight: Tensor, rows: int, own: Callable[[Tensor], Tensor]) -> bool:
-    """Whether F.linear of so many rows with this matrix gives the bits of `own`, our product of such rows."""
+def torch_agrees(weight: Tensor, rows: int, slices: int, own: Product, other: Product) -> bool:
+    """Whether `other`, torch's product of so many rows with this matrix, gives the bits of `own`, our product."""
     if not weight.is_cuda or weight.dtype.itemsize != 2 or precompile.recording_launches():
         return weight.is_cuda and weight.dtype.itemsize == 2
-    question = f"product {weight.dtype} {tuple(weight.shape)} {rows}"
+    question = f"product {weight.dtype} {tuple(weight.shape)} {slices} {rows}"
     if torch.cuda.is_current_stream_capturing():
         return _answers().get(_key(question, weight.device), False)
 
     def ask() -> bool:
         x = _heavy_tailed(rows, weight.shape[1], weight)
-        return _same(F.linear(x, weight), own(x))
+        return _same(other(x), own(x))
 
     return _answer(question, weight.device, ask)
 

@@ -31,6 +31,7 @@ from infer.backend.gpu.tuned import (
     MANY_FLOAT32,
     MANY_SLICED,
     MANY_WHOLE,
+    MOST_FEW,
     MOST_SLICES,
     PADDED_TO,
     SLICED_BELOW,
@@ -126,7 +127,7 @@ def added_product(
 ) -> Residual:
     """W x + b, added to the residual; or yet to be normed by `after`, and added then. norm: what follows."""
     if after is not None:
-        return Residual(residual.x, product(linear, Normed(x), split_counters, pdl=pdl)[0], after)
+        return Residual(residual.x, product(linear, Normed(x), split_counters, joined=False, pdl=pdl)[0], after)
     following = norm if scales_behind(norm, x.dtype) else None
     out, normed = product(linear, Normed(x), split_counters, addend=residual.x, norm=following, pdl=pdl)
     return Residual(out, normed=normed)
@@ -135,7 +136,10 @@ def added_product(
 def normed_rows(
     x: Tensor, norm: Norm | None, added: Tensor | None = None, after: Norm | None = None, *, pdl: bool = False
 ) -> tuple[Normed, Tensor]:
-    """norm(x), and x; where something is added, after a norm of its own, of the sum. norm: None for the sum alone."""
+    """norm(x), and x; where something is added, after a norm of its own, of the sum. norm: None for the sum alone.
+
+    added: a product, as `product` gives it.
+    """
     x = aligned(x)
     rows, size = x.shape
     behind = norm is not None and scales_behind(norm, x.dtype)
@@ -143,10 +147,12 @@ def normed_rows(
     out = x if norm is None else empty_rows(rows, size, x)
     squares = torch.empty(rows, 1, dtype=torch.float32, device=x.device) if behind else None
     kind = norm or after
+    slices = 1 if added is None or added.dim() == 2 else added.shape[0]
     if rows:
         _norm_rows(
             rows,
             size,
+            slices,
             x.dtype,
             x.device,
             (0.0, 0.0) if kind is None else (kind.eps, kind.offset),
@@ -163,6 +169,7 @@ def normed_rows(
             None if norm is None else norm.bias,
             out,
             squares,
+            rows if added is None else added.shape[-2],
         )
     return Normed(out, squares), complete
 
@@ -171,6 +178,7 @@ def normed_rows(
 def _norm_rows(
     rows: int,
     size: int,
+    slices: int,
     dtype: torch.dtype,
     device: torch.device,
     constants: tuple[float, float],  # eps and offset
@@ -189,6 +197,7 @@ def _norm_rows(
         CENTRED=centred,
         PREPARED=behind,
         NORM=not given[2],
+        SLICES=slices,
         **UNFUSED,
         **pdl_options(pdl),
     )
@@ -205,8 +214,8 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def padded(rows: int) -> int:
-    """As many rows as a product of a prompt takes: what the last ones hold does not matter."""
-    return rows if rows <= FEW else -(-rows // PADDED_TO) * PADDED_TO
+    """As many rows as torch's product takes: what the last ones hold does not matter."""
+    return rows if rows <= FEW else PADDED_TO // 2 if rows <= PADDED_TO // 2 else -(-rows // PADDED_TO) * PADDED_TO
 
 
 def empty_rows(rows: int, size: int, like: Tensor) -> Tensor:
@@ -226,16 +235,18 @@ def product(
     norm: Norm | None = None,
     activation: str = "",
     gated: bool = False,
+    joined: bool = True,
     pdl: bool = False,
 ) -> tuple[Tensor, Normed | None]:
     """activation(scale W x + b) [times the other half of W's rows] [+ addend]; and that for the norm that follows.
 
-    split_counters: counters, all zero; made here where there are none.
+    split_counters: counters, all zero; made here where there are none. joined: else a bare product may come as the sums
+    of its slices, float32 [slices, rows or more, N], which `normed_rows` joins.
     """
     x = vectors.x
     rows = x.shape[0]
-    if rows > FEW:
-        return _of_many(linear, vectors, eps, addend, norm, activation, gated, pdl)
+    if rows > MOST_FEW or (rows > FEW and _by_torch(linear, x)):
+        return _of_many(linear, vectors, eps, addend, norm, activation, gated, joined, pdl)
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, Tensor)
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -380,17 +391,21 @@ def _of_many(
     norm: Norm | None,
     activation: str,
     gated: bool,
+    joined: bool,
     pdl: bool,
 ) -> tuple[Tensor, Normed | None]:
     """The same for the many rows of a prompt, or of a large batch: a product alone, and what becomes of it."""
-    out = bare_product(linear, vectors.x, pdl=pdl)
-    if vectors.squares is not None or linear.bias is not None or activation:
-        n = out.shape[1] // (2 if gated else 1)
-        rows, last = out.shape[0], out
-        out = empty_rows(rows, n, last)
-        given = vectors.squares is None, kind_of(linear.bias)
-        _finish_rows(rows, n, linear.weight.shape[1], out.dtype, out.device, eps, gated, activation, given, pdl)(
-            last, vectors.squares, linear.bias, out, n
+    x, squares = vectors
+    out = bare_product(linear, x, pdl=pdl)
+    unjoined = out.dim() == 3 and addend is None and joined
+    if squares is not None or linear.bias is not None or activation or unjoined:
+        rows, (n, k) = x.shape[0], linear.weight.shape
+        n, last = n // (2 if gated else 1), out
+        out = empty_rows(rows, n, x)
+        slices, parts = (last.shape[0] if last.dim() == 3 else 1), (0 if squares is None else squares.shape[1])
+        kind = x.dtype, x.device, slices, parts, kind_of(linear.bias)
+        _finish_rows(rows, n, k, eps, gated, activation, kind, pdl)(
+            last, squares, linear.bias, out, n, last.shape[-2]
         )
     if addend is None:
         return out, None
@@ -400,21 +415,16 @@ def _of_many(
 
 @lru_cache(LAUNCHES)
 def _finish_rows(
-    rows: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    eps: float,
-    gated: bool,
-    activation: str,
-    given: tuple[bool, torch.dtype | None],
-    pdl: bool,
+    rows: int, n: int, k: int, eps: float, gated: bool, activation: str, kind: tuple[Any, ...], pdl: bool
 ) -> Launch:
+    _, _, slices, squares, _ = kind
     return Launch(
         finish_rows,
         (rows, -(-n // FINISHED)),
         K=k,
+        SLICES=slices,
+        SQUARES=squares,
+        PADDED=next_power(squares),
         EPS=eps,
         GATED=gated,
         ACTIVATION=activation,
@@ -425,17 +435,46 @@ def _finish_rows(
 
 
 def bare_product(linear: Linear, x: Tensor, *, pdl: bool = False) -> Tensor:
-    """W x, rounded, of many rows: torch's own product where it adds up in our order, else `many_rows`."""
-    weight = linear.weight
-    assert isinstance(weight, Tensor)
+    """W x, rounded, of many rows: torch's own product where it adds up in our order, else `many_rows`.
+
+    Where few programs would have to walk through all slices, the sums of each: float32 [slices, rows or more, N].
+    """
     rows, whole = x.shape[0], _with_padding(x)
-    if slices_of(linear) == 1 and device_check.torch_agrees(
-        weight, whole.shape[0], lambda rows: _many_rows(rows, linear, False)
-    ):
-        out = F.linear(whole, weight)
-    else:
+    if not _by_torch(linear, x):
         out = _many_rows(whole, linear, pdl)
+    elif slices_of(linear) == 1:
+        out = F.linear(whole, linear.weight)
+    else:
+        return sums_of_slices(whole, linear)
     return out if whole.shape[0] == rows else out[:rows]
+
+
+def _by_torch(linear: Linear, x: Tensor) -> bool:
+    """Whether torch's product of these rows is fast, and agrees with ours."""
+    rows, slices, (n, k) = padded(x.shape[0]), slices_of(linear), linear.weight.shape
+    if slices == 1:
+        own, other = lambda x: _many_rows(x, linear, False), lambda x: F.linear(x, linear.weight)
+    else:
+        tiles = -(-n // MANY_SLICED.block_n) * -(-rows // MANY_SLICED.rows)
+        if k != slices * length_of(linear) or tiles >= processors(x.device):
+            return False
+        own, other = lambda x: _many_rows(x, linear, False), lambda x: _joined(sums_of_slices(x, linear), x.dtype)
+    return device_check.torch_agrees(linear.weight, rows, slices, own, other)
+
+
+def sums_of_slices(x: Tensor, linear: Linear) -> Tensor:
+    """W x of each slice, not rounded: float32 [slices, rows, N]."""
+    slices, length = slices_of(linear), length_of(linear)
+    rows, n = x.shape[0], linear.weight.shape[0]
+    vectors, matrices = x.view(rows, slices, length), linear.weight.view(n, slices, length)
+    return torch.bmm(vectors.transpose(0, 1), matrices.permute(1, 2, 0), out_dtype=torch.float32)
+
+
+def _joined(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    total = sums[0]
+    for each in sums[1:]:
+        total = total + each
+    return total.to(dtype)
 
 
 def _with_padding(x: Tensor) -> Tensor:

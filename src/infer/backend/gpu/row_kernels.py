@@ -57,6 +57,29 @@ def load_parts(vector, PARTS: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def load_product(x, at, inside, step, dtype: tl.constexpr, SLICES: tl.constexpr):
+    """Elements of a product, in float32: rounded already, or yet to be joined from the sums of slices `step` apart."""
+    if SLICES == 1:
+        y = tl.load(x + at, inside, 0.0).to(tl.float32)
+    else:
+        y = tl.load(x + at, inside, 0.0)
+        for i in tl.static_range(1, SLICES):
+            y += tl.load(x + i * step + at, inside, 0.0)
+        y = y.to(dtype).to(tl.float32)
+    return y
+
+
+@triton.jit
+def load_product_parts(x, step, dtype: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr):
+    """The same as `load_parts` gives."""
+    parts = ()
+    for i in tl.static_range(len(PARTS)):
+        at = PARTS[i][0] + tl.arange(0, PARTS[i][1])
+        parts = parts + (load_product(x, at, at < K, step, dtype, SLICES),)
+    return parts
+
+
+@triton.jit
 def store_parts(out, parts, PARTS: tl.constexpr, K: tl.constexpr):
     for i in tl.static_range(len(PARTS)):
         at = PARTS[i][0] + tl.arange(0, PARTS[i][1])
@@ -135,9 +158,9 @@ def added(x, carried, dtype, PARTS: tl.constexpr):
     return out
 
 
-@kernel()
+@kernel(do_not_specialize=["room"])
 def norm_rows(
-    x,  # [T, K]
+    x,  # [T, K]; with SLICES, float32 [SLICES, room, K]
     residual,  # [T, K], to which x is added; None: x is the residual
     after_weight,  # [K]: of a norm of x before that; None: there is none
     residual_out,  # [T, K]: the sum
@@ -145,6 +168,7 @@ def norm_rows(
     norm_bias,  # [K] or None
     out,  # [T, K]: normed; where PREPARED, by the weight alone
     squares,  # float32 [T]: of the residual, where PREPARED
+    room,  # rows from one slice to the next
     K: tl.constexpr,
     PARTS: tl.constexpr,
     EPS: tl.constexpr,
@@ -152,13 +176,14 @@ def norm_rows(
     CENTRED: tl.constexpr,
     PREPARED: tl.constexpr,
     NORM: tl.constexpr,  # False: nothing but the residual
+    SLICES: tl.constexpr,  # of a product that x is; 1: x is the product
     PDL: tl.constexpr,
 ):
     """What stands between two products, a row in each program: x added to the residual, and that normed."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = row * K
-    dtype = x.dtype.element_ty
+    dtype: tl.constexpr = residual_out.dtype.element_ty
     if NORM:
         weights = load_parts(norm_weight, PARTS, K)
         biases = weights
@@ -167,7 +192,7 @@ def norm_rows(
     if after_weight is not None:
         after_weights = load_parts(after_weight, PARTS, K)
     wait_for_previous(PDL)
-    vector = load_parts(x + start, PARTS, K)
+    vector = load_product_parts(x + start, room.to(tl.int64) * K, dtype, SLICES, PARTS, K)
     if residual is not None:
         before = load_parts(residual + start, PARTS, K)
         if after_weight is not None:
@@ -210,14 +235,18 @@ def finished_sums(sums, dtype: tl.constexpr, scale, biases, addend, ACTIVATION: 
     return y
 
 
-@kernel()
+@kernel(do_not_specialize=["room"])
 def finish_rows(
-    x,  # [T, N]: products; where GATED [T, 2 N], the gates first
-    squares,  # float32 [T]: those of the vectors that were multiplied, or None
+    x,  # [T, N]: products; where GATED [T, 2 N], the gates first; with SLICES, float32 [SLICES, room, N or 2 N]
+    squares,  # float32 [T, SQUARES]: partial sums of squares of the vectors that were multiplied, or None
     bias,  # like a row of x, or None
     out,  # [T, N]
     N,
+    room,  # rows from one slice to the next
     K: tl.constexpr,  # size of the vectors
+    SLICES: tl.constexpr,  # 1: x is the product
+    SQUARES: tl.constexpr,
+    PADDED: tl.constexpr,  # SQUARES, up to a power of two
     EPS: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -227,9 +256,10 @@ def finish_rows(
     """`finished_sums` of the products of many rows."""
     let_next_start(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     inside = at < N
-    own = x + row * (2 * N if GATED else N) + at
+    WIDE: tl.constexpr = 2 if GATED else 1
+    own, step = x + row * (WIDE * N), room.to(tl.int64) * (WIDE * N)
     biases = ()
     if bias is not None:
         biases = (tl.load(bias + at, inside, 0.0).to(tl.float32),)
@@ -238,9 +268,11 @@ def finish_rows(
     wait_for_previous(PDL)
     scale = None
     if squares is not None:
-        scale = norm_scale(tl.load(squares + row), K, EPS)
-    sums = (tl.load(own, inside, 0.0),)
+        part = tl.arange(0, PADDED)
+        squares_of = tl.load(squares + row * SQUARES + part, part < SQUARES, 0.0)
+        scale = norm_scale(tl.sum(tree_sum(tl.reshape(squares_of, (PADDED, 1))), 0), K, EPS)
+    sums = (load_product(own, at, inside, step, dtype, SLICES),)
     if GATED:
-        sums = sums + (tl.load(own + N, inside, 0.0),)
+        sums = sums + (load_product(own + N, at, inside, step, dtype, SLICES),)
     y = finished_sums(sums, dtype, scale, biases, None, ACTIVATION)
     tl.store(out + row * N + at, y.to(dtype), inside)

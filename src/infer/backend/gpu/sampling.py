@@ -18,6 +18,9 @@ from infer.nn import draw
 
 MAX_VOCAB = draw.MAX_VOCAB
 WARPS = 4
+MANY = 16  # rows from which a program takes several slices of each
+EACH = 4  # so many
+FILTERING = 2048  # programs of all rows that look for where filters cut, at most
 
 
 class GreedySampler:
@@ -32,7 +35,9 @@ class GreedySampler:
         self._best = torch.empty(rows, self._slices, dtype=torch.float32, device=device)
         self._best_at = torch.empty(rows, self._slices, dtype=torch.int32, device=device)
         self._padded = triton.next_power_of_2(self._slices)
+        each = EACH if rows >= MANY else 1
         self._options: dict[str, Any] = {"PDL": pdl, "num_warps": WARPS, "enable_fp_fusion": False}
+        self._by_slice = {"V": vocab, "SLICES": self._slices, "EACH": each, "num_warps": WARPS * (2 if each > 1 else 1)}
         if pdl:
             self._options["launch_pdl"] = True
 
@@ -50,10 +55,9 @@ class GreedySampler:
             self._best,
             self._best_at,
             *nothing,
-            V=self.vocab,
             GREEDY=True,
             CLEARED=1,
-            **self._options,
+            **self._options | self._by_slice,
         )
         sample.best_of_row[grid[1:]](
             positions,
@@ -75,7 +79,7 @@ class GreedySampler:
                 f"logits of shape {tuple(logits.shape)} and strides {logits.stride()}: "
                 f"they must be contiguous, at most {self.rows} rows of {self.vocab}"
             )
-        return self._slices, rows
+        return triton.cdiv(self._slices, self._by_slice["EACH"]), rows
 
 
 class DeviceSampler(GreedySampler):
@@ -94,7 +98,7 @@ class DeviceSampler(GreedySampler):
         self._fractions = zeros(sample.FRACTIONS.value, dtype=torch.float32)
         self._history = zeros(vocab, dtype=torch.int32)
         self._bias = zeros(vocab, dtype=torch.float32)
-        self._scores = zeros(vocab, dtype=torch.int32)
+        self._scores = zeros(vocab, dtype=torch.float32)
         self._counts = zeros(sample.COUNTS.value, sample.BINS.value, dtype=torch.int32)
         self._masses = zeros(sample.MASSES.value, sample.BINS.value, dtype=torch.int64)
         self._notes = zeros(sample.NOTES.value, dtype=torch.int64)
@@ -125,10 +129,16 @@ class DeviceSampler(GreedySampler):
         sampled = draw.is_sampled(temperature, top_k)
         filters = draw.Filters.of(temperature, top_k, top_p, min_p)
         penalised = repetition_penalty != 1 or presence_penalty != 0 or frequency_penalty != 0
-        flags = sampled * sample.SAMPLED.value + penalised * sample.PENALISED.value
+        top_k = filters.top_k if filters.top_k < self.vocab else 0
+        flags = {
+            sample.SAMPLED: sampled,
+            sample.PENALISED: penalised,
+            sample.BIASED: bool(logit_bias),
+            sample.FILTERED: sampled and bool(top_k or filters.top_p),
+        }
         whole = {
-            sample.FLAGS: flags + bool(logit_bias) * sample.BIASED.value,
-            sample.TOP_K: filters.top_k if filters.top_k < self.vocab else 0,
+            sample.FLAGS: sum(flag.value for flag, is_set in flags.items() if is_set),
+            sample.TOP_K: top_k,
             sample.TOP_P: filters.top_p,
             sample.MIN_P_DEPTH: filters.min_p_depth,
             # V tokens this far down have less than 1 - top_p of the likeliest's mass; 0.01 is more than any rounding.
@@ -160,17 +170,19 @@ class DeviceSampler(GreedySampler):
             self._bias[row].index_copy_(0, ids, values)
 
     def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, sent: Tensor, steps: Tensor) -> None:
-        grid = self._grid(logits)
-        options = self._options
-        best, best_at, scores = self._best, self._best_at, self._scores
+        grid, rows = self._grid(logits), logits.shape[0]
+        narrow = min(grid[0], max(1, FILTERING // rows)), rows
+        options = self._options | self._by_slice
+        best, scores, padded = self._best, self._scores, {"PADDED": self._padded}
         whole, fractions, notes = self._whole, self._fractions, self._notes
         counts, masses = self._counts, self._masses
-        cleared = triton.next_power_of_2(triton.cdiv(masses[0].numel(), self._slices))
+        row = positions, logits, best, scores, whole, fractions
+        cleared = triton.next_power_of_2(triton.cdiv(masses[0].numel(), grid[0]))
         sample.best_of_slices[grid](
             logits,
             positions,
             best,
-            best_at,
+            self._best_at,
             scores,
             whole,
             fractions,
@@ -178,23 +190,22 @@ class DeviceSampler(GreedySampler):
             self._bias,
             counts,
             masses,
-            V=self.vocab,
             GREEDY=False,
             CLEARED=cleared,
             **options,
         )
-        sample.count[grid](
-            positions, best, scores, whole, fractions, counts, masses, V=self.vocab, PADDED=self._padded, **options
-        )
-        sample.narrow_top_k[grid](positions, scores, whole, counts, masses, notes, V=self.vocab, **options)
-        sample.narrow_top_p[grid](positions, scores, whole, counts, masses, notes, V=self.vocab, **options)
-        sample.weigh[grid](positions, scores, whole, masses, notes, self._weights, V=self.vocab, **options)
+        sample.count[narrow](*row, counts, masses, **padded, **options)
+        sample.narrow_top_k[narrow](*row, counts, masses, notes, **padded, **options)
+        sample.narrow_top_p[narrow](*row, counts, masses, notes, **padded, **options)
+        sample.weigh[grid](*row, masses, notes, self._weights, **padded, **options)
         sample.draw[grid[1:]](
             positions,
+            logits,
             best,
-            best_at,
+            self._best_at,
             scores,
             whole,
+            fractions,
             notes,
             self._weights,
             self._history,
@@ -204,8 +215,8 @@ class DeviceSampler(GreedySampler):
             V=self.vocab,
             TURNS=sent.shape[0],
             SLICES=self._slices,
-            PADDED=self._padded,
-            **options,
+            **padded,
+            **self._options,
         )
 
 

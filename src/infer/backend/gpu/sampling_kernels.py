@@ -3,12 +3,13 @@
 Greedy rows need `best_of_slices` and `best_of_row`. Sampling is, without sorting the vocabulary:
 
     best_of_slices   penalties and bias; the best of each slice
-    count            depth of each token below the row's best; coarse histograms of tokens and of their mass
+    count            coarse histograms of tokens and of their mass, by their depth below the row's best
     narrow_top_k     the coarse bin in which the k-th likeliest lies; its fine histogram
     narrow_top_p     the k-th likeliest; the coarse bin in which top_p's share ends; its fine histogram
     weigh            the depth at which the filters cut; the mass that each slice keeps
     draw             the token at the row's uniform number
 
+The three in the middle have nothing to do in rows without filters, as plain sampling by temperature is.
 Each kernel boundary is the synchronisation that the next one needs. A row's settings and its position were there before
 the model ran: they are read before the wait, and then all that is waited for at once. What is summed are whole
 numbers, so the order in which atomics arrive changes nothing, and a row gets the same token alone or among others.
@@ -27,7 +28,7 @@ from infer.backend.gpu.launch_kernels import let_next_start, wait_for_previous
 from infer.backend.gpu.launcher import kernel
 from infer.nn import draw as units
 
-SLICE = tl.constexpr(1024)  # tokens per program
+SLICE = tl.constexpr(1024)  # tokens, of which a program takes several slices where there are many rows
 BINS = tl.constexpr(2048)  # of a histogram
 COARSE = tl.constexpr(units.COARSE)
 FINE = tl.constexpr(units.FINE)
@@ -55,6 +56,7 @@ FRACTIONS = tl.constexpr(4)
 SAMPLED = tl.constexpr(1)  # flags
 PENALISED = tl.constexpr(2)
 BIASED = tl.constexpr(4)
+FILTERED = tl.constexpr(8)  # by top_k or top_p
 
 # Histograms of a row: how many tokens (int32), and their mass (int64).
 COUNTS = tl.constexpr(2)  # coarse, fine of top_k
@@ -77,7 +79,7 @@ def best_of_slices(
     positions,  # [R] of the tokens to be chosen; below 0: nothing is done for that row
     best,  # [R, slices] float32: the highest logit, NaN if any is
     best_at,  # [R, slices] int32: the first token that has it
-    scores,  # [R, V] int32: bits of the penalised logits, of rows that are sampled
+    scores,  # [R, V] float32: the logits with penalties and bias, of rows that are sampled and have any
     whole,  # [R, WHOLE] int64
     fractions,  # [R, FRACTIONS] float32
     history,  # [R, V] int32: twice how often a token was generated, plus one if it is in the prompt
@@ -85,15 +87,15 @@ def best_of_slices(
     counts,  # [R, COUNTS, BINS] int32, emptied here
     masses,  # [R, MASSES, BINS] int64, emptied here
     V: tl.constexpr,
+    SLICES: tl.constexpr,
+    EACH: tl.constexpr,  # slices of a program
     GREEDY: tl.constexpr,  # there are no settings: all pointers behind best_at are None
     CLEARED: tl.constexpr,  # bins that each program empties
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    at = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    slices = tl.num_programs(0)
-    token = at * SLICE + tl.arange(0, SLICE)
+    token = _tokens(tl.program_id(0), EACH)
     inside = token < V
     position = tl.load(positions + row, cache_modifier=".cg")
     if not GREEDY:
@@ -101,7 +103,7 @@ def best_of_slices(
         of_row = fractions + row * FRACTIONS
         repetition = tl.load(of_row + REPETITION)
         presence, frequency = tl.load(of_row + PRESENCE), tl.load(of_row + FREQUENCY)
-        seen, added = tl.zeros([SLICE], tl.int32), tl.zeros([SLICE], tl.float32)
+        seen, added = tl.zeros([EACH, SLICE], tl.int32), tl.zeros([EACH, SLICE], tl.float32)
         if (flags & PENALISED) != 0:
             seen = tl.load(history + row * V + token, mask=inside, other=0)
         if (flags & BIASED) != 0:
@@ -116,18 +118,20 @@ def best_of_slices(
             x = tl.where(seen > 1, x - (presence + frequency * (seen >> 1).to(tl.float32)), x)
         if (flags & BIASED) != 0:
             x += added
-        if (flags & SAMPLED) != 0:
-            tl.store(scores + row * V + token, x.to(tl.int32, bitcast=True), mask=inside)
-            bin = at * CLEARED + tl.arange(0, CLEARED)
+        if ((flags & SAMPLED) != 0) & ((flags & (PENALISED | BIASED)) != 0):
+            tl.store(scores + row * V + token, x, mask=inside)
+        if (flags & FILTERED) != 0:
+            bin = tl.program_id(0) * CLEARED + tl.arange(0, CLEARED)
             tl.store(counts + row * COUNTS * BINS + bin, 0, mask=bin < COUNTS * BINS)
             tl.store(masses + row * MASSES * BINS + bin, 0, mask=bin < MASSES * BINS)
     is_nan = x != x
     x = tl.where(is_nan, -float("inf"), x)
-    highest = tl.max(x, 0)
-    first = tl.min(tl.where((x == highest) & inside, token, V), 0)
-    highest = tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), highest)
-    tl.store(best + row * slices + at, highest)
-    tl.store(best_at + row * slices + at, first)
+    highest = tl.max(x, 1)
+    first = tl.min(tl.where((x == highest[:, None]) & inside, token, V), 1)
+    highest = tl.where(tl.max(is_nan.to(tl.int32), 1) > 0, float("nan"), highest)
+    at = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    tl.store(best + row * SLICES + at, highest, mask=at < SLICES)
+    tl.store(best_at + row * SLICES + at, first, mask=at < SLICES)
 
 
 @kernel()
@@ -156,67 +160,88 @@ def best_of_row(
 
 @kernel()
 def count(
-    positions, best, scores, whole, fractions, counts, masses, V: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr
+    positions,
+    logits,
+    best,
+    scores,
+    whole,
+    fractions,
+    counts,
+    masses,
+    V: tl.constexpr,
+    SLICES: tl.constexpr,
+    PADDED: tl.constexpr,
+    EACH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Depths, in place of the scores; tokens and mass per coarse bin, for the filters that the row has."""
+    """Tokens and mass per coarse bin, for the filters that the row has."""
     let_next_start(PDL)
     row = tl.program_id(1).to(tl.int64)
-    slices = tl.num_programs(0)
-    token = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
-    inside = token < V
-    sampled = _is_sampled(positions, whole, row)
+    flags = _flags(positions, whole, row)
     per_temperature = tl.load(fractions + row * FRACTIONS + PER_TEMPERATURE)
     top_k = tl.load(whole + row * WHOLE + TOP_K)
     top_p = tl.load(whole + row * WHOLE + TOP_P)
     tail = tl.load(whole + row * WHOLE + TAIL_DEPTH)
-    wait_for_previous(PDL)
-    if not sampled:
+    if (flags & FILTERED) == 0:
         return
+    wait_for_previous(PDL)
+    each, highest = _highest(best, row, SLICES, PADDED)
     of_slices = tl.arange(0, PADDED)
-    each = tl.load(best + row * slices + of_slices, mask=of_slices < slices, other=-float("inf"))
-    x = tl.load(scores + row * V + token, mask=inside, other=0).to(tl.float32, bitcast=True)
-    # A GPU's maximum passes over NaN: then scores might lie above it, and bins below 0.
-    highest = tl.where(tl.max((each != each).to(tl.int32), 0) > 0, float("nan"), tl.max(each, 0))
-    depth = _depth(tl.where(inside, x, -float("inf")), highest, per_temperature)
-    tl.store(scores + row * V + token, depth, mask=inside)
-
     counts += row * COUNTS * BINS
     masses += row * MASSES * BINS
-    coarse = depth >> COARSE
-    mass = _mass(depth)
-    # Only tokens that may be kept are worth an atomic each: most are not, and they fall into few bins.
-    if top_k != 0:
-        # At least k tokens are as likely as the k-th best of all slices.
-        in_order = tl.sort(each, descending=True)
-        enough = tl.max(tl.where(of_slices >= top_k - 1, in_order, -float("inf")), 0)
-        counted = (depth >> FINE) <= (_depth(enough, highest, per_temperature) >> FINE)
-        counted = counted & (depth < MAX_DEPTH)
-        tl.atomic_add(counts + coarse, 1, mask=counted, sem="relaxed")
-        if top_p != 0:
+    # At least k tokens are as likely as the k-th best of all slices.
+    in_order = tl.sort(each, descending=True)
+    enough = tl.max(tl.where(of_slices >= top_k - 1, in_order, -float("inf")), 0)
+    enough = _depth(enough, highest, per_temperature) >> FINE
+    for at in range(tl.program_id(0), tl.cdiv(SLICES, EACH), tl.num_programs(0)):
+        depth = _load_depth(logits, scores, flags, row, _tokens(at, EACH), highest, per_temperature, V)
+        coarse = depth >> COARSE
+        mass = _mass(depth)
+        # Only tokens that may be kept are worth an atomic each: most are not, and they fall into few bins.
+        if top_k != 0:
+            counted = ((depth >> FINE) <= enough) & (depth < MAX_DEPTH)
+            tl.atomic_add(counts + coarse, 1, mask=counted, sem="relaxed")
+            if top_p != 0:
+                tl.atomic_add(masses + coarse, mass, mask=counted, sem="relaxed")
+        else:
+            counted = depth <= tail
             tl.atomic_add(masses + coarse, mass, mask=counted, sem="relaxed")
-    elif top_p != 0:
-        counted = depth <= tail
-        tl.atomic_add(masses + coarse, mass, mask=counted, sem="relaxed")
-        tl.atomic_add(masses + BINS - 1, tl.sum(tl.where(counted, 0, mass), 0), sem="relaxed")
+            others = tl.sum(tl.sum(tl.where(counted, 0, mass), 1), 0)
+            tl.atomic_add(masses + BINS - 1, others, sem="relaxed")
 
 
 @kernel()
-def narrow_top_k(positions, scores, whole, counts, masses, notes, V: tl.constexpr, PDL: tl.constexpr):
+def narrow_top_k(
+    positions,
+    logits,
+    best,
+    scores,
+    whole,
+    fractions,
+    counts,
+    masses,
+    notes,
+    V: tl.constexpr,
+    SLICES: tl.constexpr,
+    PADDED: tl.constexpr,
+    EACH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The coarse bin of the k-th likeliest token, and that bin's fine histograms."""
     let_next_start(PDL)
     row = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
     bins = tl.arange(0, BINS)
-    sampled = _is_sampled(positions, whole, row)
+    flags = _flags(positions, whole, row)
+    per_temperature = tl.load(fractions + row * FRACTIONS + PER_TEMPERATURE)
     top_k = tl.load(whole + row * WHOLE + TOP_K)
-    wait_for_previous(PDL)
-    if (not sampled) | (top_k == 0):
+    if ((flags & FILTERED) == 0) | (top_k == 0):
         return
+    wait_for_previous(PDL)
     counts += row * COUNTS * BINS
     masses += row * MASSES * BINS
     number = tl.load(counts + bins)
     mass = tl.load(masses + bins)
-    depth = tl.load(scores + row * V + token, mask=token < V, other=MAX_DEPTH)
+    _, highest = _highest(best, row, SLICES, PADDED)
     before = tl.cumsum(number, 0) < top_k
     k_bin = tl.sum(before.to(tl.int32), 0)  # BINS where fewer than k tokens have mass: all are kept
     if tl.program_id(0) == 0:
@@ -224,27 +249,42 @@ def narrow_top_k(positions, scores, whole, counts, masses, notes, V: tl.constexp
         tl.store(notes + K_BIN, k_bin)
         tl.store(notes + K_LEFT, top_k - tl.sum(tl.where(before, number, 0), 0))
         tl.store(notes + K_MASS, tl.sum(tl.where(before, mass, 0), 0))
-    counted = (depth >> COARSE) == k_bin
-    fine = BINS + ((depth >> FINE) & (BINS - 1))
-    tl.atomic_add(counts + fine, 1, mask=counted, sem="relaxed")
-    tl.atomic_add(masses + fine, _mass(depth), mask=counted, sem="relaxed")
+    for at in range(tl.program_id(0), tl.cdiv(SLICES, EACH), tl.num_programs(0)):
+        depth = _load_depth(logits, scores, flags, row, _tokens(at, EACH), highest, per_temperature, V)
+        counted = (depth >> COARSE) == k_bin
+        fine = BINS + ((depth >> FINE) & (BINS - 1))
+        tl.atomic_add(counts + fine, 1, mask=counted, sem="relaxed")
+        tl.atomic_add(masses + fine, _mass(depth), mask=counted, sem="relaxed")
 
 
 @kernel()
-def narrow_top_p(positions, scores, whole, counts, masses, notes, V: tl.constexpr, PDL: tl.constexpr):
+def narrow_top_p(
+    positions,
+    logits,
+    best,
+    scores,
+    whole,
+    fractions,
+    counts,
+    masses,
+    notes,
+    V: tl.constexpr,
+    SLICES: tl.constexpr,
+    PADDED: tl.constexpr,
+    EACH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Where top_k cuts; the coarse bin in which top_p's share of what that leaves ends, and its fine histogram."""
     let_next_start(PDL)
     row = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
     bins = tl.arange(0, BINS)
-    sampled = _is_sampled(positions, whole, row)
+    flags = _flags(positions, whole, row)
+    per_temperature = tl.load(fractions + row * FRACTIONS + PER_TEMPERATURE)
     top_k = tl.load(whole + row * WHOLE + TOP_K)
     top_p = tl.load(whole + row * WHOLE + TOP_P)
+    if ((flags & FILTERED) == 0) | ((top_p == 0) & (tl.program_id(0) > 0)):
+        return
     wait_for_previous(PDL)
-    if (not sampled) | ((top_k == 0) & (top_p == 0)):
-        return
-    if (top_p == 0) & (tl.program_id(0) > 0):
-        return
     counts += row * COUNTS * BINS
     masses += row * MASSES * BINS
     notes += row * NOTES
@@ -252,7 +292,7 @@ def narrow_top_p(positions, scores, whole, counts, masses, notes, V: tl.constexp
     fine_mass = tl.load(masses + BINS + bins)
     coarse_mass = tl.load(masses + bins)
     k_bin, k_left, k_mass = tl.load(notes + K_BIN), tl.load(notes + K_LEFT), tl.load(notes + K_MASS)
-    depth = tl.load(scores + row * V + token, mask=token < V, other=MAX_DEPTH)
+    _, highest = _highest(best, row, SLICES, PADDED)
     if top_k != 0:
         k_fine = tl.sum((tl.cumsum(number, 0) < k_left).to(tl.int64), 0)
         total = k_mass + tl.sum(tl.where(bins <= k_fine, fine_mass, 0), 0)
@@ -268,30 +308,47 @@ def narrow_top_p(positions, scores, whole, counts, masses, notes, V: tl.constexp
         if tl.program_id(0) == 0:
             tl.store(notes + P_BIN, p_bin)
             tl.store(notes + P_LEFT, share - tl.sum(tl.where(bins < p_bin, coarse_mass, 0), 0))
-        counted = (depth >> COARSE) == p_bin
-        fine = 2 * BINS + ((depth >> FINE) & (BINS - 1))
-        tl.atomic_add(masses + fine, _mass(depth), mask=counted, sem="relaxed")
+        for at in range(tl.program_id(0), tl.cdiv(SLICES, EACH), tl.num_programs(0)):
+            depth = _load_depth(logits, scores, flags, row, _tokens(at, EACH), highest, per_temperature, V)
+            counted = (depth >> COARSE) == p_bin
+            fine = 2 * BINS + ((depth >> FINE) & (BINS - 1))
+            tl.atomic_add(masses + fine, _mass(depth), mask=counted, sem="relaxed")
 
 
 @kernel()
-def weigh(positions, scores, whole, masses, notes, weights, V: tl.constexpr, PDL: tl.constexpr):
+def weigh(
+    positions,
+    logits,
+    best,
+    scores,
+    whole,
+    fractions,
+    masses,
+    notes,
+    weights,
+    V: tl.constexpr,
+    SLICES: tl.constexpr,
+    PADDED: tl.constexpr,
+    EACH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The last depth that all filters keep, and the mass that each slice keeps: weights [R, slices] int64."""
     let_next_start(PDL)
     row = tl.program_id(1).to(tl.int64)
-    slices = tl.num_programs(0)
-    token = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
     bins = tl.arange(0, BINS)
-    sampled = _is_sampled(positions, whole, row)
+    flags = _flags(positions, whole, row)
+    per_temperature = tl.load(fractions + row * FRACTIONS + PER_TEMPERATURE)
     top_k = tl.load(whole + row * WHOLE + TOP_K)
     top_p = tl.load(whole + row * WHOLE + TOP_P)
     last = tl.load(whole + row * WHOLE + MIN_P_DEPTH)
-    wait_for_previous(PDL)
-    if not sampled:
+    if (flags & SAMPLED) == 0:
         return
+    wait_for_previous(PDL)
     notes += row * NOTES
     k_depth, p_bin, p_left = tl.load(notes + K_DEPTH), tl.load(notes + P_BIN), tl.load(notes + P_LEFT)
-    mass = tl.load(masses + (row * MASSES + 2) * BINS + bins)
-    depth = tl.load(scores + row * V + token, mask=token < V, other=MAX_DEPTH)
+    mass = tl.load(masses + (row * MASSES + 2) * BINS + bins, mask=bins < tl.where(top_p != 0, BINS, 0), other=0)
+    _, highest = _highest(best, row, SLICES, PADDED)
+    depth = _load_depth(logits, scores, flags, row, _tokens(tl.program_id(0), EACH), highest, per_temperature, V)
     if top_k != 0:
         last = tl.minimum(last, k_depth)
     if top_p != 0:
@@ -299,16 +356,20 @@ def weigh(positions, scores, whole, masses, notes, weights, V: tl.constexpr, PDL
         last = tl.minimum(last, (((p_bin * BINS + p_fine) + 1) << FINE) - 1)
     if tl.program_id(0) == 0:
         tl.store(notes + DEPTH, last)
-    tl.store(weights + row * slices + tl.program_id(0), tl.sum(tl.where(depth <= last, _mass(depth), 0), 0))
+    at = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    kept = tl.sum(tl.where(depth <= last, _mass(depth), 0), 1)
+    tl.store(weights + row * SLICES + at, kept, mask=at < SLICES)
 
 
 @kernel()
 def draw(
     positions,
+    logits,
     best,
     best_at,
     scores,
     whole,
+    fractions,
     notes,
     weights,
     history,
@@ -326,6 +387,7 @@ def draw(
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row, cache_modifier=".cg")
     flags = tl.load(whole + row * WHOLE + FLAGS)
+    per_temperature = tl.load(fractions + row * FRACTIONS + PER_TEMPERATURE)
     uniform = _uniform(tl.load(whole + row * WHOLE + SEED_KEY), position)
     wait_for_previous(PDL)
     if position < 0:
@@ -334,6 +396,7 @@ def draw(
     weight = tl.load(weights + row * SLICES + of_slices, mask=of_slices < SLICES, other=0)
     last = tl.load(notes + row * NOTES + DEPTH)
     valid, token = _best(best, best_at, row, SLICES, PADDED)
+    _, highest = _highest(best, row, SLICES, PADDED)
     if valid & ((flags & SAMPLED) != 0):
         target = _umulhi(uniform, tl.sum(weight, 0))
         # Invert the cumulative mass: tokens without any end where they begin, so `<=` passes over them.
@@ -341,7 +404,7 @@ def draw(
         at = tl.sum(passed.to(tl.int32), 0)
         target -= tl.sum(tl.where(passed, weight, 0), 0)
         in_slice = at * SLICE + tl.arange(0, SLICE)
-        depth = tl.load(scores + row * V + in_slice, mask=in_slice < V, other=MAX_DEPTH)
+        depth = _load_depth(logits, scores, flags, row, in_slice, highest, per_temperature, V)
         mass = tl.where(depth <= last, _mass(depth), 0)
         token = at * SLICE + tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
     _tell(tokens, sent, steps, row, token, TURNS)
@@ -351,9 +414,35 @@ def draw(
 
 
 @triton.jit
-def _is_sampled(positions, whole, row):
+def _flags(positions, whole, row):
+    """Of a row; none where it has no token."""
     position = tl.load(positions + row, cache_modifier=".cg")
-    return (position >= 0) & ((tl.load(whole + row * WHOLE + FLAGS) & SAMPLED) != 0)
+    return tl.where(position >= 0, tl.load(whole + row * WHOLE + FLAGS), 0)
+
+
+@triton.jit
+def _tokens(at, EACH: tl.constexpr):
+    """[EACH, SLICE]"""
+    return (at * EACH + tl.arange(0, EACH)[:, None]) * SLICE + tl.arange(0, SLICE)[None, :]
+
+
+@triton.jit
+def _highest(best, row, SLICES: tl.constexpr, PADDED: tl.constexpr):
+    """The best of each slice, and of all."""
+    at = tl.arange(0, PADDED)
+    each = tl.load(best + row * SLICES + at, mask=at < SLICES, other=-float("inf"))
+    # A GPU's maximum passes over NaN: then scores might lie above it, and bins below 0.
+    return each, tl.where(tl.max((each != each).to(tl.int32), 0) > 0, float("nan"), tl.max(each, 0))
+
+
+@triton.jit
+def _load_depth(logits, scores, flags, row, token, highest, per_temperature, V: tl.constexpr):
+    """How far tokens lie below the row's best."""
+    if (flags & (PENALISED | BIASED)) != 0:
+        x = tl.load(scores + row * V + token, mask=token < V, other=-float("inf"))
+    else:
+        x = tl.load(logits + row * V + token, mask=token < V, other=-float("inf")).to(tl.float32)
+    return _depth(x, highest, per_temperature)
 
 
 @triton.jit

@@ -16,11 +16,12 @@ GROUPS = 64  # of blocks of keys, about: what a query's keys are folded in
 
 # Products
 BLOCK_N = 64  # rows of the matrix that a program of `few_rows` takes, at least
-FEW = 128  # rows of x that it takes: more are torch's product or `many_rows`
+FEW = 32  # rows of x that it takes: more are torch's product, where that agrees
+MOST_FEW = 128  # that it takes where torch's does not: more are `many_rows`
 APART = 64  # rows of x up to which each slice has programs of its own: 14.7 instead of 8.7 us for q, k, v at 128
 ALONE = 768  # columns on their way where a program has a processor to itself
 FETCHED = 512  # columns that it fetches into the L2 cache before its input is there
-PADDED_TO = 128  # rows of a prompt: torch's products are checked once for each multiple
+PADDED_TO = 128  # rows of torch's products, or half as many: they are checked once for each multiple
 FINISHED = 2048  # columns of a program of `finish_rows`
 
 
@@ -42,6 +43,8 @@ MANY_FLOAT32 = Tile(64, 64, 32, 2, 4)
 QUERIES = {2: 64, 4: 32}  # heads of queries that a program attends with, by bytes of a number
 STAGES = 3  # blocks of keys on their way at once, where memory allows
 BUSY = 1024  # programs that keep a GPU busy with keys
+BY_ROW = 512  # KV heads of all rows from which each has one program: none is idle then
+ROW_STAGES, ROW_WARPS = 3, 1
 HEADS = 8  # that a program of `prepare_heads` takes
 
 # Launches
