@@ -31,7 +31,7 @@ class Backend(Protocol):
     @property
     def why(self) -> str: ...  # why this one runs the model, for people
     def run(self, rows: Sequence[Row]) -> list[Tensor]: ...  # logits of each row, [B, wanted, V]
-    def decoding(self) -> Any: ...  # captured decode steps (`gpu.captured.Decoding`); None where there are none
+    def decoding(self, lazy: bool = False) -> Any: ...  # captured steps (`gpu.captured.Decoding`); None: there are none
 
 
 class _Planned(NamedTuple):

@@ -32,7 +32,7 @@ class TorchBackend:
                 record(row.cache, at, row.tokens, None)
         return logits
 
-    def decoding(self) -> None:
+    def decoding(self, lazy: bool = False) -> None:
         return None
 
     def _called(self, row: Row) -> Tensor:

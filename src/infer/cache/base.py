@@ -36,7 +36,7 @@ class Cache(Protocol):
     @property
     def memory_bytes(self) -> int: ...
     def positions(self, n: int) -> Tensor: ...  # [B, n], of the next n queries
-    def reserve(self, n: int) -> None: ...  # refuses n more positions, or has memory for them
+    def reserve(self, n: int) -> int: ...  # refuses n more positions, or has memory for them: up to which position?
     def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...  # n new -> all S
     def attend(
         self,
@@ -178,9 +178,10 @@ class BaseCache(ABC):
         keys, values = self._store(layer_idx, k, v)
         return (decode(keys, k.dtype), decode(values, v.dtype)) if self.quantized else (keys, values)
 
-    def reserve(self, n: int) -> None:
-        """Refuse n more positions where there is no room for them."""
+    def reserve(self, n: int) -> int:
+        """Refuse n more positions where there is no room for them; how many there is memory for in all."""
         self._check_room(n)
+        return self.capacity
 
     def positions(self, n: int) -> Tensor:
         self.reserve(n)

@@ -119,13 +119,13 @@ class PagedCache(BaseCache):
     def memory_bytes(self) -> int:
         return self.held * self.pool.page_bytes
 
-    def reserve(self, n: int) -> None:
-        """Take the pages that n more positions need, or refuse and change nothing."""
+    def reserve(self, n: int) -> int:
+        """Take the pages that n more positions need, or refuse and change nothing; how many it has pages for in all."""
         if type(self.seq_len) is int and n >= 0 <= self.seq_len <= self._ready - n:
-            return
+            return self._ready
         self._check_room(n)
         if not n:
-            return
+            return self._ready
         self._drop_unseen()
         page = self.pool.page
         last, tail = _pages(self.seq_len + n, page), self.seq_len // page
@@ -146,6 +146,7 @@ class PagedCache(BaseCache):
             changed = torch.from_numpy(self.pages[:, :, tail:last].copy())
             self._on_device[:, :, tail:last] = changed.to(self.device, non_blocking=True)
         self._ready = min(self._taken * page, self.capacity)
+        return self._ready
 
     def fork(self) -> PagedCache:
         """A cache that holds the same: it costs a list of pages, and later a page where the two part."""

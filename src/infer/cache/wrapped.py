@@ -39,8 +39,8 @@ class WrappedCache:
     def positions(self, n: int) -> Tensor:
         return self.cache.positions(n)
 
-    def reserve(self, n: int) -> None:
-        self.cache.reserve(n)
+    def reserve(self, n: int) -> int:
+        return self.cache.reserve(n)
 
     def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.cache.update(layer_idx, k, v)

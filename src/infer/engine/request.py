@@ -58,6 +58,7 @@ class Request:
         self.tokenizer = tokenizer
         self._text = TextStream(tokenizer, self.params.stop)
         self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
+        self.max_seq_len = self.prompt_len + self.params.max_new_tokens  # positions it may come to fill
         self._eos = () if self.params.ignore_eos else config.eos_token_ids
         self.logprobs: list[TokenLogprobs] | None = None if self.params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -68,11 +69,6 @@ class Request:
     @property
     def prompt(self) -> list[int]:
         return self.tokens[: self.prompt_len]
-
-    @property
-    def max_seq_len(self) -> int:
-        """Positions it may come to fill."""
-        return self.prompt_len + self.params.max_new_tokens
 
     @property
     def wants_logits(self) -> bool:

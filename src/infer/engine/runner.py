@@ -28,9 +28,12 @@ Watch = Callable[[Cache], Cache]
 class Flight:
     """A request on its way."""
 
+    __slots__ = ("cache", "captured", "full", "name", "prefill_chunk", "request", "room", "started", "watch")
+
     def __init__(self, request: Request, cache: Cache, prefill_chunk: int | None, watch: Watch, name: str) -> None:
         self.request, self.prefill_chunk, self.watch, self.name = request, prefill_chunk, watch, name
         self.cache = watch(cache)
+        self.room = cache.capacity  # tokens that fit
         self.full = False  # whether the context is used up: each step then feeds the last tokens that fit, anew
         self.captured = False  # whether it goes through captured steps
         self.started: float | None = None  # when the pass, or the first of several, that leads to its next token began
@@ -57,9 +60,10 @@ class Output(NamedTuple):
 class Runner:
     """Drives requests through a model: within it, call `step`, and retire what has finished."""
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.flights: list[Flight] = []
+    def __init__(self, model: Model, lazy: bool = False) -> None:
+        """lazy: caches of rows in captured steps hear of their tokens when `settle` is called, or the row leaves."""
+        self.model, self._lazy = model, lazy
+        self.flights: dict[Flight, None] = {}  # in the order of their coming
         self._device = model_device(model)
         self._context = model.config.max_position_embeddings
         self._backend: Backend | None = None
@@ -87,15 +91,22 @@ class Runner:
         prefill_chunk: feed the prompt in passes of at most so many tokens. watch: what wraps its caches. name: of the
         request, for errors.
         """
-        self.flights.append(Flight(request, cache, prefill_chunk, watch, name))
+        flight = Flight(request, cache, prefill_chunk, watch, name)
+        flight.room = min(flight.room, self._context)
+        self.flights[flight] = None
         self._decided_at = -1
-        return self.flights[-1]
+        return flight
 
     @torch.inference_mode()
     def retire(self, flight: Flight) -> None:
         """No more of its tokens are wanted. Steps launched ahead are rolled back."""
-        self.flights.remove(flight)
+        del self.flights[flight]
         self._leave(flight)
+
+    def settle(self, flight: Flight) -> None:
+        """Let its cache know of all tokens so far."""
+        if flight.captured:
+            self._decoding.settle(flight)
 
     @torch.inference_mode()
     def step(self, counts: Mapping[Flight, int] | None = None) -> list[Output]:
@@ -105,13 +116,15 @@ class Runner:
         Rows that have begun to decode take part in every step.
         """
         backend = self._decide()
-        flights = self.flights if counts is None else list(counts)
+        flights, others = self.flights if counts is None else counts, []
         for flight in flights:
-            self._route(flight, backend)
-        others = [self._fed(flight, counts) for flight in flights if not flight.captured]
+            if not flight.captured or len(flight.request.tokens) > flight.room:
+                self._route(flight, backend)
+                if not flight.captured:
+                    others.append(self._fed(flight, counts))
         passes = [(fed, self._run(backend, fed)) for fed in _passes(others)]
         # What the passes compute is on its way: captured steps go behind it, and only their tokens are awaited.
-        outputs = self._step_captured() if any(flight.captured for flight in flights) else []
+        outputs = self._step_captured() if len(others) < len(flights) else []
         for fed, logits in passes:
             outputs += [output for each, of in zip(fed, logits, strict=True) if (output := _chosen(each, of))]
         return outputs
@@ -127,27 +140,23 @@ class Runner:
     def _route(self, flight: Flight, backend: Backend) -> None:
         """Decide how a row goes on."""
         request, cache = flight.request, flight.cache
-        room = min(self._context, cache.capacity)
-        if len(request.tokens) > room and not flight.full:
+        if len(request.tokens) > flight.room and not flight.full:
             # Every token moves to another position, so what the cache holds no longer holds.
             self._leave(flight)
             flight.full, flight.cache = True, flight.watch(NoCache(1, self._device))
         elif not flight.captured and cache.seq_len == len(request.tokens) - 1 and not request.wants_logits:
             if self._decoding is None:
-                self._decoding = backend.decoding()
+                self._decoding = backend.decoding(self._lazy)
             if self._decoding is not None and self._decoding.takes(cache):
-                left = min(request.max_seq_len - len(request.tokens), room - cache.seq_len)
+                left = min(request.max_seq_len - len(request.tokens), flight.room - cache.seq_len)
                 name = flight.name or "the prompt"
-                self._decoding.add(
-                    id(flight), name, request.tokens, request.prompt_len, cache, left, *_settings(request)
-                )
+                self._decoding.add(flight, name, request.tokens, request.prompt_len, cache, left, *_settings(request))
                 flight.captured = True
 
     def _step_captured(self) -> list[Output]:
         self._decoding.arrange()  # what is compiled and captured once is not a token's time
         started = time.perf_counter()
-        flights = {id(flight): flight for flight in self.flights}
-        return [Output(flights[key], token, None, started) for key, token in self._decoding.step().items()]
+        return [Output(flight, token, None, started) for flight, token in self._decoding.step().items()]
 
     def _fed(self, flight: Flight, counts: Mapping[Flight, int] | None) -> Fed:
         """With a cache the prompt, then each new token alone; NoCache holds nothing, so everything."""
@@ -167,7 +176,7 @@ class Runner:
 
     def _leave(self, flight: Flight) -> None:
         if flight.captured:
-            self._decoding.end(id(flight))
+            self._decoding.end(flight)
             flight.captured = False
 
     def close(self) -> None:

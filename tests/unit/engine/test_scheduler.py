@@ -35,12 +35,12 @@ class Pages:
         self.admitted.append(job)
         return min(self.known.get(id(job), 0), job.length - 1)
 
-    def reserve(self, job: Job, n: int) -> bool:
+    def reserve(self, job: Job, n: int) -> int:
         missing = -(-(job.held + n) // PAGE) - self.held[job]
         if missing > self.free:
-            return False
+            return 0
         self.held[job] += max(0, missing)
-        return True
+        return self.held[job] * PAGE
 
     def spare(self, rows: int) -> bool:
         return self.free >= rows

@@ -56,7 +56,7 @@ class CpuBackend:
             raise NotPlain(f"kernels do not compute in {dtype}")
         return CpuBackend(parts) if wide else NarrowCpuBackend(parts, dtype)
 
-    def decoding(self) -> None:
+    def decoding(self, lazy: bool = False) -> None:
         return None
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
@@ -127,7 +127,7 @@ class NarrowCpuBackend:
     def __init__(self, parts: ModelParts, dtype: torch.dtype) -> None:
         self.parts, self.dtype = parts, dtype
 
-    def decoding(self) -> None:
+    def decoding(self, lazy: bool = False) -> None:
         return None
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:

@@ -37,6 +37,7 @@ def attend_step(
     """Store the new keys and values where the table says, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
     batch, size, group = qkv.shape[0], block.head_dim, next_power(block.heads // block.kv_heads)
     shape = _shape(block.heads, block.kv_heads, size, qkv.dtype, qkv.device)
+    # So many rows that one program for each KV head of each keeps a GPU busy.
     by_row = batch * block.kv_heads >= BY_ROW and qkv.element_size() == 2 and block.window is None
     if by_row or not _by_warps(shape, qkv, block.window):
         rows = _in_order(batch, qkv.device)
@@ -232,9 +233,7 @@ def attend_rows(
     return out
 
 
-def _attend_by_row(
-    q: Tensor, table: Tensor, positions: Tensor, kv_heads: int, scale: float, pdl: bool
-) -> Tensor:
+def _attend_by_row(q: Tensor, table: Tensor, positions: Tensor, kv_heads: int, scale: float, pdl: bool) -> Tensor:
     """As `_attend_one`: a program goes through all keys of a row's head, and has nothing to share with others."""
     batch, heads, size = q.shape
     out = torch.empty(batch, heads * size, dtype=q.dtype, device=q.device)

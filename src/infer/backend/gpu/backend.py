@@ -55,9 +55,9 @@ class GpuBackend:
         packed.advance()
         return packed.split(logits)
 
-    def decoding(self) -> Decoding | None:
-        """Captured steps, for rows that have one token to feed."""
-        return Decoding(self.captured) if self.captured.possible else None
+    def decoding(self, lazy: bool = False) -> Decoding | None:
+        """Captured steps, for rows that have one token to feed. lazy: as for `Decoding`."""
+        return Decoding(self.captured, lazy) if self.captured.possible else None
 
     def tables(self, caches: Sequence[Cache], counts: Sequence[int]) -> tuple[Tensor | None, int]:
         """[layers, R, COLUMNS]: where kernels find keys and values; None where some cache must be asked.

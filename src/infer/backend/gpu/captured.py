@@ -21,7 +21,7 @@ from torch import Tensor
 
 from infer.backend.gpu import precompile
 from infer.backend.gpu.products import on
-from infer.backend.gpu.sampling import MAX_VOCAB, DeviceSampler, GreedySampler
+from infer.backend.gpu.sampling import MANY, MAX_VOCAB, DeviceSampler, GreedySampler
 from infer.backend.gpu.step import Plan, begin, compile_ahead, counters, launch
 from infer.backend.gpu.tuned import ROWS_COMPILED
 from infer.cache.base import Cache
@@ -151,8 +151,7 @@ class CapturedSteps:
 
         def others() -> None:
             for rows in ROWS_COMPILED:
-                # How a token is chosen does not depend on how many are.
-                self._made(rows, rows == 1).run()
+                self._made(rows, rows in (1, MANY)).run()  # tokens are chosen one way or another
 
         if precompile.possible() and compile_ahead(self.device, step.run):
             print("compiling kernels for this GPU: seconds, once for each kind of model", file=sys.stderr, flush=True)
@@ -176,16 +175,20 @@ class DecodingRow(NamedTuple):
 class _Slot:
     """A row in a captured step."""
 
-    def __init__(self, row: DecodingRow) -> None:
-        self.row, self.left, self.held = row, row.left, row.cache.seq_len
-        self.ahead = 0  # steps launched whose tokens have not been read
+    def __init__(self, row: DecodingRow, launches: int) -> None:
+        self.row, self.first = row, row.cache.seq_len
+        self.place = -1  # in the captured step; -1: none
+        self.since = launches  # before it came
+        self.until = launches + row.left  # by then it has no token left to feed
+        self.room = launches  # by then its cache has no memory for the next position
+        self.settled = 0  # tokens read that its cache knows of
         self.wanted = True  # whether its tokens are still asked for
 
 
 class _Launched(NamedTuple):
     """A step on its way."""
 
-    slots: Sequence[_Slot | None]  # those that take part
+    slots: Sequence[tuple[_Slot, int]]  # those that take part, and their places
     tokens: Tensor  # pinned, [rows]
     done: torch.cuda.Event
 
@@ -193,13 +196,19 @@ class _Launched(NamedTuple):
 class Decoding:
     """Rows on their way through captured steps. They come and go one by one while others go on."""
 
-    def __init__(self, steps: CapturedSteps) -> None:
-        self._steps = steps
+    def __init__(self, steps: CapturedSteps, lazy: bool = False) -> None:
+        """lazy: caches hear of their tokens when `settle` is called, or their row leaves; nobody else uses them."""
+        self._steps, self._lazy = steps, lazy
         self._step: CapturedStep | None = None
-        self._slots: list[_Slot | None] = []  # of the captured step
+        self._free: list[int] = []  # places in the captured step
+        self._slots: dict[Hashable, _Slot] = {}  # by key: all that have not ended
+        self._active: tuple[tuple[_Slot, int], ...] = ()  # those in the captured step, and their places
+        self._changed = False  # whether these are others by now
         self._waiting: list[_Slot] = []
         self._launched: deque[_Launched] = deque()
-        self._count = 0
+        self._launches = self._reads = 0  # steps launched, and read
+        self._until = self._room = 0  # the next launch at which a row has no token left, or no memory
+        self._count = 0  # launches of the captured step
 
     def takes(self, cache: Cache) -> bool:
         """Whether kernels can write to such a cache."""
@@ -207,14 +216,26 @@ class Decoding:
 
     def add(self, *row: Any) -> None:
         """The fields of a `DecodingRow`."""
-        self._waiting.append(_Slot(DecodingRow(*row)))
+        slot = _Slot(DecodingRow(*row), self._launches)
+        self._slots[slot.row.key] = slot
+        self._waiting.append(slot)
 
     def end(self, key: Hashable) -> None:
         """No more tokens are asked for in this row."""
-        for i, slot in enumerate(self._slots):
-            if slot is not None and slot.row.key == key:
-                self._drop(i)
-        self._waiting = [slot for slot in self._waiting if slot.row.key != key]
+        slot = self._slots.pop(key, None)
+        if slot is None:
+            return
+        slot.wanted = False
+        self._roll_back(slot)
+        if slot.place >= 0:
+            self._leave_out(slot)
+        else:
+            self._waiting = [other for other in self._waiting if other is not slot]
+
+    def settle(self, key: Hashable) -> None:
+        """Let a row's cache know of the tokens that were read."""
+        if key in self._slots:
+            self._settle(self._slots[key])
 
     def step(self) -> dict[Hashable, int]:
         """The tokens that the step launched longest ago has chosen, by row: -1 where none could be."""
@@ -226,15 +247,13 @@ class Decoding:
             return {}
         self._wait(self._launched[0].done)
         slots, tokens, _ = self._launched.popleft()
-        chosen, found = tokens.tolist(), {}
-        for i, slot in enumerate(slots):
-            if slot is not None and slot.wanted:
-                slot.row.cache.advance(1)
-                record(slot.row.cache, slot.held, slot.row.tokens[slot.held : slot.held + 1], self._steps.model)
-                slot.held += 1
-                slot.ahead -= 1
-                found[slot.row.key] = chosen[i]
-        return found
+        self._reads += 1
+        chosen = tokens.tolist()
+        if not self._lazy:
+            for slot, _ in slots:
+                if slot.wanted:
+                    self._settle(slot)
+        return {slot.row.key: chosen[place] for slot, place in slots if slot.wanted}
 
     def close(self) -> None:
         """Give the step back when what was launched is through, and roll back what that wrote beyond the tokens."""
@@ -244,23 +263,25 @@ class Decoding:
             if self._launched:
                 with suppress(RuntimeError):  # the first error that a GPU ends with is the one to be told
                     self._launched[-1].done.synchronize()
-            steps = [slot for launched in self._launched for slot in launched.slots if slot is not None and slot.wanted]
-            for slot in dict.fromkeys(steps):
-                self._roll_back(slot, steps.count(slot))
+            for slot in self._slots.values():
+                self._roll_back(slot)
         finally:
             self._launched.clear()
             self._step.give_back()
-            self._step, self._slots = None, []
+            self._step, self._active, self._waiting = None, (), []
+            self._slots.clear()
 
     def arrange(self) -> bool:
         """Bring in the rows that wait. Whether steps may be launched: not while others end before a change of step."""
-        active = [slot for slot in self._slots if slot is not None]
-        count = len(active) + len(self._waiting)
-        if not count:
-            return False
-        samples = any(not slot.row.greedy for slot in (*active, *self._waiting))
-        rows = 1 << (count - 1).bit_length()
         step = self._step
+        if step is not None and not self._waiting and step.rows - len(self._free) > step.rows // 2:
+            return True
+        active = [slot for slot, _ in self._taking_part()]
+        coming = [*active, *self._waiting]
+        if not coming:
+            return False
+        samples = any(not slot.row.greedy for slot in coming)
+        rows = 1 << (len(coming) - 1).bit_length()
         if step is None or rows > step.rows or rows <= step.rows // 2 or (samples and not step.samples):
             if self._launched:
                 return False
@@ -268,8 +289,8 @@ class Decoding:
                 step.give_back()
                 self._step = None
             step = self._steps.take(rows, samples)
-            self._step, self._slots, self._count = step, [None] * rows, 0
-            self._waiting = [*active, *self._waiting]
+            self._step, self._free, self._count = step, [*range(rows - 1, -1, -1)], 0
+            self._active, self._waiting = (), coming
             with on(self._steps.device):
                 step.clear()
         if self._waiting:
@@ -278,70 +299,88 @@ class Decoding:
         return True
 
     def _load(self, step: CapturedStep, coming: Sequence[_Slot]) -> None:
-        free = [i for i, slot in enumerate(self._slots) if slot is None][: len(coming)]
+        places = [self._free.pop() for _ in coming]
         config, dtype = self._steps.config, self._steps.dtype
         tables = np.concatenate([slot.row.cache.table(config, dtype, 1) for slot in coming], 1)
         with on(self._steps.device):
-            step.load(free, [slot.row for slot in coming], tables)
-        for i, slot in zip(free, coming, strict=True):
-            self._slots[i] = slot
+            step.load(places, [slot.row for slot in coming], tables)
+        for place, slot in zip(places, coming, strict=True):
+            slot.place = place
+        self._active, self._changed = (*self._active, *((slot, slot.place) for slot in coming)), True
+
+    def _taking_part(self) -> Sequence[tuple[_Slot, int]]:
+        """Rows in the captured step, and their places. Once made, it does not change: steps on their way keep it."""
+        if self._changed:
+            self._active = tuple((slot, place) for slot, place in self._active if slot.place >= 0)
+            self._until = min((slot.until for slot, _ in self._active), default=0)
+            self._room, self._changed = 0, False
+        return self._active
 
     def _drop_full(self) -> bool:
         """Leave out rows that have no token left to feed; whether any row is left."""
-        for i, slot in enumerate(self._slots):
-            if slot is not None and not slot.left:
-                self._leave_out(i)
-        return any(slot is not None for slot in self._slots)
+        active = self._taking_part()
+        if self._launches >= self._until:
+            for slot, _ in active:
+                if self._launches >= slot.until:
+                    self._leave_out(slot)
+        return bool(self._taking_part())
 
-    def _drop(self, i: int) -> None:
-        slot = self._slots[i]
-        if slot is not None:
-            slot.wanted = False
-            self._roll_back(slot, sum(slot in launched.slots for launched in self._launched))
-            self._leave_out(i)
-
-    def _leave_out(self, i: int) -> None:
-        self._slots[i] = None
+    def _leave_out(self, slot: _Slot) -> None:
+        place, slot.place = slot.place, -1
+        self._free.append(place)
+        self._changed = True
         if self._step is not None:
             with on(self._steps.device):
-                self._step.drop(i)
+                self._step.drop(place)
 
     def _reserve(self) -> None:
         """Memory for the position that each row writes next: a cache of pages takes it as it grows."""
+        if self._lazy and self._launches < self._room:
+            return
         with on(self._steps.device):
-            for slot in self._slots:
-                if slot is not None:
+            for slot, _ in self._active:
+                if not self._lazy or self._launches >= slot.room:
+                    self._settle(slot)
                     try:
-                        slot.row.cache.reserve(slot.ahead + 1)
+                        ready = slot.row.cache.reserve(self._launches - max(self._reads, slot.since) + 1)
                     except ValueError as error:
                         raise type(error)(f"{slot.row.name}: {error}") from None
+                    slot.room = slot.since + ready - slot.first
+        self._room = min(slot.room for slot, _ in self._active)
 
     def _launch(self) -> None:
         step = self._step
         assert step is not None
-        for slot in self._slots:
-            if slot is not None:
-                slot.left -= 1
-                slot.ahead += 1
+        self._launches += 1
         self._count += 1
         tokens = step.sent[self._count % len(step.sent)]
         with on(self._steps.device):
             step.launch()
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        self._launched.append(_Launched([*self._slots], tokens, done))
+        self._launched.append(_Launched(self._active, tokens, done))
 
-    def _roll_back(self, slot: _Slot, steps: int) -> None:
+    def _settle(self, slot: _Slot) -> None:
+        """Let a cache know of the tokens that were read, unless it is in other hands by now."""
+        row, held = slot.row, slot.first + slot.settled
+        n = min(self._reads, slot.until) - slot.since - slot.settled
+        if n > 0 and row.cache.seq_len == held:
+            row.cache.advance(n)
+            record(row.cache, held, row.tokens[held : held + n], self._steps.model)
+            slot.settled += n
+
+    def _roll_back(self, slot: _Slot) -> None:
         """What steps have stored beyond the tokens that were asked for; unless the cache is in other hands by now."""
-        cache = slot.row.cache
-        if cache.seq_len == slot.held:
-            cache.advance(steps)
-            cache.truncate(slot.held)
+        self._settle(slot)
+        cache, held = slot.row.cache, slot.first + slot.settled
+        ahead = min(self._launches, slot.until) - slot.since - slot.settled
+        if ahead > 0 and cache.seq_len == held:
+            cache.advance(ahead)
+            cache.truncate(held)
 
     def _wait(self, done: torch.cuda.Event) -> None:
         try:
             done.synchronize()
         except RuntimeError as error:
-            slots = [slot for slot in self._slots if slot is not None and slot.wanted]
-            at = ", ".join(f"{slot.row.name} at position {slot.row.cache.seq_len}" for slot in slots)
+            at = ", ".join(f"{slot.row.name} at position {len(slot.row.tokens) - 1}" for slot, _ in self._active)
             raise RuntimeError(f"the GPU failed while it decoded {at}: {error}") from error

@@ -25,7 +25,6 @@ from torch import Tensor
 from infer.backend.gpu import precompile
 from infer.machine import cache_folder
 
-
 Product = Callable[[Tensor], Tensor]
 
 

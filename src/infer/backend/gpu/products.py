@@ -404,9 +404,7 @@ def _of_many(
         out = empty_rows(rows, n, x)
         slices, parts = (last.shape[0] if last.dim() == 3 else 1), (0 if squares is None else squares.shape[1])
         kind = x.dtype, x.device, slices, parts, kind_of(linear.bias)
-        _finish_rows(rows, n, k, eps, gated, activation, kind, pdl)(
-            last, squares, linear.bias, out, n, last.shape[-2]
-        )
+        _finish_rows(rows, n, k, eps, gated, activation, kind, pdl)(last, squares, linear.bias, out, n, last.shape[-2])
     if addend is None:
         return out, None
     normed, complete = normed_rows(addend, norm, out, pdl=pdl)
@@ -443,7 +441,7 @@ def bare_product(linear: Linear, x: Tensor, *, pdl: bool = False) -> Tensor:
     if not _by_torch(linear, x):
         out = _many_rows(whole, linear, pdl)
     elif slices_of(linear) == 1:
-        out = F.linear(whole, linear.weight)
+        out = _whole_product(whole, linear)
     else:
         return sums_of_slices(whole, linear)
     return out if whole.shape[0] == rows else out[:rows]
@@ -452,25 +450,33 @@ def bare_product(linear: Linear, x: Tensor, *, pdl: bool = False) -> Tensor:
 def _by_torch(linear: Linear, x: Tensor) -> bool:
     """Whether torch's product of these rows is fast, and agrees with ours."""
     rows, slices, (n, k) = padded(x.shape[0]), slices_of(linear), linear.weight.shape
-    if slices == 1:
-        own, other = lambda x: _many_rows(x, linear, False), lambda x: F.linear(x, linear.weight)
-    else:
+    if slices > 1:
         tiles = -(-n // MANY_SLICED.block_n) * -(-rows // MANY_SLICED.rows)
         if k != slices * length_of(linear) or tiles >= processors(x.device):
             return False
-        own, other = lambda x: _many_rows(x, linear, False), lambda x: _joined(sums_of_slices(x, linear), x.dtype)
-    return device_check.torch_agrees(linear.weight, rows, slices, own, other)
+
+    def by_torch(x: Tensor) -> Tensor:
+        return _whole_product(x, linear) if slices == 1 else joined(sums_of_slices(x, linear), x.dtype)
+
+    assert isinstance(linear.weight, Tensor)
+    return device_check.torch_agrees(linear.weight, rows, slices, lambda x: _many_rows(x, linear, False), by_torch)
+
+
+def _whole_product(x: Tensor, linear: Linear) -> Tensor:
+    assert isinstance(linear.weight, Tensor)
+    return F.linear(x, linear.weight)
 
 
 def sums_of_slices(x: Tensor, linear: Linear) -> Tensor:
     """W x of each slice, not rounded: float32 [slices, rows, N]."""
-    slices, length = slices_of(linear), length_of(linear)
-    rows, n = x.shape[0], linear.weight.shape[0]
-    vectors, matrices = x.view(rows, slices, length), linear.weight.view(n, slices, length)
+    weight, slices, length = linear.weight, slices_of(linear), length_of(linear)
+    assert isinstance(weight, Tensor)
+    vectors, matrices = x.view(-1, slices, length), weight.view(-1, slices, length)
     return torch.bmm(vectors.transpose(0, 1), matrices.permute(1, 2, 0), out_dtype=torch.float32)
 
 
-def _joined(sums: Tensor, dtype: torch.dtype) -> Tensor:
+def joined(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product, rounded, from the sums of its slices."""
     total = sums[0]
     for each in sums[1:]:
         total = total + each

@@ -157,7 +157,7 @@ class DeviceSampler(GreedySampler):
             self._history[row].zero_()
         self._has_history[row] = penalised  # before it has: an interrupt must not leave it behind unseen
         if penalised:
-            so_far = torch.tensor(tokens, dtype=torch.int64).to(self._history.device)
+            so_far = torch.tensor(tokens, dtype=torch.int64).to(self._history.device, non_blocking=True)
             self._history[row].index_fill_(0, so_far[:prompt_len], 1)
             generated = so_far[prompt_len:]
             self._history[row].index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
@@ -165,9 +165,9 @@ class DeviceSampler(GreedySampler):
             self._bias[row].zero_()
         self._has_bias[row] = bool(logit_bias)
         if logit_bias:
-            ids = torch.tensor(list(logit_bias)).to(self._bias.device)
-            values = torch.tensor(list(logit_bias.values()), dtype=torch.float32).to(self._bias.device)
-            self._bias[row].index_copy_(0, ids, values)
+            ids = torch.tensor(list(logit_bias)).to(self._bias.device, non_blocking=True)
+            values = torch.tensor(list(logit_bias.values()), dtype=torch.float32)
+            self._bias[row].index_copy_(0, ids, values.to(self._bias.device, non_blocking=True))
 
     def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, sent: Tensor, steps: Tensor) -> None:
         grid, rows = self._grid(logits), logits.shape[0]
@@ -221,8 +221,8 @@ class DeviceSampler(GreedySampler):
 
 
 def _fill(out: Tensor, values: Mapping[int, float]) -> None:
-    """One copy to the device."""
-    out.copy_(torch.tensor([values.get(i, 0) for i in range(len(out))], dtype=out.dtype))
+    """One copy to the device, which the host does not wait for: steps may be on their way."""
+    out.copy_(torch.tensor([values.get(i, 0) for i in range(len(out))], dtype=out.dtype), non_blocking=True)
 
 
 def _signed(bits: int) -> int:

@@ -44,7 +44,7 @@ QUERIES = {2: 64, 4: 32}  # heads of queries that a program attends with, by byt
 STAGES = 3  # blocks of keys on their way at once, where memory allows
 BUSY = 1024  # programs that keep a GPU busy with keys
 BY_ROW = 512  # KV heads of all rows from which each has one program: none is idle then
-ROW_STAGES, ROW_WARPS = 3, 1
+ROW_STAGES, ROW_WARPS = 2, 1
 HEADS = 8  # that a program of `prepare_heads` takes
 
 # Launches

@@ -161,7 +161,7 @@ class TestProducts:
         generator: torch.Generator,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(products, "FEW", 17)
+        monkeypatch.setattr(products, "MOST_FEW", 17)
         case = Products(generator, dtype, slices, 18, **options)
         prepared = products.scales_behind(case.norm, dtype) and case.after is None
         case.check([1, 2, 8, 9, 16, 17] if prepared else [1, 2, 9])  # the interpreter takes long for norms
@@ -169,12 +169,12 @@ class TestProducts:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @torch.inference_mode()
     def test_around_what_few_rows_are(self, dtype: torch.dtype, generator: torch.Generator) -> None:
-        assert products.FEW == 128
+        assert products.MOST_FEW == 128
         Products(generator, dtype, (2, 1), 129, sizes=(128, 64, 8)).check([1, 128])
 
     @torch.inference_mode()
     def test_the_same_wherever_a_row_lies(self, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(products, "FEW", 17)
+        monkeypatch.setattr(products, "MOST_FEW", 17)
         case = Products(generator, torch.bfloat16, (2, 1), 18, sizes=(64, 32, 5))
         many, _ = case.run(slice(None))
         same(case.run([17, 3, 3])[0], many[[17, 3, 3]])
@@ -183,7 +183,7 @@ class TestProducts:
     @torch.inference_mode()
     def test_a_product_alone(self, rows: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without counters: what a head of a prompt asks for."""
-        monkeypatch.setattr(products, "FEW", 17)
+        monkeypatch.setattr(products, "MOST_FEW", 17)
         linear = randomised(Linear(64, 9), generator, torch.float16)
         linear.slices = 2
         x = random(generator, torch.float16, rows, 64)
