@@ -10,6 +10,7 @@ import copy
 import gc
 import itertools
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer import KVCache, SamplingParams, SlidingCache, generate, generate_batch, load_model, stream
+from infer import LLM, KVCache, SamplingParams, SlidingCache, generate, generate_batch, load_model, stream
 from infer.backend import Row, backend_for
 from infer.backend.parts import Watch
 from infer.cache import BaseCache, Cache, NoCache, PagedCache
@@ -36,7 +37,7 @@ from infer.engine.sampler import penalise, sample
 from infer.engine.session import Session
 from infer.evaluate.paths import Runs
 from infer.models.common import Decoder
-from infer.models.rows import ALL
+from infer.models.rows import ALL, LAST, NONE
 from infer.nn.draw import Filters, weights
 from infer.nn.linear import Linear
 from infer.nn.norm import RMSNorm
@@ -69,6 +70,16 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 24},
     "gemma3": {"head_dim": 24, "num_hidden_layers": 2, "sliding_window": WINDOW},
 }
+SETTINGS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
 GREEDY = SamplingParams(max_new_tokens=24)
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.2, top_k=50, top_p=0.95, min_p=0.01, seed=17)
 PENALISED = SamplingParams(
@@ -1011,6 +1022,64 @@ class TestPages:
         assert session.send("and another").token_ids == expected
 
 
+class TestCapturedPasses:
+    """Prompts that go through captured passes, in chunks of any lengths."""
+
+    @EVERY_FAMILY
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    @torch.inference_mode()
+    def test_fill_caches_alike(self, make_model: MakeModel, family: str, dtype: torch.dtype) -> None:
+        model = make_model(family, dtype)
+        found = backend_for(model)
+        assert isinstance(found, gpu_backend.GpuBackend)
+        memory = CacheMemory(model, 40 * bytes_for(model.config, 3000, dtype.itemsize))
+        lengths = [[300, 64, 1], [40, 1, 500], [2100, 200, 63], [41, 2, 501], [1, 70, 2]]
+        for _ in range(3):  # at first, sizes are not captured
+            caches = [memory.cache(3000) for _ in range(6)]
+            for i, counts in enumerate(lengths):
+                pieces = [prompt_of(n, seed=i) for n in counts]
+                found.run([Row(cache, ids, NONE) for cache, ids in zip(caches[:3], pieces, strict=True)])
+                with captured.disabled():
+                    found.run([Row(cache, ids, NONE) for cache, ids in zip(caches[3:], pieces, strict=True)])
+            logits = found.run([Row(cache, [7], LAST) for cache in caches])
+            for got, expected in zip(logits[:3], logits[3:], strict=True):
+                same(got, expected)
+            for cache in caches:
+                cache.reset()
+        assert len(found.passes._passes) >= 3
+
+    @pytest.mark.parametrize(("heads", "head_dim"), [(8, 64), (16, 128)])
+    def test_256_ragged_requests(self, make_model: MakeModel, heads: int, head_dim: int) -> None:
+        """Each as it is alone: sampled or not, with stop strings and log-probabilities, at any load."""
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": head_dim}
+        model = make_model("qwen3", torch.bfloat16, hidden_size=256, intermediate_size=512, **sizes)
+        rng = random.Random(head_dim)
+        prompts = [prompt_of(rng.randint(1, 400), seed=i) for i in range(256)]
+        params = [
+            SamplingParams(
+                max_new_tokens=rng.randint(1, 60),
+                temperature=rng.choice((0.0, 0.7, 1.3)),
+                top_k=rng.choice((None, 20)),
+                top_p=rng.choice((1.0, 0.9)),
+                repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
+                stop=rng.choice(((), (), ("ab",))),
+                logprobs=2 if i % 50 == 0 else None,
+                seed=i,
+            )
+            for i in range(256)
+        ]
+        expected = [generate(model, Letters(), *each) for each in zip(prompts, params, strict=True)]
+        for pages in (4000, 160):  # room for all, and for a few at a time
+            memory = CacheMemory(model, pages * bytes_for(model.config, 64, 2))
+            with LLM(model, Letters(), memory=memory) as llm:
+                results = llm.generate(prompts, params)
+            for got, alone in zip(results, expected, strict=True):
+                assert (got.token_ids, got.text, got.logprobs) == (alone.token_ids, alone.text, alone.logprobs)
+            memory.index.check()
+            memory.index.clear()
+            assert memory.pool.free == memory.pool.count
+
+
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
 def test_quantised_weights_are_refused(quantize: str) -> None:
     with pytest.raises(ValueError, match="on the CPU alone"):
@@ -1110,20 +1179,9 @@ def test_host_and_device_draw_the_same(vocab: int, dtype: torch.dtype) -> None:
     texts = [[1, 2, 3] + [0] * 3 + [1] * 5 + [2] * 7 + [9] * (row % 5) for row in range(rows)]
     sampler = DeviceSampler(rows, vocab, "cuda")
     for row, own in enumerate(params):
-        sampler.set_row(
-            row,
-            temperature=own.temperature,
-            top_k=own.top_k,
-            top_p=own.top_p,
-            min_p=own.min_p,
-            repetition_penalty=own.repetition_penalty,
-            presence_penalty=own.presence_penalty,
-            frequency_penalty=own.frequency_penalty,
-            logit_bias=own.logit_bias,
-            seed=row,
-            tokens=texts[row],
-            prompt_len=prompt_len,
-        )
+        of_row = {name: getattr(own, name) for name in SETTINGS}
+        so_far = {"seed": row, "tokens": texts[row], "prompt_len": prompt_len}
+        sampler.set_rows([row], [of_row | so_far])
     generator = torch.Generator("cuda").manual_seed(0)
     tokens = torch.zeros(rows, dtype=torch.int64, device="cuda")
     sent = torch.zeros(1, rows, dtype=torch.int64, device="cuda")

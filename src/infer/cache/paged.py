@@ -144,7 +144,7 @@ class PagedCache(BaseCache):
             self._taken = last
         if self._on_device is not None:
             changed = torch.from_numpy(self.pages[:, :, tail:last].copy())
-            self._on_device[:, :, tail:last] = changed.to(self.device, non_blocking=True)
+            self._on_device[:, :, tail:last].copy_(changed, non_blocking=True)
         self._ready = min(self._taken * page, self.capacity)
         return self._ready
 

@@ -124,14 +124,10 @@ def pack(
             raise ValueError(f"input_ids must be whole numbers [batch, tokens], not {kind}")
         if not tokens.numel():
             raise ValueError(f"there are no tokens in input_ids of shape {list(tokens.shape)}")
-        inner = innermost(row.cache)
-        if isinstance(inner, BaseCache) and model is not None:
-            inner.check_contents(model)
+        reserve(row.cache, tokens.shape[1], positions_learned, model)
         at = row.cache.positions(tokens.shape[1])
         if at.shape[0] != tokens.shape[0]:
             raise ValueError(f"input_ids have a batch of {tokens.shape[0]}, but the cache one of {at.shape[0]}")
-        if positions_learned is not None and (end := row.cache.seq_len + tokens.shape[1]) > positions_learned:
-            raise ValueError(f"{end} positions exceed the {positions_learned} that the model learned")
         spans.append(Span(row, tokens.shape[0], tokens.shape[1], start))
         start = spans[-1].stop
         ids.append(tokens.flatten())
@@ -139,6 +135,16 @@ def pack(
     if not rows:
         raise ValueError("a pass needs at least one row")
     return Packed(spans, _joined(ids).to(device, non_blocking=True), _joined(positions), model)
+
+
+def reserve(cache: Cache, n: int, positions_learned: int | None, model: nn.Module | None) -> None:
+    """Memory for n more positions, or an error; as for `pack`."""
+    inner = innermost(cache)
+    if isinstance(inner, BaseCache) and model is not None:
+        inner.check_contents(model)
+    cache.reserve(n)
+    if positions_learned is not None and (end := cache.seq_len + n) > positions_learned:
+        raise ValueError(f"{end} positions exceed the {positions_learned} that the model learned")
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

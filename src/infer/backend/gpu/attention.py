@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infer.backend.gpu import device_check
 from infer.backend.gpu.attention_kernels import attend_many, attend_one, prepare_heads
-from infer.backend.gpu.launcher import Launch
+from infer.backend.gpu.launcher import Launch, to_device
 from infer.backend.gpu.products import UNFUSED, empty_rows, next_power, on, pdl_options, shared_memory
 from infer.backend.gpu.tuned import BLOCK, BUSY, BY_ROW, GROUPS, HEADS, LAUNCHES, QUERIES, ROW_STAGES, ROW_WARPS, STAGES
 from infer.backend.gpu.warp_kernels import attend_by_warps
@@ -178,6 +178,16 @@ class Tiles(NamedTuple):
 
 def tiles_of(spans: Sequence[tuple[int, int]], queries: int, device: torch.device, *, page: int = 0) -> Tiles:
     """spans: of each row of the tables, the position of its first token, and how many there are."""
+    tiles = as_tiles(spans, queries)
+    rows = np.repeat(np.arange(len(spans), dtype=np.int32), [n for _, n in spans])
+    padding = np.zeros(-len(rows) % 4, np.int32)  # tiles begin at a multiple of 16 bytes
+    both = to_device(torch.from_numpy(np.concatenate((rows, padding, tiles.ravel()))), device)
+    end = max(start + n for start, n in spans)
+    return Tiles(both[: len(rows)], both[len(rows) + len(padding) :].view(-1, 5), end, queries, page)
+
+
+def as_tiles(spans: Sequence[tuple[int, int]], queries: int) -> np.ndarray[Any, Any]:
+    """int32 [tiles, 5]"""
     start, n = np.array(spans, np.int32).T
     end = start + n
     first = start // queries
@@ -186,13 +196,8 @@ def tiles_of(spans: Sequence[tuple[int, int]], queries: int, device: torch.devic
     within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     at = (first[row] + within) * queries
     tiles = np.stack((row, (np.cumsum(n) - n)[row], start[row], end[row], at), 1)
-    tiles = tiles[np.argsort(-at, kind="stable")]  # most keys first, so that none of these is the last to run
-    rows = np.repeat(np.arange(len(n), dtype=np.int32), n)
-    padding = np.zeros(-len(rows) % 4, np.int32)  # tiles begin at a multiple of 16 bytes
-    both = torch.from_numpy(np.concatenate((rows, padding, tiles.ravel().astype(np.int32)))).to(
-        device, non_blocking=True
-    )
-    return Tiles(both[: len(rows)], both[len(rows) + len(padding) :].view(-1, 5), int(end.max()), queries, page)
+    # Most keys first, so that none of these is the last to run.
+    return tiles[np.argsort(-at, kind="stable")].astype(np.int32)
 
 
 @lru_cache(8)
@@ -205,6 +210,13 @@ def queries_of(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device:
     """Positions of a tile: so many that all fold as many blocks."""
     shape = _shape(heads, kv_heads, size, dtype, device)
     return max(1, min(QUERIES[dtype.itemsize] // next_power(heads // kv_heads), shape["BLOCK"] * GROUPS))
+
+
+def reach_of(end: int, block: BlockParts, dtype: torch.dtype, device: torch.device) -> int:
+    """A position as good as `end` to tell how queries take their blocks of keys: one of two."""
+    shape = _shape(block.heads, block.kv_heads, block.head_dim, dtype, device)
+    single = shape["BLOCK"] * GROUPS
+    return single if end <= single else 2**30
 
 
 def attend_rows(

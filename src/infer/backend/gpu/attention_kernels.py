@@ -537,6 +537,8 @@ def attend_many(
         tiles += tl.program_id(0) * 5
         row, first_token, start = tl.load(tiles).to(tl.int64), tl.load(tiles + 1), tl.load(tiles + 2)
         end, tile = tl.load(tiles + 3), tl.load(tiles + 4)
+        if end <= start:
+            return
     else:
         row, first_token = tl.program_id(0).to(tl.int64), tl.program_id(0)
         start = tl.load(positions + row, cache_modifier=".cg")  # settled before the step began

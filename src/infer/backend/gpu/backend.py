@@ -8,19 +8,22 @@ A pass of one token a row is a decode step (`step.py`). Any other goes block by 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from infer.backend.gpu.attention import GpuAttention, Tiles, attend_rows, prepare, queries_of, tiles_of
+from infer.backend.gpu.attention import GpuAttention, Tiles, attend_rows, prepare, queries_of, reach_of, tiles_of
 from infer.backend.gpu.captured import CapturedSteps, Decoding
+from infer.backend.gpu.launcher import to_device
 from infer.backend.gpu.products import Normed, aligned, normed_rows, on, product
+from infer.backend.gpu.prompts import CapturedPasses, Inputs, Reach
 from infer.backend.gpu.step import Fed, Plan, counters, launch, plan_of, rope_tables
 from infer.backend.parts import BlockParts, ModelParts
 from infer.cache.base import Cache
 from infer.cache.table import PAGES, SLOTS
-from infer.models.rows import Packed, Row, pack
+from infer.models.rows import Packed, Row, pack, record, reserve
 
 ATTENTION = GpuAttention()
 
@@ -33,6 +36,10 @@ class GpuBackend:
         self.parts, self.plan, self.dtype = parts, plan, dtype
         self.device = parts.head.norm.weight.device
         self.captured = CapturedSteps(parts.config, plan, self.device, parts.embedding.tokens)
+        self.passes = CapturedPasses(parts.config.num_hidden_layers, self.device)
+        block = plan.blocks[0]
+        self._queries = queries_of(block.heads, block.kv_heads, block.head_dim, dtype, self.device)
+        self._nothing = torch.empty(1, 0, parts.config.vocab_size, dtype=dtype, device=self.device)
 
     @staticmethod
     def of(parts: ModelParts, dtype: torch.dtype) -> GpuBackend:
@@ -40,26 +47,56 @@ class GpuBackend:
         return GpuBackend(parts, plan_of(parts), dtype)
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
+        if self.passes.could_take(rows) and self._filled(rows):
+            return [self._nothing] * len(rows)
         packed = pack(rows, self.device, self.parts.positions_learned, self.parts.embedding.tokens)
-        x = self._embed(packed)
+        x = self._embed(packed.ids, packed.positions)
         positions = packed.positions.to(torch.int32)
-        tables, page = self.tables([span.row.cache for span in packed.spans], [span.n for span in packed.spans])
+        lines, page = self.tables([span.row.cache for span in packed.spans], [span.n for span in packed.spans])
+        tables = None if lines is None else to_device(torch.from_numpy(lines), self.device)
         with on(self.device):
-            ropes = [rope_tables(each, positions) for each in self.plan.frequencies if each.numel()]
+            ropes = self._ropes(positions)
             if tables is not None and all(span.n == 1 for span in packed.spans):
                 fed = Fed(x, positions, ropes)
                 logits = launch(self.plan, fed, tables, counters(self.plan, len(x)))
                 logits = packed.choose(logits)
             else:
-                logits = self._blocks(packed, x, positions, ropes, tables, page)
+                tiles = None
+                if tables is not None:
+                    spans = [(span.row.cache.seq_len, span.n) for span in packed.spans for _ in range(span.batch)]
+                    tiles = tiles_of(spans, self._queries, self.device, page=page)
+                logits = self._head(packed, self._blocks(packed, x, positions, ropes, tables, tiles))
         packed.advance()
         return packed.split(logits)
+
+    def _filled(self, rows: Sequence[Row]) -> bool:
+        """Feed rows of which no logits are wanted through a captured pass, if there is one."""
+        model, counts = self.parts.embedding.tokens, [len(row.tokens) for row in rows]
+        lines, page = self.tables([row.cache for row in rows], counts)
+        if lines is None or lines.shape[1] != len(rows) or len({id(row.cache) for row in rows}) < len(rows):
+            return False
+        for row, n in zip(rows, counts, strict=True):
+            reserve(row.cache, n, self.parts.positions_learned, model)
+        end = max(row.cache.seq_len + n for row, n in zip(rows, counts, strict=True))
+        reach = reach_of(end, self.plan.blocks[0], self.dtype, self.device)
+        if not self.passes.launch(rows, lines, Reach(self._queries, reach, page), self._fill):
+            return False
+        for row, n in zip(rows, counts, strict=True):
+            at = row.cache.seq_len
+            row.cache.advance(n)
+            record(row.cache, at, row.tokens, model)
+        return True
+
+    def _fill(self, inputs: Inputs) -> None:
+        """A pass that fills caches, kernel by kernel."""
+        ids, positions, tables, tiles = inputs
+        self._blocks(None, self._embed(ids, positions.clamp(min=0)), positions, self._ropes(positions), tables, tiles)
 
     def decoding(self, lazy: bool = False) -> Decoding | None:
         """Captured steps, for rows that have one token to feed. lazy: as for `Decoding`."""
         return Decoding(self.captured, lazy) if self.captured.possible else None
 
-    def tables(self, caches: Sequence[Cache], counts: Sequence[int]) -> tuple[Tensor | None, int]:
+    def tables(self, caches: Sequence[Cache], counts: Sequence[int]) -> tuple[Any, int]:
         """[layers, R, COLUMNS]: where kernels find keys and values; None where some cache must be asked.
 
         And the positions of a page, 0 where no row has pages.
@@ -71,33 +108,31 @@ class GpuBackend:
         page, *others = set(lines[0, lines[0, :, PAGES] != 0, SLOTS].tolist()) or {0}
         if others:  # pools of several sizes: a kernel knows one
             return None, 0
-        return torch.from_numpy(lines).to(self.device, non_blocking=True), page
+        return lines, page
 
-    def _embed(self, packed: Packed) -> Tensor:
+    def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """As `Decoder.embed`: [T, C]."""
         tokens, learned, factor = self.parts.embedding
-        x: Tensor = tokens(packed.ids)
+        x: Tensor = tokens(ids)
         if factor != 1:
             x = x * factor
-        return x if learned is None else x + learned(packed.positions)
+        return x if learned is None else x + learned(positions)
+
+    def _ropes(self, positions: Tensor) -> list[Tensor]:
+        return [rope_tables(each, positions) for each in self.plan.frequencies if each.numel()]
 
     def _blocks(
         self,
-        packed: Packed,
+        packed: Packed | None,
         x: Tensor,
         positions: Tensor,
         ropes: Sequence[Tensor],
         tables: Tensor | None,
-        page: int,
-    ) -> Tensor:
-        pdl, tiles = self.plan.pdl, None
-        if tables is not None:
-            block = self.plan.blocks[0]
-            queries = queries_of(block.heads, block.kv_heads, block.head_dim, self.dtype, self.device)
-            spans = [(span.row.cache.seq_len, span.n) for span in packed.spans for _ in range(span.batch)]
-            tiles = tiles_of(spans, queries, self.device, page=page)
-        head = self.plan.head
-        norms = [*(block.before_attention for block in self.plan.blocks), head.norm]
+        tiles: Tiles | None,
+    ) -> Normed:
+        """[T, C], normed for the head. packed: needed without tables."""
+        pdl = self.plan.pdl
+        norms = [*(block.before_attention for block in self.plan.blocks), self.plan.head.norm]
         normed, _ = normed_rows(x, norms[0], pdl=pdl)
         for i, (block, kind) in enumerate(zip(self.plan.blocks, self.plan.kinds, strict=True)):
             qkv, _ = product(block.qkv, normed, None, eps=block.before_attention.eps, pdl=pdl)
@@ -117,13 +152,18 @@ class GpuBackend:
             )
             added, _ = product(block.down, Normed(inner), None, joined=False, pdl=pdl)
             normed, x = normed_rows(x, norms[i + 1], added, block.after_mlp, pdl=pdl)
+        return normed
+
+    def _head(self, packed: Packed, normed: Normed) -> Tensor:
+        """The logits that are wanted."""
+        head = self.plan.head
         squares = None if normed.squares is None else aligned(packed.choose(normed.squares))
         normed = Normed(aligned(packed.choose(normed.x)), squares)
-        return product(head.linear, normed, None, eps=head.norm.eps, pdl=pdl)[0]
+        return product(head.linear, normed, None, eps=head.norm.eps, pdl=self.plan.pdl)[0]
 
     def _attended(
         self,
-        packed: Packed,
+        packed: Packed | None,
         layer_idx: int,
         block: BlockParts,
         qkv: Tensor,
@@ -135,6 +175,7 @@ class GpuBackend:
         """qkv [T, (Hq + 2 Hkv) D] -> [T, Hq D]"""
         pdl = self.plan.pdl
         if table is None or tiles is None:
+            assert packed is not None
             q, k, v = prepare(block, qkv, positions, rope_cos_sin, pdl=pdl)
             return packed.attend(layer_idx, q, k, v, scale=block.scale, window=block.window, kernel=ATTENTION)
         q, _, _ = prepare(block, qkv, positions, rope_cos_sin, table, tiles.rows, pdl=pdl)

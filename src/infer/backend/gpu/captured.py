@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from infer.backend.gpu import precompile
+from infer.backend.gpu.launcher import to_device
 from infer.backend.gpu.products import on
 from infer.backend.gpu.sampling import MANY, MAX_VOCAB, DeviceSampler, GreedySampler
 from infer.backend.gpu.step import Plan, begin, compile_ahead, counters, launch
@@ -31,6 +32,11 @@ from infer.models.rows import record
 
 AHEAD = 1  # steps launched beyond the one whose tokens are awaited; any ring can be truncated by both
 _capturing = os.environ.get("INFER_GRAPHS") != "0"
+
+
+def capturing() -> bool:
+    """Whether kernels are captured, to be launched together."""
+    return _capturing
 
 
 @contextmanager
@@ -94,16 +100,14 @@ class CapturedStep:
 
     def load(self, slots: Sequence[int], rows: Sequence[DecodingRow], tables: np.ndarray[Any, Any]) -> None:
         """Let rows take part. tables: [layers, rows, COLUMNS], as caches give them."""
-        at = torch.tensor(slots).to(self.device, non_blocking=True)
-        fed = [[row.tokens[-1] for row in rows], [len(row.tokens) - 1 for row in rows]]
-        tokens, positions = torch.tensor(fed).to(self.device, non_blocking=True)
+        fed = [[*slots], [row.tokens[-1] for row in rows], [len(row.tokens) - 1 for row in rows]]
+        at, tokens, positions = to_device(torch.tensor(fed), self.device)
         self.tokens[at] = tokens
         self.positions[at] = positions.int()
         self.moves[at] = 1
-        self.tables[:, at] = torch.from_numpy(tables).to(self.device, non_blocking=True)
+        self.tables[:, at] = to_device(torch.from_numpy(tables), self.device)
         if self.sampler is not None:
-            for slot, row in zip(slots, rows, strict=True):
-                self.sampler.set_row(slot, tokens=row.tokens, prompt_len=row.prompt_len, **row.settings)
+            self.sampler.set_rows(slots, [row.settings | row.so_far for row in rows])
 
     def drop(self, slot: int) -> None:
         self.positions[slot].fill_(-1)
@@ -168,8 +172,12 @@ class DecodingRow(NamedTuple):
     prompt_len: int
     cache: Cache
     left: int  # steps that it has tokens, and its cache room, for
-    settings: Mapping[str, Any]  # of `DeviceSampler.set_row`
+    settings: dict[str, Any]  # of `DeviceSampler.set_rows`
     greedy: bool  # whether these come to the likeliest token by the model's own logits
+
+    @property
+    def so_far(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "prompt_len": self.prompt_len}
 
 
 class _Slot:

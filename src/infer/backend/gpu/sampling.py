@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from infer.backend.gpu import sampling_kernels as sample
+from infer.backend.gpu.launcher import to_device
 from infer.nn import draw
 
 MAX_VOCAB = draw.MAX_VOCAB
@@ -85,7 +86,7 @@ class GreedySampler:
 class DeviceSampler(GreedySampler):
     """Chooses the next token of each of up to `rows` rows, by settings that lie on the device.
 
-    Rows are independent: a row gets the same tokens alone or among others. Until `set_row`, it is greedy.
+    Rows are independent: a row gets the same tokens alone or among others. Until `set_rows`, it is greedy.
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device | str, pdl: bool = False) -> None:
@@ -106,10 +107,23 @@ class DeviceSampler(GreedySampler):
         self._has_history = [False] * rows
         self._has_bias = [False] * rows
 
-    def set_row(
+    def set_rows(self, rows: Sequence[int], settings: Sequence[Mapping[str, Any]]) -> None:
+        """What rows are chosen by from now on: of each, those of `SamplingParams`, and
+
+        tokens: those so far, of which the first prompt_len are the prompt. Tokens chosen by `launch` are added to them
+        on the device.
+        """
+        device = self._whole.device
+        at = to_device(torch.tensor(rows), device)
+        columns = [self._columns(**each) for each in settings]
+        self._whole[at] = to_device(torch.tensor([whole for whole, _ in columns]), device)
+        self._fractions[at] = to_device(torch.tensor([fractions for _, fractions in columns]), device)
+        for row, each in zip(rows, settings, strict=True):
+            self._remember(row, penalised(**each), each["tokens"], each["prompt_len"])
+            self._add_bias(row, each["logit_bias"])
+
+    def _columns(
         self,
-        row: int,
-        *,
         temperature: float,
         top_k: int | None,
         top_p: float,
@@ -119,26 +133,21 @@ class DeviceSampler(GreedySampler):
         frequency_penalty: float,
         logit_bias: Mapping[int, float],
         seed: int,
-        tokens: Sequence[int],
-        prompt_len: int,
-    ) -> None:
-        """What a row is chosen by from now on. tokens: those so far, of which the first prompt_len are the prompt.
-
-        Tokens chosen by `launch` are added to them on the device.
-        """
+        **_: Any,
+    ) -> tuple[list[int], list[float]]:
+        """Whole numbers, and fractions."""
         sampled = draw.is_sampled(temperature, top_k)
         filters = draw.Filters.of(temperature, top_k, top_p, min_p)
-        penalised = repetition_penalty != 1 or presence_penalty != 0 or frequency_penalty != 0
-        top_k = filters.top_k if filters.top_k < self.vocab else 0
+        kept = filters.top_k if filters.top_k < self.vocab else 0
         flags = {
             sample.SAMPLED: sampled,
-            sample.PENALISED: penalised,
+            sample.PENALISED: penalised(repetition_penalty, presence_penalty, frequency_penalty),
             sample.BIASED: bool(logit_bias),
-            sample.FILTERED: sampled and bool(top_k or filters.top_p),
+            sample.FILTERED: sampled and bool(kept or filters.top_p),
         }
         whole = {
             sample.FLAGS: sum(flag.value for flag, is_set in flags.items() if is_set),
-            sample.TOP_K: top_k,
+            sample.TOP_K: kept,
             sample.TOP_P: filters.top_p,
             sample.MIN_P_DEPTH: filters.min_p_depth,
             # V tokens this far down have less than 1 - top_p of the likeliest's mass; 0.01 is more than any rounding.
@@ -151,23 +160,32 @@ class DeviceSampler(GreedySampler):
             sample.PRESENCE: presence_penalty,
             sample.FREQUENCY: frequency_penalty,
         }
-        _fill(self._whole[row], {i.value: _signed(value) for i, value in whole.items()})
-        _fill(self._fractions[row], {i.value: value for i, value in fractions.items()})
+        signed = {i.value: _signed(value) for i, value in whole.items()}
+        plain = {i.value: float(value) for i, value in fractions.items()}
+        return (
+            [signed.get(i, 0) for i in range(sample.WHOLE.value)],
+            [plain.get(i, 0.0) for i in range(sample.FRACTIONS.value)],
+        )
+
+    def _remember(self, row: int, wanted: bool, tokens: Sequence[int], prompt_len: int) -> None:
         if self._has_history[row]:
             self._history[row].zero_()
-        self._has_history[row] = penalised  # before it has: an interrupt must not leave it behind unseen
-        if penalised:
-            so_far = torch.tensor(tokens, dtype=torch.int64).to(self._history.device, non_blocking=True)
+        self._has_history[row] = wanted  # before it has: an interrupt must not leave it behind unseen
+        if wanted:
+            so_far = to_device(torch.tensor(tokens, dtype=torch.int64), self._history.device)
             self._history[row].index_fill_(0, so_far[:prompt_len], 1)
             generated = so_far[prompt_len:]
             self._history[row].index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
+
+    def _add_bias(self, row: int, logit_bias: Mapping[int, float]) -> None:
         if self._has_bias[row]:
             self._bias[row].zero_()
         self._has_bias[row] = bool(logit_bias)
         if logit_bias:
-            ids = torch.tensor(list(logit_bias)).to(self._bias.device, non_blocking=True)
-            values = torch.tensor(list(logit_bias.values()), dtype=torch.float32)
-            self._bias[row].index_copy_(0, ids, values.to(self._bias.device, non_blocking=True))
+            device = self._bias.device
+            ids = to_device(torch.tensor(list(logit_bias)), device)
+            values = to_device(torch.tensor(list(logit_bias.values()), dtype=torch.float32), device)
+            self._bias[row].index_copy_(0, ids, values)
 
     def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, sent: Tensor, steps: Tensor) -> None:
         grid, rows = self._grid(logits), logits.shape[0]
@@ -220,9 +238,8 @@ class DeviceSampler(GreedySampler):
         )
 
 
-def _fill(out: Tensor, values: Mapping[int, float]) -> None:
-    """One copy to the device, which the host does not wait for: steps may be on their way."""
-    out.copy_(torch.tensor([values.get(i, 0) for i in range(len(out))], dtype=out.dtype), non_blocking=True)
+def penalised(repetition_penalty: float, presence_penalty: float, frequency_penalty: float, **_: Any) -> bool:
+    return repetition_penalty != 1 or presence_penalty != 0 or frequency_penalty != 0
 
 
 def _signed(bits: int) -> int:

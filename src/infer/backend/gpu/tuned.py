@@ -48,6 +48,7 @@ ROW_STAGES, ROW_WARPS = 2, 1
 HEADS = 8  # that a program of `prepare_heads` takes
 
 # Launches
+PASSES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # tokens of captured passes of prompts
 SHARED = 58  # percent of a processor's memory for programs to share, the rest is cache: 766 instead of 873 us a step
 LAUNCHES = 1024  # that are kept of each kernel of prompts, by shapes
 ROWS_COMPILED = (1, 8, 16, 32, 64, 128, 256)  # a step of any number of rows has the kernels of one of these

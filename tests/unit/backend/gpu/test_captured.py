@@ -32,6 +32,7 @@ from infer.backend import backend_for
 from infer.backend.gpu import attention, captured, products, step
 from infer.backend.gpu.backend import GpuBackend
 from infer.backend.gpu.captured import CapturedStep
+from infer.backend.gpu.sampling import MANY
 from infer.backend.gpu.tuned import ROWS_COMPILED
 from infer.backend.parts import Watch, parts_of
 from infer.cache import BaseCache, Cache, TracedCache
@@ -770,12 +771,12 @@ def test_what_is_compiled_serves_any_number_of_rows(
         return found
 
     compiled = ROWS_COMPILED
-    known = set().union(*(kinds(rows, samples=rows == 1) for rows in compiled))
+    known = set().union(*(kinds(rows, samples=rows in (1, MANY)) for rows in compiled))
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
         assert kinds(rows, samples=False) <= known
         assert kinds(rows, samples=True) <= known
     for vain in (32, 64, 128, 256):  # up to 16, it is up to the sizes of matrices which differ
-        others = (kinds(rows, samples=rows == 1) for rows in compiled if rows != vain)
+        others = (kinds(rows, samples=rows in (1, MANY)) for rows in compiled if rows != vain)
         assert not known <= set().union(*others), vain
 
 

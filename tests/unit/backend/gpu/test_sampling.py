@@ -69,7 +69,7 @@ def set_row(
     sampler: DeviceSampler, row: int, params: SamplingParams, seed: int, tokens: list[int], prompt_len: int
 ) -> None:
     of_row = {name: getattr(params, name) for name in SETTINGS}
-    sampler.set_row(row, **of_row, seed=seed, tokens=tokens, prompt_len=prompt_len)
+    sampler.set_rows([row], [{**of_row, "seed": seed, "tokens": tokens, "prompt_len": prompt_len}])
 
 
 def run(sampler: GreedySampler, logits: Tensor, positions: list[int]) -> list[int]:
