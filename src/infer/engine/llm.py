@@ -15,8 +15,9 @@ from infer.engine.loop import Event, Loop, Stats, Task
 from infer.engine.memory import CacheMemory
 from infer.engine.model import Model, check_mode
 from infer.engine.params import SamplingParams
-from infer.engine.request import samples
+from infer.engine.request import check_chunk, samples
 from infer.engine.result import GeneratedToken, GenerationResult
+from infer.engine.session import Encode, Session
 from infer.engine.text import TextStream
 from infer.trace.record import Trace
 
@@ -72,6 +73,7 @@ class LLM:
         elif tokenizer is None:
             raise TypeError("a model that is loaded needs its tokenizer beside it: LLM(model, tokenizer)")
         check_mode(model)
+        check_chunk(prefill_chunk)
         self.model, self.tokenizer = model, tokenizer
         if memory is None:
             memory = CacheMemory(model, cache_memory, cache_dtype=cache_dtype, store=prefix_store)
@@ -167,6 +169,21 @@ class LLM:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self.generate(messages, params, **settings)
+
+    def session(
+        self,
+        *,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        context: int | None = None,
+        encode: Encode | None = None,
+    ) -> Session:
+        """A chat that goes on, turn by turn. The options are those of `Session`."""
+        return Session(self, system=system, params=params, context=context, encode=encode)
+
+    def load_session(self, path: str | Path, *, encode: Encode | None = None) -> Session:
+        """A chat that was saved, where it was left. encode: as for `Session`."""
+        return Session.load(path, self, encode=encode)
 
     def score(self, text: str | Sequence[int], top: int = 0) -> Score:
         """The log-probability of each token of a text: the very numbers that generation would see.
