@@ -1163,6 +1163,7 @@ class TestBetweenTurns:
         chats = [talk(model, llm, system=f"NUMBER {number}") for number in range(3)]
         for chat in chats:
             say(chat, "HELLO")
+            assert len(chat.pages()) > 0
             assert_all_idle(llm)
         chats.append(fork(chats[0]))
         chats[1].save(tmp_path / "chat")
@@ -1316,7 +1317,10 @@ class TestOneLLM:
         in_threads([answer] * 8)
         assert chat.turns + len(refused) == 8
         assert all("this session is answering" in each or "something else was said" in each for each in refused)
-        say(chat, "GO ON")
+        other = talk(model, llm)
+        for _ in range(chat.turns):
+            other.send("HELLO", GREEDY)
+        assert (chat.messages, chat.tokens) == (other.messages, other.tokens)
 
     def test_closed(self, model: Watched, llm: LLM) -> None:
         """A turn that runs ends with an error, and was not said."""
