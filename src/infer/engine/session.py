@@ -61,7 +61,7 @@ class Session:
         self.params = params or SamplingParams()
         self.encode: Encode = llm.tokenizer.encode_chat if encode is None else encode
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self.tokens: list[int] = []  # that were computed for it, the memory may still know them
+        self.tokens: list[int] = []  # computed so far; the memory has their pages until others need them
         self._starts: list[int] = []  # how many there were before each turn
         self._answering = threading.Lock()
 
@@ -83,7 +83,10 @@ class Session:
     def stream(
         self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None
     ) -> Generator[GeneratedToken, None, GenerationResult]:
-        """Answer the user's next message token by token. Stopping early keeps what was said until then."""
+        """Answer the user's next message token by token. Stopping early keeps what was said until then.
+
+        trace: records the turn.
+        """
         self._check_idle()
         params = params or self.params
         if params.n != 1:
