@@ -1126,15 +1126,18 @@ with llm_of(model, page=16) as llm:
     chat.save(path + ".chat")
     longer.save(path + ".longer")
 found = set()
+ready, begins = os.pipe()
 for number in range(times):
     child = os.fork()
     if not child:
         llm = llm_of(model, page=16)  # threads do not come along
         pair = [llm.load_session(path + name, encode=rendered) for name in (".longer", ".chat")]
+        os.write(begins, b".")
         while True:
             for each in pair:
                 each.save(path)
-    time.sleep(random.Random(number).uniform(0.03, 0.06))
+    os.read(ready, 1)
+    time.sleep(random.Random(number).uniform(0, 0.03))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with llm_of(model, page=16) as llm:
