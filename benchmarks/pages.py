@@ -11,7 +11,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from gpu_shapes import SHAPES, build, synchronise
 
-from infer import CacheMemory, PagePool, SamplingParams, Session, generate_batch, load_model
+from infer import LLM, CacheMemory, PagePool, SamplingParams, generate_batch, load_model
 from infer.backend import Row, backend_for
 from infer.cache.base import Cache
 from infer.cache.pool import bytes_for
@@ -184,20 +183,16 @@ def sessions(model: Decoder, length: int = 4000) -> None:
     """Loading beside prefilling."""
     ids = [random.randrange(1000) for _ in range(length)]
     size = 2 * (length + 128) * model.config.cache_bytes_per_token(model.dtype.itemsize)
-    session = Session(
-        model, Letters(), context=length + 64, memory=CacheMemory(model, size), encode=lambda _: ids, prefill_chunk=512
-    )
+    llm, other = (LLM(model, Letters(), cache_memory=size, prefill_chunk=512) for _ in range(2))
+    session = llm.session(context=length + 64, encode=lambda _: ids)
     begin = time.perf_counter()
-    next(session.stream("x", SamplingParams(max_new_tokens=1)))
-    synchronise(model.device)
+    session.send("x", SamplingParams(max_new_tokens=1))
     prefill = time.perf_counter() - begin
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.session"
         times = [seconds(lambda: session.save(path), model.device, 1)]
-        memory = CacheMemory(model, size)
-        assert memory.key == session.memory.key
-        load = partial(Session.load, path, model, Letters(), memory=memory, encode=session.encode)
-        times.append(seconds(load, model.device, 1))
+        assert other.memory.key == llm.memory.key
+        times.append(seconds(lambda: other.load_session(path, encode=session.encode), model.device, 1))
         megabytes = path.stat().st_size / 1e6
     print(
         f"session of {length:,} tokens, {megabytes:.0f} MB: prefill {prefill:.2f} s, save {times[0]:.2f} s, load "

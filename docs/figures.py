@@ -11,11 +11,11 @@ import matplotlib.pyplot as plt
 import torch
 
 from infer import (
+    LLM,
     CacheMemory,
     KVCache,
     ModelConfig,
     SamplingParams,
-    Session,
     SlidingCache,
     Tokenizer,
     decode_step,
@@ -94,7 +94,8 @@ def draw_pages() -> None:
     tokenizer = Tokenizer("smollm2-135m")
     system = "You are a careful assistant. " + "Answer in one short sentence, and say so when you do not know. " * 12
     memory = CacheMemory(model, 48 * bytes_for(config, 1, 4))
-    chats = [Session(model, tokenizer, system=system, context=1024, memory=memory) for _ in range(3)]
+    llm = LLM(model, tokenizer, memory=memory)
+    chats = [llm.session(system=system, context=1024) for _ in range(3)]
     for chat, questions in zip(
         chats, (["What is a cache?", "And a page?"], ["Who was Ada?"], ["Tell me a story."]), strict=True
     ):
@@ -103,7 +104,7 @@ def draw_pages() -> None:
     colours = ["#4477aa", "#cc6677", "#ddaa33"]
     holders: dict[int, list[int]] = {}
     for i, chat in enumerate(chats):
-        for page in chat.cache.pages[chat.cache.pages >= 0].tolist():
+        for page in chat.pages():
             holders.setdefault(page, []).append(i)
     figure, (pool, bars) = plt.subplots(1, 2, figsize=(10.5, 3.4), layout="constrained", width_ratios=[2, 1])
     across = 12
@@ -118,14 +119,14 @@ def draw_pages() -> None:
     pool.set_ylim(memory.pool.count / across + 0.1, -0.2)
     pool.set_aspect("equal")
     pool.axis("off")
-    names = [f"chat {i + 1}: {chat.cache.seq_len} tokens" for i, chat in enumerate(chats)]
+    names = [f"chat {i + 1}: {len(chat.tokens)} tokens" for i, chat in enumerate(chats)]
     faces = [*colours, "0.82", "0.95"]
     handles = [plt.Rectangle((0, 0), 1, 1, color=face) for face in faces]
     labels = [*names, "remembered", "free"]
     pool.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncol=3, frameon=False, fontsize=9)
     pool.set_title(f"a pool of {memory.pool.count} pages: pages of several colours are shared", fontsize=10)
     page = memory.pool.page_bytes / 1e6
-    alone = [sum(chat.cache.held for chat in chats) * page, len(holders) * page]
+    alone = [sum(len(chat.pages()) for chat in chats) * page, len(holders) * page]
     reserved = 3 * 1024 / memory.pool.page * page
     values = [reserved, *alone]
     bars.barh(["contiguous,\n1,024 positions each", "pages", "pages, shared"][::-1], values[::-1], color="#4477aa")

@@ -17,6 +17,7 @@ from amount import amount
 from torch import Tensor
 
 from infer import (
+    LLM,
     KVCache,
     SamplingParams,
     SlidingCache,
@@ -40,7 +41,6 @@ from infer.cache import NoCache
 from infer.cli.common import DEFAULT_MODEL
 from infer.engine.memory import CacheMemory
 from infer.engine.model import all_logits
-from infer.engine.session import Session
 from infer.evaluate.divergence import bits
 from infer.evaluate.paths import PathResult, compare
 from infer.models.common import Decoder
@@ -199,17 +199,18 @@ class TestByHand:
         torch.testing.assert_close(whole[..., :11, :11], part, atol=1e-6, rtol=1e-5)
 
     def test_a_chat(self, tiny_model: Callable[..., Decoder]) -> None:
-        """A cache that is truncated between turns answers as a fresh one does."""
+        """What a turn finds of the turns before answers as a fresh run does."""
         model = tiny_model(model_type="gemma3")
         prompts: list[list[int]] = []
 
         def encode(messages: list[dict[str, str]]) -> list[int]:
-            # Rewrites earlier turns, so that part of the cache is given up.
+            # Rewrites earlier turns, so that only a part of what was computed is found.
             ids = [ord(letter) % 64 for message in messages for letter in message["content"]]
             prompts.append([*ids[:-3], len(messages), *ids[-3:]])
             return prompts[-1]
 
-        chat = Session(model, LETTERS, context=64, memory=CacheMemory(model, 10**6, page=4), encode=encode)
+        llm = LLM(model, LETTERS, memory=CacheMemory(model, 10**6, page=4))
+        chat = llm.session(context=64, encode=encode)
         for text in ("hello there", "and then?", "who?"):
             answer = [token.token_id for token in chat.stream(text, SEEDED)]
             assert answer == generate(model, LETTERS, prompts[-1], SEEDED, use_kv_cache=False).token_ids

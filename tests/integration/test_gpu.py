@@ -1004,8 +1004,8 @@ class TestPages:
             prompt = encode([*session.messages, {"role": "user", "content": text}])
             return tokens_of(model, prompt, params, use_kv_cache=False)
 
-        memory = CacheMemory(model, 40 * bytes_for(model.config, 600, 2))
-        session = Session(model, Letters(), params=params, context=600, memory=memory, encode=encode)
+        llm, other = (LLM(model, Letters(), cache_memory=40 * bytes_for(model.config, 600, 2)) for _ in range(2))
+        session = llm.session(params=params, context=600, encode=encode)
         for text in ("a question of some length, so that pages fill", "and another"):
             expected = fresh(session, text)
             assert session.send(text).token_ids == expected
@@ -1013,9 +1013,8 @@ class TestPages:
         session.save(tmp_path / "a")
         assert twin.send("something else altogether").token_ids == fresh(session, "something else altogether")
         assert session.send("why?").token_ids == asked
-        other = CacheMemory(model, 40 * bytes_for(model.config, 600, 2))
-        loaded = Session.load(tmp_path / "a", model, Letters(), memory=other, encode=encode)
-        assert loaded.cache.seq_len > 100
+        loaded = other.load_session(tmp_path / "a", encode=encode)
+        assert len(loaded.tokens) > 100
         assert loaded.send("why?").token_ids == asked
         session.rewind(2)
         expected = fresh(session, "and another")

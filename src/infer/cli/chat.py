@@ -51,10 +51,9 @@ def chat(
     params: SamplingParams,
 ) -> None:
     """Talk with a model. The cache is kept between turns, so only new tokens are prefilled. /help lists commands."""
-    from infer import ModelConfig, Tokenizer
-    from infer.engine.memory import CacheMemory
+    from infer import LLM, ModelConfig, Tokenizer
     from infer.engine.request import CacheExceeded, check_chunk, check_request
-    from infer.engine.session import CONTEXT, Session
+    from infer.engine.session import CONTEXT
 
     check_chunk(prefill_chunk)
     check_cache_dtype(cache_dtype)
@@ -72,20 +71,19 @@ def chat(
     except CacheExceeded as error:
         raise ValueError(f"--context {capacity} has no room for a turn: {error}") from None
     network = loading.load(model, config, capacity, cache_dtype)
-    memory = CacheMemory(network, size, cache_dtype=cache_dtype, store=prefix_store)
-    session = Session(
+    with LLM(
         network,
         tokenizer,
-        system=system,
-        params=params,
-        context=capacity,
+        cache_memory=size,
+        cache_dtype=cache_dtype,
+        prefix_store=prefix_store,
         prefill_chunk=prefill_chunk,
-        memory=memory,
-        encode=encode,
-    )
-    many = f"{megabytes(memory.pool.memory_bytes)} of cache for {counted(memory.conversations(capacity), 'such chat')}"
-    say(f"{model}: {capacity} positions, {many}. /help lists commands, /exit leaves.")
-    Chat(session).run()
+    ) as llm:
+        session = llm.session(system=system, params=params, context=capacity, encode=encode)
+        many = counted(llm.memory.conversations(capacity), "such chat")
+        cache = f"{megabytes(llm.memory.pool.memory_bytes)} of cache for {many}"
+        say(f"{model}: {capacity} positions, {cache}. /help lists commands, /exit leaves.")
+        Chat(session).run()
 
 
 class Chat:
@@ -134,17 +132,14 @@ class Chat:
         run(argument.strip())
 
     def reply(self, text: str) -> None:
-        from infer.cache.pool import NoPages
         from infer.engine.request import CacheExceeded, ContextExceeded
 
         try:
             steps = show(self.session.stream(text))
         except (CacheExceeded, ContextExceeded) as error:
             raise ValueError(f"{error} (/rewind or /reset forgets; --context makes room for longer ones)") from None
-        except NoPages as error:
-            raise ValueError(f"{error} (/reset a branch, or give caches more with --cache-memory)") from None
         if steps:
-            say(f"[{speed(steps)}; cache holds {self.session.cache.seq_len}]")
+            say(f"[{speed(steps)}; cache holds {len(self.session.tokens)}]")
 
     def help(self, _: str) -> None:
         for name, (_run, wanted, meaning) in self.commands.items():
@@ -154,7 +149,7 @@ class Chat:
         if argument and not argument.isdecimal():
             raise ValueError(f"/rewind takes a number of turns, not {argument!r}")
         self.session.rewind(int(argument or 1))
-        say(f"[{turns(self.session)}, cache holds {self.session.cache.seq_len}]")
+        say(f"[{turns(self.session)}, cache holds {len(self.session.tokens)}]")
 
     def reset(self, _: str) -> None:
         self.session.reset()
@@ -177,26 +172,22 @@ class Chat:
         say(f"[{argument}: {turns(self.session)}, {Path(argument).stat().st_size / 1e6:.1f} MB]")
 
     def load(self, argument: str) -> None:
-        from infer.engine.session import Session
-
         if not argument:
             raise ValueError("/load needs a file to read")
-        own = self.session
-        self.branches[self.at] = Session.load(
-            Path(argument), own.model, own.tokenizer, memory=own.memory, encode=own.encode
-        )
-        say(f"[{argument}: {turns(self.session)}, cache holds {self.session.cache.seq_len}]")
+        self.branches[self.at] = self.session.llm.load_session(argument, encode=self.session.encode)
+        say(f"[{argument}: {turns(self.session)}, cache holds {len(self.session.tokens)}]")
 
     def pages(self, _: str) -> None:
-        memory, cache = self.session.memory, self.session.cache
-        pool, own = memory.pool, cache.pages[cache.pages >= 0]
-        shared = sum(int(pool.holders[page]) > 1 + memory.index.holds(page) for page in own.tolist())
+        memory = self.session.llm.memory
+        pool, own = memory.pool, self.session.pages()
+        others = [branch.pages() for branch in self.branches if branch is not self.session]
+        shared = len(own & set().union(*others))
         say(
             f"  memory         {megabytes(pool.memory_bytes)} in {counted(pool.count, 'page')} of {pool.page} "
             f"positions, {pool.page_bytes / 1e3:,.1f} kB each; {pool.free:,} free"
         )
         say(
-            f"  conversation   {counted(cache.seq_len, 'position')} in {counted(len(own), 'page')}, "
+            f"  conversation   {counted(len(self.session.tokens), 'position')} in {counted(len(own), 'page')}, "
             f"{shared:,} shared with other branches"
         )
         say(f"  remembered     {counted(memory.index.pages, 'page')}, by their tokens, until memory is needed")

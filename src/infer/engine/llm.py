@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, overload
 
+from infer.engine.driver import Driver, News
 from infer.engine.logprobs import TokenLogprobs
 from infer.engine.loop import Event, Loop, Stats, Task
 from infer.engine.memory import CacheMemory
 from infer.engine.model import Model, check_mode
 from infer.engine.params import SamplingParams
-from infer.engine.request import samples
+from infer.engine.request import check_chunk, samples
 from infer.engine.result import GeneratedToken, GenerationResult
+from infer.engine.session import Encode, Session
 from infer.engine.text import TextStream
 from infer.trace.record import Trace
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or the messages of a chat
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,13 +73,14 @@ class LLM:
         elif tokenizer is None:
             raise TypeError("a model that is loaded needs its tokenizer beside it: LLM(model, tokenizer)")
         check_mode(model)
+        check_chunk(prefill_chunk)
         self.model, self.tokenizer = model, tokenizer
         if memory is None:
             memory = CacheMemory(model, cache_memory, cache_dtype=cache_dtype, store=prefix_store)
         elif cache_memory is not None or prefix_store is not None or cache_dtype != "auto":
             raise ValueError("memory was given: leave cache_memory, cache_dtype and prefix_store out")
         self.memory = memory
-        self._driver = _Driver(Loop(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk))
+        self._driver = Driver(Loop(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk))
         self._finalizer = weakref.finalize(self, self._driver.close)
 
     def __enter__(self) -> Self:
@@ -171,6 +170,21 @@ class LLM:
             messages = [{"role": "user", "content": messages}]
         return self.generate(messages, params, **settings)
 
+    def session(
+        self,
+        *,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        context: int | None = None,
+        encode: Encode | None = None,
+    ) -> Session:
+        """A chat that goes on, turn by turn. The options are those of `Session`."""
+        return Session(self, system=system, params=params, context=context, encode=encode)
+
+    def load_session(self, path: str | Path, *, encode: Encode | None = None) -> Session:
+        """A chat that was saved, where it was left. encode: as for `Session`."""
+        return Session.load(path, self, encode=encode)
+
     def score(self, text: str | Sequence[int], top: int = 0) -> Score:
         """The log-probability of each token of a text: the very numbers that generation would see.
 
@@ -206,7 +220,7 @@ class Handle:
     def __init__(self, llm: LLM, tasks: Sequence[Task]) -> None:
         self._llm, self._tasks = llm, tasks  # as long as somebody waits, it is not closed by being forgotten
         self._readers = [_Reader(task, index) for index, task in enumerate(tasks)]
-        self._news = _News()
+        self._news = News()
         for task in tasks:
             task.news = self._news
         llm._driver.submit(tasks)
@@ -305,139 +319,6 @@ class _Reader:
             yield GeneratedToken(token, piece, task.times[at] - before, reason, logprobs, self.index)
         if error is not None:
             raise error
-
-
-class _News:
-    """Wakes those who wait for a request, in threads or event loops."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting = 0
-        self._async: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-
-    def __call__(self, task: Task) -> None:
-        """From the engine's thread. Mostly nobody waits: then this must cost nothing."""
-        if self._waiting:
-            with self._changed:
-                self._changed.notify_all()
-                for loop, event in self._async:
-                    if not loop.is_closed():
-                        loop.call_soon_threadsafe(event.set)
-
-    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> None:
-        with self._changed:
-            self._waiting += 1  # before it looks: what comes after that wakes it
-            try:
-                if not self._changed.wait_for(ready, timeout):
-                    raise TimeoutError(f"not done after {timeout} seconds")
-            finally:
-                self._waiting -= 1
-
-    async def wait_async(self, ready: Callable[[], bool]) -> None:
-        waiter = asyncio.get_running_loop(), asyncio.Event()
-        with self._changed:
-            self._waiting += 1
-            self._async.append(waiter)
-        try:
-            while not ready():
-                await waiter[1].wait()
-                waiter[1].clear()
-        finally:
-            with self._changed:
-                self._waiting -= 1
-                self._async.remove(waiter)
-
-
-class _Driver:
-    """The thread that drives a loop, from the first request on."""
-
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        self._changed = threading.Condition()
-        self._inbox: list[Callable[[], None]] = []
-        self._closed = False
-        self._failed: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def submit(self, tasks: Sequence[Task]) -> None:
-        def begin() -> None:
-            for task in tasks:
-                self.loop.submit(task)
-
-        self._post(begin)
-
-    def abort(self, tasks: Sequence[Task]) -> None:
-        """From any thread, at any time; also when all is over."""
-        if all(task.done for task in tasks):
-            return
-        with self._changed:
-            if not self._closed and self._failed is None:
-                self._inbox.append(lambda: self.loop.abort(tasks))
-                self._changed.notify()
-
-    def call(self, function: Callable[[], T]) -> T:
-        """Run a function between two steps, and wait for what it returns."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._post(run)
-        return future.result()
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        atexit.unregister(self.close)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _post(self, action: Callable[[], None]) -> None:
-        with self._changed:
-            if self._failed is not None:
-                raise RuntimeError(f"this LLM has failed, make another: {self._failed}") from self._failed
-            if self._closed:
-                raise RuntimeError("this LLM is closed")
-            self._inbox.append(action)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="infer", daemon=True)
-                self._thread.start()
-                atexit.register(self.close)  # now: before what was there by now, such as compiled kernels, goes
-            self._changed.notify()
-
-    def _run(self) -> None:
-        try:
-            while self._wait():
-                if not self.loop.idle:
-                    self.loop.step()
-            self.loop.close()
-        except BaseException as error:
-            failure = RuntimeError(f"the engine has failed: {error}")
-            failure.__cause__ = error
-            with self._changed:
-                self._failed = error
-            self.loop.runner.close()  # a device that has failed must not be asked for rows that are given up
-            self._act()  # who has asked in the meantime has to hear of it
-            self.loop.close(failure)
-
-    def _wait(self) -> bool:
-        """Do what was asked for. False: it is time to end."""
-        with self._changed:
-            while not self._inbox and not self._closed and self.loop.idle:
-                self._changed.wait()
-            going_on = not self._closed  # nothing is asked for after that
-        self._act()
-        return going_on
-
-    def _act(self) -> None:
-        with self._changed:
-            actions, self._inbox = self._inbox, []
-        for action in actions:
-            action()
 
 
 def _params(params: SamplingParams | None, settings: Mapping[str, Any]) -> SamplingParams:

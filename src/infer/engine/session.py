@@ -1,104 +1,107 @@
-"""A chat whose cache is kept between turns: it can be forked, rewound, saved and loaded."""
+"""A chat with an LLM, turn by turn: it can be forked, rewound, saved and loaded."""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Generator, Iterator
+import threading
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict
 from glob import escape
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor
 
 from infer.cache.pool import NoPages, pages_for
-from infer.engine.generate import stream
-from infer.engine.memory import CacheMemory, pass_tokens
-from infer.engine.model import Model
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_chunk, check_request
-from infer.engine.result import GeneratedToken, GenerationResult, collect
+from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.store import read, remove_leftovers, write
-from infer.engine.text import Decodes
+from infer.trace.record import Trace
+
+if TYPE_CHECKING:
+    from infer.engine.llm import LLM
 
 CONTEXT = 4096  # positions, where the model has them
 KIND = "session"
+ANSWERING = "this session is answering: read that stream to its end, or close it, first"
 Message = dict[str, str]
 Encode = Callable[[list[Message]], list[int]]
 
 
-class ChatTokenizer(Decodes, Protocol):
-    def encode_chat(self, messages: list[Message]) -> list[int]: ...
-
-
 class Session:
-    """Each turn renders the whole chat anew, and prefills only what no cache holds of it yet.
+    """Each turn renders the whole chat anew, as a request to the LLM; only what its memory does not hold is prefilled.
 
-    A cache knows its tokens, so a template that rewrites earlier turns, or text that comes back as other tokens than
-    were generated, costs some prefill but never correctness.
+    Between turns a session holds tokens and no pages: the LLM's memory remembers these until others need them, and what
+    is gone by the next turn is computed again. So a template that rewrites earlier turns, or text that comes back as
+    other tokens than were generated, costs some prefill but never correctness. One thread at a time may use a session;
+    several sessions may be used at once.
     """
 
     def __init__(
         self,
-        model: Model,
-        tokenizer: ChatTokenizer | Decodes,
+        llm: LLM,
         *,
         system: str | None = None,
         params: SamplingParams | None = None,
         context: int | None = None,
-        prefill_chunk: int | None = None,
-        memory: CacheMemory | None = None,
         encode: Encode | None = None,
     ) -> None:
         """params: of turns that bring none. context: positions that it may take, 4,096 if the model has them.
 
-        memory: shared with other sessions of the model; None: its own. encode: from messages to the token ids of a
-        prompt; None: the tokenizer's chat template. prefill_chunk: as for `stream`.
+        encode: from messages to the token ids of a prompt; None: the tokenizer's chat template.
         """
-        check_chunk(prefill_chunk)
-        most = model.config.max_position_embeddings
+        most = llm.model.config.max_position_embeddings
         context = min(CONTEXT, most) if context is None else context
         if type(context) is not int or not 1 <= context <= most:
             raise ValueError(f"context must be from 1 to the model's {most}, not {context!r}")
-        if memory is not None and memory.model is not model:
-            raise ValueError("the memory is of another model: keys and values are each model's own")
-        self.model, self.tokenizer, self.system = model, tokenizer, system
-        self.params, self.prefill_chunk = params or SamplingParams(), prefill_chunk
-        self.memory = CacheMemory(model) if memory is None else memory
-        self.encode: Encode = tokenizer.encode_chat if encode is None else encode  # type: ignore[union-attr]
-        self._check_memory(context)
-        self.cache = self.memory.cache(context)
+        _check_memory(llm, context)
+        self.llm, self.system, self.context = llm, system, context
+        self.params = params or SamplingParams()
+        self.encode: Encode = llm.tokenizer.encode_chat if encode is None else encode
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self._starts: list[int] = []  # positions that the cache held before each turn
-        self._answering = False
+        self.tokens: list[int] = []  # computed so far; the memory has their pages until others need them
+        self._starts: list[int] = []  # how many there were before each turn
+        self._answering = threading.Lock()
 
     @property
     def turns(self) -> int:
         """How often the user has spoken."""
         return len(self._starts)
 
-    @property
-    def context(self) -> int:
-        return self.cache.capacity
+    def send(self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None) -> GenerationResult:
+        """Answer the user's next message. trace: records the turn."""
+        turn = self.stream(text, params, trace=trace)
+        while True:
+            try:
+                next(turn)
+            except StopIteration as end:
+                result: GenerationResult = end.value
+                return result
 
-    def send(self, text: str, params: SamplingParams | None = None) -> GenerationResult:
-        """Answer the user's next message."""
-        prompt = self._prompt(text)
-        steps = list(self.stream(text, params))
-        return collect(prompt, steps, self.cache.memory_bytes)
+    def stream(
+        self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None
+    ) -> Generator[GeneratedToken, None, GenerationResult]:
+        """Answer the user's next message token by token. Stopping early keeps what was said until then.
 
-    def stream(self, text: str, params: SamplingParams | None = None) -> Iterator[GeneratedToken]:
-        """Answer the user's next message token by token. Stopping early keeps what was said until then."""
+        trace: records the turn.
+        """
         self._check_idle()
         params = params or self.params
+        if params.n != 1:
+            raise ValueError(f"n={params.n}: a session goes on with one answer; `LLM.generate` gives several")
+        if params.prompt_logprobs is not None:
+            raise ValueError("a session has no place for prompt_logprobs: `LLM.generate` gives them")
         prompt = self._prompt(text)
-        check_request(self.model.config, prompt, params, self.cache.capacity)
-        return self._stream(text, prompt, params)
+        check_request(self.llm.model.config, prompt, params, self.context)
+        return self._stream(text, prompt, params, trace)
 
-    def fork(self) -> Session:
-        """Another session that has heard the same. The two share all pages until they part."""
-        twin = Session.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        twin.messages, twin._starts, twin.cache = list(self.messages), list(self._starts), self.cache.fork()
-        twin._answering = False
+    def fork(self) -> Self:
+        """Another session that has heard the same. What they have in common is held once."""
+        twin = copy.copy(self)
+        twin.messages, twin.tokens, twin._starts = list(self.messages), list(self.tokens), list(self._starts)
+        twin._answering = threading.Lock()
         return twin
 
     def rewind(self, turns: int = 1) -> None:
@@ -114,56 +117,56 @@ class Session:
         self._check_idle()
         if turns == self.turns:
             return
-        held = self._starts[turns]
+        del self.tokens[self._starts[turns] :]
         del self.messages[len(self.messages) - 2 * (self.turns - turns) :]
         del self._starts[turns:]
-        self._forget(held)
 
     def reset(self) -> None:
         """Forget all turns."""
         self.truncate(0)
 
+    def pages(self) -> set[int]:
+        """The pages that hold its tokens, by their numbers in the pool, as far as they are remembered."""
+        memory = self.llm.memory
+
+        def find() -> set[int]:
+            found = memory.index.match(self.tokens)
+            pages = {page for some in found.pages for page in some if page >= 0}
+            memory.pool.release(page for some in found.pages for page in some if page >= 0)
+            return pages
+
+        return self.llm._driver.call(find)
+
     def save(self, path: str | Path) -> None:
-        """Tokens, messages, settings and the cache itself, to go on from in another process."""
+        """Tokens, messages, settings and the pages themselves, to go on from in another process."""
         self._check_idle()
         path = Path(path)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder, not a file to write to")
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
-        settings = {
-            "system": self.system,
-            "params": asdict(self.params),
-            "context": self.context,
-            "prefill_chunk": self.prefill_chunk,
-        }
+        settings = {"system": self.system, "params": asdict(self.params), "context": self.context}
         header = {
-            "model": self.memory.key,
             "messages": json.dumps(self.messages),
             "turns": json.dumps(self._starts),
             "settings": json.dumps(settings),
         }
+        key, dumped = self.llm._driver.call(self._dump)
+        if len(dumped["tokens"]) < len(self.tokens):  # the others were evicted: whoever computes them leaves them there
+            self.llm.generate(self.tokens, SamplingParams(max_new_tokens=1))
+            key, dumped = self.llm._driver.call(self._dump)
         remove_leftovers(path.parent, escape(path.name))
-        write(path, KIND, self.memory.dump(self.cache), header)
+        write(path, KIND, dumped, {"model": key, **header})
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        model: Model,
-        tokenizer: ChatTokenizer | Decodes,
-        *,
-        memory: CacheMemory | None = None,
-        encode: Encode | None = None,
-    ) -> Self:
+    def load(cls, path: str | Path, llm: LLM, *, encode: Encode | None = None) -> Self:
         """Go on where `save` was called: with the same model, in the same dtype. Nothing is prefilled again.
 
-        A file is trusted as weights are: other sessions of the memory that begin alike go on behind its pages.
+        A file is trusted as weights are: others whose prompts begin alike go on behind its pages.
         """
-        path = Path(path)
+        path, memory, call = Path(path), llm.memory, llm._driver.call
         header, tensors = read(path, KIND)
-        memory = CacheMemory(model) if memory is None else memory
-        if header.get("model") != memory.key:
+        if header.get("model") != call(lambda: memory.key):
             raise ValueError(
                 f"{path} is a session with another model, dtype, page size, processor or version of torch: load it "
                 "with the same"
@@ -171,10 +174,11 @@ class Session:
         try:
             settings = json.loads(header["settings"])
             settings["params"] = SamplingParams(**_whole_keys(settings["params"]))
-            session = cls(model, tokenizer, memory=memory, encode=encode, **settings)
+            check_chunk(settings.pop("prefill_chunk", None))  # in some files; an LLM has its own
+            session = cls(llm, encode=encode, **settings)
             session.messages = _messages(json.loads(header["messages"]), session.system)
             session._starts = _check_turns(session, json.loads(header["turns"]))
-            memory.restore(session.cache, tensors)
+            session.tokens = call(lambda: session._restore(tensors))
         except NoPages:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -184,64 +188,73 @@ class Session:
     def _prompt(self, text: str) -> list[int]:
         return self.encode([*self.messages, {"role": "user", "content": text}])
 
-    def _stream(self, text: str, prompt: list[int], params: SamplingParams) -> Iterator[GeneratedToken]:
-        self._check_idle()
-        if self._prompt(text) != prompt:
-            raise ValueError("something else was said since this stream was made: make another")
-        self._answering = True
-        start, answer = self.cache.seq_len, ""
-        tokens: Iterator[GeneratedToken] = iter(())
+    def _stream(
+        self, text: str, prompt: list[int], params: SamplingParams, trace: Trace | None
+    ) -> Generator[GeneratedToken, None, GenerationResult]:
+        if not self._answering.acquire(blocking=False):
+            raise ValueError(ANSWERING)
+        handle, said = None, list[GeneratedToken]()
         try:
-            self.memory.recall(self.cache, prompt)
-            chunk = pass_tokens(self.model.config, self.prefill_chunk)
-            tokens = stream(self.model, self.tokenizer, prompt, params, cache=self.cache, prefill_chunk=chunk)
-            for token in tokens:
-                answer += token.text
+            if self._prompt(text) != prompt:
+                raise ValueError("something else was said since this stream was made: make another")
+            handle = self.llm.submit(prompt, params, trace=trace)
+            for token in handle:
+                said.append(token)
                 yield token
-        except Exception:  # nothing was said; who stops early, or interrupts, keeps what was
-            _close(tokens)
-            self._forget(start)
-            raise
-        except BaseException:
-            self._record(text, answer, start, tokens)
+            result: GenerationResult = handle.result()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # who stops early, or interrupts, keeps what was said
+                self._record(text, prompt, said)
             raise
         else:
-            self._record(text, answer, start, tokens)
+            self._record(text, prompt, said)
+            return result
         finally:
-            self._answering = False
+            if handle is not None:
+                handle.abort()
+            self._answering.release()
 
-    def _record(self, text: str, answer: str, start: int, tokens: Iterator[GeneratedToken]) -> None:
-        _close(tokens)
+    def _record(self, text: str, prompt: list[int], said: Sequence[GeneratedToken]) -> None:
+        answer = "".join(token.text for token in said)
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-        self._starts.append(start)
-        self.memory.keep(self.cache)
-
-    def _forget(self, held: int) -> None:
-        """What the cache holds from there on."""
-        try:
-            self.cache.truncate(min(held, self.cache.seq_len))
-        except ValueError:  # the pages of a window are gone: the next turn finds or computes them
-            self.cache.reset()
+        self._starts.append(len(self.tokens))
+        if said:  # then the prompt was computed, and all tokens but the last
+            self.tokens = [*prompt, *(token.token_id for token in said[:-1])]
 
     def _check_idle(self) -> None:
-        if self._answering:
-            raise ValueError("this session is answering: read that stream to its end, or close it, first")
+        if self._answering.locked():
+            raise ValueError(ANSWERING)
 
-    def _check_memory(self, context: int) -> None:
-        """With a copy of the last page of each list, which others may hold."""
-        pool, chunk = self.memory.pool, pass_tokens(self.model.config, self.prefill_chunk) or context
-        needed = pages_for(self.model.config, context, pool.page, chunk) + len(self.memory.index.windows)
-        if needed > pool.count:
-            raise ValueError(
-                f"{context} positions take {needed * pool.page_bytes / 1e6:.0f} MB, but the memory for caches has "
-                f"{pool.memory_bytes / 1e6:.0f}: ask for a shorter context, or give caches more memory"
-            )
+    # What runs in the thread that drives the LLM, whose memory is for one thread.
+
+    def _dump(self) -> tuple[str, dict[str, Tensor]]:
+        """The model's name, and what is there of the tokens."""
+        memory = self.llm.memory
+        cache = memory.cache(self.context)
+        memory.recall(cache, [*self.tokens, 0])  # less the last, as of each prompt
+        dumped = memory.dump(cache)
+        cache.reset()
+        return memory.key, dumped
+
+    def _restore(self, dumped: dict[str, Tensor]) -> list[int]:
+        """Let the memory know them."""
+        memory = self.llm.memory
+        cache = memory.cache(self.context)
+        memory.restore(cache, dumped)
+        cache.reset()
+        tokens: list[int] = dumped["tokens"].tolist()
+        return tokens
 
 
-def _close(tokens: Iterator[GeneratedToken]) -> None:
-    """Steps launched ahead are rolled back."""
-    if isinstance(tokens, Generator):
-        tokens.close()
+def _check_memory(llm: LLM, context: int) -> None:
+    """With a copy of the last page of each list, which others may hold."""
+    pool, chunk = llm.memory.pool, min(context, llm._driver.loop.scheduler.prefill_chunk)
+    needed = pages_for(llm.model.config, context, pool.page, chunk) + len(llm.memory.index.windows)
+    if needed > pool.count:
+        raise ValueError(
+            f"{context} positions take {needed * pool.page_bytes / 1e6:.0f} MB, but the memory for caches has "
+            f"{pool.memory_bytes / 1e6:.0f}: ask for a shorter context, or give caches more memory"
+        )
 
 
 def _check_turns(session: Session, starts: Any) -> list[int]:

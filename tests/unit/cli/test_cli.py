@@ -22,7 +22,7 @@ from checkpoints import reference_model, save_gguf
 from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, WINDOW, Done, Run, assert_refused, chat_ids
 from matplotlib.image import imread
 
-from infer import KVCache, SamplingParams, Tokenizer, load_model, machine
+from infer import LLM, KVCache, SamplingParams, Tokenizer, load_model, machine
 from infer import generate as generate_tokens
 from infer.backend.cpu import backend as cpu_backend
 from infer.cache.pool import PAGE
@@ -30,6 +30,7 @@ from infer.cli import main
 from infer.cli.common import DEFAULT_MODEL
 from infer.cli.streams import say
 from infer.engine import generate as engine
+from infer.engine.llm import Handle
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.session import Session
 from infer.engine.text import TextStream
@@ -228,8 +229,20 @@ class TestSamplingOptions:
             seen.append(params)
             yield GeneratedToken(9, "x", 0.1, "length")
 
+        class Ended:
+            """A request whose only token is there."""
+
+            def __init__(self, llm: LLM, prompt: Any, params: SamplingParams, **_: Any) -> None:
+                self.pieces = stream(llm.model, llm.tokenizer, prompt, params)
+
+            def __iter__(self) -> Iterator[Any]:
+                return self.pieces
+
+            def result(self) -> None: ...
+            def abort(self) -> None: ...
+
         monkeypatch.setattr(engine, "stream", stream)
-        monkeypatch.setattr("infer.engine.session.stream", stream)
+        monkeypatch.setattr(LLM, "submit", lambda *args, **options: Ended(*args, **options))
         if "max_new_tokens" not in values:  # the default is too much for the tiny context
             options, values = [*options, "--max-new-tokens", "5"], values | {"max_new_tokens": 5}
         words = ["hello"] if command == "generate" else []
@@ -338,7 +351,9 @@ class TestCacheDtype:
 
         monkeypatch.setattr(Session, "__init__", note)
         assert run("chat", "--cache-dtype", "int8", "--max-new-tokens", "8", stdin="hello\n").status == 0
-        assert made[0].cache.memory_bytes == PAGE * self.INT8_BYTES_PER_TOKEN
+        memory = made[0].llm.memory
+        assert memory.index.pages == 1
+        assert memory.pool.page_bytes == PAGE * self.INT8_BYTES_PER_TOKEN
 
     def test_bench(self, run: Run) -> None:
         options = ("--prompt-tokens", "6", "--new-tokens", "4", "--trials", "1", "--cache-dtype", "int8")
@@ -392,16 +407,19 @@ class TestInterrupt:
     @pytest.fixture
     def interrupt_after(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         def install(count: int) -> None:
-            stream = engine.stream
+            stream, pieces = engine.stream, Handle.__iter__
 
-            def interrupted(*args: Any, cache: Any = None, **options: Any) -> Iterator[GeneratedToken]:
-                for i, token in enumerate(stream(*args, cache=cache, **options)):
+            def interrupted(tokens: Iterator[GeneratedToken]) -> Iterator[GeneratedToken]:
+                for i, token in enumerate(tokens):
                     if i == count:
                         raise KeyboardInterrupt
                     yield token
 
-            monkeypatch.setattr(engine, "stream", interrupted)
-            monkeypatch.setattr("infer.engine.session.stream", interrupted)
+            def interrupted_stream(*args: Any, cache: Any = None, **options: Any) -> Iterator[GeneratedToken]:
+                return interrupted(stream(*args, cache=cache, **options))
+
+            monkeypatch.setattr(engine, "stream", interrupted_stream)
+            monkeypatch.setattr(Handle, "__iter__", lambda handle: interrupted(pieces(handle)))
 
         return install
 
@@ -570,8 +588,12 @@ class TestChat:
         done = run("chat", "--max-new-tokens", "8", stdin="hello\ngo on\n")
         (session,) = made
         assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
-        assert f"cache holds {session.cache.seq_len}]" in done.err
-        assert session.cache.memory_bytes == -(-session.cache.seq_len // PAGE) * PAGE * CACHE_BYTES_PER_TOKEN
+        assert f"cache holds {len(session.tokens)}]" in done.err
+        memory = session.llm.memory
+        found = memory.index.match(session.tokens)
+        assert found.length == len(session.tokens)
+        assert len(found.pages) == -(-len(session.tokens) // PAGE)
+        assert memory.pool.page_bytes == PAGE * CACHE_BYTES_PER_TOKEN
 
     def test_fork_and_branch(self, run: Run) -> None:
         """Each branch goes on from what was said before the fork."""
@@ -622,6 +644,16 @@ class TestChat:
         assert "there is no command /zzz: /help lists them" in done.err
         assert "/pages takes nothing behind it, not 'now'" in done.err
         assert "conversation   0 positions in 0 pages, 0 shared with other branches" in done.err
+
+    def test_pages_of_branches(self, run: Run) -> None:
+        stdin = f"{'hello ' * 12}\n/pages\n/fork\n/pages\ngo on\n/pages\n"
+        lines = run("chat", "--max-new-tokens", "8", stdin=stdin).err.splitlines()
+        first, second, third = [line for line in lines if line.startswith("  conversation")]
+        held, pages = (int(number) for number in re.findall(r"(\d+) (?:position|page)s", first))
+        assert pages == -(-held // PAGE) == 2
+        assert first.endswith(f"{held} positions in 2 pages, 0 shared with other branches")
+        assert second.endswith(f"{held} positions in 2 pages, 2 shared with other branches")
+        assert third.endswith(" pages, 1 shared with other branches")  # the second was written to, and copied for that
 
     @pytest.mark.parametrize(
         ("size", "message"),

@@ -1,0 +1,147 @@
+"""The thread that drives a loop, and what wakes those who wait for its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from infer.engine.loop import Loop, Task
+
+T = TypeVar("T")
+
+
+class Driver:
+    """The thread that drives a loop, from the first request on."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self._changed = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._closed = False
+        self._failed: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, tasks: Sequence[Task]) -> None:
+        def begin() -> None:
+            for task in tasks:
+                self.loop.submit(task)
+
+        self._post(begin)
+
+    def abort(self, tasks: Sequence[Task]) -> None:
+        """From any thread, at any time; also when all is over."""
+        if all(task.done for task in tasks):
+            return
+        with self._changed:
+            if not self._closed and self._failed is None:
+                self._inbox.append(lambda: self.loop.abort(tasks))
+                self._changed.notify()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function between two steps, and wait for what it returns."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future.result()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        atexit.unregister(self.close)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _post(self, action: Callable[[], None]) -> None:
+        with self._changed:
+            if self._failed is not None:
+                raise RuntimeError(f"this LLM has failed, make another: {self._failed}") from self._failed
+            if self._closed:
+                raise RuntimeError("this LLM is closed")
+            self._inbox.append(action)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="infer", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)  # now: before what was there by now, such as compiled kernels, goes
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                if not self.loop.idle:
+                    self.loop.step()
+            self.loop.close()
+        except BaseException as error:
+            failure = RuntimeError(f"the engine has failed: {error}")
+            failure.__cause__ = error
+            with self._changed:
+                self._failed = error
+            self.loop.runner.close()  # a device that has failed must not be asked for rows that are given up
+            self._act()  # who has asked in the meantime has to hear of it
+            self.loop.close(failure)
+
+    def _wait(self) -> bool:
+        """Do what was asked for. False: it is time to end."""
+        with self._changed:
+            while not self._inbox and not self._closed and self.loop.idle:
+                self._changed.wait()
+            going_on = not self._closed  # nothing is asked for after that
+        self._act()
+        return going_on
+
+    def _act(self) -> None:
+        with self._changed:
+            actions, self._inbox = self._inbox, []
+        for action in actions:
+            action()
+
+
+class News:
+    """Wakes those who wait for a request, in threads or event loops."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting = 0
+        self._async: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    def __call__(self, task: Task) -> None:
+        """From the engine's thread. Mostly nobody waits: then this must cost nothing."""
+        if self._waiting:
+            with self._changed:
+                self._changed.notify_all()
+                for loop, event in self._async:
+                    if not loop.is_closed():
+                        loop.call_soon_threadsafe(event.set)
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> None:
+        with self._changed:
+            self._waiting += 1  # before it looks: what comes after that wakes it
+            try:
+                if not self._changed.wait_for(ready, timeout):
+                    raise TimeoutError(f"not done after {timeout} seconds")
+            finally:
+                self._waiting -= 1
+
+    async def wait_async(self, ready: Callable[[], bool]) -> None:
+        waiter = asyncio.get_running_loop(), asyncio.Event()
+        with self._changed:
+            self._waiting += 1
+            self._async.append(waiter)
+        try:
+            while not ready():
+                await waiter[1].wait()
+                waiter[1].clear()
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._async.remove(waiter)
