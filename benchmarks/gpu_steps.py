@@ -63,7 +63,7 @@ def captured(model: Decoder, caches: Sequence[Cache]) -> CapturedStep:
         raise RuntimeError(f"these are steps of the GPU's kernels, but {backend.why}")
     step = CapturedStep(model.config, backend.plan, model.device, len(caches), False)
     step.positions.copy_(torch.tensor([cache.seq_len for cache in caches]))
-    step.tables.copy_(backend.tables(caches, [1] * len(caches))[0])
+    step.tables.copy_(torch.from_numpy(backend.tables(caches, [1] * len(caches))[0]))
     step.capture()
     return step
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from infer.nn.draw import Floats, Ints, log_mass
+from infer.nn.draw import MASS, Floats, Ints, log_mass
 
 
 class TokenLogprobs(NamedTuple):
@@ -34,6 +34,15 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLo
     return found
 
 
+def told(numbers: Sequence[int], token: int, top: int) -> TokenLogprobs:
+    """The same from what a device has found: `backend.gpu.likelihoods`, with at least so many of the likeliest."""
+    mass, count = numbers[0], (len(numbers) - 3) // 2
+    ids = numbers[3 : 3 + min(top, count)]
+    highest, *scores = np.array([*numbers[1:3], *numbers[3 + count :]], np.int32).view(np.float32).tolist()
+    values = _of_scores(scores[: 1 + len(ids)], highest, math.log(mass) - MASS * math.log(2))
+    return TokenLogprobs(token, values[0], tuple(zip(ids, values[1:], strict=True)))
+
+
 def likeliest(scores: Floats, count: int) -> Ints:
     """The ids of the highest scores, in order; of equal ones the lower ids."""
     count = min(count, len(scores))
@@ -48,7 +57,11 @@ def _logprobs(scores: Floats, tokens: Sequence[int]) -> list[float]:
     highest = float(scores.max())
     if math.isnan(highest) or highest == -math.inf:
         return [math.nan] * len(tokens)
-    total = log_mass(scores)
+    return _of_scores([float(scores[token]) for token in tokens], highest, log_mass(scores))
+
+
+def _of_scores(scores: Sequence[float], highest: float, total: float) -> list[float]:
+    """total: the logarithm of the sum of e^(score - highest), over all."""
     if highest == math.inf:  # these share everything
-        return [-total if scores[token] == highest else -math.inf for token in tokens]
-    return [float(scores[token]) - highest - total for token in tokens]
+        return [-total if score == highest else -math.inf for score in scores]
+    return [score - highest - total for score in scores]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from infer.config import ModelConfig
-from infer.engine.logprobs import TokenLogprobs, logprobs_of
+from infer.engine.logprobs import TokenLogprobs, logprobs_of, told
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken
 from infer.engine.sampler import sample
@@ -70,11 +70,6 @@ class Request:
     def prompt(self) -> list[int]:
         return self.tokens[: self.prompt_len]
 
-    @property
-    def wants_logits(self) -> bool:
-        """Whether a device alone cannot choose its tokens."""
-        return self.logprobs is not None or self.prompt_logprobs is not None
-
     def wanted(self, start: int, stop: int) -> slice:
         """Of tokens that are fed, those whose logits are needed. start, stop: their positions."""
         if self.scored is not None:
@@ -105,6 +100,11 @@ class Request:
         if self.logprobs is not None and token >= 0:
             self.logprobs += logprobs_of(logits[None], [token], self.params.logprobs or 0)
         return token
+
+    def tell(self, token: int, numbers: Sequence[int]) -> None:
+        """Of a token that a device has chosen, what its log-probabilities are made of."""
+        if self.logprobs is not None and token >= 0:
+            self.logprobs.append(told(numbers, token, self.params.logprobs or 0))
 
     def take(self, token: int) -> None:
         """The token to follow, as chosen; -1: none could be. Whether it is the last shows in `finish_reason`."""

@@ -144,19 +144,31 @@ class Runner:
             # Every token moves to another position, so what the cache holds no longer holds.
             self._leave(flight)
             flight.full, flight.cache = True, flight.watch(NoCache(1, self._device))
-        elif not flight.captured and cache.seq_len == len(request.tokens) - 1 and not request.wants_logits:
+        elif not flight.captured and cache.seq_len == len(request.tokens) - 1 and request.scored is None:
             if self._decoding is None:
                 self._decoding = backend.decoding(self._lazy)
             if self._decoding is not None and self._decoding.takes(cache):
                 left = min(request.max_seq_len - len(request.tokens), flight.room - cache.seq_len)
                 name = flight.name or "the prompt"
-                self._decoding.add(flight, name, request.tokens, request.prompt_len, cache, left, *_settings(request))
+                self._decoding.add(
+                    flight,
+                    name,
+                    request.tokens,
+                    request.prompt_len,
+                    cache,
+                    left,
+                    *_settings(request),
+                    request.params.logprobs,
+                )
                 flight.captured = True
 
     def _step_captured(self) -> list[Output]:
         self._decoding.arrange()  # what is compiled and captured once is not a token's time
         started = time.perf_counter()
-        return [Output(flight, token, None, started) for flight, token in self._decoding.step().items()]
+        tokens, numbers = self._decoding.step()
+        for flight, each in numbers.items():
+            flight.request.tell(tokens[flight], each)
+        return [Output(flight, token, None, started) for flight, token in tokens.items()]
 
     def _fed(self, flight: Flight, counts: Mapping[Flight, int] | None) -> Fed:
         """With a cache the prompt, then each new token alone; NoCache holds nothing, so everything."""

@@ -126,7 +126,7 @@ def masses(depth: Ints) -> Ints:
     mass = np.empty(len(depth), np.int64)
     for part in _blocks(len(depth)):
         x, out = depth[part], mass[part]
-        _HALVINGS.take(x >> LINE & len(_HALVINGS) - 1, out=out, mode="clip")  # none is outside; a check costs more
+        HALVINGS.take(x >> LINE & len(HALVINGS) - 1, out=out, mode="clip")  # none is outside; a check costs more
         line = x & (1 << LINE) - 1
         line *= SLOPE
         line >>= 13
@@ -145,7 +145,7 @@ def _halvings() -> Ints:
     return (1 << 31) - (x * f >> bits + 1)
 
 
-_HALVINGS = _halvings()
+HALVINGS = _halvings()
 
 
 def _kth(depth: Ints, k: int) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from infer.backend.gpu import precompile
 from infer.backend.gpu.launcher import to_device
+from infer.backend.gpu.likelihoods import likelihoods
 from infer.backend.gpu.products import on
 from infer.backend.gpu.sampling import MANY, MAX_VOCAB, DeviceSampler, GreedySampler
 from infer.backend.gpu.step import Plan, begin, compile_ahead, counters, launch
@@ -63,6 +64,7 @@ class CapturedStep:
         self.moves = torch.zeros(rows, dtype=torch.int32, device=device)  # by which each row's position goes on
         self.steps = torch.zeros(1, dtype=torch.int32, device=device)  # steps since the step was taken
         self.sent = torch.empty(AHEAD + 1, rows, dtype=torch.int64, pin_memory=True)  # tokens chosen, in turns
+        self.logits: Tensor | None = None  # [rows, V], of the last step
         self.tables = empty_tables(config.num_hidden_layers, rows, device)
         self.sampler = DeviceSampler(rows, config.vocab_size, device, plan.pdl) if samples else None
         self._choice = self.sampler or GreedySampler(rows, config.vocab_size, device, plan.pdl)
@@ -87,8 +89,15 @@ class CapturedStep:
         """Kernel by kernel."""
         # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
         fed = begin(self.plan, self.tokens, self.positions, self.moves, self.steps)
-        logits = launch(self.plan, fed, self.tables, self._split_counters)
-        self._choice.launch(logits, self.positions, self.tokens, self.sent, self.steps)
+        self.logits = launch(self.plan, fed, self.tables, self._split_counters)
+        self._choice.launch(self.logits, self.positions, self.tokens, self.sent, self.steps)
+
+    def likelihoods(self, places: Sequence[int], top: int) -> Tensor:
+        """Of rows of the last step, what log-probabilities are made of: pinned, once the device gets there."""
+        assert self.logits is not None
+        at = to_device(torch.tensor(places), self.device)
+        found = likelihoods(self.logits[at], self.tokens[at], min(top, self.logits.shape[1]))
+        return torch.empty(*found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
 
     def clear(self) -> None:
         """No row takes part."""
@@ -174,6 +183,7 @@ class DecodingRow(NamedTuple):
     left: int  # steps that it has tokens, and its cache room, for
     settings: dict[str, Any]  # of `DeviceSampler.set_rows`
     greedy: bool  # whether these come to the likeliest token by the model's own logits
+    logprobs: int | None = None  # of how many of the likeliest tokens; None: of none, and not of the token either
 
     @property
     def so_far(self) -> dict[str, Any]:
@@ -199,6 +209,8 @@ class _Launched(NamedTuple):
     slots: Sequence[tuple[_Slot, int]]  # those that take part, and their places
     tokens: Tensor  # pinned, [rows]
     done: torch.cuda.Event
+    asked: Sequence[_Slot] = ()  # those whose log-probabilities are asked for
+    numbers: Tensor | None = None  # what these are made of: pinned, a line for each
 
 
 class Decoding:
@@ -212,6 +224,8 @@ class Decoding:
         self._slots: dict[Hashable, _Slot] = {}  # by key: all that have not ended
         self._active: tuple[tuple[_Slot, int], ...] = ()  # those in the captured step, and their places
         self._changed = False  # whether these are others by now
+        self._asked: Sequence[_Slot] = ()  # of them, whose log-probabilities are asked for
+        self._top = 0  # of how many of the likeliest tokens, at most
         self._waiting: list[_Slot] = []
         self._launched: deque[_Launched] = deque()
         self._launches = self._reads = 0  # steps launched, and read
@@ -245,23 +259,29 @@ class Decoding:
         if key in self._slots:
             self._settle(self._slots[key])
 
-    def step(self) -> dict[Hashable, int]:
-        """The tokens that the step launched longest ago has chosen, by row: -1 where none could be."""
+    def step(self) -> tuple[dict[Hashable, int], dict[Hashable, list[int]]]:
+        """The tokens that the step launched longest ago has chosen, by row: -1 where none could be.
+
+        And what log-probabilities are made of, of rows that ask for them.
+        """
         if self.arrange():
             while len(self._launched) <= AHEAD and self._drop_full():
                 self._reserve()
                 self._launch()
         if not self._launched:
-            return {}
+            return {}, {}
         self._wait(self._launched[0].done)
-        slots, tokens, _ = self._launched.popleft()
+        slots, tokens, _, asked, numbers = self._launched.popleft()
         self._reads += 1
         chosen = tokens.tolist()
         if not self._lazy:
             for slot, _ in slots:
                 if slot.wanted:
                     self._settle(slot)
-        return {slot.row.key: chosen[place] for slot, place in slots if slot.wanted}
+        told = {}
+        if numbers is not None:
+            told = {slot.row.key: line for slot, line in zip(asked, numbers.tolist(), strict=True) if slot.wanted}
+        return {slot.row.key: chosen[place] for slot, place in slots if slot.wanted}, told
 
     def close(self) -> None:
         """Give the step back when what was launched is through, and roll back what that wrote beyond the tokens."""
@@ -321,6 +341,8 @@ class Decoding:
         if self._changed:
             self._active = tuple((slot, place) for slot, place in self._active if slot.place >= 0)
             self._until = min((slot.until for slot, _ in self._active), default=0)
+            self._asked = [slot for slot, _ in self._active if slot.row.logprobs is not None]
+            self._top = max((slot.row.logprobs or 0 for slot in self._asked), default=0)
             self._room, self._changed = 0, False
         return self._active
 
@@ -364,9 +386,10 @@ class Decoding:
         tokens = step.sent[self._count % len(step.sent)]
         with on(self._steps.device):
             step.launch()
+            numbers = step.likelihoods([slot.place for slot in self._asked], self._top) if self._asked else None
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        self._launched.append(_Launched(self._active, tokens, done))
+        self._launched.append(_Launched(self._active, tokens, done, self._asked, numbers))
 
     def _settle(self, slot: _Slot) -> None:
         """Let a cache know of the tokens that were read, unless it is in other hands by now."""

@@ -39,6 +39,7 @@ from infer.cache import BaseCache, Cache, TracedCache
 from infer.cache.debug import debugged
 from infer.config import RopeConfig
 from infer.engine.batch import generate_batch
+from infer.engine.logprobs import logprobs_of
 from infer.engine.loop import Loop, Task
 from infer.engine.request import Request
 from infer.engine.result import GenerationResult
@@ -58,6 +59,7 @@ pytestmark = [
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
 PROMPT = [1, 2, 3]
 SAMPLED = {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.2, "frequency_penalty": 0.4}
+SAMPLED_TOP = SAMPLED | {"logprobs": 30}  # more than there are tokens
 DISTINCT = {"temperature": 1.3, "seed": 9, "presence_penalty": 50.0}  # no token twice
 Make = Callable[..., Decoder]
 
@@ -104,8 +106,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[CapturedStep]:
 @pytest.fixture
 def light(made: list[CapturedStep], monkeypatch: pytest.MonkeyPatch) -> list[CapturedStep]:
     """Steps go from the embedding to the head: no attention, and nothing is written to a cache."""
-    monkeypatch.setattr(captured, "launch", lambda plan, fed, *_: fed.x @ plan.head.linear.weight.T)
+    monkeypatch.setattr(captured, "launch", lambda plan, fed, *_: light_logits(fed.x, plan.head.linear.weight))
     return made
+
+
+def light_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """The same for a row, however many there are."""
+    return (x[:, None] * weight).sum(-1)
 
 
 @contextmanager
@@ -817,12 +824,14 @@ class TestManyRequests:
         cases = [
             (
                 [chance.randrange(24) for _ in range(chance.randint(1, 9))],
-                settings(chance.randint(1, 12), **chance.choice([{}, SAMPLED, DISTINCT])),
+                settings(chance.randint(1, 12), **chance.choice([{}, {"logprobs": 2}, SAMPLED, SAMPLED_TOP, DISTINCT])),
             )
             for _ in range(10)
         ]
         roomy = CacheMemory(model, 10**6, page=4)
-        alone = [through(Loop(model, roomy, max_rows=1), [task_of(model, *case)])[0] for case in cases]
+        alone = [task_of(model, *case) for case in cases]
+        for task in alone:
+            through(Loop(model, roomy, max_rows=1), [task])
         memory = CacheMemory(model, 10 * roomy.pool.page_bytes, page=4)
         loop = Loop(model, memory, max_rows=chance.choice([2, 4, 7]), prefill_chunk=6)
         tasks = [task_of(model, *case) for case in cases]
@@ -837,11 +846,33 @@ class TestManyRequests:
             if not coming and loop.idle:
                 break
             loop.step()
-        assert [task.request.tokens[task.request.prompt_len :] for task in tasks] == alone
+        for task, expected in zip(tasks, alone, strict=True):
+            assert task.request.tokens == expected.request.tokens
+            assert task.request.logprobs == expected.request.logprobs
         assert all(task.error is None for task in tasks)
         assert len(memory.index.in_use()) == 0
         memory.index.clear()
         assert memory.pool.free == memory.pool.count
+
+    def test_log_probabilities(self, small: Make, light: list[CapturedStep]) -> None:
+        """Of rows that ask for them, of as many tokens as each asks for; they stay in captured steps."""
+        model = small()
+        cases = [
+            (PROMPT, settings(5, logprobs=k, prompt_logprobs=p)) for k, p in ((0, None), (3, None), (None, 1), (2, 2))
+        ]
+        tasks = [task_of(model, *case) for case in cases]
+        through(Loop(model, CacheMemory(model, 10**6)), tasks)
+        weight = model.lm_head.weight
+        for task in tasks:
+            request = task.request
+            assert (request.logprobs is None) == (request.params.logprobs is None)
+            for i, each in enumerate(request.logprobs or ()):
+                before, token = request.tokens[request.prompt_len + i - 1 : request.prompt_len + i + 1]
+                logits = light_logits(model.embed_tokens.weight[before][None], weight).detach()
+                assert [each] == logprobs_of(logits, [token], request.params.logprobs or 0)
+            assert len(request.logprobs or [0] * 5) == 5
+            assert len(request.prompt_logprobs or [0] * 3) == 3
+        assert max(step.rows for step in light) == 4
 
     def test_preemptions_happen(self, small: Make, light: list[CapturedStep]) -> None:
         model = small()

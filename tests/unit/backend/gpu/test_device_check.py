@@ -88,7 +88,7 @@ class TestAnswers:
 
     def test_are_not_needed_by_the_interpreter(self, file: Path) -> None:
         assert device_check.instructions_agree(torch.device("cpu"), torch.bfloat16)
-        assert not device_check.torch_agrees(torch.empty(4, 4, dtype=torch.bfloat16), 200, lambda x: x)
+        assert not device_check.torch_agrees(torch.empty(4, 4, dtype=torch.bfloat16), 200, 1, abs, abs)
         assert not file.exists()
 
     def test_are_not_asked_for_while_nothing_is_launched(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ class TestWhatRuns:
     ) -> None:
         asked: list[int] = []
 
-        def torch_agrees(weight: Tensor, rows: int, own: Any) -> bool:
+        def torch_agrees(weight: Tensor, rows: int, slices: int, own: Any, other: Any) -> bool:
             asked.append(rows)
             return agrees
 

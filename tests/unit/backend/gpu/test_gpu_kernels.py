@@ -192,6 +192,39 @@ class TestProducts:
         assert following is None
         close(got, linear(x))
 
+    @pytest.mark.parametrize("options", [{}, {"bias": True}, {"after": True}], ids=str)
+    @torch.inference_mode()
+    def test_slices_apart(
+        self, options: dict[str, Any], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The sums of slices, which what follows joins: as if they had come as a product."""
+        monkeypatch.setattr(products, "MOST_FEW", 17)
+        case = Products(generator, torch.bfloat16, (4, 2), 18, **options)
+
+        def sums(x: Tensor, linear: Linear) -> Tensor:
+            slices, (n, k) = products.slices_of(linear), linear.weight.shape
+            assert k % slices == 0
+            vectors = torch.zeros(20, slices, k // slices)  # with rows that nobody looks at
+            vectors[: len(x)] = x.view(-1, slices, k // slices)
+            matrices = linear.weight.float().view(n, slices, -1)
+            return torch.einsum("rsk,nsk->srn", vectors, matrices).contiguous()
+
+        bare = products.bare_product
+        for joins in (False, True):
+
+            def product(linear: Linear, x: Tensor, *, pdl: bool = False, joins: bool = joins) -> Tensor:
+                if products.slices_of(linear) == 1:
+                    return bare(linear, x)
+                found = sums(x, linear)
+                return products.joined(found[:, : len(x)], x.dtype) if joins else found
+
+            monkeypatch.setattr(products, "bare_product", product)
+            results = case.run(slice(None))
+            if not joins:
+                expected = results
+        for got, wanted in zip(results, expected, strict=True):
+            same(got, wanted)
+
     @pytest.mark.parametrize("offset", [0, 1])
     def test_a_norm_does_not_depend_on_where_a_row_lies(self, offset: int, generator: torch.Generator) -> None:
         norm = randomised(LayerNorm(33, 1e-5), generator, torch.float32)
@@ -601,6 +634,38 @@ class TestByWarps:
             torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
 
     @pytest.mark.parametrize(
+        ("positions", "dtype", "options"),
+        [
+            ([0, 130, 64, -1, 200], torch.bfloat16, {"norm": RMSNorm}),
+            ([5, 255], torch.float16, {"heads": 8}),
+            ([63, 65], torch.bfloat16, {"head_dim": 128, "heads": 1}),
+            ([100, 31], torch.float16, {"head_dim": 20}),
+        ],
+        ids=str,
+    )
+    @torch.inference_mode()
+    def test_by_row(
+        self,
+        positions: list[int],
+        dtype: torch.dtype,
+        options: dict[str, Any],
+        generator: torch.Generator,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Where there are many rows, a program has all keys of a row's head."""
+        monkeypatch.setattr(attention, "GROUPS", 2)
+        case = Step(generator, dtype, positions, 256, **options)
+        monkeypatch.setattr(attention, "BY_ROW", 1)
+        got = case.run()
+        monkeypatch.setattr(attention, "BY_ROW", 100)
+        monkeypatch.setattr(attention, "_by_warps", lambda *_: False)
+        expected = case.run()
+        there = [row for row, position in enumerate(positions) if position >= 0]
+        same(got[0][there], expected[0][there])
+        for one, other in zip(got[1:], expected[1:], strict=True):
+            torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
+
+    @pytest.mark.parametrize(
         ("head_dim", "group", "dtype", "by_warps"),
         [
             (64, 8, torch.bfloat16, True),
@@ -638,8 +703,8 @@ class Kernels:
         """One token a row -> [B, V], of which all but the token itself is known on the device."""
         ids = torch.tensor(tokens, device=DEVICE)
         positions = torch.tensor([cache.seq_len for cache in caches], dtype=torch.int32, device=DEVICE)
-        tables, _ = self.backend.tables(caches, [1] * len(caches))
-        assert tables is not None
+        lines, _ = self.backend.tables(caches, [1] * len(caches))
+        tables = torch.from_numpy(lines).to(DEVICE)
         steps = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         fed = step.begin(self.plan, ids, positions, torch.ones_like(positions), steps)
         finished = step.counters(self.plan, len(caches))
@@ -732,7 +797,7 @@ class TestModels:
         cache, plan = kernels.cache(), kernels.plan
         expected = kernels(torch.tensor([[3]], device=DEVICE), NoCache(1, DEVICE))[0]
         tables = torch.zeros(1, 3, COLUMNS, dtype=torch.int64, device=DEVICE)
-        tables[:, 1:2] = kernels.backend.tables([cache], [1])[0]
+        tables[:, 1:2] = torch.from_numpy(kernels.backend.tables([cache], [1])[0])
         positions = torch.tensor([-1, 0, -1], dtype=torch.int32, device=DEVICE)
         steps, moves = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros_like(positions)
         finished = step.counters(plan, 3)
