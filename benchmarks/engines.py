@@ -156,6 +156,7 @@ def llama_cpp_batch_engine(path: Path, rows: int, context: int) -> BatchEngine:
     model_params.n_gpu_layers = 0
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
     params = llama_cpp.llama_context_default_params()
+    context = -(-context // 256) * 256  # as it would round them up itself
     params.n_ctx, params.n_seq_max, params.n_batch = rows * context, rows, rows * context
     params.n_threads = params.n_threads_batch = threads
     handle = llama_cpp.llama_init_from_model(model, params)

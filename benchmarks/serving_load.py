@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_shapes import mean_cache_bytes, prefill_flops, step_weight_bytes
+from gpu_shapes import cache_bytes, prefill_flops, step_weight_bytes
 
 from infer.engine.generate import generate
 from infer.engine.llm import LLM
@@ -157,13 +159,24 @@ def latencies(served: Served) -> dict[str, Any]:
     }
 
 
+def processor_seconds() -> tuple[float, float]:
+    """Seconds that other programs have computed so far, and that all processors had; zeros where no file says it."""
+    try:
+        ticks = [int(each) for each in Path("/proc/stat").read_text().split()[1:9]]
+    except OSError:
+        return 0.0, 0.0
+    idle, every, own, second = ticks[3] + ticks[4], sum(ticks), os.times(), os.sysconf("SC_CLK_TCK")
+    return (every - idle) / second - own.user - own.system, every / second
+
+
 def roofline(model: Decoder, asks: Sequence[Ask]) -> float:
     """Output tokens per second if each step reads the weights once and each row's keys, prompts are products, and
     nothing overlaps."""
-    lengths = [(len(ask.prompt), ask.params.max_new_tokens) for ask in asks]
+    config, lengths = model.config, [(len(ask.prompt), ask.params.max_new_tokens) for ask in asks]
+    positions = range(max(prompt + new for prompt, new in lengths))
+    keys = list(accumulate(cache_bytes(config, count, model.dtype.itemsize) for count in positions))
     read = (max(new for _, new in lengths) - 1) * step_weight_bytes(model)
-    for prompt, new in lengths:
-        read += (new - 1) * mean_cache_bytes(model.config, prompt, new, model.dtype.itemsize)
+    read += sum(keys[prompt + new - 1] - keys[prompt] for prompt, new in lengths)  # the prompt gives the first token
     products = sum(prefill_flops(model, prompt) for prompt, _ in lengths)
     return sum(new for _, new in lengths) / (read / READ_RATE + products / PRODUCT_RATE)
 
