@@ -86,7 +86,12 @@ class Sizes:
 
 GPU = Sizes()
 CPU = Sizes(
-    alone=(64, 128, 7), gaps=(8, 2048, 4), prefix=(16, 256, 16, 16, 3), load=(24, (32, 128), (32, 128)), sample=3
+    alone=(64, 128, 7),
+    gaps=(8, 2048, 4),
+    prefix=(16, 256, 16, 16, 3),
+    load=(24, (32, 128), (32, 128)),
+    rate_s=30.0,
+    sample=3,
 )
 QUICK = Sizes(
     nano=(8, (4, 24), (4, 24)),
@@ -438,14 +443,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     shapes = args.shape or ["tiny" if args.quick else "llama-1b" if device.type == "cuda" else MODEL]
     print(f"{machine_line(machine)}, load average before: {machine['load_average']:.2f}")
     print(f"$ {shlex.join(command_line(argv))}\n", flush=True)
-    well, others, before = True, 0.0, processor_seconds()
+    well, others, before = True, [0.0], processor_seconds()
 
     def tell(section: str, row: Row) -> None:
-        nonlocal others, before
-        after = processor_seconds()
-        busy, time_s = after[0] - before[0], after[1] - before[1]
-        row["others"] = busy / time_s if time_s else 0.0  # of the processors, what other programs took meanwhile
-        others, before = max(others, row["others"]), after
+        nonlocal before
+        busy_s, all_s = (b - a for a, b in zip(before, processor_seconds(), strict=True))
+        if all_s > 1:  # rows that come together share what was seen for the first
+            others.append(busy_s / all_s)
+            before = processor_seconds()
+        row["others"] = others[-1]  # of the processors, what other programs took meanwhile
         report.add(section, row)
         print(table_of(section).line(row), flush=True)
 
@@ -461,8 +467,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         gc.collect()
         torch.cuda.empty_cache()
     print(f"\n{formatted(report.values)}")
-    if device.type == "cpu" and others > BUSY:
-        print(f"Other programs took up to {others:.0%} of the processors: run it again.")
+    if device.type == "cpu" and max(others) > BUSY:
+        print(f"Other programs took up to {max(others):.0%} of the processors: run it again.")
     if args.plot is not None:
         plot(report.values, args.plot)
     if not well:
