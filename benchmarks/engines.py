@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -126,3 +128,77 @@ def llama_cpp_engine(path: Path, context: int) -> Engine:
         return trial
 
     return run
+
+
+class BatchTrial(NamedTuple):
+    """A batch of sequences: the tokens of each, and the seconds for the prompts and for all of it."""
+
+    tokens: list[list[int]]
+    prefill_s: float
+    seconds: float
+
+    @property
+    def step_s(self) -> float:
+        return (self.seconds - self.prefill_s) / (len(self.tokens[0]) - 1)
+
+
+BatchEngine = Callable[[list[list[int]], int], BatchTrial]  # prompts, number of tokens to generate
+
+
+def llama_cpp_batch_engine(path: Path, rows: int, context: int) -> BatchEngine:
+    """So many sequences of up to `context` tokens each in one batch, greedy, with as many threads as torch has."""
+    import llama_cpp
+
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
+    llama_cpp.llama_backend_init()
+    threads = torch.get_num_threads()
+    model_params = llama_cpp.llama_model_default_params()
+    model_params.n_gpu_layers = 0
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+    params = llama_cpp.llama_context_default_params()
+    context = -(-context // 256) * 256  # as it would round them up itself
+    params.n_ctx, params.n_seq_max, params.n_batch = rows * context, rows, rows * context
+    params.n_threads = params.n_threads_batch = threads
+    handle = llama_cpp.llama_init_from_model(model, params)
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    batch = llama_cpp.llama_batch_init(rows * context, 0, 1)
+
+    def feed(fed: Sequence[Sequence[int]], start: int) -> list[int]:
+        """Tokens of each sequence, from a position on; the likeliest token behind each."""
+        batch.n_tokens, last = 0, []
+        for row, tokens in enumerate(fed):
+            for i, token in enumerate(tokens):
+                at = batch.n_tokens
+                batch.token[at], batch.pos[at] = token, start + i
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
+                batch.logits[at] = i == len(tokens) - 1
+                batch.n_tokens += 1
+            last.append(batch.n_tokens - 1)
+        if failed := llama_cpp.llama_decode(handle, batch):
+            raise RuntimeError(f"llama_decode ended with {failed}")
+        logits = (llama_cpp.llama_get_logits_ith(handle, at) for at in last)
+        return [int(np.ctypeslib.as_array(each, shape=(vocabulary,)).argmax()) for each in logits]
+
+    def run(prompts: list[list[int]], new_tokens: int) -> BatchTrial:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(handle), True)
+        started = time.perf_counter()
+        tokens = [[token] for token in feed(prompts, 0)]
+        prefill_s = time.perf_counter() - started
+        for position in range(len(prompts[0]), len(prompts[0]) + new_tokens - 1):
+            for row, token in zip(tokens, feed([row[-1:] for row in tokens], position), strict=True):
+                row.append(token)
+        return BatchTrial(tokens, prefill_s, time.perf_counter() - started)
+
+    return run
+
+
+def llama_cpp_quantized(path: Path, to: Path) -> Path:
+    """The same model in llama.cpp's Q4_0, for which it has its fastest kernels, made from a file of another kind."""
+    import llama_cpp
+
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, True
+    if llama_cpp.llama_model_quantize(str(path).encode(), str(to).encode(), ctypes.byref(params)):
+        raise RuntimeError(f"llama.cpp could not quantize {path}")
+    return to

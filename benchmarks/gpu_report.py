@@ -170,12 +170,14 @@ def judged(
 class Report:
     """Rows by section. Each is in the file as soon as it is known, so that an end by force loses nothing."""
 
-    def __init__(self, machine: dict[str, Any], command: Sequence[str], path: Path | None = None) -> None:
-        self.values: dict[str, Any] = {"benchmark": "gpu", "machine": machine, "commands": [], "sections": {}}
+    def __init__(
+        self, machine: dict[str, Any], command: Sequence[str], path: Path | None = None, benchmark: str = "gpu"
+    ) -> None:
+        self.values: dict[str, Any] = {"benchmark": benchmark, "machine": machine, "commands": [], "sections": {}}
         self.path = path
         self._fresh: set[tuple[str, Any]] = set()
         if path is not None and path.exists():
-            before = read(path)
+            before = read(path, benchmark)
             if before["machine"]["name"] != machine["name"]:
                 raise ValueError(f"{path} holds figures of {before['machine']['name']}, not of {machine['name']}")
             self.values |= {"commands": before["commands"], "sections": before["sections"]}
@@ -196,10 +198,10 @@ class Report:
             unfinished.replace(self.path)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, benchmark: str = "gpu") -> dict[str, Any]:
     try:
         values: dict[str, Any] = json.loads(path.read_text())
-        if values["benchmark"] == "gpu":
+        if values["benchmark"] == benchmark:
             return values
     except (json.JSONDecodeError, KeyError, TypeError):
         pass
