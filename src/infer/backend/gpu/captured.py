@@ -31,6 +31,7 @@ from infer.cache.table import empty_tables
 from infer.config import ModelConfig
 from infer.models.rows import record
 
+FEW_ROWS = 8  # up to which a step is no slower for rows that are not there
 AHEAD = 1  # steps launched beyond the one whose tokens are awaited; any ring can be truncated by both
 _capturing = os.environ.get("INFER_GRAPHS") != "0"
 
@@ -116,6 +117,19 @@ class CapturedStep:
         self.moves[at] = 1
         self.tables[:, at] = to_device(torch.from_numpy(tables), self.device)
         if self.sampler is not None:
+            self.sampler.set_rows(slots, [row.settings | row.so_far for row in rows])
+
+    def take_over(
+        self, other: CapturedStep, slots: Sequence[int], theirs: Sequence[int], rows: Sequence[DecodingRow]
+    ) -> None:
+        """Let rows of another step go on here, from wherever its last launch brings them. theirs: slots there."""
+        at, of = to_device(torch.tensor([[*slots], [*theirs]]), self.device)
+        for own, their in ((self.tokens, other.tokens), (self.positions, other.positions), (self.moves, other.moves)):
+            own[at] = their[of]
+        self.tables[:, at] = other.tables[:, of]
+        if self.sampler is not None and other.sampler is not None:
+            self.sampler.take_over(other.sampler, slots, theirs)
+        elif self.sampler is not None:
             self.sampler.set_rows(slots, [row.settings | row.so_far for row in rows])
 
     def drop(self, slot: int) -> None:
@@ -228,6 +242,7 @@ class Decoding:
         self._top = 0  # of how many of the likeliest tokens, at most
         self._waiting: list[_Slot] = []
         self._launched: deque[_Launched] = deque()
+        self._left: deque[tuple[CapturedStep, int]] = deque()  # steps that rows have left, and launches by then
         self._launches = self._reads = 0  # steps launched, and read
         self._until = self._room = 0  # the next launch at which a row has no token left, or no memory
         self._count = 0  # launches of the captured step
@@ -273,6 +288,8 @@ class Decoding:
         self._wait(self._launched[0].done)
         slots, tokens, _, asked, numbers = self._launched.popleft()
         self._reads += 1
+        while self._left and self._left[0][1] <= self._reads:
+            self._left.popleft()[0].give_back()
         chosen = tokens.tolist()
         if not self._lazy:
             for slot, _ in slots:
@@ -295,36 +312,54 @@ class Decoding:
                 self._roll_back(slot)
         finally:
             self._launched.clear()
-            self._step.give_back()
+            for step in (self._step, *(step for step, _ in self._left)):
+                step.give_back()
+            self._left.clear()
             self._step, self._active, self._waiting = None, (), []
             self._slots.clear()
 
     def arrange(self) -> bool:
-        """Bring in the rows that wait. Whether steps may be launched: not while others end before a change of step."""
-        step = self._step
-        if step is not None and not self._waiting and step.rows - len(self._free) > step.rows // 2:
+        """Bring in the rows that wait, and change to a step of another size where these are too many or too few.
+
+        Whether there is any row.
+        """
+        step, taken = self._step, 0 if self._step is None else self._step.rows - len(self._free)
+        if step is not None and not self._waiting and taken > step.rows // 2:
             return True
-        active = [slot for slot, _ in self._taking_part()]
-        coming = [*active, *self._waiting]
-        if not coming:
+        active = self._taking_part()
+        count = len(active) + len(self._waiting)
+        if not count:
             return False
-        samples = any(not slot.row.greedy for slot in coming)
-        rows = 1 << (len(coming) - 1).bit_length()
-        if step is None or rows > step.rows or rows <= step.rows // 2 or (samples and not step.samples):
-            if self._launched:
-                return False
-            if step is not None:
-                step.give_back()
-                self._step = None
-            step = self._steps.take(rows, samples)
-            self._step, self._free, self._count = step, [*range(rows - 1, -1, -1)], 0
-            self._active, self._waiting = (), coming
-            with on(self._steps.device):
-                step.clear()
+        samples = any(not slot.row.greedy for slot in (*(slot for slot, _ in active), *self._waiting))
+        if step is None or not self._suits(step, count) or (samples and not step.samples):
+            step = self._change(1 << (count - 1).bit_length(), samples, active)
         if self._waiting:
             self._load(step, self._waiting)
             self._waiting = []
         return True
+
+    def _suits(self, step: CapturedStep, rows: int) -> bool:
+        """A large step is kept a little longer than it has to be: rows may come again."""
+        fewest = step.rows // 2 if step.rows <= FEW_ROWS else step.rows * 3 // 8
+        return fewest < rows <= step.rows
+
+    def _change(self, rows: int, samples: bool, active: Sequence[tuple[_Slot, int]]) -> CapturedStep:
+        """To another step, which goes on on the device where the last one ends."""
+        before, step = self._step, self._steps.take(rows, samples)
+        self._step, self._free, self._count = step, [*range(rows - 1, -1, -1)], 0
+        with on(self._steps.device):
+            step.clear()
+            if before is not None and active:
+                for slot, _ in active:
+                    slot.place = self._free.pop()
+                places = [slot.place for slot, _ in active]
+                step.take_over(before, places, [place for _, place in active], [slot.row for slot, _ in active])
+        self._active, self._changed = tuple((slot, slot.place) for slot, _ in active), True
+        if before is not None:
+            self._left.append((before, self._launches))  # what it has chosen is yet to be read
+            if self._reads == self._launches:
+                self._left.pop()[0].give_back()
+        return step
 
     def _load(self, step: CapturedStep, coming: Sequence[_Slot]) -> None:
         places = [self._free.pop() for _ in coming]

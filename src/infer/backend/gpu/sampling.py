@@ -122,6 +122,18 @@ class DeviceSampler(GreedySampler):
             self._remember(row, penalised(**each), each["tokens"], each["prompt_len"])
             self._add_bias(row, each["logit_bias"])
 
+    def take_over(self, other: DeviceSampler, rows: Sequence[int], theirs: Sequence[int]) -> None:
+        """Let rows of another sampler go on here."""
+        at, of = to_device(torch.tensor([[*rows], [*theirs]]), self._whole.device)
+        self._whole[at] = other._whole[of]
+        self._fractions[at] = other._fractions[of]
+        for row, their in zip(rows, theirs, strict=True):
+            if self._has_history[row] or other._has_history[their]:
+                self._history[row].copy_(other._history[their])
+            if self._has_bias[row] or other._has_bias[their]:
+                self._bias[row].copy_(other._bias[their])
+            self._has_history[row], self._has_bias[row] = other._has_history[their], other._has_bias[their]
+
     def _columns(
         self,
         temperature: float,
