@@ -139,8 +139,8 @@ class Runner:
 
     def _route(self, flight: Flight, backend: Backend) -> None:
         """Decide how a row goes on."""
-        request, cache = flight.request, flight.cache
-        if len(request.tokens) > flight.room and not flight.full:
+        request, cache, room = flight.request, flight.cache, flight.room
+        if len(request.tokens) > room and not flight.full:
             # Every token moves to another position, so what the cache holds no longer holds.
             self._leave(flight)
             flight.full, flight.cache = True, flight.watch(NoCache(1, self._device))
@@ -148,7 +148,7 @@ class Runner:
             if self._decoding is None:
                 self._decoding = backend.decoding(self._lazy)
             if self._decoding is not None and self._decoding.takes(cache):
-                left = min(request.max_seq_len - len(request.tokens), flight.room - cache.seq_len)
+                left = min(request.max_seq_len - len(request.tokens), room - cache.seq_len)
                 name = flight.name or "the prompt"
                 self._decoding.add(
                     flight,
