@@ -139,12 +139,16 @@ class PagedCache(BaseCache):
             if theirs != NONE:
                 self.pool.copy(theirs, own)
                 self.pool.release([theirs])
+        changed = tail if copied else self._taken
         if missing:
             self.pages[:, :, self._taken : last] = np.reshape(new[len(copied) :], (*self.pages.shape[:2], missing))
             self._taken = last
         if self._on_device is not None:
-            changed = torch.from_numpy(self.pages[:, :, tail:last].copy())
-            self._on_device[:, :, tail:last].copy_(changed, non_blocking=True)
+            if len(new) == 1 and self.pages.shape[:2] == (1, 1):  # as mostly: quicker than a copy
+                self._on_device[0, 0, changed].fill_(new[0])
+            else:
+                numbers = torch.from_numpy(self.pages[:, :, changed:last].copy())
+                self._on_device[:, :, changed:last].copy_(numbers, non_blocking=True)
         self._ready = min(self._taken * page, self.capacity)
         return self._ready
 

@@ -82,6 +82,7 @@ class Task(Job):
         "recorder",
         "request",
         "submitted",
+        "take",
         "times",
         "waits_for",
     )
@@ -98,6 +99,7 @@ class Task(Job):
         """recorder: watches the run. news: is told of each token, and of the end."""
         super().__init__(len(request.tokens), priority)
         self.request, self.name, self.recorder, self.news = request, name, recorder, news
+        self.take = request.take_stopping if request.params.stop else request.take
         self.cache: PagedCache | None = None
         self.flight: Flight | None = None
         self.keys: list[str] = []  # of the prompt's pages
@@ -340,24 +342,29 @@ class Loop:
         return task.flight
 
     def _take(self, task: Task, token: int, logits: Tensor | None, now: float) -> None:
-        request, flight = task.request, task.flight
-        assert flight is not None
+        request = task.request
         try:
-            (request.take_stopping if request.params.stop else request.take)(token)
+            task.take(token)
         except NoToken as error:
             self._fail(task, error)
             return
         task.length += 1
         task.times.append(now)
         self.generated += 1
-        if task.recorder is not None and logits is not None and isinstance(flight.cache, TracedCache):
+        if task.recorder is not None:
+            self._record(task.recorder, task, logits, now)
+        if request.finish_reason is None:
+            if task.length > self.context:
+                task.whole = self.context
+                self._let_go(task)
+            if task.news is not None:
+                task.news(task)
+
+    def _record(self, recorder: Recorder, task: Task, logits: Tensor | None, now: float) -> None:
+        cache = task.flight and task.flight.cache
+        if logits is not None and isinstance(cache, TracedCache):
             last = task.times[-2] if len(task.times) > 1 else task.began or now
-            task.recorder.record(request.tokens, logits, flight.cache, now - last)
-        if request.finish_reason is None and task.length > self.context:
-            task.whole = self.context
-            self._let_go(task)
-        if task.news is not None and request.finish_reason is None:
-            task.news(task)
+            recorder.record(task.request.tokens, logits, cache, now - last)
 
     def _passed(self, flight: Flight, n: int) -> None:
         """After a pass: what it has computed of a prompt is there for others; and who has finished goes."""

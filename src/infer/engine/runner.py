@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -48,13 +49,9 @@ class Fed(NamedTuple):
     complete: bool  # whether nothing is left to be fed then
 
 
-class Output(NamedTuple):
-    """The next token of a row, for its request to take."""
-
-    flight: Flight
-    token: int  # -1: none can be chosen, because the logits are no numbers
-    logits: Tensor | None  # [V] that it was chosen from; None where the device chose
-    started: float  # when the step was, by `time.perf_counter`
+# The next token of a row, for its request to take, or -1: none can be chosen, because the logits are no numbers. The
+# logits [V] that it was chosen from, None where the device chose; and when the step began, by `time.perf_counter`.
+Output = tuple[Flight, int, Tensor | None, float]
 
 
 class Runner:
@@ -168,7 +165,7 @@ class Runner:
         tokens, numbers = self._decoding.step()
         for flight, each in numbers.items():
             flight.request.tell(tokens[flight], each)
-        return [Output(flight, token, None, started) for flight, token in tokens.items()]
+        return [*zip(tokens.keys(), tokens.values(), repeat(None), repeat(started), strict=False)]
 
     def _fed(self, flight: Flight, counts: Mapping[Flight, int] | None) -> Fed:
         """With a cache the prompt, then each new token alone; NoCache holds nothing, so everything."""
@@ -226,7 +223,7 @@ def _chosen(fed: Fed, logits: Tensor) -> Output | None:
     if not complete or request.finish_reason is not None:
         return None
     started, flight.started = flight.started or time.perf_counter(), None
-    return Output(flight, request.choose(logits[0, -1]), logits[0, -1], started)
+    return flight, request.choose(logits[0, -1]), logits[0, -1], started
 
 
 def _settings(request: Request) -> tuple[dict[str, Any], bool]:
