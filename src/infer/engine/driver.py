@@ -7,6 +7,7 @@ import atexit
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from infer.engine.loop import Loop, Task
@@ -72,7 +73,7 @@ class Driver:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="infer", daemon=True)
                 self._thread.start()
-                atexit.register(self.close)  # now: before what was there by now, such as compiled kernels, goes
+                atexit.register(self.close)  # registered last, so it runs before Triton unloads its kernels
             self._changed.notify()
 
     def _run(self) -> None:
@@ -86,8 +87,11 @@ class Driver:
             failure.__cause__ = error
             with self._changed:
                 self._failed = error
-            self.loop.runner.close()  # a device that has failed must not be asked for rows that are given up
-            self._act()  # who has asked in the meantime has to hear of it
+            with suppress(Exception):
+                self.loop.runner.close()  # a device that has failed must not be asked for rows that are given up
+            while self._inbox:  # who has asked in the meantime has to hear of it
+                with suppress(Exception):
+                    self._inbox.pop(0)()
             self.loop.close(failure)
 
     def _wait(self) -> bool:
@@ -100,10 +104,8 @@ class Driver:
         return going_on
 
     def _act(self) -> None:
-        with self._changed:
-            actions, self._inbox = self._inbox, []
-        for action in actions:
-            action()
+        while self._inbox:
+            self._inbox.pop(0)()
 
 
 class News:
@@ -120,7 +122,7 @@ class News:
             with self._changed:
                 self._changed.notify_all()
                 for loop, event in self._async:
-                    if not loop.is_closed():
+                    with suppress(RuntimeError):  # it is closed by now
                         loop.call_soon_threadsafe(event.set)
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> None:

@@ -34,7 +34,7 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLo
     return found
 
 
-def told(numbers: Sequence[int], token: int, top: int) -> TokenLogprobs:
+def logprobs_from_device(numbers: Sequence[int], token: int, top: int) -> TokenLogprobs:
     """The same from what a device has found: `backend.gpu.likelihoods`, with at least so many of the likeliest."""
     mass, count = numbers[0], (len(numbers) - 3) // 2
     ids = numbers[3 : 3 + min(top, count)]

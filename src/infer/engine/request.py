@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from infer.config import ModelConfig
-from infer.engine.logprobs import TokenLogprobs, logprobs_of, told
+from infer.engine.logprobs import TokenLogprobs, logprobs_from_device, logprobs_of
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken
 from infer.engine.sampler import sample
@@ -101,10 +101,10 @@ class Request:
             self.logprobs += logprobs_of(logits[None], [token], self.params.logprobs or 0)
         return token
 
-    def tell(self, token: int, numbers: Sequence[int]) -> None:
+    def add_logprobs(self, token: int, numbers: Sequence[int]) -> None:
         """Of a token that a device has chosen, what its log-probabilities are made of."""
         if self.logprobs is not None and token >= 0:
-            self.logprobs.append(told(numbers, token, self.params.logprobs or 0))
+            self.logprobs.append(logprobs_from_device(numbers, token, self.params.logprobs or 0))
 
     def take(self, token: int) -> None:
         """The token to follow, as chosen; -1: none could be. Whether it is the last shows in `finish_reason`."""

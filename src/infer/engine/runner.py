@@ -164,7 +164,7 @@ class Runner:
         started = time.perf_counter()
         tokens, numbers = self._decoding.step()
         for flight, each in numbers.items():
-            flight.request.tell(tokens[flight], each)
+            flight.request.add_logprobs(tokens[flight], each)
         return [*zip(tokens.keys(), tokens.values(), repeat(None), repeat(started), strict=False)]
 
     def _fed(self, flight: Flight, counts: Mapping[Flight, int] | None) -> Fed:

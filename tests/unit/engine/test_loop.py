@@ -301,6 +301,30 @@ class TestSharing:
         assert second.known == len(first.request.tokens) - 1  # its last token was never fed
         assert outcome(second.result()) == alone(model, second)
 
+    def test_a_page_that_others_wait_for_is_copied_in_time(self, model: Decoder) -> None:
+        """Its row shares its last page from then on, and others take what is free before it goes on."""
+        prompts = [[*range(50), *range(50)]] * 2 + [[*range(64)]]
+        for pages in (4, 5):
+            loop = Loop(model, memory_of(model, pages, page=64))
+            tasks = [task_of(model, prompt, max_new_tokens=20) for prompt in prompts]
+            for task in tasks:
+                loop.submit(task)
+            drain(loop)
+            assert [outcome(task.result()) for task in tasks] == [alone(model, task) for task in tasks]
+
+    @pytest.mark.parametrize("length", [2, 3, 66, 67])
+    def test_twins_run_beside_each_other(self, model: Decoder, length: int) -> None:
+        """As soon as one has computed the prompt: also where all but one of its tokens is a chunk of one."""
+        loop = Loop(model, memory_of(model, 100, page=64))
+        loop.scheduler.last_alone = True  # as on a GPU
+        prompt = [i % 64 for i in range(length)]
+        tasks = [task_of(model, prompt, max_new_tokens=20) for _ in range(4)]
+        for task in tasks:
+            loop.submit(task)
+        drain(loop)
+        assert loop.scheduler.passes < 30
+        assert [outcome(task.result()) for task in tasks] == [alone(model, tasks[0])] * 4
+
     def test_scores_are_computed_even_where_pages_are_known(self, model: Decoder) -> None:
         loop = Loop(model, memory_of(model, 60), max_rows=4, prefill_chunk=9)
         tasks = [task_of(model, PROMPT), task_of(model, PROMPT, prompt_logprobs=2)]

@@ -107,7 +107,7 @@ def fill_rope_row(position, frequencies, out, D: tl.constexpr, BLOCK_D: tl.const
 
 @triton.jit
 def partner(d, D: tl.constexpr):
-    """What is rope_cos_sin together with dimension d."""
+    """The dimension that RoPE rotates together with d."""
     return tl.where(d < D // 2, d + D // 2, d - D // 2)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from infer.cache.table import empty_tables
 from infer.config import ModelConfig
 from infer.models.rows import record
 
-FEW_ROWS = 8  # up to which a step is no slower for rows that are not there
+SMALL = 8  # rows up to which empty ones cost a step nothing
 AHEAD = 1  # steps launched beyond the one whose tokens are awaited; any ring can be truncated by both
 _capturing = os.environ.get("INFER_GRAPHS") != "0"
 
@@ -50,6 +50,17 @@ def disabled() -> Iterator[None]:
         yield
     finally:
         _capturing = before
+
+
+_recording = Lock()  # torch records one graph at a time in a process
+
+
+def record_graph(run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """What `run` launches, to be replayed. pool: the memory for what it computes; None: its own."""
+    graph = torch.cuda.CUDAGraph()
+    with _recording, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        run()
+    return graph
 
 
 class CapturedStep:
@@ -76,9 +87,7 @@ class CapturedStep:
         with on(self.device):
             self.run()  # loads the kernels; no row takes part yet
             if self.captured:
-                self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                    self.run()
+                self._graph = record_graph(self.run)
 
     def launch(self) -> None:
         if self._graph is None:
@@ -94,7 +103,7 @@ class CapturedStep:
         self._choice.launch(self.logits, self.positions, self.tokens, self.sent, self.steps)
 
     def likelihoods(self, places: Sequence[int], top: int) -> Tensor:
-        """Of rows of the last step, what log-probabilities are made of: pinned, once the device gets there."""
+        """Of rows of the last step, what log-probabilities are made of, in pinned memory: valid once that is over."""
         assert self.logits is not None
         at = to_device(torch.tensor(places), self.device)
         found = likelihoods(self.logits[at], self.tokens[at], min(top, self.logits.shape[1]))
@@ -138,7 +147,7 @@ class CapturedStep:
 
     def give_back(self) -> None:
         self._free = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with suppress(RuntimeError):  # a GPU that has failed says so to whoever runs it next
+        with suppress(RuntimeError), on(self.device):  # a GPU that has failed says so to whoever runs it next
             self._free.record()
         self.busy = False
 
@@ -163,11 +172,20 @@ class CapturedSteps:
                 if (step.rows, step.samples, step.captured, step.busy) == (rows, samples, _capturing, False):
                     break
             else:
-                step = self._made(rows, samples)
-                self._compile(step)
-                step.capture()
+                try:
+                    step = self._ready(rows, samples)
+                except torch.OutOfMemoryError:  # steps that nobody runs go
+                    self._steps = [step for step in self._steps if step.busy]
+                    torch.cuda.empty_cache()
+                    step = self._ready(rows, samples)
                 self._steps.append(step)
             step.busy = True
+        return step
+
+    def _ready(self, rows: int, samples: bool) -> CapturedStep:
+        step = self._made(rows, samples)
+        self._compile(step)
+        step.capture()
         return step
 
     def _made(self, rows: int, samples: bool) -> CapturedStep:
@@ -223,7 +241,7 @@ class _Launched(NamedTuple):
     slots: Sequence[tuple[_Slot, int]]  # those that take part, and their places
     tokens: Tensor  # pinned, [rows]
     done: torch.cuda.Event
-    asked: Sequence[_Slot] = ()  # those whose log-probabilities are asked for
+    scored: Sequence[_Slot] = ()  # those whose log-probabilities are asked for
     numbers: Tensor | None = None  # what these are made of: pinned, a line for each
 
 
@@ -238,7 +256,7 @@ class Decoding:
         self._slots: dict[Hashable, _Slot] = {}  # by key: all that have not ended
         self._active: tuple[tuple[_Slot, int], ...] = ()  # those in the captured step, and their places
         self._changed = False  # whether these are others by now
-        self._asked: Sequence[_Slot] = ()  # of them, whose log-probabilities are asked for
+        self._scored: Sequence[_Slot] = ()  # of them, whose log-probabilities are asked for
         self._top = 0  # of how many of the likeliest tokens, at most
         self._waiting: list[_Slot] = []
         self._launched: deque[_Launched] = deque()
@@ -286,19 +304,19 @@ class Decoding:
         if not self._launched:
             return {}, {}
         self._wait(self._launched[0].done)
-        slots, tokens, _, asked, numbers = self._launched.popleft()
+        slots, tokens, _, scored, numbers = self._launched.popleft()
         self._reads += 1
+        chosen = tokens.tolist()
         while self._left and self._left[0][1] <= self._reads:
             self._left.popleft()[0].give_back()
-        chosen = tokens.tolist()
         if not self._lazy:
             for slot, _ in slots:
                 if slot.wanted:
                     self._settle(slot)
-        told = {}
+        found = {}
         if numbers is not None:
-            told = {slot.row.key: line for slot, line in zip(asked, numbers.tolist(), strict=True) if slot.wanted}
-        return {slot.row.key: chosen[place] for slot, place in slots if slot.wanted}, told
+            found = {slot.row.key: line for slot, line in zip(scored, numbers.tolist(), strict=True) if slot.wanted}
+        return {slot.row.key: chosen[place] for slot, place in slots if slot.wanted}, found
 
     def close(self) -> None:
         """Give the step back when what was launched is through, and roll back what that wrote beyond the tokens."""
@@ -340,12 +358,14 @@ class Decoding:
 
     def _suits(self, step: CapturedStep, rows: int) -> bool:
         """A large step is kept a little longer than it has to be: rows may come again."""
-        fewest = step.rows // 2 if step.rows <= FEW_ROWS else step.rows * 3 // 8
+        fewest = step.rows // 2 if step.rows <= SMALL else step.rows * 3 // 8
         return fewest < rows <= step.rows
 
     def _change(self, rows: int, samples: bool, active: Sequence[tuple[_Slot, int]]) -> CapturedStep:
-        """To another step, which goes on on the device where the last one ends."""
+        """To another step. It continues, on the device, where the last launch of this one ends."""
         before, step = self._step, self._steps.take(rows, samples)
+        if before is not None:
+            self._left.append((before, self._launches))  # what it has chosen is yet to be read
         self._step, self._free, self._count = step, [*range(rows - 1, -1, -1)], 0
         with on(self._steps.device):
             step.clear()
@@ -355,10 +375,8 @@ class Decoding:
                 places = [slot.place for slot, _ in active]
                 step.take_over(before, places, [place for _, place in active], [slot.row for slot, _ in active])
         self._active, self._changed = tuple((slot, slot.place) for slot, _ in active), True
-        if before is not None:
-            self._left.append((before, self._launches))  # what it has chosen is yet to be read
-            if self._reads == self._launches:
-                self._left.pop()[0].give_back()
+        if before is not None and self._reads == self._launches:
+            self._left.pop()[0].give_back()
         return step
 
     def _load(self, step: CapturedStep, coming: Sequence[_Slot]) -> None:
@@ -376,8 +394,8 @@ class Decoding:
         if self._changed:
             self._active = tuple((slot, place) for slot, place in self._active if slot.place >= 0)
             self._until = min((slot.until for slot, _ in self._active), default=0)
-            self._asked = [slot for slot, _ in self._active if slot.row.logprobs is not None]
-            self._top = max((slot.row.logprobs or 0 for slot in self._asked), default=0)
+            self._scored = [slot for slot, _ in self._active if slot.row.logprobs is not None]
+            self._top = max((slot.row.logprobs or 0 for slot in self._scored), default=0)
             self._room, self._changed = 0, False
         return self._active
 
@@ -421,10 +439,10 @@ class Decoding:
         tokens = step.sent[self._count % len(step.sent)]
         with on(self._steps.device):
             step.launch()
-            numbers = step.likelihoods([slot.place for slot in self._asked], self._top) if self._asked else None
+            numbers = step.likelihoods([slot.place for slot in self._scored], self._top) if self._scored else None
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        self._launched.append(_Launched(self._active, tokens, done, self._asked, numbers))
+        self._launched.append(_Launched(self._active, tokens, done, self._scored, numbers))
 
     def _settle(self, slot: _Slot) -> None:
         """Let a cache know of the tokens that were read, unless it is in other hands by now."""

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from torch import Tensor
 from infer.backend.gpu import precompile
 from infer.machine import cache_folder
 
+_asking = RLock()  # others wait for an answer; who asks may need one meanwhile
 Product = Callable[[Tensor], Tensor]
 
 
@@ -84,18 +86,19 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 def _answer(question: str, device: torch.device, ask: Callable[[], bool]) -> bool:
     key, known = _key(question, device), _answers()
-    if key not in known:
-        known[key] = True  # taken for granted while it is asked
-        try:
-            with torch.inference_mode():
-                known[key] = ask()
-        except BaseException:
-            del known[key]
-            raise
-        with suppress(OSError):  # then the next process asks again
-            _file().parent.mkdir(parents=True, exist_ok=True)
-            _file().write_text(json.dumps(known))
-    return known[key]
+    with _asking:
+        if key not in known:
+            known[key] = True  # taken for granted while it is asked
+            try:
+                with torch.inference_mode():
+                    known[key] = ask()
+            except BaseException:
+                del known[key]
+                raise
+            with suppress(OSError):  # then the next process asks again
+                _file().parent.mkdir(parents=True, exist_ok=True)
+                _file().write_text(json.dumps(known))
+        return known[key]
 
 
 def _key(question: str, device: torch.device) -> str:

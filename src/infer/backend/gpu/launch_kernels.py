@@ -14,7 +14,8 @@ def let_next_start(PDL: tl.constexpr):
     """With programmatic dependent launch, the next kernel may start as soon as all programs of this one have.
 
     It then runs up to its own `wait_for_previous`, before which it may read nothing that this step writes, but for what
-    its first kernel does: that one lets none start.
+    its first kernel does: that one lets none start. In each kernel at least one program waits: else the kernel could be
+    over before the one in front of it, and who waits for it would not wait for that one.
     """
     if PDL:
         gdc_launch_dependents()

@@ -15,7 +15,7 @@ IDS = 2**32 - 1
 
 
 def likelihoods(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-    """Of each row of logits [n, V]: int64 [n, 3 + 2 top], as `engine.logprobs.told` takes them.
+    """Of each row of logits [n, V]: int64 [n, 3 + 2 top], as `engine.logprobs.logprobs_from_device` takes them.
 
     The mass of all tokens, the bits of the highest logit and of that of its token, the ids of the likeliest, and the
     bits of their logits. Of equal ones, the lower ids come first.

@@ -141,8 +141,8 @@ def few_rows(
     for step in tl.range(piece * STEPS, piece * STEPS + ALL, num_stages=STAGES):
         k = step * BLOCK_K
         real = k + at < K
-        rope_cos_sin = tl.load(vectors + k, fed[:, None] & real[None, :], 0.0).T
-        y = tl.dot(load_block(first + k, place < N, real, EVEN), rope_cos_sin, y, input_precision="ieee")
+        rows = tl.load(vectors + k, fed[:, None] & real[None, :], 0.0).T
+        y = tl.dot(load_block(first + k, place < N, real, EVEN), rows, y, input_precision="ieee")
         if ALL > STEPS:
             if step % STEPS == STEPS - 1:
                 total += y

@@ -20,6 +20,7 @@ from infer.backend.gpu import captured
 from infer.backend.gpu.attention import Tiles, as_tiles
 from infer.backend.gpu.products import on
 from infer.backend.gpu.tuned import FEW, PASSES
+from infer.cache.paged import PagedCache
 from infer.cache.table import COLUMNS
 from infer.models.rows import NONE, Row
 
@@ -56,16 +57,13 @@ class CapturedPass:
         positions, rows, tiles = self._parts(self._narrow, size, size)
         by_tile = Tiles(rows, tiles.view(count, 5), reach.end, reach.queries, reach.page)
         self.inputs = Inputs(ids, positions, tables.view(layers, most, COLUMNS), by_tile)
-        self._free: torch.cuda.Event | None = None  # when the last run had no more to do with it
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, run: Callable[[Inputs], None], pool: Any) -> None:
         self.inputs.positions.fill_(-1)
         with on(self._device):
             run(self.inputs)  # loads the kernels
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-                run(self.inputs)
+            self._graph = captured.record_graph(lambda: run(self.inputs), pool)
 
     def launch(self, rows: Sequence[Row], tables: np.ndarray[Any, Any], tiles: np.ndarray[Any, Any]) -> None:
         """tables: of the rows, [layers, rows, COLUMNS]. tiles: [tiles, 5]."""
@@ -83,14 +81,10 @@ class CapturedPass:
         positions[total:] = -1
         own_tiles[: tiles.size] = tiles.ravel()
         with on(self._device):
-            if self._free is not None:
-                self._free.wait()
             self._wide.copy_(wide, non_blocking=True)
             self._narrow.copy_(narrow, non_blocking=True)
             assert self._graph is not None
             self._graph.replay()
-            self._free = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._free.record()
 
     @staticmethod
     def _parts(x: Tensor, *sizes: int) -> Sequence[Tensor]:
@@ -106,11 +100,12 @@ class CapturedPasses:
         self._used: Counter[tuple[int, Reach]] = Counter()
         self._passes: dict[tuple[int, Reach], CapturedPass | None] = {}
         self._pool: Any = None  # the memory of what passes compute: only one of them runs at a time
+        self._free: torch.cuda.Event | None = None  # when the last one is over
         self._lock = Lock()
 
     def could_take(self, rows: Sequence[Row]) -> bool:
         """Whether a captured pass does all that is asked for: fill caches."""
-        if not captured.capturing() or any(row.logits != NONE or isinstance(row.tokens, Tensor) for row in rows):
+        if not captured.capturing() or not all(map(_only_fills, rows)):
             return False
         size = size_of(rows)
         return size > 0 and len(rows) <= rows_of(size)
@@ -132,7 +127,12 @@ class CapturedPasses:
             if (found := self._passes[key]) is None:
                 return False
             tiles = as_tiles([(row.cache.seq_len, len(row.tokens)) for row in rows], reach.queries)
-            found.launch(rows, tables, tiles)
+            with on(self._device):
+                if self._free is not None:
+                    self._free.wait()
+                found.launch(rows, tables, tiles)
+                self._free = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._free.record()
         return True
 
     def _made(self, size: int, reach: Reach, run: Callable[[Inputs], None]) -> CapturedPass | None:
@@ -144,6 +144,15 @@ class CapturedPasses:
         except torch.OutOfMemoryError:
             return None
         return made
+
+
+def _only_fills(row: Row) -> bool:
+    return (
+        row.logits == NONE
+        and isinstance(row.cache, PagedCache)
+        and not isinstance(row.tokens, Tensor)
+        and len(row.tokens) > 0
+    )
 
 
 def size_of(rows: Sequence[Row]) -> int:

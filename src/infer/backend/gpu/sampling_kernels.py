@@ -182,9 +182,9 @@ def count(
     top_k = tl.load(whole + row * WHOLE + TOP_K)
     top_p = tl.load(whole + row * WHOLE + TOP_P)
     tail = tl.load(whole + row * WHOLE + TAIL_DEPTH)
+    wait_for_previous(PDL)
     if (flags & FILTERED) == 0:
         return
-    wait_for_previous(PDL)
     each, highest = _highest(best, row, SLICES, PADDED)
     of_slices = tl.arange(0, PADDED)
     counts += row * COUNTS * BINS
@@ -234,9 +234,9 @@ def narrow_top_k(
     flags = _flags(positions, whole, row)
     per_temperature = tl.load(fractions + row * FRACTIONS + PER_TEMPERATURE)
     top_k = tl.load(whole + row * WHOLE + TOP_K)
+    wait_for_previous(PDL)
     if ((flags & FILTERED) == 0) | (top_k == 0):
         return
-    wait_for_previous(PDL)
     counts += row * COUNTS * BINS
     masses += row * MASSES * BINS
     number = tl.load(counts + bins)
@@ -282,9 +282,9 @@ def narrow_top_p(
     per_temperature = tl.load(fractions + row * FRACTIONS + PER_TEMPERATURE)
     top_k = tl.load(whole + row * WHOLE + TOP_K)
     top_p = tl.load(whole + row * WHOLE + TOP_P)
+    wait_for_previous(PDL)
     if ((flags & FILTERED) == 0) | ((top_p == 0) & (tl.program_id(0) > 0)):
         return
-    wait_for_previous(PDL)
     counts += row * COUNTS * BINS
     masses += row * MASSES * BINS
     notes += row * NOTES
@@ -341,9 +341,9 @@ def weigh(
     top_k = tl.load(whole + row * WHOLE + TOP_K)
     top_p = tl.load(whole + row * WHOLE + TOP_P)
     last = tl.load(whole + row * WHOLE + MIN_P_DEPTH)
+    wait_for_previous(PDL)
     if (flags & SAMPLED) == 0:
         return
-    wait_for_previous(PDL)
     notes += row * NOTES
     k_depth, p_bin, p_left = tl.load(notes + K_DEPTH), tl.load(notes + P_BIN), tl.load(notes + P_LEFT)
     mass = tl.load(masses + (row * MASSES + 2) * BINS + bins, mask=bins < tl.where(top_p != 0, BINS, 0), other=0)

@@ -162,7 +162,7 @@ def begin(plan: Plan, tokens: Tensor, positions: Tensor, moves: Tensor, steps: T
 
 
 def launch(plan: Plan, fed: Fed, tables: Tensor, split_counters: Tensor) -> Tensor:
-    """The same with everything on the device: tables int64 [layers, B, COLUMNS]. split_counters: from `counters`."""
+    """One step, from what `begin` gives to the logits [B, V]. tables: int64 [layers, B, COLUMNS], on the device."""
     with on(fed.x.device):
         residual = Residual(fed.x, normed=fed.normed)
         norms = [*(block.before_attention for block in plan.blocks[1:]), plan.head.norm]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infer.backend.gpu.likelihoods import likelihoods
-from infer.engine.logprobs import logprobs_of, told
+from infer.engine.logprobs import logprobs_from_device, logprobs_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -23,13 +23,17 @@ def test_as_on_the_host(vocab: int, top: int, spread: float, dtype: torch.dtype)
     tokens = torch.arange(40) % vocab
     expected = logprobs_of(logits, tokens.tolist(), top)
     found = likelihoods(logits, tokens, top).tolist()
-    assert [told(line, token, top) for line, token in zip(found, tokens.tolist(), strict=True)] == expected
+    assert [
+        logprobs_from_device(line, token, top) for line, token in zip(found, tokens.tolist(), strict=True)
+    ] == expected
     fewer = logprobs_of(logits, tokens.tolist(), top // 2)
-    assert [told(line, token, top // 2) for line, token in zip(found, tokens.tolist(), strict=True)] == fewer
+    assert [
+        logprobs_from_device(line, token, top // 2) for line, token in zip(found, tokens.tolist(), strict=True)
+    ] == fewer
 
 
 def test_where_no_token_could_be_chosen() -> None:
     """It is not read; and does nothing to others."""
     logits = torch.tensor([[math.nan, 1.0, 2.0], [0.0, 1.0, 2.0]])
     found = likelihoods(logits, torch.tensor([-1, 1]), 2).tolist()
-    assert [told(found[1], 1, 2)] == logprobs_of(logits[1:], [1], 2)
+    assert [logprobs_from_device(found[1], 1, 2)] == logprobs_of(logits[1:], [1], 2)
