@@ -20,7 +20,9 @@ from infer.backend.plain import TorchBackend
 from infer.models.common import Decoder
 from infer.models.rows import Row
 
-__all__ = ["Backend", "Row", "backend_for", "expected"]
+__all__ = ["AHEAD", "Backend", "Row", "backend_for", "expected"]
+
+AHEAD = 1  # captured steps launched beyond the one whose tokens are awaited; any ring can be truncated by both
 
 
 class Backend(Protocol):

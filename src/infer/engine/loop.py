@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infer.backend import backend_for
+from infer.backend import AHEAD, backend_for
 from infer.cache.base import NoCache
 from infer.cache.paged import PagedCache
 from infer.cache.pool import NoPages, pages_for
@@ -36,7 +36,6 @@ MAX_ROWS = 256
 CHUNKS = {"cuda": 4096}  # tokens of prompts in one pass, by the kind of device
 CHUNK = 512  # on any other
 HISTORY_S, HISTORY = 5.0, 50  # over which the speed is measured, in seconds and in points
-AHEAD = 1  # positions that a captured step may be ahead of the token that was read last
 
 
 class Event(NamedTuple):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.backend import AHEAD
 from infer.backend.gpu import precompile
 from infer.backend.gpu.launcher import to_device
 from infer.backend.gpu.likelihoods import likelihoods
@@ -32,7 +33,6 @@ from infer.config import ModelConfig
 from infer.models.rows import record
 
 SMALL = 8  # rows up to which empty ones cost a step nothing
-AHEAD = 1  # steps launched beyond the one whose tokens are awaited; any ring can be truncated by both
 _capturing = os.environ.get("INFER_GRAPHS") != "0"
 
 
