@@ -109,6 +109,7 @@ class SlidingCache(BaseCache):
         if self._interrupted():
             raise ValueError("a pass was interrupted while it wrote: reset the cache, and feed the tokens again")
         positions = super().positions(n)
+        self._staged = {}  # by a pass that was not completed
         if self._fits_ring(n):  # the pass that begins here writes before it attends
             self._will_overwrite(n)
         return positions
@@ -131,6 +132,7 @@ class SlidingCache(BaseCache):
     def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any:
         if not self._suits_kernels(config, dtype) or self._interrupted() or not self._fits_ring(n):
             return None
+        self._staged = {}  # by a pass that was not completed
         if self._table is None or not self._table.is_of(self.k, self.v):
             self._table = Table(self.k, self.v)
         return self._table.at(self.seq_len) if self._table.aligned else None

@@ -190,16 +190,16 @@ class TestEnds:
         rows = Rows(llama)
         flights = [rows.admit(i) for i in range(5)]
         outputs = rows.runner.step()
-        assert [output.flight for output in outputs] == rows.runner.flights == flights
+        assert [flight for flight, *_ in outputs] == [*rows.runner.flights] == flights
         for i, (flight, token, _, started) in enumerate(outputs):
             rows.tokens[i].append(flight.request.push(token, started))
-        assert rows.runner.flights == flights
+        assert [*rows.runner.flights] == flights
         assert [flight.request.finish_reason for flight in flights] == [None, None, "length", None, None]
         rows.runner.retire(flights[2])
-        assert rows.runner.flights == [flights[i] for i in (0, 1, 3, 4)]
+        assert [*rows.runner.flights] == [flights[i] for i in (0, 1, 3, 4)]
         assert rows.step() == [0, 1, 3, 4]
         rows.finish()
-        assert rows.runner.flights == []
+        assert not rows.runner.flights
         assert [len(rows.tokens[i]) for i in range(5)] == [9, 14, 1, 7, 12]
         assert [rows.outcome(i) for i in range(5)] == [alone(llama, i) for i in range(5)]
 
@@ -238,7 +238,7 @@ class TestEnds:
                 request = Request(llama.config, LETTERS, PROMPTS[i], PARAMS[i])
                 runner.admit(request, make_cache(llama, request.max_seq_len, CPU))
             runner.step()
-        assert runner.flights == []
+        assert not runner.flights
 
     def test_nobody(self, llama: Decoder) -> None:
         assert Runner(llama).step() == []
@@ -382,8 +382,8 @@ class TestErrors:
         with Runner(broken) as runner:
             flights = [runner.admit(request, make_cache(broken, 40, CPU)) for request in requests]
             outputs = runner.step()
-            assert [output.flight for output in outputs] == runner.flights == flights
-            assert [output.token < 0 for output in outputs] == [True, False, True, False]
+            assert [flight for flight, *_ in outputs] == [*runner.flights] == flights
+            assert [token < 0 for _, token, *_ in outputs] == [True, False, True, False]
             for (flight, token, _, started), prompt in zip(outputs, prompts, strict=True):
                 if token < 0:
                     assert token == -1
@@ -411,19 +411,19 @@ class TestOutputs:
             flight = runner.admit(request, make_cache(llama, 40, CPU), prefill_chunk=3)
             assert runner.step() == []  # a part of the prompt
             while request.finish_reason is None:
-                [output] = runner.step()
-                assert output.flight is flight
-                assert output.token == int(output.logits.argmax())
-                request.push(output.token, output.started)
-                assert request.tokens[-1] == output.token
+                [(found, token, logits, started)] = runner.step()
+                assert found is flight
+                assert token == int(logits.argmax())
+                request.push(token, started)
+                assert request.tokens[-1] == token
         assert len(request.tokens) == 4 + 9
 
     def test_no_gradients(self, llama: Decoder) -> None:
         llama.requires_grad_(True)
         with Runner(llama) as runner:
             runner.admit(Request(llama.config, LETTERS, PROMPTS[0], PARAMS[0]), make_cache(llama, 40, CPU))
-            [output] = runner.step()
-        assert not output.logits.requires_grad
+            [(_, _, logits, _)] = runner.step()
+        assert not logits.requires_grad
 
 
 def test_a_model_that_is_changed_on_the_way(llama: Decoder) -> None:
@@ -462,7 +462,7 @@ def test_any_schedule(seed: int, tiny_model: Callable[..., Decoder]) -> None:
             rows.admit(i, cache, on_full="recompute", prefill_chunk=chance.choice([None, 1, 2, 5]))
         rows.step()
         if rows.runner.flights and chance.random() < 0.05:
-            flight = chance.choice(rows.runner.flights)
+            flight = chance.choice([*rows.runner.flights])
             rows.runner.retire(flight)
             retired |= {i for i, each in rows.flights.items() if each is flight}
     for i in range(5):
