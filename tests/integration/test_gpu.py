@@ -785,9 +785,9 @@ class TestFallingBack:
         model.requires_grad_(False)
 
 
-def heavy_tailed(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Numbers of very different sizes: sums in another order come out otherwise."""
-    return device_check._heavy_tailed(rows, columns, torch.empty(0, dtype=dtype, device="cuda"))
+def sensitive(rows: int, n: int, k: int) -> tuple[Tensor, Linear]:
+    """Vectors and a matrix whose product is another one in any other order of the sums."""
+    return device_check._sensitive(rows, n, k, 1, torch.empty(0, dtype=torch.bfloat16, device="cuda"))
 
 
 def same(got: Tensor, expected: Tensor) -> None:
@@ -812,11 +812,9 @@ class TestWhatIsTakenForGranted:
         if not agree:
             monkeypatch.setattr(device_check, "instructions_agree", lambda *_: False)
             monkeypatch.setattr(device_check, "torch_agrees", lambda *_: False)
-        for slices in (1, 4):
-            linear = Linear(2048, 1024).requires_grad_(False).to("cuda", torch.bfloat16)
-            linear.weight.copy_(heavy_tailed(1024, 2048, torch.bfloat16))
+        for n, k, slices in ((1024, 2048, 1), (1024, 2048, 4), (211, 64, 1), (50257, 768, 1)):
+            x, linear = sensitive(300, n, k)
             linear.slices = slices
-            x = heavy_tailed(300, 2048, torch.bfloat16)
             many, _ = products.product(linear, products.Normed(x), None)
             for count in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129):
                 got, _ = products.product(linear, products.Normed(x[:count].contiguous()), None)
@@ -824,13 +822,12 @@ class TestWhatIsTakenForGranted:
 
     @torch.inference_mode()
     def test_another_order_shows(self) -> None:
-        linear = Linear(2048, 1024).requires_grad_(False).to("cuda", torch.bfloat16)
-        linear.weight.copy_(heavy_tailed(1024, 2048, torch.bfloat16))
-        x = products.Normed(heavy_tailed(128, 2048, torch.bfloat16))
-        linear.slices = 1
+        """In nearly every number: a check with these notices."""
+        vectors, linear = sensitive(128, 1024, 2048)
+        x = products.Normed(vectors)
         one, _ = products.product(linear, x, None)
         linear.slices = 4
-        assert not torch.equal(products.product(linear, x, None)[0], one)
+        assert (products.product(linear, x, None)[0] != one).float().mean() > 0.5
 
 
 CHUNKS = (1, 2, 8, 9, 16, 17, 64, 128, 129, 256, 257, 512)

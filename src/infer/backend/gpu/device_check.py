@@ -25,9 +25,11 @@ from torch import Tensor
 
 from infer.backend.gpu import precompile
 from infer.machine import cache_folder
+from infer.nn.linear import Linear
 
 _asking = RLock()  # others wait for an answer; who asks may need one meanwhile
-Product = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor, Linear], Tensor]
+SMALL = 1 << 24  # weights of a matrix that is made for a question: in a larger one's product, any difference shows
 
 
 def instructions_agree(device: torch.device, dtype: torch.dtype) -> bool:
@@ -36,34 +38,35 @@ def instructions_agree(device: torch.device, dtype: torch.dtype) -> bool:
     return _answer(f"instructions {dtype}", device, lambda: _compare_instructions(device, dtype))
 
 
-def torch_agrees(weight: Tensor, rows: int, slices: int, own: Product, other: Product) -> bool:
+def torch_agrees(linear: Linear, rows: int, slices: int, own: Product, other: Product) -> bool:
     """Whether `other`, torch's product of so many rows with this matrix, gives the bits of `own`, our product."""
-    if not weight.is_cuda or weight.dtype.itemsize != 2:
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    if not weight.is_cuda:
         return False
     if precompile.recording_launches():
-        own(weight.new_empty(rows, weight.shape[1]))  # which will be asked
+        own(weight.new_empty(rows, weight.shape[1]), linear)  # which will be asked
         return True
-    question = f"product {weight.dtype} {tuple(weight.shape)} {slices} {rows}"
+    question = f"sums of {weight.dtype} {tuple(weight.shape)} {slices} {rows}"
     if torch.cuda.is_current_stream_capturing():
         return _answers().get(_key(question, weight.device), False)
 
     def ask() -> bool:
-        x = _heavy_tailed(rows, weight.shape[1], weight)
-        return _same(other(x), own(x))
+        x, asked = (
+            _sensitive(rows, *weight.shape, slices, weight)
+            if weight.numel() <= SMALL
+            else (_heavy_tailed(rows, weight.shape[1], weight), linear)
+        )
+        return _same(other(x, asked), own(x, asked))
 
     return _answer(question, weight.device, ask)
 
 
 def _compare_instructions(device: torch.device, dtype: torch.dtype) -> bool:
     from infer.backend.gpu import products
-    from infer.nn.linear import Linear
 
-    linear = Linear(512, 256)
-    weight = torch.empty(256, 512, dtype=dtype, device=device)
-    linear.weight = torch.nn.Parameter(_heavy_tailed(256, 512, weight), requires_grad=False)
-    x = _heavy_tailed(300, 512, weight)
     for slices in (1, 2):
-        linear.slices = slices
+        x, linear = _sensitive(300, 256, 512, slices, torch.empty(0, dtype=dtype, device=device))
         many = products._many_rows(x, linear, False)
         few = products.product(linear, products.Normed(x[:100].contiguous()), None)[0]
         eight = products.product(linear, products.Normed(x[:8].contiguous()), None)[0]
@@ -72,8 +75,24 @@ def _compare_instructions(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
+def _sensitive(rows: int, n: int, k: int, slices: int, like: Tensor) -> tuple[Tensor, Linear]:
+    """Vectors and a matrix whose product is zero but for rounding, and so another one in any other order of the sums.
+
+    Each term of the first half of the columns has its opposite in the second half, elsewhere.
+    """
+    half = k // 2
+    order = torch.randperm(half, generator=torch.Generator().manual_seed(k)).to(like.device)
+    x, matrix = _heavy_tailed(rows, k, like), _heavy_tailed(n, k, like)
+    x[:, half : 2 * half] = -x[:, :half][:, order]
+    matrix[:, half : 2 * half] = matrix[:, :half][:, order]
+    x[:, 2 * half :] = 0
+    linear = Linear(0, 0)
+    linear.weight, linear.slices = torch.nn.Parameter(matrix, requires_grad=False), slices
+    return x, linear
+
+
 def _heavy_tailed(rows: int, columns: int, like: Tensor) -> Tensor:
-    """Numbers of very different sizes: sums in another order come out otherwise."""
+    """Numbers of very different sizes."""
     generator = torch.Generator(like.device).manual_seed(rows)
     options = {"generator": generator, "device": like.device}
     x = torch.randn(rows, columns, **options)  # type: ignore[call-overload]

@@ -245,7 +245,7 @@ def product(
     """
     x = vectors.x
     rows = x.shape[0]
-    if rows > MOST_FEW or (rows > FEW and _by_torch(linear, x)):
+    if rows > MOST_FEW or (rows > FEW and _torch_is_fast(linear, x)):
         return _of_many(linear, vectors, eps, addend, norm, activation, gated, joined, pdl)
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, Tensor)
@@ -438,7 +438,7 @@ def bare_product(linear: Linear, x: Tensor, *, pdl: bool = False) -> Tensor:
     Where few programs would have to walk through all slices, the sums of each: float32 [slices, rows or more, N].
     """
     rows, whole = x.shape[0], _with_padding(x)
-    if not _by_torch(linear, x):
+    if not _torch_is_fast(linear, x) or not _torch_agrees(linear, whole.shape[0], pdl):
         out = _many_rows(whole, linear, pdl)
     elif slices_of(linear) == 1:
         out = _whole_product(whole, linear)
@@ -447,19 +447,25 @@ def bare_product(linear: Linear, x: Tensor, *, pdl: bool = False) -> Tensor:
     return out if whole.shape[0] == rows else out[:rows]
 
 
-def _by_torch(linear: Linear, x: Tensor) -> bool:
-    """Whether torch's product of these rows is fast, and agrees with ours."""
-    rows, slices, (n, k) = padded(x.shape[0]), slices_of(linear), linear.weight.shape
-    if slices > 1:
-        tiles = -(-n // MANY_SLICED.block_n) * -(-rows // MANY_SLICED.rows)
-        if k != slices * length_of(linear) or tiles >= processors(x.device):
-            return False
+def _torch_is_fast(linear: Linear, x: Tensor) -> bool:
+    """Whether torch's product of these rows is faster than ours, where it agrees."""
+    if x.dtype.itemsize != 2:
+        return False
+    slices, (n, k) = slices_of(linear), linear.weight.shape
+    if slices == 1:
+        return True
+    tiles = -(-n // MANY_SLICED.block_n) * -(-padded(x.shape[0]) // MANY_SLICED.rows)
+    return k == slices * length_of(linear) and tiles < processors(x.device)
 
-    def by_torch(x: Tensor) -> Tensor:
-        return _whole_product(x, linear) if slices == 1 else joined(sums_of_slices(x, linear), x.dtype)
 
-    assert isinstance(linear.weight, Tensor)
-    return device_check.torch_agrees(linear.weight, rows, slices, lambda x: _many_rows(x, linear, False), by_torch)
+def _torch_agrees(linear: Linear, rows: int, pdl: bool) -> bool:
+    def ours(x: Tensor, linear: Linear) -> Tensor:
+        return _many_rows(x, linear, pdl)
+
+    def torchs(x: Tensor, linear: Linear) -> Tensor:
+        return _whole_product(x, linear) if slices_of(linear) == 1 else joined(sums_of_slices(x, linear), x.dtype)
+
+    return device_check.torch_agrees(linear, rows, slices_of(linear), ours, torchs)
 
 
 def _whole_product(x: Tensor, linear: Linear) -> Tensor:

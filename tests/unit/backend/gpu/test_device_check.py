@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
@@ -88,7 +89,8 @@ class TestAnswers:
 
     def test_are_not_needed_by_the_interpreter(self, file: Path) -> None:
         assert device_check.instructions_agree(torch.device("cpu"), torch.bfloat16)
-        assert not device_check.torch_agrees(torch.empty(4, 4, dtype=torch.bfloat16), 200, 1, abs, abs)
+        product = lambda x, linear: F.linear(x, linear.weight)  # noqa: E731
+        assert not device_check.torch_agrees(Linear(4, 4), 200, 1, product, product)
         assert not file.exists()
 
     def test_are_not_asked_for_while_nothing_is_launched(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +147,7 @@ class TestWhatRuns:
     ) -> None:
         asked: list[int] = []
 
-        def torch_agrees(weight: Tensor, rows: int, slices: int, own: Any, other: Any) -> bool:
+        def torch_agrees(linear: Linear, rows: int, slices: int, own: Any, other: Any) -> bool:
             asked.append(rows)
             return agrees
 
