@@ -20,6 +20,7 @@ from infer.cache.base import BaseCache, CacheShape, checked, first_seen
 from infer.cache.pool import PAGE, PagePool, layer_groups
 from infer.cache.table import Table
 from infer.config import ModelConfig
+from infer.machine import to_device
 
 NONE = -1  # no page
 UNBOUNDED = sys.maxsize
@@ -147,8 +148,8 @@ class PagedCache(BaseCache):
             if len(new) == 1 and self.pages.shape[:2] == (1, 1):  # as mostly: quicker than a copy
                 self._on_device[0, 0, changed].fill_(new[0])
             else:
-                numbers = torch.from_numpy(self.pages[:, :, changed:last].copy())
-                self._on_device[:, :, changed:last].copy_(numbers, non_blocking=True)
+                numbers = torch.from_numpy(self.pages[:, :, changed:last])
+                self._on_device[:, :, changed:last].copy_(to_device(numbers, self.device))
         self._ready = min(self._taken * page, self.capacity)
         return self._ready
 
@@ -275,8 +276,13 @@ class PagedCache(BaseCache):
 
         It is not there where a window of one position has seen nothing of it.
         """
-        own = self.pages[:, :, index]
-        return [(int(row), int(group)) for row, group in np.argwhere((own == NONE) | (self.pool.holders[own] > 1))]
+        holders = self.pool.holders
+        return [
+            (row, group)
+            for row, own in enumerate(self.pages[:, :, index].tolist())
+            for group, page in enumerate(own)
+            if page == NONE or holders[page] > 1
+        ]
 
     def _put(self, pages: np.ndarray[Any, Any], seq_len: int) -> None:
         """Pages [batch, groups, pages] with so many positions filled, into an empty cache."""
@@ -285,9 +291,7 @@ class PagedCache(BaseCache):
         self._taken = filled
         self._keep_from([int(filled - (row != NONE)[::-1].cumprod().sum()) for row in pages[0]])
         if self._on_device is not None:
-            self._on_device[:, :, :filled] = torch.from_numpy(self.pages[:, :, :filled].copy()).to(
-                self.device, non_blocking=True
-            )
+            self._on_device[:, :, :filled] = to_device(torch.from_numpy(self.pages[:, :, :filled]), self.device)
         super()._move_to(seq_len)
         self._ready = 0
 

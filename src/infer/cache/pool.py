@@ -152,8 +152,8 @@ class PagePool:
         for _ in range(count):
             after = self._next(after + 1)
             taken.append(after)
-        self._touched = max([self._touched, *(page + 1 for page in taken)])
-        self.holders[taken] = 1
+            self.holders[after] = 1
+            self._touched = max(self._touched, after + 1)
         return taken
 
     def share(self, pages: Iterable[int]) -> None:

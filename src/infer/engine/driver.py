@@ -113,31 +113,32 @@ class News:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting = 0
+        self._for_pieces = self._for_end = 0  # how many wait
         self._async: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def __call__(self, task: Task) -> None:
         """From the engine's thread. Mostly nobody waits: then this must cost nothing."""
-        if self._waiting:
+        if self._for_pieces or (task.done and self._for_end):
             with self._changed:
                 self._changed.notify_all()
                 for loop, event in self._async:
                     with suppress(RuntimeError):  # it is closed by now
                         loop.call_soon_threadsafe(event.set)
 
-    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> None:
+    def wait(self, ready: Callable[[], bool], *, pieces: bool, timeout: float | None = None) -> None:
+        """pieces: each piece may make it ready; else only the end."""
         with self._changed:
-            self._waiting += 1  # before it looks: what comes after that wakes it
+            self._count(pieces, 1)  # before it looks: what comes after that wakes it
             try:
                 if not self._changed.wait_for(ready, timeout):
                     raise TimeoutError(f"not done after {timeout} seconds")
             finally:
-                self._waiting -= 1
+                self._count(pieces, -1)
 
-    async def wait_async(self, ready: Callable[[], bool]) -> None:
+    async def wait_async(self, ready: Callable[[], bool], *, pieces: bool) -> None:
         waiter = asyncio.get_running_loop(), asyncio.Event()
         with self._changed:
-            self._waiting += 1
+            self._count(pieces, 1)
             self._async.append(waiter)
         try:
             while not ready():
@@ -145,5 +146,11 @@ class News:
                 waiter[1].clear()
         finally:
             with self._changed:
-                self._waiting -= 1
+                self._count(pieces, -1)
                 self._async.remove(waiter)
+
+    def _count(self, pieces: bool, more: int) -> None:
+        if pieces:
+            self._for_pieces += more
+        else:
+            self._for_end += more

@@ -236,7 +236,7 @@ class Handle:
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the end: a `GenerationResult`, or a list of n. Raises what has gone wrong."""
-        self._news.wait(lambda: self.done, timeout)
+        self._news.wait(lambda: self.done, pieces=False, timeout=timeout)
         return self._result()
 
     def __iter__(self) -> Iterator[GeneratedToken]:
@@ -247,7 +247,7 @@ class Handle:
                 yield from self._pieces()
                 if last:
                     return
-                self._news.wait(self._has_pieces)
+                self._news.wait(self._has_pieces, pieces=True)
         finally:
             self.abort()
 
@@ -259,7 +259,7 @@ class Handle:
                     yield piece
                 if last:
                     return
-                await self._news.wait_async(self._has_pieces)
+                await self._news.wait_async(self._has_pieces, pieces=True)
         finally:
             self.abort()
 
@@ -268,7 +268,7 @@ class Handle:
 
     async def _awaited(self) -> Any:
         try:
-            await self._news.wait_async(lambda: self.done)
+            await self._news.wait_async(lambda: self.done, pieces=False)
         except asyncio.CancelledError:
             self.abort()
             raise

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from infer.cache.base import AttentionKernel, BaseCache, Cache
 from infer.cache.wrapped import innermost
+from infer.machine import to_device
 
 NONE, LAST, ALL = slice(0), slice(-1, None), slice(None)  # of a row's new positions
 
@@ -82,7 +83,7 @@ class Packed(NamedTuple):
             return x
         if len(wanted) == 1:
             return x[wanted[0] : wanted[0] + 1]
-        return x[torch.tensor(wanted, dtype=torch.int64).to(x.device, non_blocking=True)]
+        return x[to_device(torch.tensor(wanted, dtype=torch.int64), x.device)]
 
     def split(self, logits: Tensor) -> list[Tensor]:
         """Logits of all wanted tokens, by row: each [B, wanted, V]."""
@@ -134,7 +135,7 @@ def pack(
         positions.append(at.flatten())
     if not rows:
         raise ValueError("a pass needs at least one row")
-    return Packed(spans, _joined(ids).to(device, non_blocking=True), _joined(positions), model)
+    return Packed(spans, to_device(_joined(ids), device), _joined(positions), model)
 
 
 def reserve(cache: Cache, n: int, positions_learned: int | None, model: nn.Module | None) -> None:

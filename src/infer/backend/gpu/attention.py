@@ -16,12 +16,13 @@ from torch import Tensor
 
 from infer.backend.gpu import device_check
 from infer.backend.gpu.attention_kernels import attend_many, attend_one, prepare_heads
-from infer.backend.gpu.launcher import Launch, to_device
+from infer.backend.gpu.launcher import Launch
 from infer.backend.gpu.products import UNFUSED, empty_rows, next_power, on, pdl_options, shared_memory
 from infer.backend.gpu.tuned import BLOCK, BUSY, BY_ROW, GROUPS, HEADS, LAUNCHES, QUERIES, ROW_STAGES, ROW_WARPS, STAGES
 from infer.backend.gpu.warp_kernels import attend_by_warps
 from infer.backend.parts import BlockParts
 from infer.cache.table import Table, alignment
+from infer.machine import to_device
 
 
 def attend_step(
@@ -38,7 +39,7 @@ def attend_step(
     batch, size, group = qkv.shape[0], block.head_dim, next_power(block.heads // block.kv_heads)
     shape = _shape(block.heads, block.kv_heads, size, qkv.dtype, qkv.device)
     # So many rows that one program for each KV head of each keeps a GPU busy.
-    by_row = batch * block.kv_heads >= BY_ROW and qkv.element_size() == 2 and block.window is None
+    by_row = batch * block.kv_heads * size >= BY_ROW and qkv.element_size() == 2 and block.window is None
     if by_row or not _by_warps(shape, qkv, block.window):
         rows = _in_order(batch, qkv.device)
         q, _, _ = prepare(block, qkv, positions, rope_cos_sin, table, rows, pdl=pdl)
@@ -323,7 +324,7 @@ class GpuAttention:
         if k.stride()[2:] != (size, 1) or k.stride() != v.stride() or not where.aligned:
             k, v = k.contiguous(), v.contiguous()
             where = Table([k], [v])
-        table = torch.from_numpy(where.from_position(end - keys)[0]).to(q.device, non_blocking=True)
+        table = to_device(torch.from_numpy(where.from_position(end - keys)[0]), q.device)
         rows = q.transpose(1, 2).contiguous().view(batch * n, heads, size)
         with on(q.device):
             if n > 1:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from infer.backend.gpu.attention import GpuAttention, Tiles, attend_rows, prepare, queries_of, reach_of, tiles_of
 from infer.backend.gpu.captured import CapturedSteps, Decoding
-from infer.backend.gpu.launcher import to_device
 from infer.backend.gpu.products import Normed, aligned, normed_rows, on, product
 from infer.backend.gpu.prompts import CapturedPasses, Inputs, Reach
 from infer.backend.gpu.step import Fed, Plan, counters, launch, plan_of, rope_tables
 from infer.backend.parts import BlockParts, ModelParts
 from infer.cache.base import Cache
 from infer.cache.table import PAGES, SLOTS
+from infer.machine import to_device
 from infer.models.rows import Packed, Row, pack, record, reserve
 
 ATTENTION = GpuAttention()

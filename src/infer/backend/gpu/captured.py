@@ -21,7 +21,6 @@ from torch import Tensor
 
 from infer.backend import AHEAD
 from infer.backend.gpu import precompile
-from infer.backend.gpu.launcher import to_device
 from infer.backend.gpu.likelihoods import likelihoods
 from infer.backend.gpu.products import on
 from infer.backend.gpu.sampling import MANY, MAX_VOCAB, DeviceSampler, GreedySampler
@@ -30,6 +29,7 @@ from infer.backend.gpu.tuned import ROWS_COMPILED
 from infer.cache.base import Cache
 from infer.cache.table import empty_tables
 from infer.config import ModelConfig
+from infer.machine import to_device
 from infer.models.rows import record
 
 SMALL = 8  # rows up to which empty ones cost a step nothing
@@ -123,7 +123,7 @@ class CapturedStep:
         at, tokens, positions = to_device(torch.tensor(fed), self.device)
         self.tokens[at] = tokens
         self.positions[at] = positions.int()
-        self.moves[at] = 1
+        self.moves.index_fill_(0, at, 1)  # where `[at] = 1` would wait for all launches
         self.tables[:, at] = to_device(torch.from_numpy(tables), self.device)
         if self.sampler is not None:
             self.sampler.set_rows(slots, [row.settings | row.so_far for row in rows])

@@ -52,11 +52,10 @@ def torch_agrees(linear: Linear, rows: int, slices: int, own: Product, other: Pr
         return _answers().get(_key(question, weight.device), False)
 
     def ask() -> bool:
-        x, asked = (
-            _sensitive(rows, *weight.shape, slices, weight)
-            if weight.numel() <= SMALL
-            else (_heavy_tailed(rows, weight.shape[1], weight), linear)
-        )
+        n, k = weight.shape
+        x, asked = _heavy_tailed(rows, k, weight), linear
+        if n * k <= SMALL:
+            x, asked = _sensitive(rows, n, k, slices, weight)
         return _same(other(x, asked), own(x, asked))
 
     return _answer(question, weight.device, ask)

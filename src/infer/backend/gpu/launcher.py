@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
@@ -92,11 +91,6 @@ class Launch:
         compiled = self._kernel[self._grid](*args, **self._options)
         if quick and isinstance(self._kernel, Kernel) and hasattr(compiled, "run"):
             self._run = self._kernel.bound(compiled, self._grid, len(args), self._options)
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for. From memory that is not pinned, it might wait for all launches."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT

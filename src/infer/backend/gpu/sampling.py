@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from infer.backend.gpu import sampling_kernels as sample
-from infer.backend.gpu.launcher import to_device
+from infer.machine import to_device
 from infer.nn import draw
 
 MAX_VOCAB = draw.MAX_VOCAB

@@ -43,7 +43,7 @@ MANY_FLOAT32 = Tile(64, 64, 32, 2, 4)
 QUERIES = {2: 64, 4: 32}  # heads of queries that a program attends with, by bytes of a number
 STAGES = 3  # blocks of keys on their way at once, where memory allows
 BUSY = 1024  # programs that keep a GPU busy with keys
-BY_ROW = 512  # KV heads of all rows from which each has one program: none is idle then
+BY_ROW = 1 << 15  # numbers in one key of all KV heads of all rows, from which each head has one program
 ROW_STAGES, ROW_WARPS = 2, 1
 HEADS = 8  # that a program of `prepare_heads` takes
 

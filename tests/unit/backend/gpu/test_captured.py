@@ -782,7 +782,8 @@ def test_what_is_compiled_serves_any_number_of_rows(
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
         assert kinds(rows, samples=False) <= known
         assert kinds(rows, samples=True) <= known
-    for vain in (32, 64, 128, 256):  # up to 16, it is up to the sizes of matrices which differ
+    # Up to 16, it is up to the sizes of matrices which differ; and of 16 bits, all from 64 are alike.
+    for vain in (32, 64, 128, 256) if dtype is torch.float32 else (32,):
         others = (kinds(rows, samples=rows in (1, MANY)) for rows in compiled if rows != vain)
         assert not known <= set().union(*others), vain
 
