@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -36,8 +37,13 @@ class LayerGroup(NamedTuple):
     layers: tuple[int, ...]
 
 
-def layer_groups(windows: Sequence[int | None]) -> list[LayerGroup]:
+def layer_groups(windows: Sequence[int | None]) -> Sequence[LayerGroup]:
     """All layers in groups of one size, the largest that leaves none over: then pages are alike, and none is wasted."""
+    return _layer_groups(tuple(windows))
+
+
+@cache
+def _layer_groups(windows: tuple[int | None, ...]) -> Sequence[LayerGroup]:
     by_window: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
         by_window.setdefault(window, []).append(layer)

@@ -174,7 +174,7 @@ def token_ids(prompt: Sequence[int]) -> list[int]:
     if isinstance(prompt, str):
         raise TypeError("the prompt must be token ids, not text: encode it first")
     try:
-        return [operator.index(i) for i in prompt]
+        return [*map(operator.index, prompt)]
     except TypeError:
         raise TypeError(f"the prompt must be a flat sequence of token ids, not {prompt!r:.80}") from None
 
@@ -192,10 +192,10 @@ def check_request(
     if not tokens:
         raise ValueError("the prompt is empty: it needs at least one token")
     for where, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
-        wrong = [i for i in ids if not 0 <= i < config.vocab_size]
-        if wrong:
+        if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < config.vocab_size)
             raise ValueError(
-                f"token id {shown(wrong[0])} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}"
+                f"token id {shown(wrong)} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}"
             )
     if on_full == "recompute":
         if params.prompt_logprobs is not None and len(tokens) > config.max_position_embeddings:
