@@ -50,7 +50,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A copy that the host does not wait for. From memory that is not pinned, it might wait for all launches."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return (x.pin_memory() if device.type == "cuda" and x.device.type == "cpu" else x).to(device, non_blocking=True)
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
