@@ -23,7 +23,7 @@ class Driver:
         self._changed = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._closed = False
-        self._failed: BaseException | None = None
+        self.failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, tasks: Sequence[Task]) -> None:
@@ -38,7 +38,7 @@ class Driver:
         if all(task.done for task in tasks):
             return
         with self._changed:
-            if not self._closed and self._failed is None:
+            if not self._closed and self.failure is None:
                 self._inbox.append(lambda: self.loop.abort(tasks))
                 self._changed.notify()
 
@@ -65,8 +65,8 @@ class Driver:
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._changed:
-            if self._failed is not None:
-                raise RuntimeError(f"this LLM has failed, make another: {self._failed}") from self._failed
+            if self.failure is not None:
+                raise RuntimeError(f"this LLM has failed, make another: {self.failure}") from self.failure
             if self._closed:
                 raise RuntimeError("this LLM is closed")
             self._inbox.append(action)
@@ -86,7 +86,7 @@ class Driver:
             failure = RuntimeError(f"the engine has failed: {error}")
             failure.__cause__ = error
             with self._changed:
-                self._failed = error
+                self.failure = error
             with suppress(Exception):
                 self.loop.runner.close()  # a device that has failed must not be asked for rows that are given up
             while self._inbox:  # who has asked in the meantime has to hear of it

@@ -1,0 +1,78 @@
+"""Tokens as clients see them: their texts, bytes and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from infer.engine.logprobs import TokenLogprobs
+from infer.engine.result import GenerationResult
+
+LEAST = -9999.0  # what OpenAI writes for a probability of 0: JSON has no infinity
+
+
+class TokenTexts:
+    """The text of single tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str:
+        text = self._known.get(token)
+        if text is None:
+            text = self._known[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+
+def chat_logprobs(found: Iterable[TokenLogprobs], text_of: TokenTexts) -> list[dict[str, Any]]:
+    """As in the choices of a chat completion."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = text_of(token)
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode())}
+
+    return [
+        {**entry(each.token_id, each.logprob), "top_logprobs": [entry(*other) for other in each.top]} for each in found
+    ]
+
+
+def completion_logprobs(
+    found: Sequence[TokenLogprobs | None], tokens: Sequence[int], text_of: TokenTexts, offset: int
+) -> dict[str, Any]:
+    """As in the choices of a completion. offset: of the first token in the text. None: of a prompt's first token."""
+    texts = [text_of(token) for token in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    top = [None if each is None else {text_of(token): max(value, LEAST) for token, value in each.top} for each in found]
+    return {
+        "tokens": texts,
+        "token_logprobs": [None if each is None else max(each.logprob, LEAST) for each in found],
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
+
+
+def finish_reason(reason: str | None) -> str | None:
+    """By OpenAI's names."""
+    return {"eos": "stop", "interrupted": "stop"}.get(reason, reason) if reason is not None else None
+
+
+def usage_of(
+    results: Sequence[GenerationResult], prompts: Sequence[int], reasoning: int | None = None
+) -> dict[str, Any]:
+    """prompts: of each prompt, the number of its first text."""
+    prompt = sum(results[i].prompt_tokens for i in prompts)
+    known = sum(results[i].known_tokens for i in prompts)
+    generated = sum(result.generated_tokens for result in results)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": known},
+    }
+    if reasoning is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return usage
