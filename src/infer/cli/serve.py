@@ -54,8 +54,7 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients, and a page that shows the engine at work. Ctrl-C ends it."""
     try:
-        from infer.server.run import listen
-        from infer.server.run import serve as run
+        from infer.server.run import Server, listen
         from infer.server.service import Service
         from infer.server.settings import Settings
     except ImportError as error:
@@ -97,7 +96,7 @@ def serve(
                 f"{settings.model_id} at {at}/v1: {fit:,} conversations of {length:,} tokens fit. Open {at} in a "
                 f"browser, or ask: curl {at}/v1/models"
             )
-            raise typer.Exit(run(service, listening))
+            raise typer.Exit(Server(service).run_on(listening))
 
 
 def read_keys(given: list[str], file: Path | None, variable: str) -> frozenset[str]:

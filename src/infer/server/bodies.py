@@ -221,7 +221,10 @@ def read_body(kind: type[B], data: bytes) -> B:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        found = error.errors(include_url=False, include_input=False)
+        # Of a field of several types, what is wrong with the one that it has.
+        own = [each for each in found if each["loc"][:1] == found[0]["loc"][:1] and not each["type"].endswith("_type")]
+        first = (own or found)[0]
         param = _path(first["loc"])
         if first["type"] == "extra_forbidden":
             raise refused(f"unknown parameter: {param}", param, "unknown_parameter") from None

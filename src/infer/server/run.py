@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -36,66 +34,66 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def serve(service: Service, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> int:
-    """Answer until a signal says that it is enough: 0; or until the engine fails: 1."""
-    return asyncio.run(_serve(service, listening, ready))
-
-
-async def _serve(service: Service, listening: socket.socket, ready: Callable[[], None]) -> int:
-    settings = service.settings
-    server = Server(
-        uvicorn.Config(
-            make_app(service),
-            http=_protocol(settings.max_connections, settings.read_seconds),
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=True,
-            proxy_headers=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
-        )
-    )
-
-    def end() -> None:
-        server.force_exit = service.draining  # asked twice, it does not wait
-        service.draining = server.should_exit = True
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
-            loop.add_signal_handler(number, end)
-    watching = asyncio.ensure_future(_until_failed(service, end))
-    try:
-        loop.call_soon(ready)
-        await server.serve(sockets=[listening])
-    finally:
-        watching.cancel()
-    return 0 if service.failure is None else 1
-
-
-async def _until_failed(service: Service, end: Callable[[], None]) -> None:
-    while True:
-        await asyncio.sleep(LOOK_S)
-        if service.failure is not None:
-            logger.error("the engine has failed: %s", service.failure)
-            if not service.renews:
-                break
-            try:
-                await asyncio.to_thread(service.renew)
-            except Exception as error:
-                logger.error("it could not be made anew: %s", error)
-                break
-    end()
-
-
 class Server(uvicorn.Server):
-    """Signals are ours: uvicorn would end the process by the signal that it has caught."""
+    """Answers until it is told to end, or its engine fails."""
 
-    def capture_signals(self) -> Any:
-        return contextlib.nullcontext()
+    def __init__(self, service: Service) -> None:
+        settings = service.settings
+        self.service = service
+        super().__init__(
+            uvicorn.Config(
+                make_app(service),
+                http=_protocol(settings.max_connections, settings.read_seconds),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+            )
+        )
+
+    def run_on(self, listening: socket.socket) -> int:
+        """The exit status: 0 if it was told to end, 1 if the engine has failed."""
+        asyncio.run(self._live(listening))
+        return 0 if self.service.failure is None else 1
+
+    def end(self) -> None:
+        """Accept nothing more, and wait for what runs; asked twice, do not wait."""
+        self.force_exit = self.service.draining
+        self.service.draining = self.should_exit = True
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """They are ours: uvicorn would end the process by the signal that it has caught."""
+        return nullcontext()
+
+    async def _live(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
+                loop.add_signal_handler(number, self.end)
+        watching = asyncio.ensure_future(self._watch_engine())
+        try:
+            await self.serve(sockets=[listening])
+        finally:
+            watching.cancel()
+
+    async def _watch_engine(self) -> None:
+        service = self.service
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if service.failure is not None:
+                logger.error("the engine has failed: %s", service.failure)
+                if not service.renews:
+                    break
+                try:
+                    await asyncio.to_thread(service.renew)
+                except Exception as error:
+                    logger.error("it could not be made anew: %s", error)
+                    break
+        self.end()
 
 
 def _protocol(most: int, seconds: float) -> type[HttpToolsProtocol]:

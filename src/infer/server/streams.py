@@ -16,6 +16,7 @@ from infer.server.errors import ApiError
 from infer.server.text import as_event
 
 T = TypeVar("T")
+LINGER_S = 0.5  # for what a client goes on sending
 ABORT = "infer.abort"  # in a scope: ends the connection at once
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies hand events on as they come
@@ -23,20 +24,25 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies h
 
 async def read_all(request: Request, most: int, seconds: float) -> bytes:
     """The body, if it is not too large, and comes in time."""
-    too_large = ApiError(413, f"the body is larger than {most:,} bytes", headers={"Connection": "close"})
+    body, ends = bytearray(), asyncio.get_running_loop().time() + seconds
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > most:
-        raise too_large
-    body = bytearray()
+    too_large = length.isdecimal() and int(length) > most
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout_at(ends) as patience:
             async for part in request.stream():
-                body += part
+                if not too_large:
+                    body += part
                 if len(body) > most:
-                    raise too_large
+                    too_large = True
+                if too_large:  # a client that is still sending would not see the answer
+                    patience.reschedule(min(ends, asyncio.get_running_loop().time() + LINGER_S))
+                    body.clear()
     except TimeoutError:
-        message = f"the body did not arrive within {seconds:g} seconds"
-        raise ApiError(408, message, headers={"Connection": "close"}) from None
+        if not too_large:
+            message = f"the body did not arrive within {seconds:g} seconds"
+            raise ApiError(408, message, headers={"Connection": "close"}) from None
+    if too_large:
+        raise ApiError(413, f"the body is larger than {most:,} bytes", headers={"Connection": "close"})
     return bytes(body)
 
 
@@ -75,7 +81,7 @@ class EventStream(Response):
         write_seconds: float,
     ) -> None:
         """held: left when it is over. failed: what the client is told of an error on the way."""
-        self.status_code, self.background, self.body = 200, None, b""
+        self.status_code, self.background = 200, None
         self.media_type = "text/event-stream"
         self.init_headers(_HEADERS)
         self._events, self._handle, self._held, self._failed = events, handle, held, failed

@@ -61,7 +61,7 @@ def finish_reason(reason: str | None) -> str | None:
 
 
 def usage_of(
-    results: Sequence[GenerationResult], prompts: Sequence[int], reasoning: int | None = None
+    results: Sequence[GenerationResult], prompts: Sequence[int] = (0,), reasoning: int | None = None
 ) -> dict[str, Any]:
     """prompts: of each prompt, the number of its first text."""
     prompt = sum(results[i].prompt_tokens for i in prompts)

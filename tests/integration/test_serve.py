@@ -1,0 +1,349 @@
+"""The server as its clients see it: OpenAI's own client, and such as break off, stall and send garbage."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from commands import CONTEXT, folder, plain  # noqa: F401
+from openai import OpenAI
+from serving import Running, running, until
+
+from infer import LLM, GenerationResult, SamplingParams
+from infer.backend.cpu.backend import CpuBackend
+
+PROMPT = "hello the"
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:  # noqa: F811
+    with running(lambda: LLM(folder, cache_memory=10**7)) as found:
+        yield found
+        until(found.idle)
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[OpenAI]:
+    with server.openai() as client:
+        yield client
+
+
+def alone(server: Running, prompt: Any, **settings: Any) -> GenerationResult:
+    return server.service.llm.generate(prompt, SamplingParams(**settings))
+
+
+class TestCompletions:
+    def test_text(self, server: Running, client: OpenAI) -> None:
+        answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, temperature=0)
+        expected = alone(server, PROMPT, max_new_tokens=12)
+        assert answer.choices[0].text == expected.text
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (expected.prompt_tokens, 12)
+
+    def test_sampled(self, server: Running, client: OpenAI) -> None:
+        settings: Any = {"temperature": 1.0, "seed": 7, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.1}
+        answer = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=20, logit_bias={"70": 5}, stop=["qq"], n=3, **settings
+        )
+        expected = alone(server, PROMPT, max_new_tokens=20, logit_bias={70: 5.0}, stop=["qq"], n=3, **settings)
+        assert [choice.text for choice in answer.choices] == [each.text for each in expected]  # type: ignore[attr-defined]
+
+    def test_stream(self, server: Running, client: OpenAI) -> None:
+        stream = client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == (
+            alone(server, PROMPT, max_new_tokens=12).text
+        )
+        assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 12
+        assert not chunks[-1].choices
+
+    def test_several_prompts(self, server: Running, client: OpenAI) -> None:
+        prompts = ["hello", "the sea", "a"]
+        answer = client.completions.create(model="tiny", prompt=prompts, max_tokens=6, temperature=0, n=2)
+        texts = [alone(server, prompt, max_new_tokens=6).text for prompt in prompts]
+        assert [choice.text for choice in answer.choices] == [text for text in texts for _ in range(2)]
+        assert [choice.index for choice in answer.choices] == list(range(6))
+        ids = [server.service.llm.encode(prompt) for prompt in prompts]
+        again = client.completions.create(model="tiny", prompt=ids, max_tokens=6, temperature=0)
+        assert [choice.text for choice in again.choices] == texts
+
+    def test_logprobs(self, server: Running, client: OpenAI) -> None:
+        answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=3)
+        expected = alone(server, PROMPT, max_new_tokens=6, logprobs=3)
+        found = answer.choices[0].logprobs
+        assert found is not None
+        assert expected.logprobs is not None
+        assert found.token_logprobs == [each.logprob for each in expected.logprobs]
+        assert found.top_logprobs is not None
+        assert [len(top) for top in found.top_logprobs] == [3] * 6
+        assert "".join(found.tokens or []) == answer.choices[0].text
+        assert found.text_offset is not None
+        assert found.text_offset[1] == len((found.tokens or [""])[0])
+
+    def test_echo_scores_a_text(self, server: Running, client: OpenAI) -> None:
+        """As lm-eval asks for it."""
+        answer = client.completions.create(
+            model="tiny", prompt=server.service.llm.encode(PROMPT), max_tokens=0, echo=True, logprobs=1, temperature=0
+        )
+        score = server.service.llm.score(PROMPT)
+        found = answer.choices[0].logprobs
+        assert found is not None
+        assert found.token_logprobs == [None if each is None else each.logprob for each in score.logprobs]
+        assert answer.choices[0].text == server.service.tokenizer.decode(score.token_ids, skip_special_tokens=False)
+
+    def test_under_load(self, server: Running, client: OpenAI) -> None:
+        """The same text and log-probabilities, whatever runs beside it."""
+        settings: Any = {"model": "tiny", "max_tokens": 24, "temperature": 0.9, "logprobs": 2}
+
+        def ask(i: int) -> Any:
+            choice = client.completions.create(prompt=f"{PROMPT} {i % 5}", seed=i, **settings).choices[0]
+            return choice.text, choice.logprobs
+
+        one_by_one = [ask(i) for i in range(24)]
+        with ThreadPoolExecutor(12) as pool:
+            assert list(pool.map(ask, range(24))) == one_by_one
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("change", "param", "words"),
+        [
+            ({"max_tokens": "7"}, "max_tokens", "integer"),
+            ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+            ({"temperature": 3}, "temperature", "less than or equal to 2"),
+            ({"top_p": 0}, "top_p", "greater than 0"),
+            ({"suffix": "x"}, "suffix", "not supported"),
+            ({"best_of": 3}, "best_of", "not supported"),
+            ({"strange": 1}, "strange", "unknown parameter"),
+            ({"prompt": []}, "prompt", "at least 1"),
+            ({"prompt": [10**6]}, None, "outside the vocabulary"),
+            ({"n": 99}, "n", "too many"),
+            ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+            ({"logit_bias": {"999999": 1}}, None, "outside the vocabulary"),
+            ({"max_tokens": 10**6}, "prompt", "is the most here"),
+            ({"stop": [""]}, "stop[0]", "at least 1"),
+        ],
+        ids=str,
+    )
+    def test_what_is_wrong(self, change: dict[str, Any], param: str | None, words: str, server: Running) -> None:
+        answer = server.post("/v1/completions", {"model": "tiny", "prompt": PROMPT} | change)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert (error["param"] or "").startswith(param or "")
+        assert words in error["message"]
+
+    def test_no_such_model(self, client: OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError) as error:
+            client.completions.create(model="other", prompt="x")
+        assert error.value.code == "model_not_found"
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        assert client.models.retrieve("tiny").id == "tiny"
+
+    @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"a": NaN}', b"\xff\xfe", b"[" * 100_000], ids=repr)
+    def test_no_json(self, body: bytes, server: Running) -> None:
+        answer = httpx.post(f"{server.url}/v1/completions", content=body)
+        assert answer.status_code == 400
+        assert "JSON" in answer.json()["error"]["message"]
+
+    def test_no_such_path(self, server: Running) -> None:
+        assert httpx.get(f"{server.url}/v2/else").json()["error"]["type"] == "not_found_error"
+        assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+
+    def test_too_large_a_body(self, server: Running) -> None:
+        most = server.service.settings.max_body
+        assert httpx.post(f"{server.url}/v1/completions", content=b" " * (most + 1)).status_code == 413
+
+        def endless() -> Iterator[bytes]:
+            while True:
+                yield b" " * 65536
+
+        with suppress(httpx.TransportError):  # closed while it was still sending
+            assert httpx.post(f"{server.url}/v1/completions", content=endless()).status_code == 413
+
+
+def test_tokens(server: Running) -> None:
+    found = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True}).json()
+    assert found["tokens"] == server.service.llm.encode(PROMPT)
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    text = server.post("/detokenize", {"tokens": found["tokens"][1:]}).json()["prompt"]
+    assert text == PROMPT
+    assert server.post("/detokenize", {"tokens": [10**9]}).status_code == 400
+    chat = server.post("/tokenize", {"messages": MESSAGES}).json()
+    assert chat["tokens"] == server.service.tokenizer.encode_chat(MESSAGES)
+
+
+def test_metrics_and_health(server: Running, client: OpenAI) -> None:
+    client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3)
+    text = httpx.get(f"{server.url}/metrics").text
+    for name in ("num_requests_running", "generation_tokens_total", "time_to_first_token_seconds_count"):
+        assert f"\ninfer:{name}" in text
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+@pytest.fixture(scope="module")
+def locked(folder: Path) -> Iterator[Running]:  # noqa: F811
+    with running(lambda: LLM(folder, cache_memory=10**6), api_keys=frozenset({"one", "two"})) as found:
+        yield found
+
+
+class TestKeys:
+    def test_needed(self, locked: Running) -> None:
+        with locked.openai("three") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        for path in ("/", "/v1/models", "/metrics", "/openapi.json", "/nowhere"):
+            assert httpx.get(locked.url + path).status_code == 401
+        assert httpx.get(f"{locked.url}/health").status_code == 200
+
+    @pytest.mark.parametrize("key", ["one", "two"])
+    def test_known(self, key: str, locked: Running) -> None:
+        with locked.openai(key) as client:
+            assert client.models.retrieve("tiny").id == "tiny"
+        assert httpx.get(f"{locked.url}/v1/models", auth=("anybody", key)).status_code == 200
+
+
+LONG = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
+
+
+class TestClientsThatMisbehave:
+    def test_gone_while_it_streams(self, server: Running) -> None:
+        for _ in range(3):
+            connection = server.begin("/v1/completions", LONG)
+            assert connection.recv(100)
+            connection.close()
+        until(server.idle)
+
+    def test_gone_while_it_waits(self, server: Running) -> None:
+        connection = server.begin("/v1/completions", LONG | {"stream": False})
+        until(lambda: server.service.llm.stats().running == 1)
+        connection.close()
+        until(server.idle)
+
+    def test_half_a_body(self, server: Running) -> None:
+        connection = server.connect()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.close()
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+    @pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"\0" * 10_000])
+    def test_garbage(self, data: bytes, server: Running) -> None:
+        connection = server.connect()
+        connection.sendall(data)
+        connection.settimeout(5)
+        try:
+            answer = connection.recv(1000)
+        except ConnectionResetError:
+            answer = b""
+        assert not answer or answer.startswith(b"HTTP/1.1 400")
+        connection.close()
+
+    def test_slow(self, folder: Path) -> None:  # noqa: F811
+        """A body that does not come, a request that does not come, and a reader that does not read."""
+        with running(lambda: LLM(folder, cache_memory=10**7), read_seconds=0.5, write_seconds=0.5) as server:
+            silent, halting = server.connect(), server.connect()
+            halting.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            assert b"408" in halting.recv(1000)
+            assert silent.recv(1000) == b""
+            reading = server.begin("/v1/completions", LONG | {"n": 32, "logprobs": 20, "max_tokens": 240})
+            reading.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            until(server.idle)
+            for connection in (silent, halting, reading):
+                connection.close()
+
+    def test_too_many_connections(self, folder: Path) -> None:  # noqa: F811
+        with running(lambda: LLM(folder, cache_memory=10**6), max_connections=3) as server:
+            few = [server.connect() for _ in range(3)]
+            until(lambda: len(server.server.server_state.connections) == 3)
+            more = server.connect()
+            assert more.recv(1000).startswith(b"HTTP/1.1 503")
+            for connection in (*few, more):
+                connection.close()
+            until(lambda: not server.server.server_state.connections)
+            assert httpx.get(f"{server.url}/health").status_code == 200
+
+    def test_a_full_queue(self, folder: Path) -> None:  # noqa: F811
+        with running(lambda: LLM(folder, cache_memory=10**6, max_rows=1), max_waiting=1) as server:
+            two = [server.begin("/v1/completions", LONG) for _ in range(2)]
+            until(lambda: server.service.texts == 2)
+            answer = server.post("/v1/completions", LONG)
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "1"
+            for connection in two:
+                connection.close()
+            until(server.idle)
+            assert server.post("/v1/completions", LONG | {"max_tokens": 1, "stream": False}).status_code == 200
+
+
+class TestItsEnd:
+    def test_what_runs_is_finished(self, folder: Path) -> None:  # noqa: F811
+        with running(lambda: LLM(folder, cache_memory=10**6)) as server:
+            connection = server.begin("/v1/completions", LONG)
+            connection.recv(10)
+            server.server.end()
+            data = b""
+            while part := connection.recv(65536):
+                data += part
+            assert b"data: [DONE]" in data
+            connection.close()
+        assert server.status == 0
+
+    def test_an_engine_that_fails(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        with running(lambda: LLM(folder, cache_memory=10**6)) as server:
+            self.break_it(server, monkeypatch)
+            until(lambda: server.status is not None)
+        assert server.status == 1
+
+    def test_another_engine(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        with running(lambda: LLM(folder, cache_memory=10**6), renews=True) as server:
+            with monkeypatch.context() as patch:
+                self.break_it(server, patch)
+            until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+            assert server.post("/v1/completions", {"model": "tiny", "prompt": PROMPT}).status_code == 200
+        assert server.status == 0
+
+    def break_it(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("a device, at /secret/path")
+
+        monkeypatch.setattr(CpuBackend, "run", broken)
+        answer = server.post("/v1/completions", {"model": "tiny", "prompt": PROMPT})
+        assert answer.status_code == 503
+        assert "secret" not in answer.text
+        assert httpx.get(f"{server.url}/health").json()["status"] == "failed"
+
+    def test_a_process(self, folder: Path) -> None:  # noqa: F811
+        """As a user would: started, asked, and ended by SIGTERM in the middle of a text."""
+        command = [sys.executable, "-c", "from infer.cli import main; main()", "serve", str(folder), "--port", "0"]
+        with subprocess.Popen([*command, "--cache-memory", "1MB"], stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            url = line.split(" at ")[1].split("/v1")[0]
+            body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                assert list(lines)[-2:] == ["data: [DONE]", ""]
+            assert process.wait(30) == 0
+            assert process.stderr.read() == ""
