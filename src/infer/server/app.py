@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.server.bodies import Detokenize, Tokenize, read_body
+from infer.server.chat import ChatCompletions
 from infer.server.completions import Completions
 from infer.server.errors import ApiError, refused
 from infer.server.openapi import document
@@ -59,6 +60,7 @@ def routes(service: Service) -> list[BaseRoute]:
         Route("/v1/models", other.models),
         Route("/v1/models/{name:path}", other.model),
         Route("/v1/completions", Completions(service).__call__, methods=["POST"]),
+        Route("/v1/chat/completions", ChatCompletions(service).__call__, methods=["POST"]),
         Route("/tokenize", other.tokenize, methods=["POST"]),
         Route("/detokenize", other.detokenize, methods=["POST"]),
         Route("/health", other.health),

@@ -12,6 +12,7 @@ from infer.server import bodies
 REF = "#/components/schemas/{model}"
 POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
     "/v1/completions": (bodies.Completion, "The text that follows a prompt.", True),
+    "/v1/chat/completions": (bodies.ChatCompletion, "The answer to a chat's messages.", True),
     "/tokenize": (bodies.Tokenize, "The tokens of a text, or of a chat.", False),
     "/detokenize": (bodies.Detokenize, "The text of tokens.", False),
 }

@@ -1,0 +1,237 @@
+"""/v1/chat/completions: the answer to a chat's messages."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.engine.llm import Handle
+from infer.engine.logprobs import TokenLogprobs
+from infer.engine.params import SamplingParams
+from infer.engine.result import GeneratedToken, GenerationResult
+from infer.server.bodies import ChatCompletion, read_body
+from infer.server.errors import refused
+from infer.server.formats import format_of, tool_schema
+from infer.server.messages import for_template
+from infer.server.parser import Content, Delta, Parser, Reasoning, ToolCall
+from infer.server.service import Service
+from infer.server.streams import EventStream, quietly_closed, read_all, result_of
+from infer.server.text import DONE, as_event, as_json
+from infer.server.tokens import chat_logprobs, finish_reason, usage_of
+
+OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}  # variables that no client may set
+
+
+class ChatCompletions:
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.format = format_of(service.tokenizer.chat_template)
+
+    async def __call__(self, request: Request) -> Response:
+        service, settings = self.service, self.service.settings
+        body = read_body(ChatCompletion, await read_all(request, settings.max_body, settings.read_seconds))
+        service.check_model(body.model)
+        tools = self._tools(body)
+        prompt = await asyncio.to_thread(self._prompt, body, tools)
+        end = service.tokenizer.decode(prompt[-8:], skip_special_tokens=False)
+        thinks = self.format.starts_thinking(end)
+        params = self._params(body, prompt, self._constraint(body, tools, thinks))
+        with ExitStack() as stack:
+            stack.enter_context(service.room_for(params.n))
+            handle = service.submit([prompt], params, body.priority)
+            parsers = [
+                Parser(self.format, tools=bool(tools), thinking=True, starts_thinking=thinks) for _ in range(params.n)
+            ]
+            answer = _Answer(service, body, parsers)
+            if body.stream:
+                return EventStream(answer.events(handle), handle, stack.pop_all(), service.told, settings.write_seconds)
+            whole = await result_of(handle, request, answer.whole)
+        return quietly_closed() if whole is None else Response(as_json(whole), media_type="application/json")
+
+    def _tools(self, body: ChatCompletion) -> list[dict[str, Any]]:
+        """Those that may be called, as templates take them."""
+        if not body.tools:
+            if body.tool_choice not in (None, "none", "auto"):
+                raise refused("tool_choice needs tools", "tool_choice")
+            return []
+        if body.tool_choice == "none":
+            return []
+        if self.format.tools is None:
+            raise refused("this model's chat template knows no tools", "tools", "unsupported_parameter")
+        return [tool.model_dump(exclude_none=True) for tool in body.tools]
+
+    def _prompt(self, body: ChatCompletion, tools: Sequence[dict[str, Any]]) -> list[int]:
+        """The tokens of the chat, by the model's own template."""
+        variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if taken := OURS & variables.keys():
+            raise refused(f"{min(taken)} is not the client's to set", "chat_template_kwargs")
+        if body.reasoning_effort is not None:
+            if self.format.reasoning is None:
+                raise refused("this model does not reason", "reasoning_effort", "unsupported_parameter")
+            variables.setdefault("enable_thinking", body.reasoning_effort != "none")
+        if tools:
+            variables["tools"] = tools
+        try:
+            return list(self.service.tokenizer.encode_chat(for_template(body.messages), **variables))
+        except ValueError as error:
+            raise refused(str(error), "messages") from None
+
+    def _params(self, body: ChatCompletion, prompt: Sequence[int], constraint: dict[str, Any]) -> SamplingParams:
+        if body.top_logprobs is not None and not body.logprobs:
+            raise refused("top_logprobs needs logprobs: true", "top_logprobs")
+        return body.settings(
+            max_new_tokens=self.service.room(prompt, body.most_tokens, "messages"),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            **constraint,
+        )
+
+    def _constraint(self, body: ChatCompletion, tools: Sequence[dict[str, Any]], thinks: bool) -> dict[str, Any]:
+        """What the answer has to match, as an argument of `SamplingParams`."""
+        found: dict[str, Any] = {}
+        wanted = body.response_format
+        if wanted is not None and wanted.type == "json_object":
+            found["json_schema"] = {"type": "object"}
+        elif wanted is not None and wanted.type == "json_schema":
+            if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+                raise refused("response_format.json_schema needs a schema", "response_format")
+            found["json_schema"] = wanted.json_schema.schema_
+        choice = body.tool_choice
+        if tools and choice is not None:
+            parallel = body.parallel_tool_calls is not False
+            named = choice if isinstance(choice, str) else choice.model_dump()
+            try:
+                grammar = tool_schema(
+                    self.format, tools, named, parallel=parallel, thinking=True, starts_thinking=thinks
+                )
+            except ValueError as error:
+                raise refused(str(error), "tool_choice") from None
+            found |= grammar or {}
+        if len(found) + (body.regex is not None) + (body.grammar is not None) > 1:
+            raise refused("a text can have one constraint: response_format, tool_choice, regex or grammar")
+        return found
+
+
+class _Choice:
+    """One text of an answer, as it grows."""
+
+    def __init__(self, parser: Parser) -> None:
+        self.parser, self.calls = parser, False
+        self.reasoned = 0  # tokens
+        self.logprobs: list[TokenLogprobs] = []  # of tokens whose text is yet to come
+
+    def read(self, text: str, last: bool) -> list[Delta]:
+        found = self.parser.feed(text)
+        if last:
+            found = [*found, *self.parser.finish()]
+        self.calls = self.calls or any(isinstance(each, ToolCall) for each in found)
+        return found
+
+    def ended(self, reason: str | None) -> str | None:
+        reason = finish_reason(reason)
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+
+class _Answer:
+    """What a client is sent for one request."""
+
+    def __init__(self, service: Service, body: ChatCompletion, parsers: Sequence[Parser]) -> None:
+        self.service, self.body = service, body
+        self.choices = [_Choice(parser) for parser in parsers]
+        self.head = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": body.model,
+        }
+
+    def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        choices = [self._choice(index, result) for index, result in enumerate(results)]
+        return {**self.head, "choices": choices, "usage": self._usage(results)}
+
+    def _choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
+        choice = self.choices[index]
+        found = choice.read(result.text, last=True)
+        content = "".join(each.text for each in found if isinstance(each, Content))
+        reasoning = "".join(each.text for each in found if isinstance(each, Reasoning))
+        calls = _calls([each for each in found if isinstance(each, ToolCall)])
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+            "refusal": None,
+        }
+        if reasoning:
+            message["reasoning"] = reasoning
+            choice.reasoned = len(self.service.tokenizer.encode(reasoning, add_special_tokens=False))
+        if calls:
+            message["tool_calls"] = calls
+        logprobs = None if result.logprobs is None else self._logprobs(result.logprobs)
+        reason = choice.ended(result.finish_reason)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return {"content": chat_logprobs(found, self.service.text_of), "refusal": None}
+
+    def _usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        for result in results:
+            self.service.metrics.count(result)
+        return usage_of(results, reasoning=sum(choice.reasoned for choice in self.choices))
+
+    async def events(self, handle: Handle) -> AsyncIterator[bytes]:
+        opening = {"role": "assistant", "content": "", "refusal": None}
+        yield b"".join(self._chunk(index, opening) for index in range(len(self.choices)))
+        async for pieces in handle.arrivals():
+            if data := b"".join(self._piece(piece) for piece in pieces):
+                yield data
+        usage = self._usage(handle.results())
+        if self.body.usage_at_the_end:
+            yield as_event({**self.head, "choices": [], "usage": usage})
+        yield DONE
+
+    def _piece(self, piece: GeneratedToken) -> bytes:
+        choice, index = self.choices[piece.index], piece.index
+        if piece.logprobs is not None:
+            choice.logprobs.append(piece.logprobs)
+        chunks = []
+        for delta in choice.read(piece.text, last=piece.finish_reason is not None):
+            choice.reasoned += isinstance(delta, Reasoning)
+            chunks.append(self._chunk(index, _delta(delta), choice.logprobs))
+            choice.logprobs = []
+        if piece.finish_reason is not None:
+            chunks.append(self._chunk(index, {}, choice.logprobs, choice.ended(piece.finish_reason)))
+        return b"".join(chunks)
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], logprobs: Sequence[TokenLogprobs] = (), reason: str | None = None
+    ) -> bytes:
+        found = self._logprobs(logprobs) if logprobs else None
+        choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": reason}
+        usage = {"usage": None} if self.body.usage_at_the_end else {}
+        return as_event({**self.head, "choices": [choice], **usage})
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if isinstance(delta, Reasoning):
+        return {"reasoning": delta.text}
+    if isinstance(delta, Content):
+        return {"content": delta.text}
+    call: dict[str, Any] = {"index": delta.index, "function": {"arguments": delta.arguments}}
+    if delta.id is not None:
+        call |= {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": delta.arguments}}
+    return {"tool_calls": [call]}
+
+
+def _calls(pieces: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Whole calls, of their pieces."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.id is not None:
+            calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
+        calls[piece.index]["function"]["arguments"] += piece.arguments
+    return calls
