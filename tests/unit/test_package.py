@@ -57,7 +57,11 @@ LAYERS = {
     "trace": {"machine", "values", "config", "nn", "cache"},
     "engine": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "loader"},
     "evaluate": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine"},
-    "cli": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"},
+    "server": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
+    "cli": {
+        *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"),
+        "server",
+    },
     "compat": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
 }
 # Compilers of kernels, and who may use them.
