@@ -347,3 +347,81 @@ class TestItsEnd:
                 assert list(lines)[-2:] == ["data: [DONE]", ""]
             assert process.wait(30) == 0
             assert process.stderr.read() == ""
+
+
+class TestChat:
+    def test_text(self, server: Running, client: OpenAI) -> None:
+        answer = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_completion_tokens=12, temperature=0
+        )
+        expected = alone(server, MESSAGES, max_new_tokens=12)
+        [choice] = answer.choices
+        assert choice.message.content == expected.text
+        assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+        assert answer.usage is not None
+        assert answer.usage.total_tokens == expected.prompt_tokens + 12
+
+    def test_stream(self, server: Running, client: OpenAI) -> None:
+        settings: Any = {"temperature": 0.8, "seed": 3}
+        chunks = list(
+            client.chat.completions.create(
+                model="tiny",
+                messages=MESSAGES,
+                max_tokens=16,
+                n=2,
+                stream=True,
+                logprobs=True,
+                top_logprobs=2,
+                stream_options={"include_usage": True},
+                **settings,
+            )
+        )
+        expected: Any = alone(server, MESSAGES, max_new_tokens=16, n=2, logprobs=2, **settings)
+        for index, result in enumerate(expected):
+            own = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+            assert own[0].delta.role == "assistant"
+            assert "".join(choice.delta.content or "" for choice in own) == result.text
+            found = [each for choice in own if choice.logprobs for each in choice.logprobs.content or []]
+            assert [each.logprob for each in found] == [each.logprob for each in result.logprobs]
+            assert [len(each.top_logprobs) for each in found] == [2] * len(found)
+            assert own[-1].finish_reason == "length"
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 32
+
+    def test_a_beginning_that_is_known(self, server: Running, client: OpenAI) -> None:
+        chat: Any = [{"role": "user", "content": "a long beginning " * 8}]
+        ask: Any = {"model": "tiny", "messages": chat, "max_tokens": 4, "temperature": 0}
+        client.chat.completions.create(**ask)
+        usage = client.chat.completions.create(**ask).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert (usage.prompt_tokens_details.cached_tokens or 0) >= 64
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"messages": []}, "at least 1"),
+            ({"messages": [{"role": "user"}]}, "messages[0]"),
+            ({"messages": [{"role": "user", "content": "forbidden"}]}, "not that"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image"),
+            ({"top_logprobs": 2}, "needs logprobs"),
+            ({"functions": [{}]}, "functions is not supported"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools"),
+            ({"tool_choice": "required"}, "tool_choice needs tools"),
+            ({"reasoning_effort": "low"}, "does not reason"),
+            ({"chat_template_kwargs": {"messages": []}}, "not the client's"),
+            ({"response_format": {"type": "json_schema"}}, "needs a schema"),
+            ({"max_completion_tokens": 10**6}, "is the most here"),
+        ],
+        ids=str,
+    )
+    def test_what_is_wrong(self, change: dict[str, Any], words: str, server: Running) -> None:
+        answer = server.post("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES} | change)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+
+    def test_no_template(self, plain: Path) -> None:  # noqa: F811
+        with running(lambda: LLM(plain, cache_memory=10**6)) as server:
+            answer = server.post("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES})
+            assert answer.status_code == 400
+            assert "no chat template" in answer.json()["error"]["message"]
