@@ -160,7 +160,11 @@ class Other:
         try:
             service.check_open()
         except ApiError as error:
-            return _json({"status": "failed" if service.failure else "draining", **error.body}, error.status)
+            failure = service.failure
+            status = (
+                {"status": "draining"} if failure is None else {"status": "failed", "reason": type(failure).__name__}
+            )
+            return _json({**status, **error.body}, error.status)
         return _json({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:

@@ -13,11 +13,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from infer.server.app import make_app
 from infer.server.errors import ApiError
-from infer.server.service import Service
+from infer.server.service import Service, log_error
 from infer.server.streams import ABORT
 
 LOOK_S = 0.25  # how often the engine is asked whether it is well
-logger = logging.getLogger("infer.server")
+
+# Garbage from clients is no news, and what goes wrong is told by `log_error`.
+logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -85,13 +87,13 @@ class Server(uvicorn.Server):
         while True:
             await asyncio.sleep(LOOK_S)
             if service.failure is not None:
-                logger.error("the engine has failed: %s", service.failure)
+                log_error(service.failure)
                 if not service.renews:
                     break
                 try:
                     await asyncio.to_thread(service.renew)
                 except Exception as error:
-                    logger.error("it could not be made anew: %s", error)
+                    log_error(error)
                     break
         self.end()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -113,7 +115,7 @@ class Service:
             return ApiError(503, "no memory is left for this text", code="no_memory")
         if self.failure is not None:
             return ApiError(503, "the engine has failed", code="engine_failed")
-        logger.error("an error that was not expected", exc_info=error)
+        log_error(error)
         return ApiError(500, "something unexpected has happened", code="internal_error")
 
     def card(self) -> dict[str, Any]:
@@ -126,6 +128,16 @@ class Service:
             "max_model_len": self.longest,
             "chat": self.tokenizer.chat_template is not None,
         }
+
+
+def log_error(error: BaseException) -> None:
+    """What nobody has expected, for whoever runs the server. Paths and texts are left out unless they are asked for."""
+    if os.environ.get("INFER_TRACEBACK") == "1":
+        logger.error("something unexpected", exc_info=error)
+        return
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].name}, line {frames[-1].lineno}" if frames else ""
+    logger.error("%s%s (INFER_TRACEBACK=1 shows more)", type(error).__name__, where)
 
 
 def _longest(llm: LLM) -> int:
