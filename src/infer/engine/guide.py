@@ -102,7 +102,7 @@ class Vocabulary:
         if kind == "json_schema":
             grammar = f"start: %json {_bounded(text)}"
         elif kind == "regex":
-            grammar = f"start: /{llguidance.regex_to_lark(text, '')}/"
+            grammar = f"start: /{llguidance.regex_to_lark(text, 'd')}/"  # in which \d is 0 to 9
         else:
             grammar = text
         grammar += f"\n{OPTIONS}"
