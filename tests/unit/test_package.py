@@ -66,7 +66,18 @@ LAYERS = {
 }
 # Compilers of kernels, and who may use them.
 COMPILERS = {"numba": "backend/cpu", "llvmlite": "backend/cpu", "triton": "backend/gpu"}
-HEAVY = ["gguf", "typer", "rich", "huggingface_hub", "jinja2", "matplotlib", "numba", "triton", "transformers"]
+HEAVY = [
+    "gguf",
+    "typer",
+    "rich",
+    "huggingface_hub",
+    "jinja2",
+    "llguidance",
+    "matplotlib",
+    "numba",
+    "triton",
+    "transformers",
+]
 
 
 def sources() -> list[Path]:
