@@ -310,27 +310,28 @@ class TestItsEnd:
 
     def test_an_engine_that_fails(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
         with running(lambda: LLM(folder, cache_memory=10**6)) as server:
-            self.break_it(server, monkeypatch)
+            self.break_once(server, monkeypatch)
             until(lambda: server.status is not None)
         assert server.status == 1
 
     def test_another_engine(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
         with running(lambda: LLM(folder, cache_memory=10**6), renews=True) as server:
-            with monkeypatch.context() as patch:
-                self.break_it(server, patch)
+            self.break_once(server, monkeypatch)
             until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
             assert server.post("/v1/completions", {"model": "tiny", "prompt": PROMPT}).status_code == 200
         assert server.status == 0
 
-    def break_it(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_once(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = CpuBackend.run
+
         def broken(*_: Any) -> Any:
+            monkeypatch.setattr(CpuBackend, "run", run)
             raise RuntimeError("a device, at /secret/path")
 
         monkeypatch.setattr(CpuBackend, "run", broken)
         answer = server.post("/v1/completions", {"model": "tiny", "prompt": PROMPT})
         assert answer.status_code == 503
         assert "secret" not in answer.text
-        assert httpx.get(f"{server.url}/health").json()["status"] == "failed"
 
     def test_a_process(self, folder: Path) -> None:  # noqa: F811
         """As a user would: started, asked, and ended by SIGTERM in the middle of a text."""
