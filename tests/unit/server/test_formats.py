@@ -213,7 +213,12 @@ class TestHermes:
 
     def test_call_behind_a_broken_one(self) -> None:
         good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-        for broken in ('<tool_call>{"a": "b</tool_call>', "<tool_call>", '<tool_call>{"a": 1}</tool_call>'):
+        for broken in (
+            '<tool_call>{"a": "b</tool_call>',
+            "<tool_call>",
+            '<tool_call>{"a": 1}</tool_call>',
+            '<tool_call>{"name": "g", "arguments": {}} and',
+        ):
             assert parse(QWEN, f"{broken}\n{good}") == [Content(broken), *call(0, "f", "{}")]
 
     def test_off(self) -> None:
@@ -244,6 +249,7 @@ class TestLlama:
             '{"name": "a", "parameters": {}} is how.',
             '{"name": "a", "parameters": {}}; {"x": 1}',
             '{"answer": 4}',
+            '{"answer": 4}<|python_tag|>{"name": "a", "parameters": {}}',
             "{x} is a set",
             '{"name": "a", "parameters": {',
             '\n<|python_tag|>brave_search.call(query="Bern")',
