@@ -323,7 +323,7 @@ def around(parts: list[Delta]) -> str:
 
 
 class TestAnyCut:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(answers, st.data(), st.sampled_from(FORMATS), st.booleans(), st.booleans())
     def test_same_parts(self, text: str, data: st.DataObject, format: Format, tools: bool, starts: bool) -> None:
         whole = parse(format, text, tools=tools, starts=starts)
@@ -332,14 +332,14 @@ class TestAnyCut:
         assert parse(format, *pieces, tools=tools, starts=starts) == whole
         assert parse(format, *text, tools=tools, starts=starts) == whole
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(answers, st.sampled_from(FORMATS), st.booleans())
     @example('<tool_call>{"name": "f", "arguments": {}}</tool', QWEN, False)
     def test_nothing_is_lost(self, text: str, format: Format, starts: bool) -> None:
         parts = parse(format, text, starts=starts)
         assert re.fullmatch(around(parts), text), parts
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(answers, st.sampled_from(FORMATS))
     @example('<think>\n{"name": "f", "arguments": {}}', QWEN)
     def test_content_is_unchanged(self, text: str, format: Format) -> None:
@@ -350,7 +350,7 @@ class TestAnyCut:
         if not any(isinstance(part, ToolCall) for part in parts):
             assert parts == expected
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(
         st.text("ab<\n ", max_size=8),
         st.lists(
@@ -375,24 +375,24 @@ class TestAnyCut:
         assert written == [json.dumps(arguments) for _, arguments in calls]
 
 
-MEGABYTE = 1_000_000
+MEGABYTE, LONG = 1_000_000, 400_000
 HOSTILE = {
     "<": "<" * MEGABYTE,
-    "space behind text": "a" + " " * MEGABYTE + "b",
-    "space first": " " * MEGABYTE,
-    "space in a call": "<tool_call>" + " " * MEGABYTE,
-    "space behind a call": '<tool_call>{"name": "f", "arguments": {}}' + "\n" * MEGABYTE + "x",
-    "openings": "<tool_call>" * (MEGABYTE // 11),
-    "pairs": "<tool_call></tool_call>" * (MEGABYTE // 23),
-    "openings in strings": '<tool_call>["' * (MEGABYTE // 13),
-    "openings in a list of strings": "<tool_call>[" + '"<tool_call>[",' * (MEGABYTE // 15),
-    "calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n' * (MEGABYTE // 54),
-    "calls without an end": "<tool_call>" + '{"name": "f", "arguments": {}}\n' * (MEGABYTE // 31) + "x",
-    "half a string": '<tool_call>{"name": "' + "a" * MEGABYTE,
-    "escapes": '<tool_call>{"name": "' + "\\" * MEGABYTE,
-    "brackets": "<tool_call>" + "[" * MEGABYTE,
-    "objects": '{"name":' * (MEGABYTE // 8),
-    "digits": '<tool_call>{"name": "f", "arguments": {"x": ' + "1" * MEGABYTE + "}}</tool_call>",
+    "space behind text": "a" + " " * LONG + "b",
+    "space first": " " * LONG,
+    "space in a call": "<tool_call>" + " " * LONG,
+    "space behind a call": '<tool_call>{"name": "f", "arguments": {}}' + "\n" * LONG + "x",
+    "openings": "<tool_call>" * (LONG // 11),
+    "pairs": "<tool_call></tool_call>" * (LONG // 23),
+    "openings in strings": '<tool_call>["' * (LONG // 13),
+    "openings in a list of strings": "<tool_call>[" + '"<tool_call>[",' * (LONG // 15),
+    "calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n' * (LONG // 54),
+    "calls without an end": "<tool_call>" + '{"name": "f", "arguments": {}}\n' * (LONG // 31) + "x",
+    "half a string": '<tool_call>{"name": "' + "a" * LONG,
+    "escapes": '<tool_call>{"name": "' + "\\" * LONG,
+    "brackets": "<tool_call>" + "[" * LONG,
+    "objects": '{"name":' * (LONG // 8),
+    "digits": '<tool_call>{"name": "f", "arguments": {"x": ' + "1" * LONG + "}}</tool_call>",
     "surrogates": "\ud800<tool_call>\udfff" * (MEGABYTE // 13),
 }
 
