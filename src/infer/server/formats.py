@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,34 +89,22 @@ def tool_schema(
     parallel: bool = True,
     thinking: bool = False,
     starts_thinking: bool = False,
-    token_id: Callable[[str], int | None] = lambda marker: None,
 ) -> dict[str, str] | None:
-    """What an answer has to match, as arguments of `SamplingParams`, so that it calls a tool; None if it need not.
+    """What an answer has to match, as an argument of `SamplingParams`, so that it calls a tool; None if it need not.
 
     choice: OpenAI's tool_choice. parallel: whether there may be several calls, where the format knows that; a named
-    function is called once. thinking: reasoning may stand first. token_id: the tokenizer's, because grammars match
-    tokens such as <tool_call> by id, never by their text.
+    function is called once. thinking, starts_thinking: as of the `Parser`; reasoning then stands first.
     """
     if choice in (None, "auto", "none"):
         return None
     if format.tools is None:
         raise ValueError("this model's chat template knows no tools")
     schemas = function_schemas(tools)
-    names = _chosen(schemas, choice)
+    schemas = {name: schemas[name] for name in _chosen(schemas, choice)}
     several = parallel and choice == "required" and format.tools.closing
-    thought = format.reasoning is not None and thinking
-    rules = [
-        "%llguidance {}",
-        f"start: {'thought? ' if thought else ''}call" + (r' ("\n" call)*' if several else ""),
-        _call_rule(format.tools, " | ".join(f"function_{i}" for i in range(len(names))), token_id),
-    ]
-    for i, name in enumerate(names):
-        # A rule for each function, and not one schema for all: the references in a schema begin at its root.
-        head = _quoted(f'{{"name": "{name}", "{format.tools.arguments}": ')
-        rules.append(f'function_{i}: {head} %json {json.dumps({**schemas[name], "x-guidance": _SPACING})} "}}"')
-    if thought and format.reasoning is not None:
-        rules += _thought_rules(*format.reasoning, starts_thinking, token_id)
-    return {"grammar": "\n".join(rules) + "\n"}
+    thought = _thought_rules(format.reasoning, starts_thinking) if format.reasoning and thinking else []
+    start = f"start: {'thought ' if thought else ''}call" + (r' ("\n" call)*' if several else "")
+    return {"grammar": "\n".join([start, *_call_rules(format.tools, schemas), *thought])}
 
 
 def _chosen(schemas: Mapping[str, Any], choice: Any) -> list[str]:
@@ -128,32 +116,29 @@ def _chosen(schemas: Mapping[str, Any], choice: Any) -> list[str]:
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     if not isinstance(function, Mapping):
         raise ValueError(f'tool_choice: must be "none", "auto", "required" or a function, not {shown(choice)}')
-    if function.get("name") not in schemas:
-        raise ValueError(f"tool_choice: there is no tool {shown(function.get('name'))}, only {', '.join(schemas)}")
-    return [function["name"]]
+    name = function.get("name")
+    if not isinstance(name, str) or name not in schemas:
+        raise ValueError(f"tool_choice: there is no tool {shown(name)}, only {', '.join(schemas)}")
+    return [name]
 
 
-def _call_rule(markers: ToolMarkers, functions: str, token_id: Callable[[str], int | None]) -> str:
-    if not markers.closing:
-        return f"call: {functions}"
-    opening, closing = (_terminal(marker, token_id) for marker in (markers.opening, markers.closing))
-    return rf'call: {opening} "\n" ({functions}) "\n" {closing}'
+def _call_rules(markers: ToolMarkers, schemas: Mapping[str, Any]) -> list[str]:
+    """Rules for one call of any of these functions. Each has its own, for references begin at the root of a schema."""
+    functions = " | ".join(f"function_{i}" for i in range(len(schemas)))
+    if markers.closing:
+        functions = rf'"{markers.opening}\n" ({functions}) "\n{markers.closing}"'
+    rules = [f"call: {functions}"]
+    for i, (name, schema) in enumerate(schemas.items()):
+        head = json.dumps(f'{{"name": "{name}", "{markers.arguments}": ')  # as Lark, too, writes strings
+        rules.append(f'function_{i}: {head} %json {json.dumps({**schema, "x-guidance": _SPACING})} "}}"')
+    return rules
 
 
-def _thought_rules(opening: str, closing: str, started: bool, token_id: Callable[[str], int | None]) -> list[str]:
-    """Any text up to the closing marker, which is a token or the first place that reads like it."""
-    first = "" if started else f"{_terminal(opening, token_id)} "
-    last = r"/\n{0,2}/"
-    if token_id(closing) is not None:
-        return [f"thought: {first}TEXT {_terminal(closing, token_id)} {last}", r"TEXT: /(?s:.*)/"]
-    return [f"thought: {first}until_closed {last}", f"until_closed[lazy]: TEXT {_quoted(closing)}", r"TEXT: /(?s:.*)/"]
-
-
-def _terminal(marker: str, token_id: Callable[[str], int | None]) -> str:
-    found = token_id(marker)
-    return _quoted(marker) if found is None else f"<[{found}]>"
-
-
-def _quoted(text: str) -> str:
-    """As a string of a Lark grammar, whose escapes are those of JSON."""
-    return json.dumps(text)
+def _thought_rules(markers: tuple[str, str], started: bool) -> list[str]:
+    """Rules for any text up to the closing marker; where the prompt has not opened it, there may be none."""
+    opening, closing = markers
+    end = r"until_closed /\n{0,2}/"
+    return [
+        f"thought: {end}" if started else f'thought: ("{opening}" {end})?',
+        f'until_closed[lazy]: /(?s:.*)/ "{closing}"',
+    ]

@@ -97,9 +97,11 @@ def _tool_call(call: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
 
 def _arguments(arguments: Any, where: str) -> dict[str, Any]:
     """As an object: templates of Qwen, Llama and Hermes write it themselves, and would write a text as a string."""
+    if arguments is None or arguments == "":  # how some clients write that there are none
+        return {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")  # some clients write nothing for no arguments
+            arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             raise ValueError(f"{where}: the arguments are not JSON: {shown(arguments)}") from None
     if not isinstance(arguments, dict):

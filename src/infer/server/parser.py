@@ -118,13 +118,12 @@ class Parser:
             return text[len(opening) :]
         if opening.startswith(text):
             self._tail = text
-        elif self._starts_thinking:
+            return ""
+        if self._starts_thinking:
             self._drop_space_then(self._reason)
-            return text
         else:
             self._read = self._answer
-            return text
-        return ""
+        return text
 
     def _reason(self, text: str) -> str:
         assert self._think is not None
