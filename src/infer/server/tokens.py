@@ -7,6 +7,8 @@ from typing import Any
 
 from infer.engine.logprobs import TokenLogprobs
 from infer.engine.result import GenerationResult
+from infer.loader.text_tokenizers import bytes_of
+from infer.loader.tokenizer import INCOMPLETE
 
 LEAST = -9999.0  # what OpenAI writes for a probability of 0: JSON has no infinity
 
@@ -24,13 +26,19 @@ class TokenTexts:
             text = self._known[token] = self._tokenizer.decode([token], skip_special_tokens=False)
         return text
 
+    def bytes(self, token: int) -> list[int]:
+        """A token may be a part of a character, which has no text of its own."""
+        text = self(token)
+        return list(
+            text.encode() if INCOMPLETE not in text else bytes_of(self._tokenizer.id_to_token(token) or "", text)
+        )
+
 
 def chat_logprobs(found: Iterable[TokenLogprobs], text_of: TokenTexts) -> list[dict[str, Any]]:
     """As in the choices of a chat completion."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = text_of(token)
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode())}
+        return {"token": text_of(token), "logprob": max(logprob, LEAST), "bytes": text_of.bytes(token)}
 
     return [
         {**entry(each.token_id, each.logprob), "top_logprobs": [entry(*other) for other in each.top]} for each in found
