@@ -58,6 +58,7 @@ LAYERS = {
     "engine": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "loader"},
     "evaluate": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine"},
     "cli": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"},
+    "server": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
     "compat": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
 }
 # Compilers of kernels, and who may use them.
