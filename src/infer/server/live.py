@@ -301,7 +301,7 @@ def _runs(values: Numbers) -> list[int]:
     """[value, times, value, times, ...]"""
     starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
     times = np.diff(np.append(starts, len(values)))
-    return np.stack([values[starts], times], axis=1).ravel().tolist()  # type: ignore[no-any-return]
+    return np.stack([values[starts], times], axis=1).ravel().tolist()
 
 
 @cache
@@ -336,7 +336,7 @@ def routes(llm: LLM, live: Live) -> list[Route]:
 async def _events(live: Live) -> AsyncIterator[str]:
     """Updates as server-sent events."""
     said = time.monotonic()
-    async with aclosing(live.updates()) as updates:
+    async with aclosing(live.updates()) as updates:  # type: ignore[type-var]
         async for update in updates:
             if len(update) > 1:
                 said = time.monotonic()

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,11 @@ class Letters:
 @pytest.fixture
 def llm(tiny_model: Callable[..., Decoder]) -> Iterator[LLM]:
     """Pages of 4 positions, 60 of them."""
-    yield from engine(tiny_model(), 60)
+    with engine(tiny_model(), 60) as llm:
+        yield llm
 
 
+@contextmanager
 def engine(model: Decoder, pages: int, **options: Any) -> Iterator[LLM]:
     size = CacheMemory(model, 10**6, page=4).pool.page_bytes
     with LLM(model, Letters(), memory=CacheMemory(model, pages * size, page=4), **options) as llm:
@@ -136,7 +139,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestRequests:
     def test_states(self, gate: Gate, tiny_model: Callable[..., Decoder]) -> None:
         """A prompt of 12 tokens in chunks of 5, then 4 tokens; what comes second waits for the only row."""
-        for slow in engine(tiny_model(), 60, max_rows=1, prefill_chunk=5):
+        with engine(tiny_model(), 60, max_rows=1, prefill_chunk=5) as slow:
 
             async def script(viewer: Viewer) -> None:
                 first, second = slow.submit("HELLO, WORLD", max_new_tokens=4), slow.submit("OTHER", max_new_tokens=1)
@@ -166,13 +169,13 @@ class TestRequests:
 
     def test_preempted(self, tiny_model: Callable[..., Decoder]) -> None:
         """Two that fit alone, but not together."""
-        for llm in engine(tiny_model(), 12):
+        with engine(tiny_model(), 12) as llm:
             seen: list[Any] = []
 
             async def script(viewer: Viewer) -> None:
-                handles = [llm.submit(prompt, max_new_tokens=28) for prompt in ("HELLO, WORLD", "OTHER THINGS")]  # noqa: B023
+                handles = [llm.submit(prompt, max_new_tokens=28) for prompt in ("HELLO, WORLD", "OTHER THINGS")]
                 while not all(handle.done for handle in handles):
-                    seen.extend((await viewer.next()).get("preempted", []))  # noqa: B023
+                    seen.extend((await viewer.next()).get("preempted", []))
                 await viewer.until(lambda: viewer.state(1) == viewer.state(0) == "ended")
 
             live = Live(llm)
