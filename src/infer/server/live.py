@@ -44,6 +44,15 @@ Record = dict[str, Any]
 Numbers = npt.NDArray[np.int64]
 
 
+class _Events:
+    """What has happened since the last look, as far as it is told."""
+
+    def __init__(self) -> None:
+        self.passes: deque[Event] = deque(maxlen=PASSES)
+        self.ended: deque[tuple[Task, float]] = deque(maxlen=ENDED)
+        self.preempted: deque[tuple[int, float]] = deque(maxlen=ENDED)
+
+
 class _Look(NamedTuple):
     """The engine between two steps."""
 
@@ -70,11 +79,8 @@ class Live:
         self._began = time.perf_counter()
         self._lock = threading.Lock()  # for viewers in several threads; the engine's thread does not take it
         self._viewers = 0
-        # Of the engine's thread: what has happened since the last look.
-        self._passes: deque[Event] = deque(maxlen=PASSES)
-        self._ended: deque[tuple[Task, float]] = deque(maxlen=ENDED)
-        self._preempted: deque[tuple[int, float]] = deque(maxlen=ENDED)
-        self._news = True
+        self._events = _Events()  # replaced as a whole, as the engine's thread may be adding to it
+        self._news = True  # something has happened since the last look
         # What is known from all looks, and the version since which it is.
         self._pending: Future[_Look] | None = None
         self._looked = -INTERVAL_S
@@ -111,33 +117,31 @@ class Live:
     def _listen(self, event: Event) -> None:
         self._news = True
         if event.kind == "pass":
-            self._passes.append(event)
+            self._events.passes.append(event)
         elif event.task is not None and event.kind == "ended":
-            self._ended.append((event.task, event.time))
+            self._events.ended.append((event.task, event.time))
         elif event.task is not None and event.kind == "preempted":
-            self._preempted.append((number_of(event.task), round(event.time - self._began, 4)))
+            self._events.preempted.append((number_of(event.task), round(event.time - self._began, 4)))
 
     def _look(self, loop: Loop) -> _Look:
         self._news = False
+        events, self._events = self._events, _Events()
         running, waiting = loop.scheduler.running, loop.scheduler.waiting
         known, new = list[Task](), list[Task]()
         for task in chain(running, islice(waiting, QUEUE)):
             (known if number_of(task) in self._told else new).append(task)
         alive = [*known, *new][:ALIVE]
-        look = _Look(
+        return _Look(
             time=time.perf_counter(),
             requests=[
-                *(self._record(task, ended) for task, ended in self._ended),
+                *(self._record(task, ended) for task, ended in events.ended),
                 *(self._record(task) for task in alive),
             ],
-            passes=list(self._passes),
-            preempted=list(self._preempted),
+            passes=list(events.passes),
+            preempted=list(events.preempted),
             holders=loop.memory.pool.holders.copy(),
             rows=[(number_of(task), task.cache.pages.flatten()) for task in running if task.cache is not None],
         )
-        for kept in (self._passes, self._ended, self._preempted):
-            kept.clear()
-        return look
 
     def _record(self, task: Task, ended: float | None = None) -> Record:
         request, times = task.request, task.times
@@ -171,8 +175,7 @@ class Live:
                 self._viewers -= 1
                 if not self._viewers:
                     self._unwatch()
-                    for kept in (self._passes, self._ended, self._preempted):
-                        kept.clear()
+                    self._events = _Events()
 
     async def _refresh(self) -> None:
         """Have a look, if something has happened; one for all who want it."""

@@ -193,8 +193,9 @@ class TestRequests:
             await viewer.until(lambda: viewer.pool["kept"] > 0)
             assert (viewer.pool["own"], viewer.pool["shared"]) == (0, 0)
             assert set(cells(viewer.pool)) == {FREE, KEPT}
-            gate.let(2)
             handles = [llm.submit(same + end, max_new_tokens=30) for end in ("1", "2")]
+            await viewer.until(lambda: viewer.state(1) == viewer.state(2) == "waiting")
+            gate.let(2)
             await viewer.until(lambda: viewer.state(1) == viewer.state(2) == "decode")
             assert viewer.requests[1]["known"] == viewer.requests[2]["known"] == 20
             found = cells(viewer.pool)
@@ -254,8 +255,8 @@ class TestViewers:
 
         watch(live, script)
         assert loop._listeners == []
-        assert not live._passes
-        assert not live._ended
+        assert not live._events.passes
+        assert not live._events.ended
 
     def test_an_engine_at_rest_is_left_alone(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         looks: list[float] = []
