@@ -34,9 +34,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    """About 80 passes a second: slow enough to be stopped, quick enough for a test."""
+    """About 100 passes a second: slow enough to be stopped, quick enough for a test."""
     with pytest.MonkeyPatch.context() as patch:
-        slow_down(patch, 0.01)
+        slow_down(patch, 0.006)
         with serving() as server:
             yield server
 
