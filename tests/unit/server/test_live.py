@@ -328,6 +328,17 @@ class TestViewers:
         assert llm._driver.loop._listeners == []
         assert llm.generate("HELLO", max_new_tokens=2).finish_reason == "length"
 
+    def test_a_look_that_is_not_wanted_any_more(self, llm: LLM) -> None:
+        """Who cancels it before its turn does not end the engine."""
+        begun, free = threading.Event(), threading.Event()
+        first = llm.between_steps(lambda loop: (begun.set(), free.wait(WAIT)))
+        assert begun.wait(WAIT)
+        second = llm.between_steps(lambda loop: pytest.fail("it was cancelled"))
+        assert second.cancel()
+        free.set()
+        first.result(WAIT)
+        assert llm.generate("HELLO", max_new_tokens=2).finish_reason == "length"
+
     def test_a_closed_engine(self, tiny_model: Callable[..., Decoder]) -> None:
         llm = LLM(tiny_model(), Letters(), cache_memory=10**6)
 
