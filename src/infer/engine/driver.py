@@ -44,16 +44,22 @@ class Driver:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function between two steps, and wait for what it returns."""
+        return self.between_steps(function).result()
+
+    def between_steps(self, function: Callable[[], T]) -> Future[T]:
+        """As `call`, without waiting."""
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
 
         self._post(run)
-        return future.result()
+        return future
 
     def close(self) -> None:
         with self._changed:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self, TypeVar, overload
 
 from infer.engine.driver import Driver, News
 from infer.engine.logprobs import TokenLogprobs
@@ -21,6 +22,7 @@ from infer.engine.session import Encode, Session
 from infer.engine.text import TextStream
 from infer.trace.record import Trace
 
+T = TypeVar("T")
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or the messages of a chat
 
@@ -235,6 +237,10 @@ class LLM:
     def watch(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Let a function hear of all that happens, from the engine's own thread; returns what ends that."""
         return self._driver.loop.watch(listener)
+
+    def between_steps(self, function: Callable[[Loop], T]) -> Future[T]:
+        """Let a function look at the loop in the engine's own thread, between two steps: nothing changes meanwhile."""
+        return self._driver.between_steps(lambda: function(self._driver.loop))
 
 
 class Handle:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from infer.server import live
 from infer.server.bodies import Detokenize, Tokenize, read_body
 from infer.server.chat import ChatCompletions
 from infer.server.completions import Completions
@@ -66,6 +67,7 @@ def routes(service: Service) -> list[BaseRoute]:
         Route("/health", other.health),
         Route("/metrics", other.metrics),
         Route("/openapi.json", other.openapi),
+        *live.routes(lambda: service.live, lambda: service.draining),
     ]
 
 

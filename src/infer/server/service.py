@@ -15,6 +15,7 @@ from infer.engine.llm import LLM, Handle, Prompt
 from infer.engine.params import SamplingParams
 from infer.engine.request import CacheExceeded, ContextExceeded, NoToken
 from infer.server.errors import ApiError, refused
+from infer.server.live import Live
 from infer.server.metrics import Metrics
 from infer.server.settings import Settings
 from infer.server.tokens import TokenTexts
@@ -28,7 +29,7 @@ class Service:
         self._engine, self.renews, self.settings = engine, renews, settings
         self.llm = llm = engine()
         self.metrics, self.tokenizer = Metrics(lambda: self.llm.stats()), llm.tokenizer
-        self.text_of = TokenTexts(llm.tokenizer)
+        self.text_of, self.live = TokenTexts(llm.tokenizer), Live(llm)
         self.created = int(time.time())
         self.draining = False
         self.texts = 0  # on their way
@@ -48,6 +49,7 @@ class Service:
         """Make another engine in place of one that has failed. Raises where that fails too."""
         self.llm.close()
         self.llm = self._engine()
+        self.live = Live(self.llm)
         self.warm_up()
 
     @property
