@@ -336,7 +336,7 @@ def routes(live: Callable[[], Live], over: Callable[[], bool] = lambda: False) -
     return [Route("/", page), Route("/live", stream)]
 
 
-async def _events(live: Live, over: Callable[[], bool]) -> AsyncIterator[str]:
+async def _events(live: Live, over: Callable[[], bool] = lambda: False) -> AsyncIterator[str]:
     """Updates as server-sent events."""
     said = time.monotonic()
     async with aclosing(live.updates()) as updates:  # type: ignore[type-var]
