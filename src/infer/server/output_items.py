@@ -93,14 +93,14 @@ class Message(ItemOfParts):
         return super().grow(text, logprobs)
 
     def part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self._logprobs}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self._logprobs)}
 
     def value(self) -> dict[str, Any]:
         content = self._content()
         return {"id": self.id, "type": "message", "status": self.status, "role": "assistant", "content": content}
 
     def _details(self, logprobs: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        return {"logprobs": self._logprobs if logprobs is None else logprobs}
+        return {"logprobs": list(self._logprobs) if logprobs is None else logprobs}
 
 
 class Thought(ItemOfParts):

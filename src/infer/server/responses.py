@@ -127,7 +127,8 @@ class _Answer(Answer):
 
     def _read(self, piece: GeneratedToken) -> list[Event]:
         """What happens with another token."""
-        self._waiting.append(piece)
+        if piece.finish_reason != "eos":  # that token is no text
+            self._waiting.append(piece)
         deltas = self._parser.feed(piece.text)
         if piece.finish_reason is None:
             return [event for delta in deltas for event in self._grow(delta)]
@@ -174,7 +175,7 @@ class _Answer(Answer):
         }
 
 
-def _last_tokens(tokens: Sequence[GeneratedToken], length: int) -> Sequence[GeneratedToken]:
+def _last_tokens(tokens: list[GeneratedToken], length: int) -> list[GeneratedToken]:
     """Those that hold the last characters: others in front of an item belong to the marker before it."""
     first = len(tokens)
     while first and (length > 0 or not tokens[first - 1].text):  # without a text: a part of a character
