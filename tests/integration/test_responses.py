@@ -13,7 +13,7 @@ import httpx
 import openai
 import pydantic
 import pytest
-from commands import folder  # noqa: F401
+from commands import TEMPLATE, folder  # noqa: F401
 from openai import AsyncOpenAI, OpenAI
 from openai.types import responses as types
 from serving import WAIT, Running, running, until
@@ -91,12 +91,17 @@ def client(server: Running) -> Iterator[OpenAI]:
 @pytest.fixture(scope="module")
 def tool_user(folder: Path) -> Iterator[Running]:  # noqa: F811
     """A model whose template knows tools and reasoning."""
-    path = folder.with_name("tool-user")
-    shutil.copytree(folder, path)
-    (path / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    path = with_template(folder, "tool-user", TOOLS_TEMPLATE)
     with running(lambda: LLM(path, cache_memory=10**7)) as found:
         yield found
         until(found.idle)
+
+
+def with_template(folder: Path, name: str, template: str) -> Path:  # noqa: F811
+    path = folder.with_name(name)
+    shutil.copytree(folder, path)
+    (path / "chat_template.jinja").write_text(template)
+    return path
 
 
 class Scripted:
@@ -374,14 +379,18 @@ class TestTools:
         assert [each["logprob"] for each in part["logprobs"]] == [-2.0, -3.0, -4.0, -5.0]
 
     @pytest.mark.skipif(not CONSTRAINED, reason="the engine knows no constraints")
-    @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
-    def test_required(self, choice: Any, tool_user: Running) -> None:
-        body = ASK | {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False, "seed": 1}
-        answer = response_of(tool_user, body | {"max_output_tokens": 150})
-        assert answer["tool_choice"] == choice
-        if answer["status"] == "completed":
-            assert answer["output"][-1]["type"] == "function_call"
-            assert list(json.loads(answer["output"][-1]["arguments"])) == ["city"]
+    def test_required(self, folder: Path) -> None:  # noqa: F811
+        # As Llama writes it: this model has no token for the line breaks around Qwen's calls.
+        template = '{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}<s>' + TEMPLATE
+        path = with_template(folder, "llama-tools", template)
+        body = ASK | {"tools": [TOOL], "parallel_tool_calls": False}
+        with running(lambda: LLM(path, cache_memory=10**7)) as server:
+            for choice in ("required", {"type": "function", "name": "weather"}):
+                answer = response_of(server, body | {"tool_choice": choice})
+                assert answer["tool_choice"] == choice
+                [call] = answer["output"]
+                assert (call["type"], call["name"]) == ("function_call", "weather")
+                assert list(json.loads(call["arguments"])) == ["city"]
 
 
 class Flag(pydantic.BaseModel):
