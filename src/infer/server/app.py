@@ -23,6 +23,7 @@ from infer.server.chat import ChatCompletions
 from infer.server.completions import Completions
 from infer.server.errors import ApiError, refused
 from infer.server.openapi import document
+from infer.server.responses import Responses
 from infer.server.service import Service
 from infer.server.streams import quietly_closed, read_all
 from infer.server.text import as_json
@@ -62,6 +63,7 @@ def routes(service: Service) -> list[BaseRoute]:
         Route("/v1/models/{name:path}", other.model),
         Route("/v1/completions", Completions(service).__call__, methods=["POST"]),
         Route("/v1/chat/completions", ChatCompletions(service).__call__, methods=["POST"]),
+        Route("/v1/responses", Responses(service).__call__, methods=["POST"]),
         Route("/tokenize", other.tokenize, methods=["POST"]),
         Route("/detokenize", other.detokenize, methods=["POST"]),
         Route("/health", other.health),

@@ -17,6 +17,7 @@ from infer.server.errors import refused
 Token = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Accepted, because clients send them unasked, and without effect on the text: who asks, and hints about prices.
 HINTS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
@@ -31,6 +32,7 @@ class Request(Body):
 
     # Fields of OpenAI's that are refused, and the values that ask for nothing.
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default")}
+    advice: ClassVar[Mapping[str, str]] = {}  # what to do instead
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -50,11 +52,13 @@ class Request(Body):
             return value
         known = dict(value)
         for name in HINTS:
-            known.pop(name, None)
+            if name not in cls.model_fields:
+                known.pop(name, None)
         for name, allowed in cls.harmless.items():
             given = known.pop(name, None)
             if given is not None and given not in allowed:
-                raise refused(f"{name} is not supported", name, "unsupported_parameter")
+                advice = f": {cls.advice[name]}" if name in cls.advice else ""
+                raise refused(f"{name} is not supported{advice}", name, "unsupported_parameter")
         return known
 
     def sampling(self, **others: Any) -> SamplingParams:
@@ -91,6 +95,10 @@ class Generation(Request):
     def usage_at_the_end(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def constraint(self) -> dict[str, Any]:
+        return {name: text for name in ("regex", "grammar") if (text := getattr(self, name)) is not None}
+
     def settings(self, **others: Any) -> SamplingParams:
         return self.sampling(
             n=self.n,
@@ -98,8 +106,7 @@ class Generation(Request):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self._biases(),
-            **{name: text for name in ("regex", "grammar") if (text := getattr(self, name)) is not None},
-            **others,
+            **(self.constraint | others),
         )
 
     def _biases(self) -> dict[int, float] | None:
@@ -111,9 +118,12 @@ class Generation(Request):
             raise refused("logit_bias maps token ids to numbers", "logit_bias") from None
 
 
-class StreamOptions(Body):
-    include_usage: bool | None = None
+class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
+
+
+class StreamOptions(ResponseStreamOptions):
+    include_usage: bool | None = None
 
 
 class Completion(Generation):
@@ -185,12 +195,90 @@ class ChatCompletion(Generation):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Body):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Body):
+    effort: Effort | None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class CreateResponse(Request):
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **Request.harmless,
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "max_tool_calls": (),
+        "moderation": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "store": (False,),
+        "truncation": ("disabled",),
+    }
+    advice: ClassVar[Mapping[str, str]] = {
+        "background": "wait for the answer, or stream it",
+        "conversation": "nothing is stored here, send all of it as input",
+        "max_tool_calls": "it limits tools that run on the server, of which there are none",
+        "previous_response_id": "nothing is stored here, send the whole conversation as input",
+        "prompt": "nothing is stored here, send its text as instructions or input",
+        "store": "nothing is stored here, leave it out or send false",
+        "truncation": "shorten the input, which is never cut here",
+    }
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=8192)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    # Hints of OpenAI's that the answer repeats.
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
 
 
 class Tokenize(Body):

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from starlette.requests import Request
@@ -16,14 +15,15 @@ from infer.engine.llm import Handle
 from infer.engine.logprobs import TokenLogprobs
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
-from infer.server.bodies import ChatCompletion, read_body
+from infer.server.answers import Answer, answered
+from infer.server.bodies import ChatCompletion, ResponseFormat, ToolChoice, read_body
+from infer.server.chat_prompts import Chat, ChatPrompt, ChatPrompts
 from infer.server.errors import refused
-from infer.server.formats import format_of, tool_schema
 from infer.server.messages import for_template
 from infer.server.parser import Content, Delta, Parser, Reasoning, ToolCall
 from infer.server.service import Service
-from infer.server.streams import EventStream, quietly_closed, read_all, result_of
-from infer.server.text import DONE, as_event, as_json
+from infer.server.streams import read_all
+from infer.server.text import DONE, as_event
 from infer.server.tokens import chat_logprobs, finish_reason, usage_of
 
 OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}  # variables that no client may set
@@ -31,91 +31,56 @@ OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} 
 
 class ChatCompletions:
     def __init__(self, service: Service) -> None:
-        self.service = service
-        self.format = format_of(service.tokenizer.chat_template)
+        self.service, self._prompts = service, ChatPrompts(service)
 
     async def __call__(self, request: Request) -> Response:
         service, settings = self.service, self.service.settings
         body = read_body(ChatCompletion, await read_all(request, settings.max_body, settings.read_seconds))
         service.check_model(body.model)
-        tools = self._tools(body)
-        prompt = await asyncio.to_thread(self._prompt, body, tools)
-        end = service.tokenizer.decode(prompt[-8:], skip_special_tokens=False)
-        thinks = self.format.starts_thinking(end)
-        params = self._params(body, prompt, self._constraint(body, tools, thinks))
-        with ExitStack() as stack:
-            stack.enter_context(service.room_for(params.n))
-            handle = service.submit([prompt], params, body.priority)
-            parsers = [
-                Parser(self.format, tools=bool(tools), thinking=True, starts_thinking=thinks) for _ in range(params.n)
-            ]
-            answer = _Answer(service, body, parsers)
-            if body.stream:
-                return EventStream(answer.events(handle), handle, stack.pop_all(), service.told, settings.write_seconds)
-            whole = await result_of(handle, request, answer.whole)
-        return quietly_closed() if whole is None else Response(as_json(whole), media_type="application/json")
+        prompt = await asyncio.to_thread(self._prompt, body)
+        params = self._params(body, prompt)
+        return await answered(
+            service, request, body, [prompt.tokens], params, lambda: _Answer(service, body, prompt, params.n)
+        )
 
-    def _tools(self, body: ChatCompletion) -> list[dict[str, Any]]:
-        """Those that may be called, as templates take them."""
-        if not body.tools:
-            if body.tool_choice not in (None, "none", "auto"):
-                raise refused("tool_choice needs tools", "tool_choice")
-            return []
-        if body.tool_choice == "none":
-            return []
-        if self.format.tools is None:
-            raise refused("this model's chat template knows no tools", "tools", "unsupported_parameter")
-        return [tool.model_dump(exclude_none=True) for tool in body.tools]
-
-    def _prompt(self, body: ChatCompletion, tools: Sequence[dict[str, Any]]) -> list[int]:
-        """The tokens of the chat, by the model's own template."""
-        variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    def _prompt(self, body: ChatCompletion) -> ChatPrompt:
+        variables = body.chat_template_kwargs or {}
         if taken := OURS & variables.keys():
             raise refused(f"{min(taken)} is not the client's to set", "chat_template_kwargs")
-        if body.reasoning_effort is not None:
-            if self.format.reasoning is None:
-                raise refused("this model does not reason", "reasoning_effort", "unsupported_parameter")
-            variables.setdefault("enable_thinking", body.reasoning_effort != "none")
-        if tools:
-            variables["tools"] = tools
+        choice = body.tool_choice
         try:
-            return list(self.service.tokenizer.encode_chat(for_template(body.messages), **variables))
+            chat = Chat(
+                for_template(body.messages),
+                tools=[tool.model_dump(exclude_none=True) for tool in body.tools or []],
+                tool_choice=choice.model_dump() if isinstance(choice, ToolChoice) else choice,
+                parallel=body.parallel_tool_calls is not False,
+                effort=body.reasoning_effort,
+                variables=variables,
+                constraint=body.constraint | _schema(body.response_format),
+            )
+            return self._prompts.prompt(chat)
         except ValueError as error:
             raise refused(str(error), "messages") from None
 
-    def _params(self, body: ChatCompletion, prompt: Sequence[int], constraint: dict[str, Any]) -> SamplingParams:
+    def _params(self, body: ChatCompletion, prompt: ChatPrompt) -> SamplingParams:
         if body.top_logprobs is not None and not body.logprobs:
             raise refused("top_logprobs needs logprobs: true", "top_logprobs")
         return body.settings(
-            max_new_tokens=self.service.room(prompt, body.most_tokens, "messages"),
+            max_new_tokens=self.service.room(prompt.tokens, body.most_tokens, "messages"),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            **constraint,
+            **prompt.constraint,
         )
 
-    def _constraint(self, body: ChatCompletion, tools: Sequence[dict[str, Any]], thinks: bool) -> dict[str, Any]:
-        """What the answer has to match, as an argument of `SamplingParams`."""
-        found: dict[str, Any] = {}
-        wanted = body.response_format
-        if wanted is not None and wanted.type == "json_object":
-            found["json_schema"] = {"type": "object"}
-        elif wanted is not None and wanted.type == "json_schema":
-            if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-                raise refused("response_format.json_schema needs a schema", "response_format")
-            found["json_schema"] = wanted.json_schema.schema_
-        choice = body.tool_choice
-        if tools and choice is not None:
-            parallel = body.parallel_tool_calls is not False
-            named = choice if isinstance(choice, str) else choice.model_dump()
-            try:
-                grammar = tool_schema(
-                    self.format, tools, named, parallel=parallel, thinking=True, starts_thinking=thinks
-                )
-            except ValueError as error:
-                raise refused(str(error), "tool_choice") from None
-            found |= grammar or {}
-        if len(found) + (body.regex is not None) + (body.grammar is not None) > 1:
-            raise refused("a text can have one constraint: response_format, tool_choice, regex or grammar")
-        return found
+
+def _schema(wanted: ResponseFormat | None) -> dict[str, Any]:
+    """The constraint of a format."""
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        raise refused("response_format.json_schema needs a schema", "response_format")
+    return {"json_schema": wanted.json_schema.schema_}
 
 
 class _Choice:
@@ -138,12 +103,11 @@ class _Choice:
         return "tool_calls" if self.calls and reason == "stop" else reason
 
 
-class _Answer:
-    """What a client is sent for one request."""
-
-    def __init__(self, service: Service, body: ChatCompletion, parsers: Sequence[Parser]) -> None:
-        self.service, self.body = service, body
-        self.choices = [_Choice(parser) for parser in parsers]
+class _Answer(Answer):
+    def __init__(self, service: Service, body: ChatCompletion, prompt: ChatPrompt, texts: int) -> None:
+        super().__init__(service)
+        self.body = body
+        self.choices = [_Choice(prompt.parser()) for _ in range(texts)]
         self.head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -151,7 +115,8 @@ class _Answer:
             "model": body.model,
         }
 
-    def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+    def whole(self, handle: Handle) -> dict[str, Any]:
+        results = handle.results()
         choices = [self._choice(index, result) for index, result in enumerate(results)]
         return {**self.head, "choices": choices, "usage": self._usage(results)}
 

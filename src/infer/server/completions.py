@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from starlette.requests import Request
@@ -16,11 +15,12 @@ from infer.engine.llm import Handle
 from infer.engine.logprobs import TokenLogprobs
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
+from infer.server.answers import Answer, answered
 from infer.server.bodies import Completion, read_body
 from infer.server.errors import refused
 from infer.server.service import Service
-from infer.server.streams import EventStream, quietly_closed, read_all, result_of
-from infer.server.text import DONE, as_event, as_json
+from infer.server.streams import read_all
+from infer.server.text import DONE, as_event
 from infer.server.tokens import completion_logprobs, finish_reason, usage_of
 
 
@@ -34,14 +34,7 @@ class Completions:
         service.check_model(body.model)
         prompts = await asyncio.to_thread(self._encoded, body.prompt)
         params = self._params(body, prompts)
-        with ExitStack() as stack:
-            stack.enter_context(service.room_for(len(prompts) * params.n))
-            handle = service.submit(prompts, params, body.priority)
-            answer = _Answer(service, body, prompts, params)
-            if body.stream:
-                return EventStream(answer.events(handle), handle, stack.pop_all(), service.told, settings.write_seconds)
-            whole = await result_of(handle, request, answer.whole)
-        return quietly_closed() if whole is None else Response(as_json(whole), media_type="application/json")
+        return await answered(service, request, body, prompts, params, lambda: _Answer(service, body, prompts, params))
 
     def _encoded(self, prompt: Any) -> list[list[int]]:
         several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
@@ -65,13 +58,12 @@ class Completions:
         )
 
 
-class _Answer:
-    """What a client is sent for one request."""
-
+class _Answer(Answer):
     def __init__(
         self, service: Service, body: Completion, prompts: Sequence[list[int]], params: SamplingParams
     ) -> None:
-        self.service, self.text_of, self.body, self.params = service, service.text_of, body, params
+        super().__init__(service)
+        self.text_of, self.body, self.params = service.text_of, body, params
         self.firsts = range(0, len(prompts) * params.n, params.n)
         self.head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
@@ -87,7 +79,8 @@ class _Answer:
     def _echo(self, index: int) -> str:
         return self.echoed[index // self.params.n]
 
-    def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+    def whole(self, handle: Handle) -> dict[str, Any]:
+        results = handle.results()
         for result in results:
             self.service.metrics.count(result)
         choices = [self._choice(index, result) for index, result in enumerate(results)]

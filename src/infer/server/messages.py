@@ -23,13 +23,14 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     result = []
     for i, message in enumerate(messages):
         try:
-            result.append(_message(message, names))
+            result.append(message_for_template(message, names))
         except ValueError as error:
             raise ValueError(f"messages[{i}]: {error}") from None
     return result
 
 
-def _message(message: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
+def message_for_template(message: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """names: of the functions called so far, by the id of the call; it adds those that the message calls."""
     if not isinstance(message, Mapping):
         raise ValueError(f"must be an object, not {shown(message)}")
     fields = {key: value for key, value in message.items() if value is not None}  # templates ask what is defined

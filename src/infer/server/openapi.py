@@ -13,6 +13,7 @@ REF = "#/components/schemas/{model}"
 POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
     "/v1/completions": (bodies.Completion, "The text that follows a prompt.", True),
     "/v1/chat/completions": (bodies.ChatCompletion, "The answer to a chat's messages.", True),
+    "/v1/responses": (bodies.CreateResponse, "The answer to a conversation, as items.", True),
     "/tokenize": (bodies.Tokenize, "The tokens of a text, or of a chat.", False),
     "/detokenize": (bodies.Detokenize, "The text of tokens.", False),
 }

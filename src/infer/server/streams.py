@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from infer.engine.llm import Handle
 from infer.server.errors import ApiError
-from infer.server.text import as_event
 
 T = TypeVar("T")
 LINGER_S = 0.5  # for what a client goes on sending
@@ -46,13 +45,13 @@ async def read_all(request: Request, most: int, seconds: float) -> bytes:
     return bytes(body)
 
 
-async def result_of(handle: Handle, request: Request, answer: Callable[[list[Any]], T]) -> T | None:
-    """What becomes of the results of all texts; None if the client has gone, which ends them."""
+async def result_of(handle: Handle, request: Request, answer: Callable[[Handle], T]) -> T | None:
+    """What becomes of a request that is done; None if the client has gone, which ends it."""
     waiting = asyncio.ensure_future(handle.finished())
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return answer(handle.results()) if waiting.done() else None
+        return answer(handle) if waiting.done() else None
     finally:
         handle.abort()
         await _cancelled(waiting, gone)
@@ -77,10 +76,10 @@ class EventStream(Response):
         events: AsyncIterator[bytes],
         handle: Handle,
         held: ExitStack,
-        failed: Callable[[Exception], ApiError],
+        failed: Callable[[Exception], bytes],
         write_seconds: float,
     ) -> None:
-        """held: left when it is over. failed: what the client is told of an error on the way."""
+        """held: left when it is over. failed: the events that tell of an error on the way."""
         self.status_code, self.background = 200, None
         self.media_type = "text/event-stream"
         self.init_headers(_HEADERS)
@@ -113,7 +112,7 @@ class EventStream(Response):
         except TimeoutError:
             raise
         except Exception as error:  # the answer has begun: it can only be told in it
-            await write(as_event(self._failed(error).body))
+            await write(self._failed(error))
         await write(b"", more=False)
 
 

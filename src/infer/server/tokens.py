@@ -68,6 +68,18 @@ def finish_reason(reason: str | None) -> str | None:
     return {"eos": "stop", "interrupted": "stop"}.get(reason, reason) if reason is not None else None
 
 
+def response_usage(result: GenerationResult, reasoning: int) -> dict[str, Any]:
+    """As in a response."""
+    return {
+        "input_tokens": result.prompt_tokens,
+        # What is written to the cache is not charged for, and so not counted.
+        "input_tokens_details": {"cached_tokens": result.known_tokens, "cache_write_tokens": 0},
+        "output_tokens": result.generated_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": result.prompt_tokens + result.generated_tokens,
+    }
+
+
 def usage_of(
     results: Sequence[GenerationResult], prompts: Sequence[int] = (0,), reasoning: int | None = None
 ) -> dict[str, Any]:

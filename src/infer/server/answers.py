@@ -1,0 +1,57 @@
+"""From a request that is understood to what its client is sent: the whole answer at its end, or events on the way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.engine.llm import Handle
+from infer.engine.params import SamplingParams
+from infer.server import bodies
+from infer.server.service import Service
+from infer.server.streams import EventStream, quietly_closed, result_of
+from infer.server.text import as_event, as_json
+
+
+class Answer(ABC):
+    """What a client is sent for one request."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    @abstractmethod
+    def whole(self, handle: Handle) -> dict[str, Any]:
+        """Of a request that is done. Raises what has gone wrong."""
+
+    @abstractmethod
+    def events(self, handle: Handle) -> AsyncIterator[bytes]:
+        """As text is made."""
+
+    def failed(self, error: Exception) -> bytes:
+        """The last events, where an error has ended the others."""
+        return as_event(self.service.told(error).body)
+
+
+async def answered(
+    service: Service,
+    request: Request,
+    body: bodies.Request,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    answer_of: Callable[[], Answer],
+) -> Response:
+    """Have the texts made, and hand them on. answer_of: called once it is certain that there are not too many."""
+    with ExitStack() as stack:
+        stack.enter_context(service.room_for(len(prompts) * params.n))
+        handle = service.submit(prompts, params, body.priority)
+        answer = answer_of()
+        if body.stream:
+            events, seconds = answer.events(handle), service.settings.write_seconds
+            return EventStream(events, handle, stack.pop_all(), answer.failed, seconds)
+        whole = await result_of(handle, request, answer.whole)
+    return quietly_closed() if whole is None else Response(as_json(whole), media_type="application/json")
