@@ -937,6 +937,7 @@ def test_a_product_of_few_rows_fits_the_memory(
 
     monkeypatch.setattr(products, "few_rows", Kernel())
     monkeypatch.setattr(products, "_held", lambda *_: None)
+    monkeypatch.setattr(products, "_torch_is_fast", lambda *_: False)
     monkeypatch.setattr(products, "shared_memory", lambda _: memory)
     monkeypatch.setattr(products, "processors", lambda _: 64)
     stages: set[int] = set()
