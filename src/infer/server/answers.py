@@ -44,11 +44,15 @@ async def answered(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     answer_of: Callable[[], Answer],
+    held: ExitStack | None = None,
 ) -> Response:
-    """Have the texts made, and hand them on. answer_of: called once it is certain that there are not too many."""
-    with ExitStack() as stack:
+    """Have the texts made, and hand them on.
+
+    answer_of: called once it is certain that there are not too many. held: left when it is over.
+    """
+    with ExitStack() if held is None else held.pop_all() as stack:
         stack.enter_context(service.room_for(len(prompts) * params.n))
-        handle = service.submit(prompts, params, body.priority)
+        handle = await service.submit(prompts, params, body.priority)
         answer = answer_of()
         if body.stream:
             events, seconds = answer.events(handle), service.settings.write_seconds

@@ -25,6 +25,7 @@ from infer.server.errors import ApiError, refused
 from infer.server.openapi import document
 from infer.server.responses import Responses
 from infer.server.service import Service
+from infer.server.sessions import Sessions
 from infer.server.streams import quietly_closed, read_all
 from infer.server.text import as_json
 
@@ -57,18 +58,19 @@ def make_app(service: Service) -> Starlette:
 
 
 def routes(service: Service) -> list[BaseRoute]:
-    other = Other(service)
+    other, chat = Other(service), ChatCompletions(service)
     return [
         Route("/v1/models", other.models),
         Route("/v1/models/{name:path}", other.model),
         Route("/v1/completions", Completions(service).__call__, methods=["POST"]),
-        Route("/v1/chat/completions", ChatCompletions(service).__call__, methods=["POST"]),
+        Route("/v1/chat/completions", chat.__call__, methods=["POST"]),
         Route("/v1/responses", Responses(service).__call__, methods=["POST"]),
         Route("/tokenize", other.tokenize, methods=["POST"]),
         Route("/detokenize", other.detokenize, methods=["POST"]),
         Route("/health", other.health),
         Route("/metrics", other.metrics),
         Route("/openapi.json", other.openapi),
+        *Sessions(chat).routes(),
         *live.routes(lambda: service.live, lambda: service.draining),
     ]
 

@@ -92,6 +92,10 @@ class Generation(Request):
     stream_options: StreamOptions | None = None
 
     @property
+    def numbered(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_request)
+
+    @property
     def usage_at_the_end(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -124,6 +128,7 @@ class ResponseStreamOptions(Body):
 
 class StreamOptions(ResponseStreamOptions):
     include_usage: bool | None = None
+    include_request: bool | None = None  # the number that the live page knows it by
 
 
 class Completion(Generation):
@@ -279,6 +284,14 @@ class CreateResponse(Request):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
+
+
+class NewSession(Body):
+    messages: Annotated[list[dict[str, Any]], Field(max_length=8192)] | None = None
+
+
+class Rewind(Body):
+    turns: Annotated[int, Field(ge=0)] = 1
 
 
 class Tokenize(Body):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -19,6 +21,7 @@ from infer.server.answers import Answer, answered
 from infer.server.bodies import ChatCompletion, ResponseFormat, ToolChoice, read_body
 from infer.server.chat_prompts import Chat, ChatPrompt, ChatPrompts
 from infer.server.errors import refused
+from infer.server.live import number_of
 from infer.server.messages import for_template
 from infer.server.parser import Content, Delta, Parser, Reasoning, ToolCall
 from infer.server.service import Service
@@ -26,6 +29,7 @@ from infer.server.streams import read_all
 from infer.server.text import DONE, as_event
 from infer.server.tokens import chat_logprobs, finish_reason, usage_of
 
+Said = Callable[[dict[str, Any]], None]
 OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}  # variables that no client may set
 
 
@@ -34,14 +38,23 @@ class ChatCompletions:
         self.service, self._prompts = service, ChatPrompts(service)
 
     async def __call__(self, request: Request) -> Response:
-        service, settings = self.service, self.service.settings
+        settings = self.service.settings
         body = read_body(ChatCompletion, await read_all(request, settings.max_body, settings.read_seconds))
-        service.check_model(body.model)
-        prompt = await asyncio.to_thread(self._prompt, body)
-        params = self._params(body, prompt)
-        return await answered(
-            service, request, body, [prompt.tokens], params, lambda: _Answer(service, body, prompt, params.n)
-        )
+        return await self.answer(request, body)
+
+    async def answer(
+        self, request: Request, body: ChatCompletion, said: Said | None = None, over: Callable[[], None] | None = None
+    ) -> Response:
+        """said: told of the message that was answered with. over: called at the end, whatever that is."""
+        service = self.service
+        with ExitStack() as stack:
+            if over is not None:
+                stack.callback(over)
+            service.check_model(body.model)
+            prompt = await asyncio.to_thread(self._prompt, body)
+            params = self._params(body, prompt)
+            answer = partial(_Answer, service, body, prompt, params.n, said)
+            return await answered(service, request, body, [prompt.tokens], params, answer, stack)
 
     def _prompt(self, body: ChatCompletion) -> ChatPrompt:
         variables = body.chat_template_kwargs or {}
@@ -87,7 +100,8 @@ class _Choice:
     """One text of an answer, as it grows."""
 
     def __init__(self, parser: Parser) -> None:
-        self.parser, self.calls = parser, False
+        self.parser = parser
+        self.parts: list[Delta] = []
         self.reasoned = 0  # tokens
         self.logprobs: list[TokenLogprobs] = []  # of tokens whose text is yet to come
 
@@ -95,20 +109,35 @@ class _Choice:
         found = self.parser.feed(text)
         if last:
             found = [*found, *self.parser.finish()]
-        self.calls = self.calls or any(isinstance(each, ToolCall) for each in found)
+        self.parts += found
         return found
+
+    def message(self) -> dict[str, Any]:
+        """All of it."""
+        content = "".join(part.text for part in self.parts if isinstance(part, Content))
+        reasoning = "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+        calls = _calls([part for part in self.parts if isinstance(part, ToolCall)])
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        if reasoning:
+            message["reasoning"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
     def ended(self, reason: str | None) -> str | None:
         reason = finish_reason(reason)
-        return "tool_calls" if self.calls and reason == "stop" else reason
+        calls = any(isinstance(part, ToolCall) for part in self.parts)
+        return "tool_calls" if calls and reason == "stop" else reason
 
 
 class _Answer(Answer):
-    def __init__(self, service: Service, body: ChatCompletion, prompt: ChatPrompt, texts: int) -> None:
+    def __init__(
+        self, service: Service, body: ChatCompletion, prompt: ChatPrompt, texts: int, said: Said | None
+    ) -> None:
         super().__init__(service)
-        self.body = body
+        self.body, self.said = body, said
         self.choices = [_Choice(prompt.parser()) for _ in range(texts)]
-        self.head = {
+        self.head: dict[str, Any] = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
@@ -122,20 +151,10 @@ class _Answer(Answer):
 
     def _choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
         choice = self.choices[index]
-        found = choice.read(result.text, last=True)
-        content = "".join(each.text for each in found if isinstance(each, Content))
-        reasoning = "".join(each.text for each in found if isinstance(each, Reasoning))
-        calls = _calls([each for each in found if isinstance(each, ToolCall)])
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": content if content or not calls else None,
-            "refusal": None,
-        }
-        if reasoning:
-            message["reasoning"] = reasoning
-            choice.reasoned = len(self.service.tokenizer.encode(reasoning, add_special_tokens=False))
-        if calls:
-            message["tool_calls"] = calls
+        choice.read(result.text, last=True)
+        message = {"refusal": None, **choice.message()}
+        if "reasoning" in message:
+            choice.reasoned = len(self.service.tokenizer.encode(message["reasoning"], add_special_tokens=False))
         logprobs = None if result.logprobs is None else self._logprobs(result.logprobs)
         reason = choice.ended(result.finish_reason)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -144,6 +163,9 @@ class _Answer(Answer):
         return {"content": chat_logprobs(found, self.service.text_of), "refusal": None}
 
     def _usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """Once all texts are there."""
+        if self.said is not None:
+            self.said(self.choices[0].message())
         for result in results:
             self.service.metrics.count(result)
         return usage_of(results, reasoning=sum(choice.reasoned for choice in self.choices))
@@ -152,6 +174,8 @@ class _Answer(Answer):
         opening = {"role": "assistant", "content": "", "refusal": None}
         yield b"".join(self._chunk(index, opening) for index in range(len(self.choices)))
         async for pieces in handle.arrivals():
+            if self.body.numbered:
+                self.head["infer"] = {"request": number_of(handle)}
             if data := b"".join(self._piece(piece) for piece in pieces):
                 yield data
         usage = self._usage(handle.results())

@@ -46,7 +46,8 @@ class ChatPrompts:
         tools = self._tools(chat)
         tokens = list(self._tokenizer.encode_chat(chat.messages, **self._variables(chat, tools)))
         thinks = self._format.starts_thinking(self._tokenizer.decode(tokens[-8:], skip_special_tokens=False))
-        parser = partial(Parser, self._format, tools=bool(tools), thinking=True, starts_thinking=thinks)
+        begun = thinks and not chat.constraint  # what has to match a schema has no room for thoughts
+        parser = partial(Parser, self._format, tools=bool(tools), thinking=True, starts_thinking=begun)
         return ChatPrompt(tokens, self._constraint(chat, tools, thinks), parser)
 
     def _tools(self, chat: Chat) -> Sequence[dict[str, Any]]:

@@ -18,6 +18,7 @@ from infer.engine.result import GeneratedToken, GenerationResult
 from infer.server.answers import Answer, answered
 from infer.server.bodies import Completion, read_body
 from infer.server.errors import refused
+from infer.server.live import number_of
 from infer.server.service import Service
 from infer.server.streams import read_all
 from infer.server.text import DONE, as_event
@@ -65,7 +66,7 @@ class _Answer(Answer):
         super().__init__(service)
         self.text_of, self.body, self.params = service.text_of, body, params
         self.firsts = range(0, len(prompts) * params.n, params.n)
-        self.head = {
+        self.head: dict[str, Any] = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
@@ -107,6 +108,8 @@ class _Answer(Answer):
         if self.body.echo:
             yield b"".join(self._chunk(index, self._echo(index), None, None) for index in range(texts))
         async for pieces in handle.arrivals():
+            if self.body.numbered:
+                self.head["infer"] = {"request": number_of(handle)}
             if data := b"".join(self._piece(piece) for piece in pieces):
                 yield data
         results = handle.results()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 from infer.cache.pool import NoPages, pages_for
@@ -96,10 +98,13 @@ class Service:
             )
         return left if wanted is None else wanted
 
-    def submit(self, prompts: Sequence[Prompt], params: SamplingParams, priority: int | None) -> Handle:
+    async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, priority: int | None) -> Handle:
         """Texts of several prompts, as one."""
+        submit = partial(self.llm.submit_all, prompts, params, priority=priority or 0)
         try:
-            return self.llm.submit_all(prompts, params, priority=priority or 0)
+            if params.constraint is None:
+                return submit()
+            return await asyncio.to_thread(submit)  # others go on while its grammar is compiled
         except (ContextExceeded, CacheExceeded, NoPages) as error:
             raise refused(str(error), code="context_length_exceeded") from None
         except (ValueError, TypeError) as error:
