@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import socket
 import subprocess
@@ -426,3 +428,97 @@ class TestChat:
             answer = server.post("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES})
             assert answer.status_code == 400
             assert "no chat template" in answer.json()["error"]["message"]
+
+
+class TestSessions:
+    def test_goes_on(self, server: Running, client: OpenAI) -> None:
+        """OpenAI's client talks to a session as to the whole server."""
+        made = server.post("/v1/sessions", {"messages": [{"role": "system", "content": "be brief"}]})
+        assert made.status_code == 201
+        session = made.json()["id"]
+        with OpenAI(base_url=f"{server.url}/v1/sessions/{session}", api_key="none") as talking:
+            ask: Any = {"model": "tiny", "max_tokens": 5, "temperature": 0}
+            first = talking.chat.completions.create(messages=MESSAGES, **ask).choices[0].message.content
+            stream = talking.chat.completions.create(messages=[{"role": "user", "content": "and?"}], stream=True, **ask)
+            second = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        chat: Any = [
+            {"role": "system", "content": "be brief"},
+            *MESSAGES,
+            {"role": "assistant", "content": first},
+            {"role": "user", "content": "and?"},
+        ]
+        assert second == alone(server, chat, max_new_tokens=5).text
+        found = httpx.get(f"{server.url}/v1/sessions/{session}").json()
+        assert found["messages"] == [*chat, {"role": "assistant", "content": second}]
+        assert found["turns"] == 2
+
+        twin = server.post(f"/v1/sessions/{session}/fork", {}).json()
+        assert twin["messages"] == found["messages"]
+        back = server.post(f"/v1/sessions/{session}/rewind", {"turns": 1}).json()
+        assert back["messages"] == chat[:-1]
+        assert httpx.get(f"{server.url}/v1/sessions/{twin['id']}").json()["turns"] == 2
+        again = server.post("/v1/sessions", {"messages": found["messages"]}).json()  # as it was saved
+        assert again["messages"] == found["messages"]
+        assert {each["id"] for each in httpx.get(f"{server.url}/v1/sessions").json()["data"]} >= {session, twin["id"]}
+        assert httpx.delete(f"{server.url}/v1/sessions/{session}").status_code == 200
+        assert httpx.get(f"{server.url}/v1/sessions/{session}").status_code == 404
+
+    def test_what_is_wrong(self, server: Running) -> None:
+        session = server.post("/v1/sessions", {}).json()["id"]
+        path = f"/v1/sessions/{session}"
+        body = {"model": "tiny", "messages": MESSAGES}
+        assert server.post(f"{path}/rewind", {"turns": 1}).status_code == 400
+        assert server.post(f"{path}/chat/completions", body | {"n": 2}).status_code == 400
+        assert server.post("/v1/sessions", {"messages": [{"role": "nobody", "content": ""}]}).status_code == 400
+        assert server.post("/v1/sessions/none/chat/completions", body).status_code == 404
+        # An answer that is broken off is not remembered, and leaves the session free.
+        long = body | {"stream": True, "ignore_eos": True}
+        connection = server.begin(f"{path}/chat/completions", long)
+        connection.recv(10)
+        assert server.post(f"{path}/chat/completions", body).status_code == 409
+        connection.close()
+        until(server.idle)
+        until(lambda: server.post(f"{path}/chat/completions", body | {"max_tokens": 1}).status_code == 200)
+        assert len(httpx.get(server.url + path).json()["messages"]) == 2
+
+
+class TestConstraints:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_schema(self, stream: bool, server: Running, client: OpenAI) -> None:
+        schema = {
+            "type": "object",
+            "properties": {"n": {"enum": [1, 2, 3]}},
+            "required": ["n"],
+            "additionalProperties": False,
+        }
+        wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+        ask: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 100, "response_format": wanted, "seed": 4}
+        if stream:
+            chunks = client.chat.completions.create(stream=True, **ask)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        else:
+            text = client.chat.completions.create(**ask).choices[0].message.content or ""
+        assert json.loads(text)["n"] in (1, 2, 3)
+        params = SamplingParams(temperature=1.0, seed=4, max_new_tokens=100, json_schema=schema)
+        assert text == server.service.llm.generate(MESSAGES, params).text
+
+    def test_a_regex(self, client: OpenAI) -> None:
+        answer = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=50, extra_body={"regex": "(he|she) [a-c]{3}"}
+        )
+        assert re.fullmatch("(he|she) [a-c]{3}", answer.choices[0].text)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}}},
+            {"regex": "("},
+            {"grammar": "start: nothing"},
+            {"regex": "a", "grammar": "start: /a/"},
+            {"regex": "a", "ignore_eos": True},
+        ],
+        ids=str,
+    )
+    def test_what_is_wrong(self, change: dict[str, Any], server: Running) -> None:
+        answer = server.post("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES} | change)
+        assert answer.status_code == 400
