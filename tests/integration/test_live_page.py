@@ -7,11 +7,16 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import CHROMIUM, Browser, Page
+from commands import folder  # noqa: F401
 from live_server import LiveServer, serving, slow_down
+from serving import running
+
+from infer import LLM
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome is installed")
 
@@ -109,7 +114,7 @@ def test_a_chat(show: Show, server: LiveServer) -> None:
         (body,) = server.api.bodies
         assert body["messages"] == [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "HELLO"}]
         assert (body["max_tokens"], body["seed"], body["temperature"]) == (40, 3, 1)
-        assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
+        assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True, "include_request": True})
         assert (body["logprobs"], body["top_logprobs"]) == (True, 5)
         expected = server.llm.generate(body["messages"], max_new_tokens=40, temperature=1.0, seed=3, logprobs=5)
         assert text_of(page, ".assistant .text") == expected.text
@@ -360,3 +365,22 @@ def test_a_model_without_a_chat_template(browser: Browser) -> None:
         assert [body["prompt"] for body in server.api.bodies] == ["ONCE UPON", f"ONCE UPON{text} A TIME"]
         assert all(body["logprobs"] == 5 for body in server.api.bodies)
         assert_clean(page, server)
+
+
+def test_on_the_real_server(browser: Browser, folder: Path) -> None:  # noqa: F811
+    """The page and the API as `infer serve` has them."""
+    with (
+        running(lambda: LLM(folder, cache_memory=10**6)) as server,
+        browser.page(server.url) as page,
+    ):
+        page.wait("'live' in document.documentElement.dataset")
+        assert "tiny" in page.text("#model")
+        set_value(page, "#max-tokens", 24)
+        set_value(page, "#temperature", 0)
+        say(page, "hello")
+        page.wait(f"{IDLE} && document.querySelectorAll('.token').length > 0")
+        expected = server.service.llm.generate([{"role": "user", "content": "hello"}], max_new_tokens=24)
+        assert text_of(page, ".token") == expected.text
+        page.wait("document.querySelector('#n-kept').textContent !== '0'")
+        assert page.problems() == []
+    assert server.status == 0

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from infer.cli.chat import counted
 from infer.cli.common import (
     DEFAULT_MODEL,
     MODEL_HELP,
@@ -93,8 +94,8 @@ def serve(
             length = min(LENGTH, service.longest)
             fit = service.llm.memory.conversations(length)
             say(
-                f"{settings.model_id} at {at}/v1: {fit:,} conversations of {length:,} tokens fit. Open {at} in a "
-                f"browser, or ask: curl {at}/v1/models"
+                f"{settings.model_id} at {at}/v1: {counted(fit, 'conversation')} of {length:,} tokens fit. "
+                f"Open {at} in a browser, or ask: curl {at}/v1/models"
             )
             raise typer.Exit(Server(service).run_on(listening))
 
