@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,7 +20,7 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
-from commands import CONTEXT, folder, plain  # noqa: F401
+from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, folder, plain  # noqa: F401
 from openai import OpenAI
 from serving import Running, running, until
 
@@ -177,12 +180,15 @@ class TestRefusals:
         most = server.service.settings.max_body
         assert httpx.post(f"{server.url}/v1/completions", content=b" " * (most + 1)).status_code == 413
 
+    def test_an_endless_body(self, folder: Path) -> None:  # noqa: F811
         def endless() -> Iterator[bytes]:
             while True:
                 yield b" " * 65536
 
-        with suppress(httpx.TransportError):  # closed while it was still sending
-            assert httpx.post(f"{server.url}/v1/completions", content=endless()).status_code == 413
+        with running(lambda: LLM(folder, cache_memory=10**6), read_seconds=1.0, max_body=10**6) as server:
+            with suppress(httpx.TransportError):  # closed while it was still sending
+                assert httpx.post(f"{server.url}/v1/completions", content=endless()).status_code == 413
+            assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def test_tokens(server: Running) -> None:
@@ -295,6 +301,68 @@ class TestClientsThatMisbehave:
                 connection.close()
             until(server.idle)
             assert server.post("/v1/completions", LONG | {"max_tokens": 1, "stream": False}).status_code == 200
+
+
+class TestUnderPressure:
+    def test_gone_at_any_moment(self, folder: Path) -> None:  # noqa: F811
+        """Whatever a client waits for when it goes, everything is given back."""
+        bodies = [LONG, LONG | {"stream": False}, LONG | {"n": 3}, LONG | {"echo": True, "max_tokens": 20}]
+        with running(lambda: LLM(folder, cache_memory=10**6, max_rows=8)) as server:
+
+            def come_and_go(i: int) -> None:
+                draw = random.Random(i)
+                connection = server.begin("/v1/completions", bodies[i % len(bodies)] | {"seed": i})
+                time.sleep(draw.random() * 0.2)
+                if draw.random() < 0.5:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+                connection.close()
+
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(come_and_go, range(80)))
+            until(server.idle)
+            until(lambda: not server.server.server_state.connections and not server.server.server_state.tasks)
+            llm = server.service.llm
+            llm._driver.call(lambda: llm.memory.pool.make_room(llm.memory.pool.count))  # else it raises NoPages
+            expected = alone(server, PROMPT, max_new_tokens=12).text
+            body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+            assert server.post("/v1/completions", body).json()["choices"][0]["text"] == expected
+
+    def test_too_little_memory_for_all(self, server: Running, folder: Path) -> None:  # noqa: F811
+        """Texts give up their pages to others and come back, and stay what they are alone."""
+        asks = [{"prompt": f"{PROMPT} {i}", "seed": i, "max_tokens": 150} for i in range(8)]
+        common = {"model": "tiny", "temperature": 0.9, "ignore_eos": True, "logprobs": 1}
+        one_by_one = [server.post("/v1/completions", ask | common).json()["choices"] for ask in asks]
+        few = CONTEXT * CACHE_BYTES_PER_TOKEN * 2
+        with running(lambda: LLM(folder, cache_memory=few)) as small, ThreadPoolExecutor(len(asks)) as pool:
+            answers = pool.map(lambda ask: small.post("/v1/completions", ask | common).json()["choices"], asks)
+            assert list(answers) == one_by_one
+            assert small.service.llm.stats().preemptions > 0
+
+    def test_an_error_in_the_middle_of_a_batch(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        """All who wait hear of it, in whatever way is left; and the next engine answers."""
+        run, calls = CpuBackend.run, iter(range(30))
+
+        def breaking(*args: Any) -> Any:
+            if next(calls, None) is None and len(args[1]) == 6:
+                monkeypatch.setattr(CpuBackend, "run", run)
+                raise RuntimeError("a device, at /secret/path")
+            return run(*args)
+
+        with running(lambda: LLM(folder, cache_memory=10**7), renews=True) as server:
+            monkeypatch.setattr(CpuBackend, "run", breaking)
+            with ThreadPoolExecutor(6) as pool:
+                bodies = [LONG | {"stream": i % 2 == 0, "seed": i} for i in range(6)]
+                answers = list(pool.map(lambda body: server.post("/v1/completions", body), bodies))
+            assert [answer.status_code for answer in answers] == [200, 503] * 3
+            for answer in answers:
+                assert "engine_failed" in answer.text
+                assert "secret" not in answer.text
+                assert "[DONE]" not in answer.text
+            until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+            body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+            text = server.post("/v1/completions", body).json()["choices"][0]["text"]
+            assert text == alone(server, PROMPT, max_new_tokens=12).text
+            until(server.idle)
 
 
 class TestItsEnd:

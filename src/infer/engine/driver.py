@@ -20,6 +20,7 @@ class Driver:
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
+        self.wakeups = Wakeups()
         self._changed = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._closed = False
@@ -87,6 +88,7 @@ class Driver:
             while self._wait():
                 if not self.loop.idle:
                     self.loop.step()
+                self.wakeups.send()
             self.loop.close()
         except BaseException as error:
             failure = RuntimeError(f"the engine has failed: {error}")
@@ -99,6 +101,8 @@ class Driver:
                 with suppress(Exception):
                     self._inbox.pop(0)()
             self.loop.close(failure)
+        finally:
+            self.wakeups.send()
 
     def _wait(self) -> bool:
         """Do what was asked for. False: it is time to end."""
@@ -114,10 +118,35 @@ class Driver:
             self._inbox.pop(0)()
 
 
+class Wakeups:
+    """Tells event loops who has to be woken: each loop once after a step, however many of its tasks wait.
+
+    To tell a loop takes a write to a pipe, and the loop then competes with the engine for the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}  # the engine's thread alone uses it
+
+    def add(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+        self._due.setdefault(loop, []).append(event)
+
+    def send(self) -> None:
+        while self._due:
+            loop, events = self._due.popitem()
+            with suppress(RuntimeError):  # it is closed by now
+                loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
+
+
 class News:
     """Wakes those who wait for a request, in threads or event loops."""
 
-    def __init__(self) -> None:
+    def __init__(self, wakeups: Wakeups) -> None:
+        self._wakeups = wakeups
         self._changed = threading.Condition()
         self._for_pieces = self._for_end = 0  # how many wait
         self._async: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -127,9 +156,8 @@ class News:
         if self._for_pieces or (task.done and self._for_end):
             with self._changed:
                 self._changed.notify_all()
-                for loop, event in self._async:
-                    with suppress(RuntimeError):  # it is closed by now
-                        loop.call_soon_threadsafe(event.set)
+                for waiter in self._async:
+                    self._wakeups.add(*waiter)
 
     def wait(self, ready: Callable[[], bool], *, pieces: bool, timeout: float | None = None) -> None:
         """pieces: each piece may make it ready; else only the end."""

@@ -249,7 +249,7 @@ class Handle:
     def __init__(self, llm: LLM, tasks: Sequence[Task]) -> None:
         self._llm, self._tasks = llm, tasks  # as long as somebody waits, it is not closed by being forgotten
         self._readers = [_Reader(task, index) for index, task in enumerate(tasks)]
-        self._news = News()
+        self._news = News(llm._driver.wakeups)
         for task in tasks:
             task.news = self._news
         llm._driver.submit(tasks)

@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # `json.dumps` would make one for each token
 
 
 def as_json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return _encode(value).encode()
 
 
 def as_event(value: Any, name: str | None = None) -> bytes:
