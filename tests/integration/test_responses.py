@@ -138,7 +138,7 @@ class Script:
         self.params = SamplingParams()
         tokenizer = server.service.tokenizer
 
-        def submit(prompts: Any, params: SamplingParams, priority: int | None) -> Any:
+        async def submit(prompts: Any, params: SamplingParams, priority: int | None) -> Any:
             self.prompt, self.params = tokenizer.decode(prompts[0], skip_special_tokens=False), params
             return Scripted(prompts[0], self.pieces, self.reason)
 
