@@ -216,6 +216,14 @@ def locked(folder: Path) -> Iterator[Running]:  # noqa: F811
         yield found
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_prompts_in_the_log(wanted: bool, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    with running(lambda: LLM(folder, cache_memory=10**6), log_prompts=wanted) as server:
+        server.post("/v1/completions", {"model": "tiny", "prompt": "sesame", "max_tokens": 1})
+        server.post("/v1/completions", {"model": "tiny", "prompt": "sesame", "max_tokens": -1})
+    assert ("sesame" in capfd.readouterr().err) == wanted
+
+
 class TestKeys:
     def test_needed(self, locked: Running) -> None:
         with locked.openai("three") as client, pytest.raises(openai.AuthenticationError):

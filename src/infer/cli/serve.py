@@ -46,6 +46,7 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(help="On SIGTERM, how long texts may take to their end.", min=0)
     ] = 30.0,
+    log_prompts: Annotated[bool, typer.Option(help="Write prompts to standard error.")] = False,
     restart_engine: Annotated[bool, typer.Option(help="Make the engine anew if it fails, instead of ending.")] = False,
     prefill_chunk: PrefillChunkOption = None,
     cache_dtype: CacheDtypeOption = "auto",
@@ -72,6 +73,7 @@ def serve(
         cors=tuple(cors or ()),
         max_waiting=max_waiting,
         drain_seconds=drain_seconds,
+        log_prompts=log_prompts,
     )
     with listen(host, port) as listening:  # a port that is taken is found before the weights are read
         tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from functools import partial
 from typing import Any, Self
 
 from infer.cache.pool import NoPages, pages_for
-from infer.engine.llm import LLM, Handle, Prompt
+from infer.engine.llm import LLM, Handle
 from infer.engine.params import SamplingParams
 from infer.engine.request import CacheExceeded, ContextExceeded, NoToken
 from infer.server.errors import ApiError, refused
@@ -98,9 +99,14 @@ class Service:
             )
         return left if wanted is None else wanted
 
-    async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, priority: int | None) -> Handle:
+    async def submit(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int | None) -> Handle:
         """Texts of several prompts, as one."""
         submit = partial(self.llm.submit_all, prompts, params, priority=priority or 0)
+        if self.settings.log_prompts:
+            for prompt in prompts:
+                print(
+                    f"prompt: {self.tokenizer.decode(prompt, skip_special_tokens=False)!r}", file=sys.stderr, flush=True
+                )
         try:
             if params.constraint is None:
                 return submit()
