@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from gpu_report import Column, Report, Row, Table, judged
 from gpu_shapes import SHAPES, cache_bytes
-from http_client import Answer, Connection, ServerProcess, ask_once
+from http_client import Answer, Connection, ServerProcess, ask_once, connected
 from http_models import make_folder
 from http_rough import PATH, Expected, Rough, at_rest, metrics
 from serving_load import Ask, make_asks, percentile, poisson, serve
@@ -189,13 +189,17 @@ class Setup:
         return f"(client {self.client:.0%} of a core)"
 
 
+async def _with_connection(port: int, measure: Callable[[Connection], Awaitable[None]]) -> None:
+    async with connected(port) as connection:
+        await measure(connection)
+
+
 def alone(setup: Setup) -> Iterator[Row]:
     """In turns, over one connection. The first of the repeats warms up."""
     prompt, new, repeats = setup.sizes.alone
     speeds: dict[str, list[float]] = {"HTTP": [], "LLM": []}
 
-    async def measure(port: int) -> None:
-        connection = await Connection.open(port)
+    async def measure(connection: Connection) -> None:
         for repeat in range(repeats + 1):
             [ask] = setup.asks(1, (prompt, prompt), (new, new), seed=1000 + repeat, temperature=0.0)
             answer = await connection.ask(PATH, setup.body(ask))
@@ -208,7 +212,7 @@ def alone(setup: Setup) -> Iterator[Row]:
                 speeds["HTTP"].append((tokens - 1) / (answer.times[-1] - answer.token_times[0]))
                 speeds["LLM"].append((new - 1) / seconds)
 
-    asyncio.run(measure(setup.port))
+    asyncio.run(_with_connection(setup.port, measure))
     ours, theirs = (statistics.median(found) for found in speeds.values())
     ratio = statistics.median(a / b for a, b in zip(*speeds.values(), strict=True))
     what = f"one client, {prompt} + {new} tokens: HTTP ({ours:,.1f} tok/s, decode) to LLM ({theirs:,.1f})"
@@ -256,8 +260,7 @@ def first(setup: Setup) -> Iterator[Row]:
     http: list[float] = []
     ours: list[float] = []
 
-    async def measure(port: int) -> None:
-        connection = await Connection.open(port)
+    async def measure(connection: Connection) -> None:
         for repeat in range(repeats + 2):  # two warm up
             [ask] = setup.asks(1, (prompt, prompt), (4, 4), seed=3000 + repeat, temperature=0.0)
             answer = await connection.ask(PATH, setup.body(ask))
@@ -269,7 +272,7 @@ def first(setup: Setup) -> Iterator[Row]:
                 http.append(answer.token_times[0] - answer.sent)
                 ours.append(seconds)
 
-    asyncio.run(measure(setup.port))
+    asyncio.run(_with_connection(setup.port, measure))
     added = 1e3 * (statistics.median(http) - statistics.median(ours))
     what = (
         f"first token of {prompt}: HTTP ({1e3 * statistics.median(http):.1f} ms) "

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -219,9 +220,15 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
 
-async def ask_once(port: int, path: str, body: Any = None) -> Answer:
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[Connection]:
     connection = await Connection.open(port)
     try:
-        return await connection.ask(path, body)
+        yield connection
     finally:
         connection.close()
+
+
+async def ask_once(port: int, path: str, body: Any = None) -> Answer:
+    async with connected(port) as connection:
+        return await connection.ask(path, body)
