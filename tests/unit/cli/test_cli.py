@@ -86,6 +86,7 @@ class TestGenerate:
             "finish_reason",
             "timing",
             "cache_memory_bytes",
+            "known_tokens",
         ]
         assert {name: output[name] for name in ("prompt_token_ids", "token_ids", "text", "finish_reason")} == {
             name: getattr(expected, name) for name in ("prompt_token_ids", "token_ids", "text", "finish_reason")
