@@ -159,6 +159,11 @@ class TestRefusals:
         assert (error["param"] or "").startswith(param or "")
         assert words in error["message"]
 
+    def test_too_many_prompts_are_not_read(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server.service.llm, "encode", lambda prompt: pytest.fail("it was read"))
+        answer = server.post("/v1/completions", {"model": "tiny", "prompt": ["x"] * 17, "n": 2})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+
     def test_no_such_model(self, client: OpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as error:
             client.completions.create(model="other", prompt="x")
@@ -198,8 +203,9 @@ def test_tokens(server: Running) -> None:
     text = server.post("/detokenize", {"tokens": found["tokens"][1:]}).json()["prompt"]
     assert text == PROMPT
     assert server.post("/detokenize", {"tokens": [10**9]}).status_code == 400
-    chat = server.post("/tokenize", {"messages": MESSAGES}).json()
-    assert chat["tokens"] == server.service.tokenizer.encode_chat(MESSAGES)
+    for content in ("hello", [{"type": "text", "text": "hello"}]):  # as in a chat
+        chat = server.post("/tokenize", {"messages": [{"role": "user", "content": content}]}).json()
+        assert chat["tokens"] == server.service.tokenizer.encode_chat(MESSAGES)
 
 
 def test_metrics_and_health(server: Running, client: OpenAI) -> None:
@@ -489,6 +495,8 @@ class TestChat:
             ({"tool_choice": "required"}, "tool_choice needs tools"),
             ({"reasoning_effort": "low"}, "does not reason"),
             ({"chat_template_kwargs": {"messages": []}}, "not the client's"),
+            ({"chat_template_kwargs": {"tokenizer": 1}}, "not the client's"),
+            ({"chat_template_kwargs": {"self": 1}}, "not the client's"),
             ({"response_format": {"type": "json_schema"}}, "needs a schema"),
             ({"max_completion_tokens": 10**6}, "is the most here"),
         ],

@@ -11,6 +11,7 @@ from infer.loader.find import open_checkpoint
 from infer.loader.text_tokenizers import bytes_of, rust_calls
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a part of a character shows as
+LONG = 4096  # characters, or tokens: such calls are made so that other threads go on meanwhile
 UNCERTAIN = f" {INCOMPLETE}"  # at either end of a token, what its neighbours may change
 
 
@@ -48,7 +49,9 @@ class Tokenizer:
         """add_special_tokens: put BOS in front where the model has one; not after `render_chat_template`."""
         try:
             with rust_calls("the tokenizer fails"):
-                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                if len(text) < LONG:
+                    return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except ValueError as error:
             halves = [character for character in text if "\ud800" <= character <= "\udfff"]
             if halves:
@@ -85,4 +88,6 @@ class Tokenizer:
         ]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < LONG:
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]

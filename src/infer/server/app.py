@@ -22,6 +22,7 @@ from infer.server.bodies import Detokenize, Tokenize, read_body
 from infer.server.chat import ChatCompletions
 from infer.server.completions import Completions
 from infer.server.errors import ApiError, refused
+from infer.server.messages import for_template
 from infer.server.openapi import document
 from infer.server.responses import Responses
 from infer.server.service import Service
@@ -137,7 +138,10 @@ class Other:
         self.service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise refused("give a prompt or messages, one of the two")
-        tokens = await asyncio.to_thread(self._encoded, body)
+        return await asyncio.to_thread(self._tokenized, body)
+
+    def _tokenized(self, body: Tokenize) -> Response:
+        tokens = self._encoded(body)
         answer = {"count": len(tokens), "max_model_len": self.service.longest, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = [self.service.text_of(token) for token in tokens]
@@ -147,7 +151,7 @@ class Other:
         tokenizer = self.service.tokenizer
         try:
             if body.messages is not None:
-                return list(tokenizer.encode_chat(body.messages))
+                return list(tokenizer.encode_chat(for_template(body.messages)))
             return list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False))
         except ValueError as error:
             raise refused(str(error)) from None
@@ -158,7 +162,8 @@ class Other:
         size = self.service.llm.model.config.vocab_size
         if wrong := [token for token in body.tokens if token >= size]:
             raise refused(f"token id {wrong[0]} is outside the vocabulary 0..{size - 1}", "tokens")
-        text = self.service.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+        decode = self.service.tokenizer.decode
+        text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
         return _json({"prompt": text})
 
     async def health(self, request: Request) -> Response:

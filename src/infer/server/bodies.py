@@ -6,10 +6,12 @@ A field that is not here is refused. Optional fields may be null, as in OpenAI's
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from infer.engine.params import SEEDS, SamplingParams
 from infer.server.errors import refused
@@ -17,14 +19,35 @@ from infer.server.errors import refused
 Token = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FIRST = Field(fail_fast=True)  # of a list: millions of wrong items are one error, not as many
+MOST_FIELDS = 100  # of an object: more than any has
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Accepted, because clients send them unasked, and without effect on the text: who asks, and hints about prices.
 HINTS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 
 
+def _at_most(count: int) -> BeforeValidator:
+    """For a mapping, as `max_length` is, which is looked at only behind an error for each item."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise PydanticCustomError("too_many", f"should have at most {count:,} items, not {len(value):,}")
+        return value
+
+    return BeforeValidator(check)
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        """pydantic would make an error of each."""
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise refused(f"an object has {len(value):,} fields, more than there are", code="unknown_parameter")
+        return value
 
 
 class Request(Body):
@@ -86,7 +109,9 @@ class Generation(Request):
     stop: str | Annotated[list[Text], Field(max_length=16)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024), _at_most(1024)] | None
+    ) = None
     regex: str | None = None
     grammar: str | None = None
     stream_options: StreamOptions | None = None
@@ -136,9 +161,9 @@ class Completion(Generation):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1), FIRST]
+        | Annotated[list[Token], Field(min_length=1), FIRST]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1), FIRST]], Field(min_length=1), FIRST]
     )
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -271,13 +296,15 @@ class CreateResponse(Request):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]], FIRST] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream_options: ResponseStreamOptions | None = None
     # Hints of OpenAI's that the answer repeats.
     metadata: (
         Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=16),
+            _at_most(16),
         ]
         | None
     ) = None
@@ -304,7 +331,7 @@ class Tokenize(Body):
 
 class Detokenize(Body):
     model: str | None = None
-    tokens: list[Token]
+    tokens: Annotated[list[Token], FIRST]
     skip_special_tokens: bool | None = None
 
 
@@ -314,7 +341,7 @@ B = TypeVar("B", bound=Body)
 def read_body(kind: type[B], data: bytes) -> B:
     """Check a body; what is wrong with it is said of the first field that is."""
     try:
-        value = json.loads(data, parse_constant=_no_number)
+        value = json.loads(data, parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError):
         raise refused("the body is not JSON in UTF-8") from None
     if not isinstance(value, dict):
@@ -334,6 +361,12 @@ def read_body(kind: type[B], data: bytes) -> B:
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):  # no answer could repeat it
+        raise ValueError(f"{text:.20} is too large")
+    return value
 
 
 def _path(location: tuple[int | str, ...]) -> str | None:

@@ -30,7 +30,8 @@ from infer.server.text import DONE, as_event
 from infer.server.tokens import chat_logprobs, finish_reason, usage_of
 
 Said = Callable[[dict[str, Any]], None]
-OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}  # variables that no client may set
+# Variables that no client may set: the template's own, and arguments of what renders it.
+OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self", "tokenizer", "model_type"}
 
 
 class ChatCompletions:

@@ -33,12 +33,13 @@ class Completions:
         service, settings = self.service, self.service.settings
         body = read_body(Completion, await read_all(request, settings.max_body, settings.read_seconds))
         service.check_model(body.model)
-        prompts = await asyncio.to_thread(self._encoded, body.prompt)
+        several = _several(body.prompt)
+        service.check_texts(len(several) * (body.n or 1))  # before a million of them are encoded
+        prompts = await asyncio.to_thread(self._encoded, several)
         params = self._params(body, prompts)
         return await answered(service, request, body, prompts, params, lambda: _Answer(service, body, prompts, params))
 
-    def _encoded(self, prompt: Any) -> list[list[int]]:
-        several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    def _encoded(self, several: Sequence[Any]) -> list[list[int]]:
         try:
             return [self.service.llm.encode(each) for each in several]
         except ValueError as error:
@@ -57,6 +58,11 @@ class Completions:
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
+
+
+def _several(prompt: Any) -> list[Any]:
+    """The prompts of a body."""
+    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 
 class _Answer(Answer):
