@@ -27,8 +27,8 @@ def test_a_stream(http: SimpleNamespace) -> None:
     """In parts as they may come: chunks are put together, and their times are kept."""
     parts = [
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b'22\r\ndata: {"choices":[{"text":"one"}]}\n\n\r\n',
-        b'23\r\ndata: {"choices":[{"text":" two"}]}',
+        b'24\r\ndata: {"choices":[{"text":"one"}]}\n\n\r\n',
+        b'25\r\ndata: {"choices":[{"text":" two"}]}',
         b"\n\n\r\n",
         b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n",
     ]
