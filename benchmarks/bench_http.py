@@ -70,10 +70,10 @@ class Sizes:
     start: int = 3  # repeats
     load: tuple[int, Lengths, Lengths] = (24, (32, 128), (32, 128))  # requests to see the most it can; lengths
     rates: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.1)  # of that
-    rate_s: float = 20.0  # how long requests come at each
+    rate_s: float = 40.0  # how long requests come at each
     in_time: tuple[float, float] = (2.0, 0.25)  # seconds to the first token, and between tokens, that are good enough
     fake: tuple[int, int, float] = (256, 1000, 256 / 50_000)  # streams, tokens of each, seconds of a step
-    rough: tuple[int, int] = (1000, 2048)  # connections, tokens that the caches hold
+    rough: tuple[int, int] = (1000, 768)  # connections, tokens that the caches hold: too few for all rows
     cache_memory: int = 10**9
 
 
@@ -83,6 +83,7 @@ GPU = replace(
     alone=(256, 256, 7),
     many=(64, (100, 1024), (100, 1024), 3),
     load=(256, (100, 1024), (100, 1024)),
+    rate_s=20.0,
     in_time=(0.5, 0.05),
     cache_memory=16 * 10**9,
 )
@@ -326,7 +327,7 @@ def load(setup: Setup) -> Iterator[Row]:
     most = throughput(answers, count)
     for i, share in enumerate(setup.sizes.rates):
         rate = share * most
-        count = max(8, round(rate * setup.sizes.rate_s))
+        count = max(16, round(rate * setup.sizes.rate_s))
         asks = setup.asks(count, prompts, new, seed=4100 + i)
         yield _load_row(setup, asks, rate) | {"share": share}
 
