@@ -36,12 +36,16 @@ class Running:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT)
 
-    def begin(self, path: str, body: Any) -> socket.socket:
-        """Send a request, and leave the answer in the socket."""
+    def begin(self, path: str, body: Any, headers: bytes = b"", receive: int | None = None) -> socket.socket:
+        """Send a request, and leave the answer in the socket. receive: how many bytes of it are taken unread."""
         data = json.dumps(body).encode()
-        connection = self.connect()
+        connection = socket.socket()
+        connection.settimeout(WAIT)
+        if receive is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)  # before it connects
+        connection.connect(("127.0.0.1", self.port))
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-        connection.sendall(head.encode() + b"\r\n" + data)
+        connection.sendall(head.encode() + headers + b"\r\n" + data)
         return connection
 
     def idle(self) -> bool:

@@ -246,6 +246,7 @@ class TestKeys:
 
 
 LONG = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
+LARGE = {"messages": [{"role": "user", "content": "x" * 6_000_000}]}
 
 
 class TestClientsThatMisbehave:
@@ -292,6 +293,53 @@ class TestClientsThatMisbehave:
             until(server.idle)
             for connection in (silent, halting, reading):
                 connection.close()
+
+    def test_a_whole_answer_that_is_not_read(self, folder: Path) -> None:  # noqa: F811
+        with running(lambda: LLM(folder, cache_memory=10**6), write_seconds=0.3) as server:
+            connections = server.server.server_state.connections
+            for headers in (b"", b"Connection: close\r\n"):
+                connection = server.begin("/v1/sessions", LARGE, headers, receive=1024)
+                until(lambda: bool(connections))
+                until(lambda: not connections)
+                connection.close()
+
+    def test_one_that_is_read_slowly(self, folder: Path) -> None:  # noqa: F811
+        with running(lambda: LLM(folder, cache_memory=10**6), write_seconds=1.0) as server:
+            connection = server.begin("/v1/sessions", LARGE, b"Connection: close\r\n", receive=1 << 16)
+            size = 0
+            for wanted in range(250_000, 3_500_000, 250_000):
+                while size < wanted:
+                    size += len(connection.recv(1 << 16))
+                time.sleep(0.1)
+            while part := connection.recv(1 << 20):
+                size += len(part)
+            assert size > 5 * 10**6
+            connection.close()
+
+    def test_gone_with_another_request_behind(self, server: Running) -> None:
+        whole = server.service.metrics._ended.labels("length")._value
+        before = whole.get()
+        connection = server.begin("/v1/completions", LONG | {"n": 32})
+        assert connection.recv(100)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        until(lambda: any(protocol.pipeline for protocol in server.server.server_state.connections))  # type: ignore[union-attr]
+        connection.close()
+        until(server.idle)
+        assert whole.get() == before
+
+    def test_endless_headers(self, server: Running) -> None:
+        connection = server.connect()
+        with suppress(ConnectionResetError, BrokenPipeError):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+            for i in range(1000):
+                connection.sendall(b"X-%d: " % i + b"x" * 10_000 + b"\r\n")
+            pytest.fail("it listens for ever")
+        connection.close()
+        with server.connect() as connection:  # and in pieces
+            connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 60_000)
+            time.sleep(0.1)
+            connection.sendall(b"x" * 10_000)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 431")
 
     def test_too_many_connections(self, folder: Path) -> None:  # noqa: F811
         with running(lambda: LLM(folder, cache_memory=10**6), max_connections=3) as server:
@@ -591,6 +639,13 @@ class TestConstraints:
             model="tiny", prompt=PROMPT, max_tokens=50, extra_body={"regex": "(he|she) [a-c]{3}"}
         )
         assert re.fullmatch("(he|she) [a-c]{3}", answer.choices[0].text)
+
+    def test_one_that_takes_too_much(self, server: Running) -> None:
+        """It is found out on the way, and is the client's, not the model's."""
+        body = {"model": "tiny", "prompt": PROMPT, "regex": "a?" * 3000 + "a" * 3000}
+        answer = server.post("/v1/completions", body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "constraint_failed")
+        assert "by the regex" in answer.json()["error"]["message"]
 
     @pytest.mark.parametrize(
         "change",

@@ -36,6 +36,10 @@ class NoToken(ValueError):
     """None can be chosen from such logits."""
 
 
+class NoTokenAllowed(NoToken):
+    """A constraint allows none, though the text is not whole."""
+
+
 class Request:
     """The tokens so far, and what turns logits into the next one. A request that is impossible is not made."""
 
@@ -113,8 +117,10 @@ class Request:
     def take(self, token: int) -> None:
         """The token to follow, as chosen; -1: none could be. Whether it is the last shows in `finish_reason`."""
         if token < 0:
-            why = (self.guide and self.guide.error) or "the logits hold a NaN, or all are -inf"
-            raise NoToken(f"no token can be chosen for position {len(self.tokens)}: {why}")
+            words = f"no token can be chosen for position {len(self.tokens)}"
+            if self.guide is not None and self.guide.error:
+                raise NoTokenAllowed(f"{words}: {self.guide.error}")
+            raise NoToken(f"{words}: the logits hold a NaN, or all are -inf")
         self.tokens.append(token)
         if token in self._eos:
             self.finish_reason = "eos"

@@ -16,7 +16,7 @@ from typing import Any, Self
 from infer.cache.pool import NoPages, pages_for
 from infer.engine.llm import LLM, Handle
 from infer.engine.params import SamplingParams
-from infer.engine.request import CacheExceeded, ContextExceeded, NoToken
+from infer.engine.request import CacheExceeded, ContextExceeded, NoToken, NoTokenAllowed
 from infer.server.errors import ApiError, refused
 from infer.server.live import Live
 from infer.server.metrics import Metrics
@@ -125,6 +125,8 @@ class Service:
         """What a client hears of an error on the way."""
         if isinstance(error, ApiError):
             return error
+        if isinstance(error, NoTokenAllowed):  # what the client asked for leads nowhere, or is too much to follow
+            return refused(str(error), code="constraint_failed")
         if isinstance(error, NoToken):
             return ApiError(500, "the model gave logits that are no numbers", code="no_token")
         if isinstance(error, NoPages):

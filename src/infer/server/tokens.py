@@ -54,13 +54,21 @@ def completion_logprobs(
     for text in texts:
         offsets.append(offset)
         offset += len(text)
-    top = [None if each is None else {text_of(token): max(value, LEAST) for token, value in each.top} for each in found]
+    top = [None if each is None else _by_text(each.top, text_of) for each in found]
     return {
         "tokens": texts,
         "token_logprobs": [None if each is None else max(each.logprob, LEAST) for each in found],
         "top_logprobs": top,
         "text_offset": offsets,
     }
+
+
+def _by_text(top: Iterable[tuple[int, float]], text_of: TokenTexts) -> dict[str, float]:
+    """Of tokens with the same text, as parts of characters are, the likeliest: it comes first."""
+    found: dict[str, float] = {}
+    for token, logprob in top:
+        found.setdefault(text_of(token), max(logprob, LEAST))
+    return found
 
 
 def finish_reason(reason: str | None) -> str | None:

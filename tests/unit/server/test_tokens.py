@@ -5,7 +5,7 @@ from __future__ import annotations
 from checkpoints import byte_tokenizer
 
 from infer.engine.logprobs import TokenLogprobs
-from infer.server.tokens import LEAST, TokenTexts, chat_logprobs
+from infer.server.tokens import LEAST, TokenTexts, chat_logprobs, completion_logprobs
 
 
 class Bytes:
@@ -37,3 +37,11 @@ def test_a_probability_of_nothing_is_a_number() -> None:
     [found] = chat_logprobs([TokenLogprobs(5, -float("inf"), ((6, -0.5),))], TokenTexts(Bytes()))
     assert found["logprob"] == LEAST
     assert found["top_logprobs"][0]["logprob"] == -0.5
+
+
+def test_tokens_with_the_same_text() -> None:
+    """lm-eval takes the greatest of these for the likeliest token's."""
+    texts = TokenTexts(Bytes())
+    first, second = [token for token in range(3, 120) if texts(token) == "\ufffd"][:2]
+    found = completion_logprobs([TokenLogprobs(first, -0.5, ((first, -0.5), (second, -2.0)))], [first], texts, 0)
+    assert found["top_logprobs"] == [{"\ufffd": -0.5}]
