@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from serving import Running, running, until
 
 from infer import LLM, GenerationResult, SamplingParams
 from infer.backend.cpu.backend import CpuBackend
+from infer.server import chat
 
 PROMPT = "hello the"
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -520,6 +522,18 @@ class TestChat:
             assert own[-1].finish_reason == "length"
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 32
+
+    def test_others_go_on_while_a_large_answer_is_made(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        made_in, make = [], chat.chat_logprobs
+
+        def noted(*args: Any) -> Any:
+            made_in.append(threading.current_thread().name)
+            return make(*args)
+
+        monkeypatch.setattr(chat, "chat_logprobs", noted)
+        body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "logprobs": True}
+        assert server.post("/v1/chat/completions", body).status_code == 200
+        assert [name.startswith("asyncio_") for name in made_in] == [True]
 
     def test_a_beginning_that_is_known(self, server: Running, client: OpenAI) -> None:
         chat: Any = [{"role": "user", "content": "a long beginning " * 8}]

@@ -57,5 +57,6 @@ async def answered(
         if body.stream:
             events, seconds = answer.events(handle), service.settings.write_seconds
             return EventStream(events, handle, stack.pop_all(), answer.failed, seconds)
-        whole = await result_of(handle, request, answer.whole)
-    return quietly_closed() if whole is None else Response(as_json(whole), media_type="application/json")
+        large = params.logprobs is not None  # up to 21 numbers and texts for each token
+        whole = await result_of(handle, request, lambda handle: as_json(answer.whole(handle)), in_thread=large)
+    return quietly_closed() if whole is None else Response(whole, media_type="application/json")

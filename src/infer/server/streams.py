@@ -45,13 +45,20 @@ async def read_all(request: Request, most: int, seconds: float) -> bytes:
     return bytes(body)
 
 
-async def result_of(handle: Handle, request: Request, answer: Callable[[Handle], T]) -> T | None:
-    """What becomes of a request that is done; None if the client has gone, which ends it."""
+async def result_of(
+    handle: Handle, request: Request, answer: Callable[[Handle], T], *, in_thread: bool = False
+) -> T | None:
+    """What becomes of a request that is done; None if the client has gone, which ends it.
+
+    in_thread: others go on while the answer is made.
+    """
     waiting = asyncio.ensure_future(handle.finished())
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return answer(handle) if waiting.done() else None
+        if not waiting.done():
+            return None
+        return await asyncio.to_thread(answer, handle) if in_thread else answer(handle)
     finally:
         handle.abort()
         await _cancelled(waiting, gone)
