@@ -145,7 +145,7 @@ class TestRefusals:
             ({"strange": 1}, "strange", "unknown parameter"),
             ({"prompt": []}, "prompt", "at least 1"),
             ({"prompt": [10**6]}, None, "outside the vocabulary"),
-            ({"n": 99}, "n", "too many"),
+            ({"n": 999}, "n", "too many"),
             ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
             ({"logit_bias": {"999999": 1}}, None, "outside the vocabulary"),
             ({"max_tokens": 10**6}, "prompt", "is the most here"),
@@ -249,6 +249,31 @@ class TestKeys:
 
 LONG = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
 LARGE = {"messages": [{"role": "user", "content": "x" * 6_000_000}]}
+
+
+class TestOrigins:
+    """Who opens a page of somebody else must not ask without knowing."""
+
+    @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1"])
+    def test_others(self, origin: str, server: Running) -> None:
+        body = {"model": "tiny", "prompt": PROMPT}
+        assert server.post("/v1/completions", body, headers={"Origin": origin}).status_code == 403
+
+    def test_its_own(self, server: Running) -> None:
+        assert httpx.get(f"{server.url}/v1/models", headers={"Origin": server.url}).status_code == 200
+
+    def test_allowed(self, folder: Path) -> None:  # noqa: F811
+        with running(lambda: LLM(folder, cache_memory=10**6), cors=("http://a.example",)) as server:
+            answer = httpx.get(f"{server.url}/v1/models", headers={"Origin": "http://a.example"})
+            assert answer.headers["access-control-allow-origin"] == "http://a.example"
+            assert httpx.get(f"{server.url}/v1/models", headers={"Origin": "http://b.example"}).status_code == 403
+
+
+def test_an_upgrade_is_not_needed(server: Running) -> None:
+    """Java's client offers HTTP/2 with each request."""
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAA"}
+    answer = server.post("/v1/completions", {"model": "tiny", "prompt": PROMPT, "max_tokens": 1}, headers=offer)
+    assert answer.status_code == 200
 
 
 class TestClientsThatMisbehave:

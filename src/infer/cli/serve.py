@@ -44,7 +44,7 @@ def serve(
         int, typer.Option(help="Texts that may wait; further ones are refused with 429.", min=0)
     ] = 512,
     drain_seconds: Annotated[
-        float, typer.Option(help="On SIGTERM, how long texts may take to their end.", min=0)
+        float, typer.Option(help="On SIGTERM, how long texts may take to their end.", min=1)
     ] = 30.0,
     log_prompts: Annotated[bool, typer.Option(help="Write prompts to standard error.")] = False,
     restart_engine: Annotated[bool, typer.Option(help="Make the engine anew if it fails, instead of ending.")] = False,

@@ -6,9 +6,11 @@ import asyncio
 import base64
 import binascii
 import hmac
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -41,7 +43,7 @@ def make_app(service: Service) -> Starlette:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
         )
-    middleware.append(Middleware(Keys, keys=settings.api_keys))
+    middleware += [Middleware(Origins, allowed=settings.cors), Middleware(Keys, keys=settings.api_keys)]
 
     async def failed(request: Request, error: Exception) -> Response:
         return service.told(error).response()
@@ -84,6 +86,28 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
 
 async def _gone(request: Request, error: Exception) -> Response:
     return quietly_closed()
+
+
+class Origins:
+    """Refuses what a browser sends for a page of another origin, unless that may ask. Other clients name no origin."""
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+        self.app, self._allowed = app, allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._may(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+            return
+        error = ApiError(
+            403, "pages of this origin may not ask: start the server with --cors ORIGIN", code="foreign_origin"
+        )
+        await error.response()(scope, receive, send)
+
+    def _may(self, headers: Headers) -> bool:
+        origin = headers.get("origin")
+        if origin is None or "*" in self._allowed or origin in self._allowed:
+            return True
+        return origin.partition("://")[2] == headers.get("host")
 
 
 class Keys:

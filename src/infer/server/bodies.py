@@ -18,7 +18,7 @@ from infer.server.errors import refused
 
 Token = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 FIRST = Field(fail_fast=True)  # of a list: millions of wrong items are one error, not as many
 MOST_FIELDS = 100  # of an object: more than any has
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -355,6 +355,7 @@ def read_body(kind: type[B], data: bytes) -> B:
         first = (own or found)[0]
         param = _path(first["loc"])
         if first["type"] == "extra_forbidden":
+            param = param or f"{first['loc'][-1]!s:.64}"
             raise refused(f"unknown parameter: {param}", param, "unknown_parameter") from None
         raise refused(f"{param}: {first['msg']}" if param else first["msg"], param) from None
 

@@ -77,7 +77,7 @@ class ChatCompletions:
             raise refused(str(error), "messages") from None
 
     def _params(self, body: ChatCompletion, prompt: ChatPrompt) -> SamplingParams:
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise refused("top_logprobs needs logprobs: true", "top_logprobs")
         return body.settings(
             max_new_tokens=self.service.room(prompt.tokens, body.most_tokens, "messages"),

@@ -11,6 +11,7 @@ from infer.server.text import as_json
 
 KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",

@@ -26,6 +26,7 @@ GETS = {
 REFUSALS = {
     400: "The request is refused, for the reason given.",
     401: "A key is needed.",
+    403: "A page of another origin may not ask.",
     404: "There is no such model, or path.",
     405: "The path knows other methods.",
     408: "The body did not arrive in time.",

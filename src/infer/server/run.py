@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import socket
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -38,6 +39,10 @@ def listen(host: str, port: int) -> socket.socket:
         listening.close()
         raise OSError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from None
     return listening
+
+
+# What Java's client asks of every server. There is nothing to upgrade to, but the parser would stop, and lose the body.
+UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 
 
 class Server(uvicorn.Server):
@@ -131,6 +136,8 @@ def _protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         def data_received(self, data: bytes) -> None:
             patience = self._patience
+            if patience is not None and b"pgrade" in data:
+                data = UPGRADE.sub(b"", data)
             super().data_received(data)
             if patience is not None and self._patience is patience and not self.transport.is_closing():
                 self._heard += len(data)

@@ -21,7 +21,7 @@ from infer.server.messages import for_template
 from infer.server.streams import read_all
 from infer.server.text import as_json
 
-MOST = 1024  # sessions: the one that was not used for longest goes first
+MOST, MOST_BYTES = 1024, 1 << 28  # of all sessions: the one that was not used for longest goes first
 MOST_MESSAGES = 8192
 
 
@@ -30,6 +30,14 @@ class _Session:
         self.id, self.created = f"sess_{secrets.token_hex(12)}", int(time.time())
         self.messages = messages
         self.answering = False
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self._messages
+
+    @messages.setter
+    def messages(self, messages: list[dict[str, Any]]) -> None:
+        self._messages, self.size = messages, len(as_json(messages))
 
     def card(self, whole: bool = True) -> dict[str, Any]:
         turns = sum(message.get("role") == "user" for message in self.messages)
@@ -82,7 +90,7 @@ class Sessions:
         if body.turns > len(starts):
             raise refused(f"cannot rewind {body.turns} of {len(starts)} turns", "turns")
         if body.turns:
-            del session.messages[starts[-body.turns] :]
+            session.messages = session.messages[: starts[-body.turns]]
         return _json(session.card())
 
     async def go_on(self, request: Request) -> Response:
@@ -95,6 +103,7 @@ class Sessions:
 
         def said(message: dict[str, Any]) -> None:
             session.messages = [*messages, message]
+            self._forget_some()
 
         def over() -> None:
             session.answering = False
@@ -114,9 +123,13 @@ class Sessions:
     def _kept(self, messages: list[dict[str, Any]], status: int) -> Response:
         session = _Session(messages)
         self._known[session.id] = session
-        if len(self._known) > MOST:
-            self._known.popitem(last=False)
+        self._forget_some()
         return _json(session.card(), status)
+
+    def _forget_some(self) -> None:
+        size = sum(session.size for session in self._known.values())
+        while len(self._known) > MOST or (size > MOST_BYTES and len(self._known) > 1):
+            size -= self._known.popitem(last=False)[1].size
 
     def _found(self, request: Request) -> _Session:
         name = request.path_params["session"]

@@ -13,7 +13,7 @@ class Settings:
     max_waiting: int = 512  # texts beyond those that run, before clients are told to come again
     max_connections: int = 2048
     max_body: int = 8 << 20  # bytes
-    max_n: int = 32  # texts of one request, all prompts taken together
+    max_n: int = 128  # texts of one request, all prompts taken together
     read_seconds: float = 30.0  # for a request to arrive
     write_seconds: float = 30.0  # for a client to take what it was sent
     drain_seconds: float = 30.0  # for what runs to end, once the server is asked to
