@@ -163,7 +163,7 @@ class TestRefusals:
 
     def test_too_many_prompts_are_not_read(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server.service.llm, "encode", lambda prompt: pytest.fail("it was read"))
-        answer = server.post("/v1/completions", {"model": "tiny", "prompt": ["x"] * 17, "n": 2})
+        answer = server.post("/v1/completions", {"model": "tiny", "prompt": ["x"] * 65, "n": 2})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
 
     def test_no_such_model(self, client: OpenAI) -> None:
