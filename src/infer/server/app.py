@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.server import live
-from infer.server.bodies import Detokenize, Tokenize, read_body
+from infer.server.bodies import Detokenize, Tokenize
 from infer.server.chat import ChatCompletions
 from infer.server.completions import Completions
 from infer.server.errors import ApiError, refused
@@ -29,7 +29,7 @@ from infer.server.openapi import document
 from infer.server.responses import Responses
 from infer.server.service import Service
 from infer.server.sessions import Sessions
-from infer.server.streams import quietly_closed, read_all
+from infer.server.streams import quietly_closed
 from infer.server.text import as_json
 
 OPEN = "/health"  # needs no key
@@ -158,7 +158,7 @@ class Other:
         return _json(self.service.card())
 
     async def tokenize(self, request: Request) -> Response:
-        body = read_body(Tokenize, await self._body(request))
+        body = await self.service.read(request, Tokenize)
         self.service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise refused("give a prompt or messages, one of the two")
@@ -181,7 +181,7 @@ class Other:
             raise refused(str(error)) from None
 
     async def detokenize(self, request: Request) -> Response:
-        body = read_body(Detokenize, await self._body(request))
+        body = await self.service.read(request, Detokenize)
         self.service.check_model(body.model)
         size = self.service.llm.model.config.vocab_size
         if wrong := [token for token in body.tokens if token >= size]:
@@ -207,9 +207,6 @@ class Other:
 
     async def openapi(self, request: Request) -> Response:
         return _json(document())
-
-    async def _body(self, request: Request) -> bytes:
-        return await read_all(request, self.service.settings.max_body, self.service.settings.read_seconds)
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -18,14 +18,13 @@ from infer.engine.logprobs import TokenLogprobs
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.server.answers import Answer, answered
-from infer.server.bodies import ChatCompletion, ResponseFormat, ToolChoice, read_body
+from infer.server.bodies import ChatCompletion, ResponseFormat, ToolChoice
 from infer.server.chat_prompts import Chat, ChatPrompt, ChatPrompts
 from infer.server.errors import refused
 from infer.server.live import number_of
 from infer.server.messages import for_template
 from infer.server.parser import Content, Delta, Parser, Reasoning, ToolCall
 from infer.server.service import Service
-from infer.server.streams import read_all
 from infer.server.text import DONE, as_event
 from infer.server.tokens import chat_logprobs, finish_reason, usage_of
 
@@ -39,8 +38,7 @@ class ChatCompletions:
         self.service, self._prompts = service, ChatPrompts(service)
 
     async def __call__(self, request: Request) -> Response:
-        settings = self.service.settings
-        body = read_body(ChatCompletion, await read_all(request, settings.max_body, settings.read_seconds))
+        body = await self.service.read(request, ChatCompletion)
         return await self.answer(request, body)
 
     async def answer(

@@ -16,11 +16,10 @@ from infer.engine.logprobs import TokenLogprobs
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.server.answers import Answer, answered
-from infer.server.bodies import Completion, read_body
+from infer.server.bodies import Completion
 from infer.server.errors import refused
 from infer.server.live import number_of
 from infer.server.service import Service
-from infer.server.streams import read_all
 from infer.server.text import DONE, as_event
 from infer.server.tokens import completion_logprobs, finish_reason, usage_of
 
@@ -30,8 +29,8 @@ class Completions:
         self.service = service
 
     async def __call__(self, request: Request) -> Response:
-        service, settings = self.service, self.service.settings
-        body = read_body(Completion, await read_all(request, settings.max_body, settings.read_seconds))
+        service = self.service
+        body = await service.read(request, Completion)
         service.check_model(body.model)
         several = _several(body.prompt)
         service.check_texts(len(several) * (body.n or 1))  # before a million of them are encoded

@@ -15,14 +15,13 @@ from infer.engine.llm import Handle
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.server.answers import Answer, answered
-from infer.server.bodies import CreateResponse, FunctionChoice, TextFormat, read_body
+from infer.server.bodies import CreateResponse, FunctionChoice, TextFormat
 from infer.server.chat_prompts import Chat, ChatPrompt, ChatPrompts
 from infer.server.errors import refused
 from infer.server.items import items_for_template
 from infer.server.output_items import Event, Item, item_for
 from infer.server.parser import Content, Delta, Reasoning, ToolCall
 from infer.server.service import Service
-from infer.server.streams import read_all
 from infer.server.text import as_event
 from infer.server.tokens import chat_logprobs, response_usage
 
@@ -32,8 +31,8 @@ class Responses:
         self.service, self._prompts = service, ChatPrompts(service)
 
     async def __call__(self, request: Request) -> Response:
-        service, settings = self.service, self.service.settings
-        body = read_body(CreateResponse, await read_all(request, settings.max_body, settings.read_seconds))
+        service = self.service
+        body = await service.read(request, CreateResponse)
         service.check_model(body.model)
         prompt = await asyncio.to_thread(self._prompt, body)
         params = self._params(body, prompt)

@@ -13,14 +13,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
+from starlette.requests import Request
+
 from infer.cache.pool import NoPages, pages_for
 from infer.engine.llm import LLM, Handle
 from infer.engine.params import SamplingParams
 from infer.engine.request import CacheExceeded, ContextExceeded, NoToken, NoTokenAllowed
+from infer.server.bodies import B, read_body
 from infer.server.errors import ApiError, refused
 from infer.server.live import Live
 from infer.server.metrics import Metrics
 from infer.server.settings import Settings
+from infer.server.streams import read_all
 from infer.server.tokens import TokenTexts
 
 logger = logging.getLogger("infer.server")
@@ -59,6 +63,11 @@ class Service:
     def failure(self) -> BaseException | None:
         """Why the engine can do nothing any more."""
         return self.llm.failure
+
+    async def read(self, request: Request, kind: type[B], *, optional: bool = False) -> B:
+        """The body of a request, checked. optional: it may be empty."""
+        data = await read_all(request, self.settings.max_body, self.settings.read_seconds)
+        return read_body(kind, b"{}" if optional and not data else data)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model_id:

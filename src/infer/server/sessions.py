@@ -14,11 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from infer.server.bodies import ChatCompletion, NewSession, Rewind, read_body
+from infer.server.bodies import ChatCompletion, NewSession, Rewind
 from infer.server.chat import ChatCompletions
 from infer.server.errors import ApiError, refused
 from infer.server.messages import for_template
-from infer.server.streams import read_all
 from infer.server.text import as_json
 
 MOST, MOST_BYTES = 1024, 1 << 28  # of all sessions: the one that was not used for longest goes first
@@ -47,7 +46,7 @@ class _Session:
 
 class Sessions:
     def __init__(self, chat: ChatCompletions) -> None:
-        self._chat, self._settings = chat, chat.service.settings
+        self._chat, self.service = chat, chat.service
         self._known: OrderedDict[str, _Session] = OrderedDict()
 
     def routes(self) -> list[Route]:
@@ -64,7 +63,7 @@ class Sessions:
 
     async def make(self, request: Request) -> Response:
         """An empty one, or with messages: also those of one that was saved."""
-        body = read_body(NewSession, await self._body(request) or b"{}")
+        body = await self.service.read(request, NewSession, optional=True)
         return self._kept(self._checked(body.messages or []), 201)
 
     async def all(self, request: Request) -> Response:
@@ -84,7 +83,7 @@ class Sessions:
 
     async def rewind(self, request: Request) -> Response:
         """Forget the last turns: what the user said, and what followed."""
-        body = read_body(Rewind, await self._body(request) or b"{}")
+        body = await self.service.read(request, Rewind, optional=True)
         session = self._idle(request)
         starts = [i for i, message in enumerate(session.messages) if message.get("role") == "user"]
         if body.turns > len(starts):
@@ -95,7 +94,7 @@ class Sessions:
 
     async def go_on(self, request: Request) -> Response:
         """A chat completion behind the messages so far. It is remembered once it is whole."""
-        body = read_body(ChatCompletion, await self._body(request))
+        body = await self.service.read(request, ChatCompletion)
         if body.n not in (None, 1):
             raise refused("a session goes on with one answer", "n")
         session = self._idle(request)
@@ -143,9 +142,6 @@ class Sessions:
         if session.answering:
             raise ApiError(409, "this session is answering: wait for the end", code="session_busy")
         return session
-
-    async def _body(self, request: Request) -> bytes:
-        return await read_all(request, self._settings.max_body, self._settings.read_seconds)
 
 
 def _json(value: Any, status: int = 200) -> Response:
