@@ -3,10 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Why is the sky blue?
 
-.PHONY: demo test test-all check clean
+.PHONY: demo serve test test-all check clean
 
 demo: $(VENV)/.demo  ## Answer a question with the default model, with and without the cache.
 	$(BIN)/infer generate --chat --compare --max-new-tokens 64 "$(PROMPT)"
+
+serve: $(VENV)/.server  ## Serve the default model to OpenAI's clients, and a page, at http://127.0.0.1:8000.
+	$(BIN)/infer serve --quantize int4
 
 test: $(VENV)/.dev  ## Run the tests, in a process for each of up to four cores.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -22,6 +25,10 @@ check: $(VENV)/.dev  ## Lint, format and types.
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
+	touch $@
+
+$(VENV)/.server: $(VENV)/.demo
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

@@ -37,7 +37,7 @@ TIMEOUT_S = 60.0  # for one answer of the browser: only a browser that hangs tak
 
 
 class Browser:
-    """One browser process; `page` opens a file in a tab of its own."""
+    """One browser process; `page` opens a file or an address in a tab of its own."""
 
     def __init__(self, profile: Path) -> None:
         to_browser, self._out = os.pipe()
@@ -84,7 +84,7 @@ class Browser:
         return answer
 
     @contextlib.contextmanager
-    def page(self, path: Path, **media: str) -> Iterator[Page]:
+    def page(self, path: Path | str, **media: str) -> Iterator[Page]:
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         try:
@@ -120,8 +120,8 @@ class Page:
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         return self.browser.send(method, self.session, **params)
 
-    def open(self, path: Path) -> None:
-        self.send("Page.navigate", url=path.as_uri())
+    def open(self, path: Path | str) -> None:
+        self.send("Page.navigate", url=path if isinstance(path, str) else path.as_uri())
         self.wait("document.readyState == 'complete' && 'ready' in document.documentElement.dataset")
 
     def js(self, expression: str) -> Any:
@@ -175,6 +175,10 @@ class Page:
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+
+    def type(self, text: str) -> None:
+        """Into what has the focus."""
+        self.send("Input.insertText", text=text)
 
     def choose(self, selector: str, value: object) -> None:
         """Of a select element's options."""

@@ -57,12 +57,27 @@ LAYERS = {
     "trace": {"machine", "values", "config", "nn", "cache"},
     "engine": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "loader"},
     "evaluate": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine"},
-    "cli": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"},
+    "server": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
+    "cli": {
+        *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"),
+        "server",
+    },
     "compat": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
 }
 # Compilers of kernels, and who may use them.
 COMPILERS = {"numba": "backend/cpu", "llvmlite": "backend/cpu", "triton": "backend/gpu"}
-HEAVY = ["gguf", "typer", "rich", "huggingface_hub", "jinja2", "matplotlib", "numba", "triton", "transformers"]
+HEAVY = [
+    "gguf",
+    "typer",
+    "rich",
+    "huggingface_hub",
+    "jinja2",
+    "llguidance",
+    "matplotlib",
+    "numba",
+    "triton",
+    "transformers",
+]
 
 
 def sources() -> list[Path]:

@@ -2,7 +2,7 @@
 
 import typer
 
-from infer.cli import catalogue, chat, explain, generate, measure, trace, verify
+from infer.cli import catalogue, chat, explain, generate, measure, serve, trace, verify
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -13,6 +13,7 @@ app = typer.Typer(
 for command in (
     generate.generate,
     chat.chat,
+    serve.serve,
     trace.trace,
     explain.explain,
     catalogue.pull,

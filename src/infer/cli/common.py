@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infer.engine.params import SamplingParams
+from infer.engine.params import CONSTRAINTS, SamplingParams
 
 if TYPE_CHECKING:
     from infer.config import ModelConfig
@@ -169,19 +169,25 @@ def sampling_options(command: Callable[..., None], *, and_more: bool = False, **
 
     and_more: also for those that ask for more than a text. defaults: other ones than the fields have.
     """
-    more = {"n", "logprobs", "prompt_logprobs"}
-    types = {
+    more = {"n", "logprobs", "prompt_logprobs", *CONSTRAINTS}
+    types: dict[str, Any] = {
         "top_k": int | None,
         "seed": int | None,
         "stop": list[str],
         "logit_bias": list[str],
         "logprobs": int | None,
         "prompt_logprobs": int | None,
+        "json_schema": Path | None,
+        "regex": str | None,
+        "grammar": Path | None,
     }
     options = [
         keyword(
             field.name,
-            Annotated[types.get(field.name, type(field.default)), typer.Option(help=field.metadata["help"])],
+            Annotated[
+                kind := types.get(field.name, type(field.default)),
+                typer.Option(help=field.metadata["help"], metavar="FILE" if kind == Path | None else None),
+            ],
             [] if types.get(field.name) == list[str] else defaults.get(field.name, field.default),
         )
         for field in fields(SamplingParams)
@@ -189,7 +195,8 @@ def sampling_options(command: Callable[..., None], *, and_more: bool = False, **
     ]
 
     def make(logit_bias: list[str], **values: Any) -> SamplingParams:
-        return SamplingParams(logit_bias=dict(map(parse_bias, logit_bias)), **values)
+        files = {name: read_utf8(value) for name, value in values.items() if isinstance(value, Path)}
+        return SamplingParams(logit_bias=dict(map(parse_bias, logit_bias)), **values | files)
 
     return replaced("params", command, options, make)
 

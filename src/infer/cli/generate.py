@@ -163,8 +163,9 @@ def generate_many(
     pages: "Pages",
     loading: Loading,
 ) -> None:
-    from infer import LLM, Tokenizer
+    from infer import LLM, ModelConfig, Tokenizer
     from infer.cli.prompts import read_lines, run_lines
+    from infer.engine.guide import guide_for
     from infer.engine.request import check_chunk
 
     lines = read_lines(source, params)
@@ -183,6 +184,8 @@ def generate_many(
             return encode_chat(tokenizer, thinking, [*first, {"role": "user", "content": prompt}])
         return tokenizer.encode(prompt)
 
+    for constrained in {line.params.constraint: line.params for line in lines if line.params.constraint}.values():
+        guide_for(constrained, tokenizer, ModelConfig.from_pretrained(model))  # refused before the weights are read
     network = loading.load(model)
     with LLM(
         network,
@@ -211,7 +214,7 @@ def prepare(
 ) -> tuple["Tokenizer", "ModelConfig", list[int]]:
     """The prompt's tokens. What cannot be generated is refused, before the weights are read."""
     from infer import ModelConfig, Tokenizer
-    from infer.engine.request import ContextExceeded, check_chunk, check_request
+    from infer.engine.request import ContextExceeded, Request, check_chunk
 
     text = sys.stdin.read() if prompt == "-" else prompt
     if prefill_chunk is not None and not kv_cache:
@@ -228,7 +231,7 @@ def prepare(
         prompt_ids = tokenizer.encode(text)
     config = ModelConfig.from_pretrained(model)
     try:
-        check_request(config, prompt_ids, params, on_full=on_full)
+        Request(config, tokenizer, prompt_ids, params, on_full=on_full)
     except ContextExceeded as error:
         raise ValueError(f"{error}, or go on beyond it with --on-full recompute") from None
     return tokenizer, config, prompt_ids

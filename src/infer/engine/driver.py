@@ -20,10 +20,11 @@ class Driver:
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
+        self.wakeups = Wakeups()
         self._changed = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._closed = False
-        self._failed: BaseException | None = None
+        self.failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, tasks: Sequence[Task]) -> None:
@@ -38,22 +39,28 @@ class Driver:
         if all(task.done for task in tasks):
             return
         with self._changed:
-            if not self._closed and self._failed is None:
+            if not self._closed and self.failure is None:
                 self._inbox.append(lambda: self.loop.abort(tasks))
                 self._changed.notify()
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function between two steps, and wait for what it returns."""
+        return self.between_steps(function).result()
+
+    def between_steps(self, function: Callable[[], T]) -> Future[T]:
+        """As `call`, without waiting."""
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
 
         self._post(run)
-        return future.result()
+        return future
 
     def close(self) -> None:
         with self._changed:
@@ -65,8 +72,8 @@ class Driver:
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._changed:
-            if self._failed is not None:
-                raise RuntimeError(f"this LLM has failed, make another: {self._failed}") from self._failed
+            if self.failure is not None:
+                raise RuntimeError(f"this LLM has failed, make another: {self.failure}") from self.failure
             if self._closed:
                 raise RuntimeError("this LLM is closed")
             self._inbox.append(action)
@@ -81,18 +88,21 @@ class Driver:
             while self._wait():
                 if not self.loop.idle:
                     self.loop.step()
+                self.wakeups.send()
             self.loop.close()
         except BaseException as error:
             failure = RuntimeError(f"the engine has failed: {error}")
             failure.__cause__ = error
             with self._changed:
-                self._failed = error
+                self.failure = error
             with suppress(Exception):
                 self.loop.runner.close()  # a device that has failed must not be asked for rows that are given up
             while self._inbox:  # who has asked in the meantime has to hear of it
                 with suppress(Exception):
                     self._inbox.pop(0)()
             self.loop.close(failure)
+        finally:
+            self.wakeups.send()
 
     def _wait(self) -> bool:
         """Do what was asked for. False: it is time to end."""
@@ -108,10 +118,35 @@ class Driver:
             self._inbox.pop(0)()
 
 
+class Wakeups:
+    """Tells event loops who has to be woken: each loop once after a step, however many of its tasks wait.
+
+    To tell a loop takes a write to a pipe, and the loop then competes with the engine for the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}  # the engine's thread alone uses it
+
+    def add(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+        self._due.setdefault(loop, []).append(event)
+
+    def send(self) -> None:
+        while self._due:
+            loop, events = self._due.popitem()
+            with suppress(RuntimeError):  # it is closed by now
+                loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
+
+
 class News:
     """Wakes those who wait for a request, in threads or event loops."""
 
-    def __init__(self) -> None:
+    def __init__(self, wakeups: Wakeups) -> None:
+        self._wakeups = wakeups
         self._changed = threading.Condition()
         self._for_pieces = self._for_end = 0  # how many wait
         self._async: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -121,9 +156,8 @@ class News:
         if self._for_pieces or (task.done and self._for_end):
             with self._changed:
                 self._changed.notify_all()
-                for loop, event in self._async:
-                    with suppress(RuntimeError):  # it is closed by now
-                        loop.call_soon_threadsafe(event.set)
+                for waiter in self._async:
+                    self._wakeups.add(*waiter)
 
     def wait(self, ready: Callable[[], bool], *, pieces: bool, timeout: float | None = None) -> None:
         """pieces: each piece may make it ready; else only the end."""

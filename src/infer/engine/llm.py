@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self, TypeVar, overload
 
 from infer.engine.driver import Driver, News
 from infer.engine.logprobs import TokenLogprobs
@@ -21,6 +22,7 @@ from infer.engine.session import Encode, Session
 from infer.engine.text import TextStream
 from infer.trace.record import Trace
 
+T = TypeVar("T")
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or the messages of a chat
 
@@ -107,7 +109,16 @@ class LLM:
         params: how to sample, or settings by their names: temperature=0.8. priority: lower goes first. trace: records
         the run.
         """
+        return Handle(self, self._tasks(prompt, _params(params, settings), priority, trace))
+
+    def submit_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, priority: int = 0, **settings: Any
+    ) -> Handle:
+        """Ask for the texts of several prompts as one: pieces with their `index`, n for each prompt."""
         params = _params(params, settings)
+        return Handle(self, [task for prompt in prompts for task in self._tasks(prompt, params, priority, None)])
+
+    def _tasks(self, prompt: Prompt, params: SamplingParams, priority: int, trace: Trace | None) -> list[Task]:
         requests = samples(self.model.config, self.tokenizer, self.encode(prompt), params)
         if trace is not None:
             if not isinstance(trace, Trace):
@@ -115,10 +126,9 @@ class LLM:
             if len(requests) > 1:
                 raise ValueError(f"a trace records one text, not n={len(requests)}")
             trace.check(self.model.config, len(requests[0].tokens), params.max_new_tokens)
-        tasks = [Task(request, priority=priority, recorder=trace) for request in requests]
-        for task in tasks:
-            self._driver.loop.check(task.request)
-        return Handle(self, tasks)
+        for request in requests:
+            self._driver.loop.check(request)
+        return [Task(request, priority=priority, recorder=trace) for request in requests]
 
     @overload
     def generate(
@@ -205,6 +215,21 @@ class LLM:
             return list(self.tokenizer.encode_chat(prompt))
         return prompt  # type: ignore[return-value]
 
+    @property
+    def max_rows(self) -> int:
+        """Texts that run at once."""
+        return self._driver.loop.scheduler.max_rows
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Tokens of prompts in one pass."""
+        return self._driver.loop.scheduler.prefill_chunk
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What has ended it: then it can only be made anew."""
+        return self._driver.failure
+
     def stats(self) -> Stats:
         """What it does at the moment, and has done so far."""
         return self._driver.loop.stats()
@@ -213,6 +238,10 @@ class LLM:
         """Let a function hear of all that happens, from the engine's own thread; returns what ends that."""
         return self._driver.loop.watch(listener)
 
+    def between_steps(self, function: Callable[[Loop], T]) -> Future[T]:
+        """Let a function look at the loop in the engine's own thread, between two steps: nothing changes meanwhile."""
+        return self._driver.between_steps(lambda: function(self._driver.loop))
+
 
 class Handle:
     """A request on its way: iterate over its pieces, `await` it, or ask for the `result`. Let go of, it is aborted."""
@@ -220,7 +249,7 @@ class Handle:
     def __init__(self, llm: LLM, tasks: Sequence[Task]) -> None:
         self._llm, self._tasks = llm, tasks  # as long as somebody waits, it is not closed by being forgotten
         self._readers = [_Reader(task, index) for index, task in enumerate(tasks)]
-        self._news = News()
+        self._news = News(llm._driver.wakeups)
         for task in tasks:
             task.news = self._news
         llm._driver.submit(tasks)
@@ -252,11 +281,17 @@ class Handle:
             self.abort()
 
     async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
+        async for pieces in self.arrivals():
+            for piece in pieces:
+                yield piece
+
+    async def arrivals(self) -> AsyncIterator[list[GeneratedToken]]:
+        """As `async for`, but all pieces that have come since the last ones at once."""
         try:
             while True:
                 last = self.done
-                for piece in self._pieces():
-                    yield piece
+                if pieces := list(self._pieces()):
+                    yield pieces
                 if last:
                     return
                 await self._news.wait_async(self._has_pieces, pieces=True)
@@ -267,18 +302,26 @@ class Handle:
         return self._awaited().__await__()
 
     async def _awaited(self) -> Any:
+        await self.finished()
+        return self._result()
+
+    async def finished(self) -> None:
+        """Wait for the end, whatever that is. Cancelled, it aborts."""
         try:
             await self._news.wait_async(lambda: self.done, pieces=False)
         except asyncio.CancelledError:
             self.abort()
             raise
-        return self._result()
 
-    def _result(self) -> Any:
+    def results(self) -> list[GenerationResult]:
+        """Of all texts, once it is done. Raises what has gone wrong."""
         for task in self._tasks:
             if task.error is not None:
                 raise task.error
-        results = [task.result() for task in self._tasks]
+        return [task.result() for task in self._tasks]
+
+    def _result(self) -> Any:
+        results = self.results()
         return results[0] if len(results) == 1 else results
 
     def _has_pieces(self) -> bool:

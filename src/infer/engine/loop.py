@@ -127,6 +127,7 @@ class Task(Job):
                 began - self.submitted,
             ),
             cache_memory_bytes=self.cache_bytes,
+            known_tokens=self.known,
             seed=request.seed,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,

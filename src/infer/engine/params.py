@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 from infer.values import shown
 
 SEEDS = 2**64  # how many there are: all draw differently
+CONSTRAINTS = ("json_schema", "regex", "grammar")
+MAX_CONSTRAINT = 2**16  # bytes of a constraint's text
+MAX_NESTING = 64  # levels of a schema
+MAX_RULES = 512  # of a grammar: thousands that lead to each other overflow the stack of what compiles them
 _NUMBERS = (
     "temperature",
     "top_k",
@@ -53,6 +58,10 @@ class SamplingParams:
     n: int = _option(1, "Sample so many texts, with seeds derived from one.")
     logprobs: int | None = _option(None, "Log-probabilities of each token, and of so many of the likeliest.")
     prompt_logprobs: int | None = _option(None, "The same of the prompt's tokens.")
+    # At most one of these constrains the text. A schema is kept as JSON text, whatever it was given as.
+    json_schema: Mapping[str, Any] | str | None = _option(None, "Generate JSON that matches this schema.")
+    regex: str | None = _option(None, "Generate text that matches this regular expression, from end to end.")
+    grammar: str | None = _option(None, "Generate text by this grammar, in llguidance's Lark syntax.")
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop, Sequence):
@@ -86,6 +95,61 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"a stop string must be a non-empty text, not {text!r}")
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        self._check_constraint()
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """Which of `CONSTRAINTS` there is, and its text."""
+        return next(((name, text) for name in CONSTRAINTS if (text := getattr(self, name)) is not None), None)
+
+    def _check_constraint(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} were given: a text is constrained by one of them")
+        if given and self.ignore_eos:
+            raise ValueError(f"ignore_eos goes on after the end, which {given[0]} does not allow: leave one out")
+        for name in given:
+            _check_text(name, getattr(self, name))
+        if self.grammar is not None and (rules := sum(":" in line for line in self.grammar.splitlines())) > MAX_RULES:
+            raise ValueError(f"the grammar has {rules} rules, more than the {MAX_RULES} that are read")
+
+
+def _schema_text(schema: Any) -> str:
+    """As JSON, once it is clear that it is an object, and not nested too deeply to be compiled."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        _check_text("json_schema", text)
+        parsed = json.loads(text)
+        text = json.dumps(parsed, allow_nan=False)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"json_schema is no JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"json_schema is no JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f'json_schema must be an object, as {{"type": "object"}} is, not {shown(parsed)}')
+    level: list[Any] = [parsed]
+    for _ in range(MAX_NESTING):
+        level = [inner for value in level for inner in _inner(value)]
+    if any(isinstance(value, dict | list) for value in level):
+        raise ValueError(f"json_schema is nested in more than {MAX_NESTING} levels")
+    return text
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _check_text(name: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be a text, not {shown(text)}")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} is not Unicode: it has half a character") from None
+    if size > MAX_CONSTRAINT:
+        raise ValueError(f"{name} has {size:,} bytes, more than the {MAX_CONSTRAINT:,} that are read")
 
 
 def _own(value: Any) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from infer.config import ModelConfig
+from infer.engine.guide import guide_for
 from infer.engine.logprobs import TokenLogprobs, logprobs_from_device, logprobs_of
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken
@@ -35,6 +36,10 @@ class NoToken(ValueError):
     """None can be chosen from such logits."""
 
 
+class NoTokenAllowed(NoToken):
+    """A constraint allows none, though the text is not whole."""
+
+
 class Request:
     """The tokens so far, and what turns logits into the next one. A request that is impossible is not made."""
 
@@ -53,6 +58,7 @@ class Request:
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         self.tokens = token_ids(prompt)
         check_request(config, self.tokens, self.params, capacity, on_full)
+        self.guide = guide_for(self.params, tokenizer, config)  # what may follow; None: anything
         self.finish_reason: str | None = None
         self.prompt_len = len(self.tokens)
         self.tokenizer = tokenizer
@@ -96,7 +102,9 @@ class Request:
 
     def choose(self, logits: Tensor) -> int:
         """The token to follow, from its logits [V]; -1: none can be."""
-        token = sample(logits, self.tokens, self.prompt_len, self.params, self.seed)
+        # Asked for before the logits are: these may still be on their way from a device.
+        allowed = None if self.guide is None else self.guide.allowed()
+        token = sample(logits, self.tokens, self.prompt_len, self.params, self.seed, allowed)
         if self.logprobs is not None and token >= 0:
             self.logprobs += logprobs_of(logits[None], [token], self.params.logprobs or 0)
         return token
@@ -109,12 +117,15 @@ class Request:
     def take(self, token: int) -> None:
         """The token to follow, as chosen; -1: none could be. Whether it is the last shows in `finish_reason`."""
         if token < 0:
-            raise NoToken(
-                f"no token can be chosen for position {len(self.tokens)}: the logits hold a NaN, or all are -inf"
-            )
+            words = f"no token can be chosen for position {len(self.tokens)}"
+            if self.guide is not None and self.guide.error:
+                raise NoTokenAllowed(f"{words}: {self.guide.error}")
+            raise NoToken(f"{words}: the logits hold a NaN, or all are -inf")
         self.tokens.append(token)
         if token in self._eos:
             self.finish_reason = "eos"
+        elif self.guide is not None and self.guide.take(token):
+            self.finish_reason = "stop"
         elif len(self.tokens) == self.max_seq_len:
             self.finish_reason = "length"
 

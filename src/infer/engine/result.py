@@ -48,6 +48,7 @@ class GenerationResult:
     finish_reason: str  # "eos" | "stop" | "length"; "interrupted" if the stream was left early
     timing: Timing
     cache_memory_bytes: int
+    known_tokens: int = 0  # of the prompt, that others had computed before
     seed: int | None = None  # that its tokens were drawn with, given or not
     logprobs: list[TokenLogprobs] | None = None  # of each token, where they were asked for
     # Of each token of the prompt; the first has none, as nothing comes before it.

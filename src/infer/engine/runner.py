@@ -141,6 +141,8 @@ class Runner:
             # Every token moves to another position, so what the cache holds no longer holds.
             self._leave(flight)
             flight.full, flight.cache = True, flight.watch(NoCache(1, self._device))
+        elif request.guide is not None:
+            return  # the host has to say which tokens may follow
         elif not flight.captured and cache.seq_len == len(request.tokens) - 1 and request.scored is None:
             if self._decoding is None:
                 self._decoding = backend.decoding(self._lazy)

@@ -10,18 +10,28 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.engine.params import SamplingParams
 from infer.nn.draw import Filters, Floats, draw, is_sampled, uniform
 
 
-def sample(logits: Tensor, tokens: Sequence[int], prompt_len: int, params: SamplingParams, seed: int) -> int:
+def sample(
+    logits: Tensor,
+    tokens: Sequence[int],
+    prompt_len: int,
+    params: SamplingParams,
+    seed: int,
+    allowed: NDArray[np.bool_] | None = None,
+) -> int:
     """The token to follow `tokens`, of which the first prompt_len are the prompt. logits: [V].
 
-    -1: none can be chosen, because a logit is NaN or all are -inf.
+    allowed: which tokens may, [V]; None: any. -1: none can be chosen, because a logit is NaN or all are -inf.
     """
     scores = penalise(logits.detach().cpu().float().numpy(), tokens, prompt_len, params)
+    if allowed is not None:  # behind penalties, which may be infinite
+        scores = np.where(allowed, scores, np.float32(-np.inf))
     best = int(scores.argmax())
     if not scores[best] > -np.inf:  # NaN is the largest to argmax
         return -1

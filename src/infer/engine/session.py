@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infer.cache.pool import NoPages, pages_for
 from infer.engine.params import SamplingParams
-from infer.engine.request import check_chunk, check_request
+from infer.engine.request import Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.store import read, remove_leftovers, write
 from infer.trace.record import Trace
@@ -94,7 +94,7 @@ class Session:
         if params.prompt_logprobs is not None:
             raise ValueError("a session has no place for prompt_logprobs: `LLM.generate` gives them")
         prompt = self._prompt(text)
-        check_request(self.llm.model.config, prompt, params, self.context)
+        Request(self.llm.model.config, self.llm.tokenizer, prompt, params, self.context)  # refused here, if at all
         return self._stream(text, prompt, params, trace)
 
     def fork(self) -> Self:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import threading
 import unicodedata
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,27 @@ def gpt2_tokenizer(folder: Path) -> TokenizerParts:
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return TokenizerParts(tokenizer, None, END_OF_TEXT, END_OF_TEXT)
+
+
+def bytes_of(token: str, text: str) -> bytes:
+    """Of a token whose text has replacement characters: they stand for parts of others, or for themselves."""
+    if byte := BYTE.fullmatch(token):
+        return bytes.fromhex(byte[1])
+    try:
+        return bytes(BYTE_LEVEL[letter] for letter in token)
+    except KeyError:
+        return text.encode()
+
+
+def _byte_level() -> dict[str, int]:
+    """The letters that byte-level BPE writes bytes as: printable ones as themselves, the others from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # what SentencePiece calls a byte that has no token of its own
+BYTE_LEVEL = _byte_level()
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:

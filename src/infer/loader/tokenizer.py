@@ -8,7 +8,11 @@ from typing import Any
 
 from infer.loader.chat import render_chat_template
 from infer.loader.find import open_checkpoint
-from infer.loader.text_tokenizers import rust_calls
+from infer.loader.text_tokenizers import bytes_of, rust_calls
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a part of a character shows as
+LONG = 4096  # characters, or tokens: such calls are made so that other threads go on meanwhile
+UNCERTAIN = f" {INCOMPLETE}"  # at either end of a token, what its neighbours may change
 
 
 class Tokenizer:
@@ -45,7 +49,9 @@ class Tokenizer:
         """add_special_tokens: put BOS in front where the model has one; not after `render_chat_template`."""
         try:
             with rust_calls("the tokenizer fails"):
-                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                if len(text) < LONG:
+                    return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except ValueError as error:
             halves = [character for character in text if "\ud800" <= character <= "\udfff"]
             if halves:
@@ -60,5 +66,28 @@ class Tokenizer:
         """The prompt that the chat template makes of messages. variables: of the template, as enable_thinking."""
         return self.encode(render_chat_template(messages, tokenizer=self, **variables), add_special_tokens=False)
 
+    def token_bytes(self, count: int) -> tuple[list[bytes], list[bytes]]:
+        """What each of the ids from 0 to count - 1 adds to a text; of special tokens, and ids without one, nothing.
+
+        And what it is at the beginning of a text, where SentencePiece's tokens lose a space.
+        """
+        with rust_calls("the tokenizer fails"):
+            first = self._backend.decode_batch([[i] for i in range(count)])
+            # A token that shows as what it is, for the others to stand behind.
+            before = next((i for i, text in enumerate(first) if text and text == text.strip(UNCERTAIN)), None)
+            if before is None:
+                raise ValueError("the tokenizer has no token with a text of its own")
+            pairs = self._backend.decode_batch([[before, i] for i in range(count)])
+        inside = [pair.removeprefix(first[before]) for pair in pairs]
+        return self._as_bytes(inside), self._as_bytes(first)
+
+    def _as_bytes(self, texts: Sequence[str]) -> list[bytes]:
+        return [
+            text.encode() if INCOMPLETE not in text else bytes_of(self.id_to_token(i) or "", text)
+            for i, text in enumerate(texts)
+        ]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < LONG:
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]

@@ -31,6 +31,7 @@ from infer.cli.common import DEFAULT_MODEL
 from infer.cli.streams import say
 from infer.engine import generate as engine
 from infer.engine.llm import Handle
+from infer.engine.params import CONSTRAINTS
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.session import Session
 from infer.engine.text import TextStream
@@ -85,6 +86,7 @@ class TestGenerate:
             "finish_reason",
             "timing",
             "cache_memory_bytes",
+            "known_tokens",
         ]
         assert {name: output[name] for name in ("prompt_token_ids", "token_ids", "text", "finish_reason")} == {
             name: getattr(expected, name) for name in ("prompt_token_ids", "token_ids", "text", "finish_reason")
@@ -214,7 +216,7 @@ SAMPLING: list[tuple[list[str], dict[str, Any]]] = [
 
 class TestSamplingOptions:
     def test_every_field_is_covered(self) -> None:
-        more = {"n", "logprobs", "prompt_logprobs"}  # tested with those who ask for them
+        more = {"n", "logprobs", "prompt_logprobs", *CONSTRAINTS}  # tested with those who ask for them
         names = {field.name for field in fields(SamplingParams)}
         assert {name for _, values in SAMPLING for name in values} == names - more
 

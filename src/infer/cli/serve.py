@@ -1,0 +1,115 @@
+"""`infer serve`: the OpenAI-compatible API of a model."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infer.cli.chat import counted
+from infer.cli.common import (
+    DEFAULT_MODEL,
+    MODEL_HELP,
+    CacheDtypeOption,
+    CacheMemoryOption,
+    Loading,
+    PrefillChunkOption,
+    PrefixStoreOption,
+    check_cache_dtype,
+    loading_options,
+    parse_size,
+)
+from infer.cli.streams import say
+
+LENGTH = 4096  # tokens of a conversation, to tell how many fit
+
+
+@loading_options
+def serve(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
+    *,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 is any free one.", min=0, max=65535)] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model.", show_default="its own name")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Answer only who sends this key; may be repeated. INFER_API_KEY holds some too."),
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with a key on each line.", metavar="FILE")] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option(help="Let pages of this origin ask; may be repeated. * is every page.")
+    ] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Texts that run at once.", show_default="256", min=1)] = None,
+    max_waiting: Annotated[
+        int, typer.Option(help="Texts that may wait; further ones are refused with 429.", min=0)
+    ] = 512,
+    drain_seconds: Annotated[
+        float, typer.Option(help="On SIGTERM, how long texts may take to their end.", min=1)
+    ] = 30.0,
+    log_prompts: Annotated[bool, typer.Option(help="Write prompts to standard error.")] = False,
+    restart_engine: Annotated[bool, typer.Option(help="Make the engine anew if it fails, instead of ending.")] = False,
+    prefill_chunk: PrefillChunkOption = None,
+    cache_dtype: CacheDtypeOption = "auto",
+    cache_memory: CacheMemoryOption = None,
+    prefix_store: PrefixStoreOption = None,
+    loading: Loading,
+) -> None:
+    """Serve a model to OpenAI's clients, and a page that shows the engine at work. Ctrl-C ends it."""
+    try:
+        from infer.server.run import Server, listen
+        from infer.server.service import Service
+        from infer.server.settings import Settings
+    except ImportError as error:
+        raise ImportError(f"{error}: the server needs more packages: pip install 'infer[server]'") from None
+    from infer import LLM, ModelConfig, Tokenizer
+    from infer.engine.request import check_chunk
+
+    check_chunk(prefill_chunk)
+    check_cache_dtype(cache_dtype)
+    size = parse_size(cache_memory)
+    settings = Settings(
+        model_id=name or model.rstrip("/").rsplit("/")[-1],
+        api_keys=read_keys(api_key or [], api_key_file, os.environ.get("INFER_API_KEY", "")),
+        cors=tuple(cors or ()),
+        max_waiting=max_waiting,
+        drain_seconds=drain_seconds,
+        log_prompts=log_prompts,
+    )
+    with listen(host, port) as listening:  # a port that is taken is found before the weights are read
+        tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
+        network = loading.load(model, config, LENGTH, cache_dtype)
+
+        def engine() -> LLM:
+            return LLM(
+                network,
+                tokenizer,
+                cache_memory=size,
+                cache_dtype=cache_dtype,
+                prefix_store=prefix_store,
+                max_rows=max_rows,
+                prefill_chunk=prefill_chunk,
+            )
+
+        with Service(engine, settings, renews=restart_engine) as service:
+            service.warm_up()
+            at = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+            length = min(LENGTH, service.longest)
+            fit = service.llm.memory.conversations(length)
+            say(
+                f"{settings.model_id} at {at}/v1: {counted(fit, 'conversation')} of {length:,} tokens fit. "
+                f"Open {at} in a browser, or ask: curl {at}/v1/models"
+            )
+            raise typer.Exit(Server(service).run_on(listening))
+
+
+def read_keys(given: list[str], file: Path | None, variable: str) -> frozenset[str]:
+    """All keys, from wherever they come; one that nobody could send is refused."""
+    keys = [*given, *variable.replace(",", " ").split()]
+    if file is not None:
+        keys += [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not keys:
+            raise ValueError(f"{file.name} has no key in it")
+    for key in keys:
+        if not (key.isascii() and key.isprintable()) or not key or key != key.strip() or " " in key:
+            raise ValueError("a key must be printable ASCII, without blanks")
+    return frozenset(keys)

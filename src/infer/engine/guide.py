@@ -1,0 +1,175 @@
+"""Constrained output: which tokens may follow, so that the text matches a JSON schema, a regex or a grammar.
+
+`llguidance` parses the text; it is given the bytes of every token of a vocabulary, and asked once a token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.config import ModelConfig
+from infer.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+COMPILED = 64  # grammars that a vocabulary keeps: those of a server come back
+LEXER_STATES = 50_000  # that one request may come to take, of 1 to 2 kB each
+# Between the parts of a JSON text. Without a limit a model that has lost its way may add blanks for ever.
+WHITESPACE = r"[ \n\r\t]{1,64}"
+# The model decides how forced text is cut into tokens, as it does elsewhere: then no tokenizer is asked to encode.
+OPTIONS = '%llguidance {"no_forcing": true}'
+
+Mask = NDArray[np.bool_]
+
+
+@runtime_checkable
+class HasTokenBytes(Protocol):
+    def token_bytes(self, count: int, /) -> tuple[list[bytes], list[bytes]]: ...
+
+
+class Guide:
+    """What may follow the tokens taken so far, by a grammar. Each request has its own."""
+
+    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, kind: str) -> None:
+        self._vocabulary, self._matcher, self._kind = vocabulary, matcher, kind
+        self._begun = False
+        self._allowed: Mask | None = None  # once it was asked for, until the next token
+
+    def allowed(self) -> Mask:
+        """The tokens that may come next, [V]: none, where `error` says why, or where the text is whole."""
+        if self._allowed is None:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            self._allowed = np.unpackbits(bits, count=self._vocabulary.size, bitorder="little").view(np.bool_)
+            if self._matcher.is_error():
+                self._allowed[:] = False
+            elif not self._begun:
+                self._allowed &= self._vocabulary.can_begin
+        return self._allowed
+
+    def take(self, token: int) -> bool:
+        """Go on behind a token; whether the text is whole then, and no token can follow, not even an end."""
+        self._begun, self._allowed = True, None
+        self._matcher.consume_token(token)
+        return not self._vocabulary.eos and not self.allowed().any() and not self.error
+
+    @property
+    def error(self) -> str:
+        """Why no token can follow, though the text is not whole; empty: one can."""
+        if not self._matcher.is_error():
+            return ""
+        reason = self._matcher.get_error().partition("\n")[0]
+        reason = "the vocabulary lacks what has to follow" if reason == "NoExtensionBias" else reason
+        return f"{reason} (by the {self._kind})"
+
+
+class Vocabulary:
+    """The tokens of a model, as llguidance reads them."""
+
+    def __init__(self, tokenizer: HasTokenBytes, size: int, eos: Sequence[int]) -> None:
+        llguidance = _llguidance()
+        self.size, self.eos = size, eos
+        tokens, first = tokenizer.token_bytes(size)
+        # A text would lack the space that a tokenizer drops from its first token.
+        self.can_begin: Mask = np.array([a == b for a, b in zip(tokens, first, strict=True)])
+        self.can_begin[list(eos)] = True
+        for i in eos:
+            tokens[i] = b"eos"  # whatever text it has, it ends one
+        wrapped = llguidance.TokenizerWrapper(_Tokens(tokens, eos))
+        # Without an eos token, llguidance adds one to the tokens: a mask's bit behind those of the model.
+        self._tokenizer = llguidance.LLTokenizer(wrapped, eos_token=list(eos) or None)
+        self._limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
+        self._compiled = lru_cache(COMPILED)(self._compile)
+
+    def guide(self, kind: str, text: str) -> Guide:
+        """kind: the setting of `SamplingParams` that the text is of."""
+        guide = Guide(self, self._compiled(kind, text).deep_copy(), kind)
+        if not guide.allowed().any():
+            raise ValueError(f"no token of this vocabulary can begin what the {kind} allows")
+        return guide
+
+    def _compile(self, kind: str, text: str) -> LLMatcher:
+        llguidance = _llguidance()
+        if kind == "json_schema":
+            grammar = f"start: %json {_bounded(text)}"
+        elif kind == "regex":
+            grammar = f"start: /{llguidance.regex_to_lark(text, 'd')}/"  # in which \d is 0 to 9
+        else:
+            grammar = text
+        grammar += f"\n{OPTIONS}"
+        matcher: LLMatcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise ValueError(f"the {kind} cannot be used: {_reason(matcher.get_error(), kind)}")
+        return matcher
+
+
+class _Tokens:
+    """What llguidance asks a tokenizer for."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], eos: Sequence[int]) -> None:
+        self.tokens, self.special_token_ids = tokens, list(eos)
+        self.eos_token_id = eos[0] if eos else None
+
+    def __call__(self, text: Any) -> list[int]:
+        raise NotImplementedError("nothing is forced, so nothing has to be encoded")
+
+
+_vocabularies: WeakKeyDictionary[HasTokenBytes, dict[tuple[int, tuple[int, ...]], Vocabulary]] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def vocabulary_of(tokenizer: object, config: ModelConfig) -> Vocabulary:
+    """Made once for each tokenizer and kind of model, in a second or so; then it is there as long as the tokenizer."""
+    if not isinstance(tokenizer, HasTokenBytes):
+        raise TypeError(
+            f"a json_schema, regex or grammar needs the bytes of each token, which {type(tokenizer).__name__} does "
+            "not give: use infer.Tokenizer, or define token_bytes as it does"
+        )
+    eos = tuple(i for i in config.eos_token_ids if i < config.vocab_size)
+    with _making:
+        own = _vocabularies.setdefault(tokenizer, {})
+        key = config.vocab_size, eos
+        if key not in own:
+            own[key] = Vocabulary(tokenizer, *key)
+        return own[key]
+
+
+def guide_for(params: SamplingParams, tokenizer: object, config: ModelConfig) -> Guide | None:
+    """None where anything may be generated. What cannot be is refused."""
+    constraint = params.constraint
+    return None if constraint is None else vocabulary_of(tokenizer, config).guide(*constraint)
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise ImportError(
+            "a json_schema, regex or grammar needs llguidance, which is not installed: pip install 'infer[server]'"
+        ) from None
+    return llguidance
+
+
+def _bounded(schema: str) -> str:
+    """The schema with a limit to whitespace, unless it says itself what that may be."""
+    return json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}} | json.loads(schema))
+
+
+def _reason(error: str, kind: str) -> str:
+    """The line of an error that says what is wrong; where, only of what was not wrapped here."""
+    lines = error.splitlines() or [""]
+    line = next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")
+    if kind != "grammar":
+        line = re.sub(r"^(at )?\d+\(\d+\): ", "", line).removeprefix("failed to compile JSON schema: ")
+    return line[:300]

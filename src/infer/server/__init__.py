@@ -1,0 +1,1 @@
+"""The OpenAI-compatible API, the live page and metrics."""

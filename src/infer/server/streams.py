@@ -1,0 +1,128 @@
+"""Answers while a client may go away: text as it is made, or whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from infer.engine.llm import Handle
+from infer.server.errors import ApiError
+
+T = TypeVar("T")
+LINGER_S = 0.5  # for what a client goes on sending
+ABORT = "infer.abort"  # in a scope: ends the connection at once
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies hand events on as they come
+
+
+async def read_all(request: Request, most: int, seconds: float) -> bytes:
+    """The body, if it is not too large, and comes in time."""
+    body, ends = bytearray(), asyncio.get_running_loop().time() + seconds
+    length = request.headers.get("content-length", "0")
+    too_large = length.isdecimal() and int(length) > most
+    try:
+        async with asyncio.timeout_at(ends) as patience:
+            async for part in request.stream():
+                if not too_large:
+                    body += part
+                if len(body) > most:
+                    too_large = True
+                if too_large:  # a client that is still sending would not see the answer
+                    patience.reschedule(min(ends, asyncio.get_running_loop().time() + LINGER_S))
+                    body.clear()
+    except TimeoutError:
+        if not too_large:
+            message = f"the body did not arrive within {seconds:g} seconds"
+            raise ApiError(408, message, headers={"Connection": "close"}) from None
+    if too_large:
+        raise ApiError(413, f"the body is larger than {most:,} bytes", headers={"Connection": "close"})
+    return bytes(body)
+
+
+async def result_of(
+    handle: Handle, request: Request, answer: Callable[[Handle], T], *, in_thread: bool = False
+) -> T | None:
+    """What becomes of a request that is done; None if the client has gone, which ends it.
+
+    in_thread: others go on while the answer is made.
+    """
+    waiting = asyncio.ensure_future(handle.finished())
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            return None
+        return await asyncio.to_thread(answer, handle) if in_thread else answer(handle)
+    finally:
+        handle.abort()
+        await _cancelled(waiting, gone)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events, as they come. Who does not take them in time is cut off."""
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        handle: Handle,
+        held: ExitStack,
+        failed: Callable[[Exception], bytes],
+        write_seconds: float,
+    ) -> None:
+        """held: left when it is over. failed: the events that tell of an error on the way."""
+        self.status_code, self.background = 200, None
+        self.media_type = "text/event-stream"
+        self.init_headers(_HEADERS)
+        self._events, self._handle, self._held, self._failed = events, handle, held, failed
+        self._write_seconds = write_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_disconnected(receive))
+        writing = asyncio.ensure_future(self._write(send))
+        try:
+            await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        except TimeoutError:
+            scope[ABORT]()
+        finally:
+            self._handle.abort()
+            await _cancelled(writing, gone)
+            self._held.close()
+
+    async def _write(self, send: Send) -> None:
+        async def write(data: bytes, more: bool = True) -> None:
+            async with asyncio.timeout(self._write_seconds):
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for data in self._events:
+                await write(data)
+        except TimeoutError:
+            raise
+        except Exception as error:  # the answer has begun: it can only be told in it
+            await write(self._failed(error))
+        await write(b"", more=False)
+
+
+def quietly_closed() -> Response:
+    """To a client that has gone."""
+    return Response(status_code=499)
