@@ -7,7 +7,6 @@ import base64
 import binascii
 import hmac
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -30,7 +29,7 @@ from infer.server.responses import Responses
 from infer.server.service import Service
 from infer.server.sessions import Sessions
 from infer.server.streams import quietly_closed
-from infer.server.text import as_json
+from infer.server.text import json_response
 
 OPEN = "/health"  # needs no key
 KEY_WANTED = {"WWW-Authenticate": 'Basic realm="infer", charset="UTF-8"'}  # a browser then asks for the key
@@ -151,11 +150,11 @@ class Other:
         self.service = service
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self.service.card()]})
+        return json_response({"object": "list", "data": [self.service.card()]})
 
     async def model(self, request: Request) -> Response:
         self.service.check_model(request.path_params["name"])
-        return _json(self.service.card())
+        return json_response(self.service.card())
 
     async def tokenize(self, request: Request) -> Response:
         body = await self.service.read(request, Tokenize)
@@ -169,7 +168,7 @@ class Other:
         answer = {"count": len(tokens), "max_model_len": self.service.longest, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = [self.service.text_of(token) for token in tokens]
-        return _json(answer)
+        return json_response(answer)
 
     def _encoded(self, body: Tokenize) -> list[int]:
         tokenizer = self.service.tokenizer
@@ -188,7 +187,7 @@ class Other:
             raise refused(f"token id {wrong[0]} is outside the vocabulary 0..{size - 1}", "tokens")
         decode = self.service.tokenizer.decode
         text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
-        return _json({"prompt": text})
+        return json_response({"prompt": text})
 
     async def health(self, request: Request) -> Response:
         service = self.service
@@ -199,15 +198,11 @@ class Other:
             status = (
                 {"status": "draining"} if failure is None else {"status": "failed", "reason": type(failure).__name__}
             )
-            return _json({**status, **error.body}, error.status)
-        return _json({"status": "ok"})
+            return json_response({**status, **error.body}, error.status)
+        return json_response({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
-        return _json(document())
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(as_json(value), status, media_type="application/json")
+        return json_response(document())

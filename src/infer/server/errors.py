@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from infer.server.text import as_json
+from infer.server.text import json_response
 
 KINDS = {
     401: "authentication_error",
@@ -40,7 +40,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        return Response(as_json(self.body), self.status, self.headers, "application/json")
+        return json_response(self.body, self.status, self.headers)
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:

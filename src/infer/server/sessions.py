@@ -18,7 +18,7 @@ from infer.server.bodies import ChatCompletion, NewSession, Rewind
 from infer.server.chat import ChatCompletions
 from infer.server.errors import ApiError, refused
 from infer.server.messages import for_template
-from infer.server.text import as_json
+from infer.server.text import as_json, json_response
 
 MOST, MOST_BYTES = 1024, 1 << 28  # of all sessions: the one that was not used for longest goes first
 MOST_MESSAGES = 8192
@@ -68,15 +68,15 @@ class Sessions:
 
     async def all(self, request: Request) -> Response:
         cards = [session.card(whole=False) for session in self._known.values()]
-        return _json({"object": "list", "data": cards})
+        return json_response({"object": "list", "data": cards})
 
     async def one(self, request: Request) -> Response:
-        return _json(self._found(request).card())
+        return json_response(self._found(request).card())
 
     async def forget(self, request: Request) -> Response:
         session = self._found(request)
         del self._known[session.id]
-        return _json({"id": session.id, "object": "session.deleted", "deleted": True})
+        return json_response({"id": session.id, "object": "session.deleted", "deleted": True})
 
     async def fork(self, request: Request) -> Response:
         return self._kept(list(self._found(request).messages), 201)
@@ -90,7 +90,7 @@ class Sessions:
             raise refused(f"cannot rewind {body.turns} of {len(starts)} turns", "turns")
         if body.turns:
             session.messages = session.messages[: starts[-body.turns]]
-        return _json(session.card())
+        return json_response(session.card())
 
     async def go_on(self, request: Request) -> Response:
         """A chat completion behind the messages so far. It is remembered once it is whole."""
@@ -101,11 +101,11 @@ class Sessions:
         messages = self._checked([*session.messages, *body.messages])
 
         def said(message: dict[str, Any]) -> None:
-            session.messages = [*messages, message]
-            self._forget_some()
+            session.messages = [*messages, message]  # perhaps in another thread
 
         def over() -> None:
             session.answering = False
+            self._forget_some()
 
         session.answering = True
         return await self._chat.answer(request, body.model_copy(update={"messages": messages}), said, over)
@@ -123,7 +123,7 @@ class Sessions:
         session = _Session(messages)
         self._known[session.id] = session
         self._forget_some()
-        return _json(session.card(), status)
+        return json_response(session.card(), status)
 
     def _forget_some(self) -> None:
         size = sum(session.size for session in self._known.values())
@@ -142,7 +142,3 @@ class Sessions:
         if session.answering:
             raise ApiError(409, "this session is answering: wait for the end", code="session_busy")
         return session
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(as_json(value), status, media_type="application/json")

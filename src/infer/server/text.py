@@ -1,9 +1,12 @@
-"""JSON and server-sent events, as bytes."""
+"""JSON and server-sent events, as clients get them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
+
+from starlette.responses import Response
 
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # `json.dumps` would make one for each token
@@ -11,6 +14,10 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # `js
 
 def as_json(value: Any) -> bytes:
     return _encode(value).encode()
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(as_json(value), status, headers, "application/json")
 
 
 def as_event(value: Any, name: str | None = None) -> bytes:
