@@ -209,8 +209,7 @@ def alone(setup: Setup) -> Iterator[Row]:
             seconds = time.perf_counter() - began - result.timing.queue_time_s - result.timing.prefill_time_s
             setup.compare(answer, result.text)
             if repeat:
-                tokens = sum(bool(event["choices"]) for event in answer.events)
-                speeds["HTTP"].append((tokens - 1) / (answer.times[-1] - answer.token_times[0]))
+                speeds["HTTP"].append((new - 1) / (answer.times[-1] - answer.token_times[0]))
                 speeds["LLM"].append((new - 1) / seconds)
 
     asyncio.run(_with_connection(setup.port, measure))
@@ -358,13 +357,16 @@ def fake(setup: Setup) -> Iterator[Row]:
     streams, tokens, step_s = setup.sizes.fake
     wanted = streams / step_s
     body = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": tokens, "ignore_eos": True, "stream": True, "seed": 1}
+    body["stream_options"] = {"include_usage": True}
     with ServerProcess([setup.model, "--step", str(step_s)], FAKE) as server:
         asyncio.run(ask_all(server.port, [body | {"max_tokens": 8}] * streams))
         before, began = server.processor_s(), time.perf_counter()
         answers = setup.run(ask_all(server.port, [body] * streams))
         seconds = time.perf_counter() - began
         loop, every = ((b - a) / seconds for a, b in zip(before, server.processor_s(), strict=True))
-    setup.texts += [not answer.failed and len(answer.events) == tokens for answer in answers]
+    setup.texts += [
+        not answer.failed and answer.events[-1]["usage"]["completion_tokens"] == tokens for answer in answers
+    ]
     speed = throughput(answers, streams * tokens)
     what = f"{streams} streams of {wanted:,.0f} tok/s: event loop {loop:.0%} of a core, engine {every - loop:.0%}"
     yield goal_row(

@@ -8,11 +8,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from infer.engine.loop import Loop, Task
 
 T = TypeVar("T")
+REST = 3.0  # times as long as an event loop was busy with tokens, it is left alone
+LEAST_REST_S, MOST_REST_S = 0.001, 0.05  # timers of event loops know no less than a millisecond
 
 
 class Driver:
@@ -119,27 +122,69 @@ class Driver:
 
 
 class Wakeups:
-    """Tells event loops who has to be woken: each loop once after a step, however many of its tasks wait.
-
-    To tell a loop takes a write to a pipe, and the loop then competes with the engine for the interpreter.
-    """
+    """Wakes tasks of event loops that wait for requests: after a step, all those of a loop at once."""
 
     def __init__(self) -> None:
-        self._due: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}  # the engine's thread alone uses it
+        self._wakers: dict[asyncio.AbstractEventLoop, _Waker] = {}  # the engine's thread alone uses it
 
-    def add(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-        self._due.setdefault(loop, []).append(event)
+    def add(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+        waker = self._wakers.get(loop)
+        if waker is None:
+            self._wakers = {open: waker for open, waker in self._wakers.items() if not open.is_closed()}
+            waker = self._wakers[loop] = _Waker(loop)
+        waker.add(future)
 
     def send(self) -> None:
-        while self._due:
-            loop, events = self._due.popitem()
-            with suppress(RuntimeError):  # it is closed by now
-                loop.call_soon_threadsafe(_set_all, events)
+        for waker in self._wakers.values():
+            waker.send()
 
 
-def _set_all(events: Sequence[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
+class _Waker:
+    """Wakes tasks of one event loop, and then leaves it alone for a time.
+
+    The loop and the engine share an interpreter: with many tasks, each of which has something to do after each step,
+    the engine would have to wait. A loop that rests gives each of them several tokens at once instead.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._due: list[asyncio.Future[None]] = []
+        self._asked = False  # whether the loop will look at what is due
+
+    def add(self, future: asyncio.Future[None]) -> None:
+        with self._lock:
+            self._due.append(future)
+
+    def send(self) -> None:
+        with self._lock:
+            if self._asked or not self._due:
+                return
+            self._asked = True
+        with suppress(RuntimeError):  # it is closed by now
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        began = self._loop.time()
+        with self._lock:
+            due, self._due = self._due, []
+        for future in due:
+            if not future.done():
+                future.set_result(None)
+        self._loop.call_soon(self._woken, began)  # behind all of them
+
+    def _woken(self, began: float) -> None:
+        rest = min(REST * (self._loop.time() - began), MOST_REST_S)
+        if rest > LEAST_REST_S:
+            self._loop.call_later(rest, self._look)
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            self._asked = bool(self._due)
+        if self._asked:
+            self._wake()
 
 
 class News:
@@ -149,15 +194,17 @@ class News:
         self._wakeups = wakeups
         self._changed = threading.Condition()
         self._for_pieces = self._for_end = 0  # how many wait
-        self._async: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._asleep: list[_Sleeper] = []  # of these, those in event loops
 
     def __call__(self, task: Task) -> None:
         """From the engine's thread. Mostly nobody waits: then this must cost nothing."""
         if self._for_pieces or (task.done and self._for_end):
             with self._changed:
                 self._changed.notify_all()
-                for waiter in self._async:
-                    self._wakeups.add(*waiter)
+                for sleeper in self._asleep:
+                    self._count(sleeper.pieces, -1)
+                    self._wakeups.add(sleeper.loop, sleeper.future)
+                self._asleep.clear()
 
     def wait(self, ready: Callable[[], bool], *, pieces: bool, timeout: float | None = None) -> None:
         """pieces: each piece may make it ready; else only the end."""
@@ -170,21 +217,36 @@ class News:
                 self._count(pieces, -1)
 
     async def wait_async(self, ready: Callable[[], bool], *, pieces: bool) -> None:
-        waiter = asyncio.get_running_loop(), asyncio.Event()
-        with self._changed:
-            self._count(pieces, 1)
-            self._async.append(waiter)
-        try:
-            while not ready():
-                await waiter[1].wait()
-                waiter[1].clear()
-        finally:
+        loop = asyncio.get_running_loop()
+        while not ready():
+            sleeper = _Sleeper(loop, loop.create_future(), pieces)
             with self._changed:
-                self._count(pieces, -1)
-                self._async.remove(waiter)
+                self._count(pieces, 1)
+                self._asleep.append(sleeper)
+            try:
+                if not ready():  # what came before it was counted has woken nobody
+                    await sleeper.future
+            finally:
+                if not sleeper.future.done() or sleeper.future.cancelled():
+                    self._leave(sleeper)
+
+    def _leave(self, sleeper: _Sleeper) -> None:
+        with self._changed:
+            if sleeper in self._asleep:
+                self._asleep.remove(sleeper)
+                self._count(sleeper.pieces, -1)
 
     def _count(self, pieces: bool, more: int) -> None:
         if pieces:
             self._for_pieces += more
         else:
             self._for_end += more
+
+
+@dataclass(frozen=True, eq=False)
+class _Sleeper:
+    """A task that waits in an event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[None]
+    pieces: bool

@@ -26,6 +26,7 @@ class Tokenizer:
         self.chat_template = parts.chat_template
         self.bos_token = parts.bos_token
         self.eos_token = parts.eos_token
+        self._single: dict[tuple[int, bool], str] = {}  # texts of single tokens
 
     @property
     def vocab_size(self) -> int:
@@ -88,6 +89,12 @@ class Tokenizer:
         ]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if len(token_ids) == 1:  # asked for with each token of a stream
+            key = (token_ids[0], skip_special_tokens)
+            text = self._single.get(key)
+            if text is None:
+                text = self._single[key] = self._backend.decode([*token_ids], skip_special_tokens=skip_special_tokens)
+            return text
         if len(token_ids) < LONG:
             return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from starlette.requests import Request
@@ -12,10 +14,17 @@ from starlette.responses import Response
 
 from infer.engine.llm import Handle
 from infer.engine.params import SamplingParams
+from infer.engine.result import GeneratedToken
 from infer.server import bodies
 from infer.server.service import Service
 from infer.server.streams import EventStream, quietly_closed, result_of
 from infer.server.text import as_event, as_json
+
+
+def by_text(pieces: Iterable[GeneratedToken]) -> Iterator[tuple[int, list[GeneratedToken]]]:
+    """Of what has come, the pieces of each text."""
+    for index, own in groupby(pieces, attrgetter("index")):
+        yield index, list(own)
 
 
 class Answer(ABC):
@@ -55,8 +64,7 @@ async def answered(
         handle = await service.submit(prompts, params, body.priority)
         answer = answer_of()
         if body.stream:
-            events, seconds = answer.events(handle), service.settings.write_seconds
-            return EventStream(events, handle, stack.pop_all(), answer.failed, seconds)
+            return EventStream(answer.events(handle), handle, stack.pop_all(), answer.failed)
         large = params.logprobs is not None  # up to 21 numbers and texts for each token
         whole = await result_of(handle, request, lambda handle: as_json(answer.whole(handle)), in_thread=large)
     return quietly_closed() if whole is None else Response(whole, media_type="application/json")

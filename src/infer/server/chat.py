@@ -17,7 +17,7 @@ from infer.engine.llm import Handle
 from infer.engine.logprobs import TokenLogprobs
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
-from infer.server.answers import Answer, answered
+from infer.server.answers import Answer, answered, by_text
 from infer.server.bodies import ChatCompletion, ResponseFormat, ToolChoice
 from infer.server.chat_prompts import Chat, ChatPrompt, ChatPrompts
 from infer.server.errors import refused
@@ -175,24 +175,27 @@ class _Answer(Answer):
         async for pieces in handle.arrivals():
             if self.body.numbered:
                 self.head["infer"] = {"request": number_of(handle)}
-            if data := b"".join(self._piece(piece) for piece in pieces):
+            if data := b"".join(self._grown(index, own) for index, own in by_text(pieces)):
                 yield data
         usage = self._usage(handle.results())
         if self.body.usage_at_the_end:
             yield as_event({**self.head, "choices": [], "usage": usage})
         yield DONE
 
-    def _piece(self, piece: GeneratedToken) -> bytes:
-        choice, index = self.choices[piece.index], piece.index
-        if piece.logprobs is not None:
-            choice.logprobs.append(piece.logprobs)
-        chunks = []
-        for delta in choice.read(piece.text, last=piece.finish_reason is not None):
-            choice.reasoned += isinstance(delta, Reasoning)
-            chunks.append(self._chunk(index, _delta(delta), choice.logprobs))
-            choice.logprobs = []
-        if piece.finish_reason is not None:
-            chunks.append(self._chunk(index, {}, choice.logprobs, choice.ended(piece.finish_reason)))
+    def _grown(self, index: int, pieces: Sequence[GeneratedToken]) -> bytes:
+        """What has come of one text."""
+        choice, reason = self.choices[index], pieces[-1].finish_reason
+        parts: list[tuple[Delta, list[TokenLogprobs]]] = []
+        for piece in pieces:
+            if piece.logprobs is not None:
+                choice.logprobs.append(piece.logprobs)
+            for delta in choice.read(piece.text, last=piece.finish_reason is not None):
+                choice.reasoned += isinstance(delta, Reasoning)
+                parts.append((delta, choice.logprobs))
+                choice.logprobs = []
+        chunks = [self._chunk(index, _delta(delta), logprobs) for delta, logprobs in _joined(parts)]
+        if reason is not None:
+            chunks.append(self._chunk(index, {}, choice.logprobs, choice.ended(reason)))
         return b"".join(chunks)
 
     def _chunk(
@@ -202,6 +205,18 @@ class _Answer(Answer):
         choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": reason}
         usage = {"usage": None} if self.body.usage_at_the_end else {}
         return as_event({**self.head, "choices": [choice], **usage})
+
+
+def _joined(parts: Sequence[tuple[Delta, list[TokenLogprobs]]]) -> list[tuple[Delta, list[TokenLogprobs]]]:
+    """Neighbours of one kind as one."""
+    joined: list[tuple[Delta, list[TokenLogprobs]]] = []
+    for delta, logprobs in parts:
+        before, known = joined[-1] if joined else (None, [])
+        if not isinstance(delta, ToolCall) and isinstance(before, type(delta)):
+            joined[-1] = type(delta)(before.text + delta.text), known + logprobs
+        else:
+            joined.append((delta, logprobs))
+    return joined
 
 
 def _delta(delta: Delta) -> dict[str, Any]:

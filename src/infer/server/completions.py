@@ -15,7 +15,7 @@ from infer.engine.llm import Handle
 from infer.engine.logprobs import TokenLogprobs
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
-from infer.server.answers import Answer, answered
+from infer.server.answers import Answer, answered, by_text
 from infer.server.bodies import Completion
 from infer.server.errors import refused
 from infer.server.live import number_of
@@ -115,7 +115,7 @@ class _Answer(Answer):
         async for pieces in handle.arrivals():
             if self.body.numbered:
                 self.head["infer"] = {"request": number_of(handle)}
-            if data := b"".join(self._piece(piece) for piece in pieces):
+            if data := b"".join(self._grown(index, own) for index, own in by_text(pieces)):
                 yield data
         results = handle.results()
         for result in results:
@@ -124,14 +124,17 @@ class _Answer(Answer):
             yield as_event({**self.head, "choices": [], "usage": usage_of(results, self.firsts)})
         yield DONE
 
-    def _piece(self, piece: GeneratedToken) -> bytes:
+    def _grown(self, index: int, pieces: Sequence[GeneratedToken]) -> bytes:
+        """What has come of one text."""
+        text, reason = "".join(piece.text for piece in pieces), pieces[-1].finish_reason
         logprobs = None
-        if piece.logprobs is not None:
-            logprobs = completion_logprobs([piece.logprobs], [piece.token_id], self.text_of, self._offsets[piece.index])
-            self._offsets[piece.index] += len(logprobs["tokens"][0])
-        if not piece.text and logprobs is None and piece.finish_reason is None:
+        if self.params.logprobs is not None:
+            found, tokens = [piece.logprobs for piece in pieces], [piece.token_id for piece in pieces]
+            logprobs = completion_logprobs(found, tokens, self.text_of, self._offsets[index])
+            self._offsets[index] += sum(map(len, logprobs["tokens"]))
+        if not text and logprobs is None and reason is None:
             return b""
-        return self._chunk(piece.index, piece.text, logprobs, finish_reason(piece.finish_reason))
+        return self._chunk(index, text, logprobs, finish_reason(reason))
 
     def _chunk(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> bytes:
         choice = {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from infer.engine.loop import Stats
@@ -28,7 +30,8 @@ class Metrics:
             return Histogram(f"infer:{name}", words, buckets=buckets, registry=registry)
 
         self._first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", SECONDS)
-        self._between = histogram("inter_token_latency_seconds", "Between two tokens of a text.", STEPS)
+        self._between = [0] * (len(STEPS) + 1)  # tokens by the time since the one before: too many for a `Histogram`
+        self._between_s = 0.0
         self._whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", SECONDS)
         self._queue = histogram("request_queue_time_seconds", "From a request's arrival to its first pass.", SECONDS)
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
@@ -46,7 +49,8 @@ class Metrics:
         if result.token_ids:
             self._first.observe(first)
         for seconds in timing.decode_times_s:
-            self._between.observe(seconds)
+            self._between[bisect_left(STEPS, seconds)] += 1
+        self._between_s += timing.decode_time_s
         self._whole.observe(first + timing.decode_time_s)
         self._queue.observe(timing.queue_time_s)
         self._prompt.observe(result.prompt_tokens)
@@ -72,6 +76,10 @@ class Metrics:
             ("prefix_cache_hits", "Tokens of prompts that were in the cache.", stats.prefix_hits),
         ):
             yield CounterMetricFamily(f"infer:{name}", words, float(value))
+        buckets = list(zip([*map(str, STEPS), "+Inf"], map(float, accumulate(self._between)), strict=True))
+        yield HistogramMetricFamily(
+            "infer:inter_token_latency_seconds", "Between two tokens of a text.", buckets, self._between_s
+        )
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

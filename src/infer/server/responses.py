@@ -100,7 +100,7 @@ class _Answer(Answer):
         begun = self._response("in_progress")
         yield self._sent([("response.created", {"response": begun}), ("response.in_progress", {"response": begun})])
         async for pieces in handle.arrivals():
-            if data := self._sent([event for piece in pieces for event in self._read(piece)]):
+            if data := self._sent(_joined([event for piece in pieces for event in self._read(piece)])):
                 yield data
         response = self._ended(handle)
         yield self._sent([(f"response.{response['status']}", {"response": response})])
@@ -172,6 +172,21 @@ class _Answer(Answer):
             "usage": None if result is None else response_usage(result, self._reasoning),
             **others,
         }
+
+
+def _joined(events: Sequence[Event]) -> list[Event]:
+    """Deltas of one item that follow each other, as one."""
+    joined: list[Event] = []
+    for name, fields in events:
+        last, before = joined[-1] if joined else ("", {})
+        if name == last and name.endswith(".delta"):  # of the same item: between two, one begins
+            fields = {**fields, "delta": before["delta"] + fields["delta"]}
+            if "logprobs" in fields:
+                fields["logprobs"] = before["logprobs"] + fields["logprobs"]
+            joined[-1] = name, fields
+        else:
+            joined.append((name, fields))
+    return joined
 
 
 def _last_tokens(tokens: list[GeneratedToken], length: int) -> list[GeneratedToken]:

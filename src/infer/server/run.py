@@ -17,7 +17,6 @@ from infer.server.app import make_app
 from infer.server.errors import ApiError
 from infer.server.service import Service, log_error
 from infer.server.settings import Settings
-from infer.server.streams import ABORT
 
 LOOK_S = 0.25  # how often the engine is asked whether it is well
 MAX_HEAD = 1 << 16  # bytes of a request's path and headers
@@ -152,7 +151,6 @@ def _protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             self._stop_waiting()
-            self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
             super().on_headers_complete()
             self._cycles = tuple(cycle for cycle in (*self._cycles, self.cycle) if not cycle.response_complete)
 

@@ -16,7 +16,6 @@ from infer.server.errors import ApiError
 
 T = TypeVar("T")
 LINGER_S = 0.5  # for what a client goes on sending
-ABORT = "infer.abort"  # in a scope: ends the connection at once
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies hand events on as they come
 
@@ -76,51 +75,38 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, as they come. Who does not take them in time is cut off."""
+    """Server-sent events, as they come."""
 
     def __init__(
-        self,
-        events: AsyncIterator[bytes],
-        handle: Handle,
-        held: ExitStack,
-        failed: Callable[[Exception], bytes],
-        write_seconds: float,
+        self, events: AsyncIterator[bytes], handle: Handle, held: ExitStack, failed: Callable[[Exception], bytes]
     ) -> None:
         """held: left when it is over. failed: the events that tell of an error on the way."""
         self.status_code, self.background = 200, None
         self.media_type = "text/event-stream"
         self.init_headers(_HEADERS)
         self._events, self._handle, self._held, self._failed = events, handle, held, failed
-        self._write_seconds = write_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_disconnected(receive))
         writing = asyncio.ensure_future(self._write(send))
-        try:
-            await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
-        except TimeoutError:
-            scope[ABORT]()
-        finally:
-            self._handle.abort()
-            await _cancelled(writing, gone)
-            self._held.close()
+        with self._held:
+            try:
+                await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if writing.done():
+                    writing.result()
+            finally:
+                self._handle.abort()
+                await _cancelled(writing, gone)
 
     async def _write(self, send: Send) -> None:
-        async def write(data: bytes, more: bool = True) -> None:
-            async with asyncio.timeout(self._write_seconds):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-
+        """A client that does not read is cut off by the connection: then `send` ends."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for data in self._events:
-                await write(data)
-        except TimeoutError:
-            raise
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:  # the answer has begun: it can only be told in it
-            await write(self._failed(error))
-        await write(b"", more=False)
+            await send({"type": "http.response.body", "body": self._failed(error), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def quietly_closed() -> Response:

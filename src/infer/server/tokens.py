@@ -18,12 +18,9 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
 
     def __call__(self, token: int) -> str:
-        text = self._known.get(token)
-        if text is None:
-            text = self._known[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
         return text
 
     def bytes(self, token: int) -> list[int]:

@@ -80,6 +80,7 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[str], Any]]] = {
 
 def tokenizer_of(backend: tokenizers.Tokenizer) -> Tokenizer:
     tokenizer = Tokenizer.__new__(Tokenizer)
+    tokenizer._single = {}
     tokenizer._backend = backend
     tokenizer.chat_template = tokenizer.bos_token = tokenizer.eos_token = None
     return tokenizer

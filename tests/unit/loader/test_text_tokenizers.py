@@ -60,6 +60,7 @@ class TestLongTexts:
 
     def tokenizer(self, backend: tokenizers.Tokenizer) -> Tokenizer:
         made = Tokenizer.__new__(Tokenizer)
+        made._single = {}
         made._backend = backend
         return made
 
