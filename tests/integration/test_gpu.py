@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,8 @@ from infer.engine.runner import Flight, Runner
 from infer.engine.sampler import penalise, sample
 from infer.engine.session import Session
 from infer.evaluate.paths import Runs
+from infer.loader.text_tokenizers import character_tokenizer
+from infer.loader.tokenizer import Tokenizer
 from infer.models.common import Decoder
 from infer.models.rows import ALL, LAST, NONE
 from infer.nn.draw import Filters, weights
@@ -1074,6 +1077,33 @@ class TestCapturedPasses:
             memory.index.check()
             memory.index.clear()
             assert memory.pool.free == memory.pool.count
+
+
+def test_constrained_rows_among_others(make_model: MakeModel) -> None:
+    """Each as it is alone, and only what its constraint allows."""
+    pytest.importorskip("llguidance", reason="constraints need llguidance")
+    model = make_model("qwen3", torch.bfloat16)
+    tokenizer = Tokenizer.__new__(Tokenizer)
+    tokenizer._backend, tokenizer._single = character_tokenizer({chr(i): i - 32 for i in range(32, 127)}), {}
+    regexes = [r"[ab]{5,30}", None, r"(x[0-9]+,){3}", None, r"\{.{9,20}\}"]
+    prompts = [prompt_of(5 + 9 * i, seed=i) for i in range(40)]
+    params = [
+        SamplingParams(
+            max_new_tokens=48,
+            temperature=(0.0, 1.0)[i % 2],
+            seed=i,
+            regex=regexes[i % 5],
+            logprobs=(None, 2)[i % 3 == 0],
+        )
+        for i in range(40)
+    ]
+    expected = [generate(model, tokenizer, *each) for each in zip(prompts, params, strict=True)]
+    with LLM(model, tokenizer, cache_memory=200 * bytes_for(model.config, 64, 2)) as llm:
+        results = llm.generate(prompts, params)
+    for got, alone, own in zip(results, expected, params, strict=True):
+        assert (got.token_ids, got.text, got.logprobs) == (alone.token_ids, alone.text, alone.logprobs)
+        if own.regex is not None and got.finish_reason != "length":
+            assert re.fullmatch(own.regex, got.text)
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
