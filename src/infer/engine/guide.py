@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 COMPILED = 64  # grammars that a vocabulary keeps: those of a server come back
 LEXER_STATES = 50_000  # that one request may come to take, of 1 to 2 kB each
-# Between the parts of a JSON text. Without a limit a model that has lost its way may add blanks for ever.
-WHITESPACE = r"[ \n\r\t]{1,64}"
+# Between the parts of a JSON text: blanks, or a new line with its indent. Small models that may add more often do,
+# until their tokens are spent.
+WHITESPACE = r"[ \t]{1,8}|\r?\n[ \t]{0,64}"
 # The model decides how forced text is cut into tokens, as it does elsewhere: then no tokenizer is asked to encode.
 OPTIONS = '%llguidance {"no_forcing": true}'
 
