@@ -411,6 +411,27 @@ class TestFormats:
         assert answer["text"]["format"] == wanted
         assert answer["output"][0]["content"][0]["text"] in ("true", "false")
 
+    @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "weather"}])
+    def test_beside_tools(self, choice: Any, tool_user: Running, script: Script) -> None:
+        """As agents ask: the answer has a schema, but until it comes tools may be called."""
+        flag = {"type": "json_schema", "name": "flag", "schema": {"type": "boolean"}}
+        script.pieces = CALLING[7:11]
+        body = ASK | {"tools": [TOOL], "tool_choice": choice, "text": {"format": flag}}
+        answer = response_of(tool_user, body)
+        assert [item["type"] for item in answer["output"]] == ["function_call"]
+        assert answer["text"]["format"] == flag
+        assert script.params.json_schema is None
+        assert script.params.grammar is not None
+        assert ("boolean" in script.params.grammar) == (choice == "auto")  # a call that is forced is no answer
+
+    def test_beside_tools_too_deep(self, tool_user: Running) -> None:
+        schema: Any = {}
+        for _ in range(70):
+            schema = {"properties": {"a": schema}}
+        wanted = {"type": "json_schema", "name": "deep", "schema": schema}
+        error = tool_user.post(PATH, ASK | {"tools": [TOOL], "text": {"format": wanted}}).json()["error"]
+        assert "nested" in error["message"]
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -465,8 +486,9 @@ class TestRefusals:
         assert "there is no tool 'other'" in error["message"]
 
     def test_two_constraints(self, tool_user: Running) -> None:
-        body = ASK | {"tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}
-        assert "one constraint" in tool_user.post(PATH, body).json()["error"]["message"]
+        tool = {"type": "function", "function": {name: TOOL[name] for name in ("name", "parameters")}}
+        body = {"model": "tiny", "messages": CHAT, "tools": [tool], "tool_choice": "required", "regex": "x"}
+        assert "one constraint" in tool_user.post("/v1/chat/completions", body).json()["error"]["message"]
 
 
 def test_an_error_on_the_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -101,7 +101,7 @@ class Vocabulary:
     def _compile(self, kind: str, text: str) -> LLMatcher:
         llguidance = _llguidance()
         if kind == "json_schema":
-            grammar = f"start: %json {_bounded(text)}"
+            grammar = f"start: %json {bounded(json.loads(text))}"
         elif kind == "regex":
             grammar = f"start: /{llguidance.regex_to_lark(text, 'd')}/"  # in which \d is 0 to 9
         else:
@@ -162,9 +162,9 @@ def _llguidance() -> Any:
     return llguidance
 
 
-def _bounded(schema: str) -> str:
+def bounded(schema: Mapping[str, Any]) -> str:
     """The schema with a limit to whitespace, unless it says itself what that may be."""
-    return json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}} | json.loads(schema))
+    return json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema})
 
 
 def _reason(error: str, kind: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from infer.engine.params import SamplingParams
 from infer.server.errors import refused
 from infer.server.formats import format_of, tool_schema
 from infer.server.parser import Parser
@@ -45,10 +46,11 @@ class ChatPrompts:
         """By the model's own template. Raises ValueError where that refuses the messages."""
         tools = self._tools(chat)
         tokens = list(self._tokenizer.encode_chat(chat.messages, **self._variables(chat, tools)))
+        wanted = _of_the_text(chat, bool(tools))
         thinks = self._format.starts_thinking(self._tokenizer.decode(tokens[-8:], skip_special_tokens=False))
-        begun = thinks and not chat.constraint  # what has to match a schema has no room for thoughts
+        begun = thinks and not wanted  # what has to match a schema has no room for thoughts
         parser = partial(Parser, self._format, tools=bool(tools), thinking=True, starts_thinking=begun)
-        return ChatPrompt(tokens, self._constraint(chat, tools, thinks), parser)
+        return ChatPrompt(tokens, self._constraint(chat, tools, wanted, begun), parser)
 
     def _tools(self, chat: Chat) -> Sequence[dict[str, Any]]:
         """Those that may be called."""
@@ -73,21 +75,37 @@ class ChatPrompts:
             variables["tools"] = list(tools)
         return variables
 
-    def _constraint(self, chat: Chat, tools: Sequence[dict[str, Any]], thinks: bool) -> Mapping[str, Any]:
-        grammar = None
-        if tools:
-            try:
-                grammar = tool_schema(
-                    self._format,
-                    tools,
-                    chat.tool_choice,
-                    parallel=chat.parallel,
-                    thinking=True,
-                    starts_thinking=thinks,
-                )
-            except ValueError as error:
-                raise refused(str(error), "tool_choice") from None
-        given = [*chat.constraint, *(["tool_choice"] if grammar else [])]
-        if len(given) > 1:
-            raise refused(f"a text can have one constraint, not {' and '.join(given)}")
-        return grammar or chat.constraint
+    def _constraint(
+        self, chat: Chat, tools: Sequence[dict[str, Any]], wanted: Mapping[str, Any], begun: bool
+    ) -> Mapping[str, Any]:
+        """wanted: what the text has to match. begun: the prompt has opened reasoning."""
+        schema = wanted.get("json_schema")
+        if not tools or (wanted and schema is None):
+            return wanted
+        try:
+            SamplingParams(json_schema=schema)  # which checks it
+        except ValueError as error:
+            raise refused(str(error)) from None
+        try:
+            grammar = tool_schema(
+                self._format,
+                tools,
+                chat.tool_choice,
+                parallel=chat.parallel,
+                thinking=schema is None,
+                starts_thinking=begun,
+                answer=schema,
+            )
+        except ValueError as error:
+            raise refused(str(error), "tool_choice") from None
+        return grammar or wanted
+
+
+def _of_the_text(chat: Chat, tools: bool) -> Mapping[str, Any]:
+    """What the client wants the text to match. A schema is for answers: a call that is forced is none."""
+    forced = tools and chat.tool_choice not in (None, "auto")
+    wanted = {name: value for name, value in chat.constraint.items() if not (forced and name == "json_schema")}
+    given = [*wanted, *(["tool_choice"] if forced else [])]
+    if len(given) > 1:
+        raise refused(f"a text can have one constraint, not {' and '.join(given)}")
+    return wanted

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from infer.engine.guide import bounded
 from infer.values import shown
 
 
@@ -89,22 +90,29 @@ def tool_schema(
     parallel: bool = True,
     thinking: bool = False,
     starts_thinking: bool = False,
+    answer: Mapping[str, Any] | None = None,
 ) -> dict[str, str] | None:
     """What an answer has to match, as an argument of `SamplingParams`, so that it calls a tool; None if it need not.
 
     choice: OpenAI's tool_choice. parallel: whether there may be several calls, where the format knows that; a named
-    function is called once. thinking, starts_thinking: as of the `Parser`; reasoning then stands first.
+    function is called once. thinking, starts_thinking: as of the `Parser`; reasoning then stands first. answer: the
+    JSON schema of an answer that calls no tool, where the choice leaves that open.
     """
-    if choice in (None, "auto", "none"):
+    free = choice in (None, "auto")
+    if choice == "none" or (free and answer is None):
         return None
     if format.tools is None:
         raise ValueError("this model's chat template knows no tools")
+    if free and not format.tools.closing:
+        raise ValueError("this model's calls are JSON, as its answers would be: leave the tools out, or the schema")
     schemas = function_schemas(tools)
-    schemas = {name: schemas[name] for name in _chosen(schemas, choice)}
-    several = parallel and choice == "required" and format.tools.closing
+    schemas = schemas if free else {name: schemas[name] for name in _chosen(schemas, choice)}
+    several = parallel and (free or choice == "required") and format.tools.closing
     thought = _thought_rules(format.reasoning, starts_thinking) if format.reasoning and thinking else []
-    start = f"start: {'thought ' if thought else ''}call" + (r' ("\n" call)*' if several else "")
-    return {"grammar": "\n".join([start, *_call_rules(format.tools, schemas), *thought])}
+    start = f"start: {'thought ' if thought else ''}" + ("(calls | answer)" if free else "calls")
+    calls = "calls: call" + (r' ("\n" call)*' if several else "")
+    no_call = [f"answer: %json {bounded(answer)}"] if free and answer is not None else []
+    return {"grammar": "\n".join([start, calls, *_call_rules(format.tools, schemas), *no_call, *thought])}
 
 
 def _chosen(schemas: Mapping[str, Any], choice: Any) -> list[str]:

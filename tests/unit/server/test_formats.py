@@ -527,6 +527,20 @@ class TestGrammar:
         assert matches(result["grammar"], f"Hm.\n</think>\n\n{HERMES_CALL}", markers)
         assert not matches(result["grammar"], HERMES_CALL, markers)  # all of it would be a thought
 
+    @pytest.mark.parametrize("choice", [None, "auto"])
+    def test_calls_or_an_answer(self, choice: str | None, markers: bool) -> None:
+        answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+        result = tool_schema(QWEN, TOOLS, choice, answer=answer)
+        assert result is not None
+        for text in (HERMES_CALL, f"{HERMES_CALL}\n{HERMES_NOW}", '{"ok": true}', '{\n  "ok": false\n}'):
+            assert matches(result["grammar"], text, markers)
+        for text in ("", "Hello", "{}", f'{HERMES_CALL}\n{{"ok": true}}', f"{THOUGHT}{HERMES_CALL}"):
+            assert not matches(result["grammar"], text, markers)
+        one = tool_schema(QWEN, TOOLS, choice, parallel=False, answer=answer)
+        assert one is not None
+        assert not matches(one["grammar"], f"{HERMES_CALL}\n{HERMES_NOW}", markers)
+        assert tool_schema(QWEN, TOOLS, "none", answer=answer) is None
+
 
 class TestTools:
     @pytest.mark.parametrize("choice", [None, "auto", "none"])
@@ -551,6 +565,8 @@ class TestTools:
             tool_schema(Format(None, THINK), TOOLS, "required")
         with pytest.raises(ValueError, match="there are no tools to choose from"):
             tool_schema(QWEN, [], "required")
+        with pytest.raises(ValueError, match="calls are JSON, as its answers"):
+            tool_schema(LLAMA_FORMAT, TOOLS, "auto", answer={"type": "object"})
 
     def test_schemas(self) -> None:
         schemas = function_schemas(TOOLS)
