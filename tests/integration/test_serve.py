@@ -205,6 +205,12 @@ def test_tokens(server: Running) -> None:
     text = server.post("/detokenize", {"tokens": found["tokens"][1:]}).json()["prompt"]
     assert text == PROMPT
     assert server.post("/detokenize", {"tokens": [10**9]}).status_code == 400
+    tokenizer = server.service.tokenizer
+    assert httpx.get(f"{server.url}/tokenizer_info").json() == {
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "chat_template": tokenizer.chat_template,
+    }
     for content in ("hello", [{"type": "text", "text": "hello"}]):  # as in a chat
         chat = server.post("/tokenize", {"messages": [{"role": "user", "content": content}]}).json()
         assert chat["tokens"] == server.service.tokenizer.encode_chat(MESSAGES)

@@ -69,6 +69,7 @@ def routes(service: Service) -> list[BaseRoute]:
         Route("/v1/responses", Responses(service).__call__, methods=["POST"]),
         Route("/tokenize", other.tokenize, methods=["POST"]),
         Route("/detokenize", other.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", other.tokenizer_info),
         Route("/health", other.health),
         Route("/metrics", other.metrics),
         Route("/openapi.json", other.openapi),
@@ -188,6 +189,11 @@ class Other:
         decode = self.service.tokenizer.decode
         text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
         return json_response({"prompt": text})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What lm-eval asks vLLM's servers, to do without a tokenizer of its own."""
+        names = ("bos_token", "eos_token", "chat_template")
+        return json_response({name: getattr(self.service.tokenizer, name) for name in names})
 
     async def health(self, request: Request) -> Response:
         service = self.service

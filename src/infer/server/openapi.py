@@ -20,6 +20,7 @@ POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
 GETS = {
     "/v1/models": "The model of this server.",
     "/v1/models/{name}": "One model.",
+    "/tokenizer_info": "The tokens around a text, and the template of chats.",
     "/health": "Whether the server can answer.",
     "/metrics": "Numbers for Prometheus.",
 }
