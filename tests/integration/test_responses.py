@@ -244,6 +244,11 @@ class TestText:
         assert (plain["tools"], plain["tool_choice"], plain["parallel_tool_calls"]) == ([], "auto", True)
         assert (plain["temperature"], plain["top_p"], plain["metadata"]) == (1.0, 1.0, {})
 
+    def test_encrypted_reasoning_is_not_needed(self, server: Running) -> None:
+        """LiteLLM asks for it with each message that it translates."""
+        answer = response_of(server, ASK | {"max_output_tokens": 1, "include": ["reasoning.encrypted_content"]})
+        assert answer["output"][0]["content"][0]["logprobs"] == []
+
     def test_stream(self, server: Running) -> None:
         body = ASK | {"max_output_tokens": 12, "temperature": 0.8, "seed": 3}
         body |= {"include": LOGPROBS, "top_logprobs": 2, "stream_options": {"include_obfuscation": False}}
@@ -444,8 +449,9 @@ class TestRefusals:
             ({"prompt": {"id": "x"}}, "prompt", "not supported"),
             ({"truncation": "auto"}, "truncation", "never cut"),
             ({"max_tool_calls": 3}, "max_tool_calls", "not supported"),
-            ({"include": ["reasoning.encrypted_content"]}, "include[0]", "message.output_text.logprobs"),
+            ({"include": ["file_search_call.results"]}, "include[0]", "message.output_text.logprobs"),
             ({"top_logprobs": 2}, "top_logprobs", "needs include"),
+            ({"include": ["reasoning.encrypted_content"], "top_logprobs": 2}, "top_logprobs", "needs include"),
             ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
             ({"tools": [TOOL]}, "tools", "knows no tools"),
             ({"tool_choice": "required"}, "tool_choice", "needs tools"),

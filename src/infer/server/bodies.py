@@ -22,6 +22,8 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 FIRST = Field(fail_fast=True)  # of a list: millions of wrong items are one error, not as many
 MOST_FIELDS = 100  # of an object: more than any has
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# The second, which clients ask for unasked to send reasoning back, has no effect: here it is plain text anyway.
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 # Accepted, because clients send them unasked, and without effect on the text: who asks, and hints about prices.
 HINTS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
@@ -296,7 +298,7 @@ class CreateResponse(Request):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: Annotated[list[Literal["message.output_text.logprobs"]], FIRST] | None = None
+    include: Annotated[list[Included], FIRST] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream_options: ResponseStreamOptions | None = None
     # Hints of OpenAI's that the answer repeats.
@@ -311,6 +313,10 @@ class CreateResponse(Request):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
+
+    @property
+    def with_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
 
 
 class NewSession(Body):

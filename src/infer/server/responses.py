@@ -60,11 +60,11 @@ class Responses:
             raise refused(str(error), "input") from None
 
     def _params(self, body: CreateResponse, prompt: ChatPrompt) -> SamplingParams:
-        if body.top_logprobs and not body.include:
+        if body.top_logprobs and not body.with_logprobs:
             raise refused('top_logprobs needs include: ["message.output_text.logprobs"]', "top_logprobs")
         return body.sampling(
             max_new_tokens=self.service.room(prompt.tokens, body.max_output_tokens, "input"),
-            logprobs=(body.top_logprobs or 0) if body.include else None,
+            logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
             **prompt.constraint,
         )
 
