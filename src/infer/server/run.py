@@ -114,6 +114,7 @@ def _protocol(settings: Settings) -> type[HttpToolsProtocol]:
     class Protocol(HttpToolsProtocol):
         _patience: asyncio.TimerHandle | None = None  # until a request has said what it wants
         _heard = 0  # bytes meanwhile
+        _in_body = False  # of a request
         _unread: asyncio.TimerHandle | None = None  # until a client has read what waits for it
         _cycles: tuple[RequestResponseCycle, ...] = ()  # requests under way
 
@@ -135,7 +136,7 @@ def _protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         def data_received(self, data: bytes) -> None:
             patience = self._patience
-            if patience is not None and b"pgrade" in data:
+            if not self._in_body and b"pgrade" in data:
                 data = UPGRADE.sub(b"", data)
             super().data_received(data)
             if patience is not None and self._patience is patience and not self.transport.is_closing():
@@ -151,8 +152,13 @@ def _protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             self._stop_waiting()
+            self._in_body = True
             super().on_headers_complete()
             self._cycles = tuple(cycle for cycle in (*self._cycles, self.cycle) if not cycle.response_complete)
+
+        def on_message_complete(self) -> None:
+            self._in_body = False
+            super().on_message_complete()
 
         def pause_writing(self) -> None:
             super().pause_writing()
