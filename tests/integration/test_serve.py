@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -179,9 +180,17 @@ class TestRefusals:
         assert answer.status_code == 400
         assert "JSON" in answer.json()["error"]["message"]
 
+    def test_a_compressed_body(self, server: Running) -> None:
+        body = gzip.compress(json.dumps({"model": "tiny", "prompt": PROMPT}).encode())
+        answer = httpx.post(f"{server.url}/v1/completions", content=body, headers={"Content-Encoding": "gzip"})
+        assert answer.status_code == 415
+        assert "compressed" in answer.json()["error"]["message"]
+        assert answer.headers["accept-encoding"] == "identity"
+
     def test_no_such_path(self, server: Running) -> None:
         assert httpx.get(f"{server.url}/v2/else").json()["error"]["type"] == "not_found_error"
         assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+        assert httpx.get(f"{server.url}/v1/models/").json()["data"][0]["id"] == "tiny"
 
     def test_too_large_a_body(self, server: Running) -> None:
         most = server.service.settings.max_body
@@ -568,6 +577,14 @@ class TestChat:
         body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "logprobs": True}
         assert server.post("/v1/chat/completions", body).status_code == 200
         assert [name.startswith("asyncio_") for name in made_in] == [True]
+
+    def test_what_asks_for_nothing(self, server: Running) -> None:
+        """Clients send it unasked, as guidellm does the statistics."""
+        body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "reasoning_effort": "none", "stream": True}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        answer = server.post("/v1/chat/completions", body | {"stream_options": options})
+        assert answer.status_code == 200
+        assert answer.text.count('"usage":{') == 1
 
     def test_a_beginning_that_is_known(self, server: Running, client: OpenAI) -> None:
         chat: Any = [{"role": "user", "content": "a long beginning " * 8}]

@@ -63,6 +63,7 @@ def routes(service: Service) -> list[BaseRoute]:
     other, chat = Other(service), ChatCompletions(service)
     return [
         Route("/v1/models", other.models),
+        Route("/v1/models/", other.models),  # which would be a model without a name
         Route("/v1/models/{name:path}", other.model),
         Route("/v1/completions", Completions(service).__call__, methods=["POST"]),
         Route("/v1/chat/completions", chat.__call__, methods=["POST"]),

@@ -155,6 +155,7 @@ class ResponseStreamOptions(Body):
 
 class StreamOptions(ResponseStreamOptions):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # without effect: the usage comes once, at the end
     include_request: bool | None = None  # the number that the live page knows it by
 
 

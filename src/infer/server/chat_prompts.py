@@ -68,9 +68,10 @@ class ChatPrompts:
         """Of the template, besides the messages."""
         variables = dict(chat.variables)
         if chat.effort is not None:
-            if self._format.reasoning is None:
+            if self._format.reasoning is not None:
+                variables.setdefault("enable_thinking", chat.effort != "none")
+            elif chat.effort != "none":
                 raise refused("this model does not reason", chat.effort_field, "unsupported_parameter")
-            variables.setdefault("enable_thinking", chat.effort != "none")
         if tools:
             variables["tools"] = list(tools)
         return variables

@@ -32,6 +32,7 @@ REFUSALS = {
     405: "The path knows other methods.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "Too many requests wait.",
     500: "Something has gone wrong.",
     503: "The server ends, or its engine has failed.",

@@ -66,6 +66,9 @@ class Service:
 
     async def read(self, request: Request, kind: type[B], *, optional: bool = False) -> B:
         """The body of a request, checked. optional: it may be empty."""
+        if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+            message = f"a body cannot be compressed: {coding:.20} is not known"
+            raise ApiError(415, message, headers={"Accept-Encoding": "identity"})
         data = await read_all(request, self.settings.max_body, self.settings.read_seconds)
         return read_body(kind, b"{}" if optional and not data else data)
 
