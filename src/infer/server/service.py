@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from infer.cache.pool import NoPages, pages_for
 from infer.engine.llm import LLM, Handle
+from infer.engine.loop import EngineFailed
 from infer.engine.params import SamplingParams
 from infer.engine.request import CacheExceeded, ContextExceeded, NoToken, NoTokenAllowed
 from infer.server.bodies import B, read_body
@@ -50,14 +51,16 @@ class Service:
 
     def warm_up(self) -> None:
         """Have kernels loaded, or compiled, before somebody waits for them."""
-        self.llm.generate([0], max_new_tokens=1)
+        _warm_up(self.llm)
 
     def renew(self) -> None:
         """Make another engine in place of one that has failed. Raises where that fails too."""
         self.llm.close()
-        self.llm = self._engine()
-        self.live = Live(self.llm)
-        self.warm_up()
+        _clear_frames(self.llm.failure)
+        self.llm.memory.pool.close()  # there may be no room for two; whoever still asks the old engine hears of its end
+        llm = self._engine()
+        _warm_up(llm)
+        self.llm, self.live = llm, Live(llm)
 
     @property
     def failure(self) -> BaseException | None:
@@ -140,7 +143,7 @@ class Service:
             return ApiError(500, "the model gave logits that are no numbers", code="no_token")
         if isinstance(error, NoPages):
             return ApiError(503, "no memory is left for this text", code="no_memory")
-        if self.failure is not None:
+        if isinstance(error, EngineFailed) or self.failure is not None:  # by now there may be another engine
             return ApiError(503, "the engine has failed", code="engine_failed")
         log_error(error)
         return ApiError(500, "something unexpected has happened", code="internal_error")
@@ -165,6 +168,17 @@ def log_error(error: BaseException) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].name}, line {frames[-1].lineno}" if frames else ""
     logger.error("%s%s (INFER_TRACEBACK=1 shows more)", type(error).__name__, where)
+
+
+def _warm_up(llm: LLM) -> None:
+    llm.generate([0], max_new_tokens=1)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of what an error's traceback holds: tensors, and so the memory that they lie in."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _longest(llm: LLM) -> int:
