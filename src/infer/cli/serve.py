@@ -48,6 +48,10 @@ def serve(
     ] = 30.0,
     log_prompts: Annotated[bool, typer.Option(help="Write prompts to standard error.")] = False,
     restart_engine: Annotated[bool, typer.Option(help="Make the engine anew if it fails, instead of ending.")] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send a span of each request there, as http://HOST:4318/v1/traces.", metavar="URL"),
+    ] = None,
     prefill_chunk: PrefillChunkOption = None,
     cache_dtype: CacheDtypeOption = "auto",
     cache_memory: CacheMemoryOption = None,
@@ -59,6 +63,7 @@ def serve(
         from infer.server.run import Server, listen
         from infer.server.service import Service
         from infer.server.settings import Settings
+        from infer.server.spans import exporting
     except ImportError as error:
         raise ImportError(f"{error}: the server needs more packages: pip install 'infer[server]'") from None
     from infer import LLM, ModelConfig, Tokenizer
@@ -75,7 +80,8 @@ def serve(
         drain_seconds=drain_seconds,
         log_prompts=log_prompts,
     )
-    with listen(host, port) as listening:  # a port that is taken is found before the weights are read
+    # A port that is taken, or a package that is missing, is found before the weights are read.
+    with listen(host, port) as listening, exporting(otlp_traces_endpoint) as tracer:
         tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
         network = loading.load(model, config, LENGTH, cache_dtype)
 
@@ -90,7 +96,7 @@ def serve(
                 prefill_chunk=prefill_chunk,
             )
 
-        with Service(engine, settings, renews=restart_engine) as service:
+        with Service(engine, settings, renews=restart_engine, tracer=tracer) as service:
             service.warm_up()
             at = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
             length = min(LENGTH, service.longest)

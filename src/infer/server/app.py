@@ -28,6 +28,7 @@ from infer.server.openapi import document
 from infer.server.responses import Responses
 from infer.server.service import Service
 from infer.server.sessions import Sessions
+from infer.server.spans import Spans
 from infer.server.streams import quietly_closed
 from infer.server.text import json_response
 
@@ -43,6 +44,9 @@ def make_app(service: Service) -> Starlette:
             Middleware(CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
         )
     middleware += [Middleware(Origins, allowed=settings.cors), Middleware(Keys, keys=settings.api_keys)]
+
+    if service.tracer is not None:
+        middleware.append(Middleware(Spans, tracer=service.tracer, model=settings.model_id))
 
     async def failed(request: Request, error: Exception) -> Response:
         return service.told(error).response()

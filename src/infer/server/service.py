@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from starlette.requests import Request
 
@@ -20,6 +20,7 @@ from infer.engine.llm import LLM, Handle
 from infer.engine.loop import EngineFailed
 from infer.engine.params import SamplingParams
 from infer.engine.request import CacheExceeded, ContextExceeded, NoToken, NoTokenAllowed
+from infer.server import spans
 from infer.server.bodies import B, read_body
 from infer.server.errors import ApiError, refused
 from infer.server.live import Live
@@ -28,13 +29,18 @@ from infer.server.settings import Settings
 from infer.server.streams import read_all
 from infer.server.tokens import TokenTexts
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
 logger = logging.getLogger("infer.server")
 
 
 class Service:
-    def __init__(self, engine: Callable[[], LLM], settings: Settings, *, renews: bool = False) -> None:
-        """engine: makes one. renews: again where it has failed, instead of ending."""
-        self._engine, self.renews, self.settings = engine, renews, settings
+    def __init__(
+        self, engine: Callable[[], LLM], settings: Settings, *, renews: bool = False, tracer: Tracer | None = None
+    ) -> None:
+        """engine: makes one. renews: again where it has failed, instead of ending. tracer: makes spans of requests."""
+        self._engine, self.renews, self.settings, self.tracer = engine, renews, settings, tracer
         self.llm = llm = engine()
         self.metrics, self.tokenizer = Metrics(lambda: self.llm.stats()), llm.tokenizer
         self.text_of, self.live = TokenTexts(llm.tokenizer), Live(llm)
@@ -116,6 +122,7 @@ class Service:
 
     async def submit(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int | None) -> Handle:
         """Texts of several prompts, as one."""
+        spans.note(params=params)
         submit = partial(self.llm.submit_all, prompts, params, priority=priority or 0)
         if self.settings.log_prompts:
             for prompt in prompts:
@@ -135,6 +142,11 @@ class Service:
 
     def told(self, error: Exception) -> ApiError:
         """What a client hears of an error on the way."""
+        told = self._told(error)
+        spans.note(error=told)
+        return told
+
+    def _told(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):
             return error
         if isinstance(error, NoTokenAllowed):  # what the client asked for leads nowhere, or is too much to follow
