@@ -428,6 +428,30 @@ class TestClientsThatMisbehave:
             until(server.idle)
             assert server.post("/v1/completions", LONG | {"max_tokens": 1, "stream": False}).status_code == 200
 
+    @pytest.mark.parametrize(("name", "value", "status"), [("texts", 10**6, 429), ("draining", True, 503)])
+    @pytest.mark.parametrize(
+        ("path", "asked"),
+        [
+            ("completions", {"prompt": "x"}),
+            ("chat/completions", {"messages": MESSAGES}),
+            ("responses", {"input": "x"}),
+        ],
+    )
+    def test_no_prompt_is_read_where_there_is_no_room(
+        self,
+        path: str,
+        asked: dict[str, Any],
+        name: str,
+        value: Any,
+        status: int,
+        server: Running,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        for encode in ("encode", "encode_chat"):
+            monkeypatch.setattr(server.service.tokenizer, encode, lambda *_, **__: pytest.fail("it was read"))
+        monkeypatch.setattr(server.service, name, value)
+        assert server.post(f"/v1/{path}", {"model": "tiny", **asked}).status_code == status
+
 
 class TestUnderPressure:
     def test_gone_at_any_moment(self, folder: Path) -> None:  # noqa: F811

@@ -50,6 +50,7 @@ class ChatCompletions:
             if over is not None:
                 stack.callback(over)
             service.check_model(body.model)
+            service.check_room(body.n or 1)
             prompt = await asyncio.to_thread(self._prompt, body)
             params = self._params(body, prompt)
             answer = partial(_Answer, service, body, prompt, params.n, said)

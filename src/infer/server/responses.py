@@ -34,6 +34,7 @@ class Responses:
         service = self.service
         body = await service.read(request, CreateResponse)
         service.check_model(body.model)
+        service.check_room(1)
         prompt = await asyncio.to_thread(self._prompt, body)
         params = self._params(body, prompt)
         return await answered(service, request, body, [prompt.tokens], params, lambda: _Answer(service, body, prompt))

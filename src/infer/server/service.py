@@ -90,18 +90,19 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is about to end", code="draining", headers={"Retry-After": "10"})
 
-    def check_texts(self, texts: int) -> None:
+    def check_room(self, texts: int) -> None:
+        """Refuse texts that could not be begun now: before their prompts are encoded, and again once they are."""
+        self.check_open()
         if texts > self.settings.max_n:
             raise refused(f"{texts} texts at once are too many: {self.settings.max_n} are made at most", "n")
+        if self.texts + texts > self.llm.max_rows + self.settings.max_waiting:
+            self.metrics.refused.inc()
+            raise ApiError(429, "too many requests wait: come again", code="queue_full", headers={"Retry-After": "1"})
 
     @contextmanager
     def room_for(self, texts: int) -> Iterator[None]:
         """Count texts while they are made; refuse them where too many wait already."""
-        self.check_open()
-        self.check_texts(texts)
-        if self.texts + texts > self.llm.max_rows + self.settings.max_waiting:
-            self.metrics.refused.inc()
-            raise ApiError(429, "too many requests wait: come again", code="queue_full", headers={"Retry-After": "1"})
+        self.check_room(texts)
         self.texts += texts
         try:
             yield
