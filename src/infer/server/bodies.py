@@ -215,6 +215,11 @@ class ChatCompletion(Generation):
         "verbosity": ("medium",),
         "web_search_options": (),
     }
+    advice: ClassVar[Mapping[str, str]] = {
+        "function_call": "it is called tool_choice now",
+        "functions": "they are called tools now",
+        "store": "nothing is stored here, leave it out or send false",
+    }
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=8192)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -153,8 +153,6 @@ class _Answer(Answer):
         choice = self.choices[index]
         choice.read(result.text, last=True)
         message = {"refusal": None, **choice.message()}
-        if "reasoning" in message:
-            choice.reasoned = len(self.service.tokenizer.encode(message["reasoning"], add_special_tokens=False))
         logprobs = None if result.logprobs is None else self._logprobs(result.logprobs)
         reason = choice.ended(result.finish_reason)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -168,7 +166,14 @@ class _Answer(Answer):
             self.said(self.choices[0].message())
         for result in results:
             self.service.metrics.count(result)
-        return usage_of(results, reasoning=sum(choice.reasoned for choice in self.choices))
+        reasoned = sum(map(self._reasoned, self.choices, results))
+        return usage_of(results, reasoning=reasoned)
+
+    def _reasoned(self, choice: _Choice, result: GenerationResult) -> int:
+        """Tokens of its reasoning, by encoding that: the same number whether it was streamed or not."""
+        text = choice.message().get("reasoning")
+        encode = self.service.tokenizer.encode
+        return 0 if text is None else min(len(encode(text, add_special_tokens=False)), result.generated_tokens)
 
     async def events(self, handle: Handle) -> AsyncIterator[bytes]:
         opening = {"role": "assistant", "content": "", "refusal": None}
