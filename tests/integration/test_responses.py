@@ -76,19 +76,6 @@ BEGIN = ["response.created", "response.in_progress"]
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Running]:  # noqa: F811
-    with running(lambda: LLM(folder, cache_memory=10**7)) as found:
-        yield found
-        until(found.idle)
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[OpenAI]:
-    with server.openai() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def tool_user(folder: Path) -> Iterator[Running]:  # noqa: F811
     """A model whose template knows tools and reasoning."""
     path = with_template(folder, "tool-user", TOOLS_TEMPLATE)

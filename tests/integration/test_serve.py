@@ -34,19 +34,6 @@ PROMPT = "hello the"
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Running]:  # noqa: F811
-    with running(lambda: LLM(folder, cache_memory=10**7)) as found:
-        yield found
-        until(found.idle)
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[OpenAI]:
-    with server.openai() as client:
-        yield client
-
-
 def alone(server: Running, prompt: Any, **settings: Any) -> GenerationResult:
     return server.service.llm.generate(prompt, SamplingParams(**settings))
 

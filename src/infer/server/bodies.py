@@ -198,9 +198,28 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class Format(Body):
+    """What a text has to be, wherever the schema stands."""
+
     type: Literal["text", "json_object", "json_schema"]
+
+    @property
+    def constraint(self) -> dict[str, Any]:
+        if self.type == "text":
+            return {}
+        return {"json_schema": {"type": "object"} if self.type == "json_object" else self._schema()}
+
+    def _schema(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ResponseFormat(Format):
     json_schema: JsonSchema | None = None
+
+    def _schema(self) -> dict[str, Any]:
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise refused("response_format.json_schema needs a schema", "response_format")
+        return self.json_schema.schema_
 
 
 class ChatCompletion(Generation):
@@ -251,12 +270,16 @@ class FunctionChoice(Body):
     name: str
 
 
-class TextFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+class TextFormat(Format):
     name: Name | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
+
+    def _schema(self) -> dict[str, Any]:
+        if self.name is None or self.schema_ is None:
+            raise refused("a text.format of type json_schema needs a name and a schema", "text.format")
+        return self.schema_
 
 
 class TextOptions(Body):

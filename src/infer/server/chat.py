@@ -18,7 +18,7 @@ from infer.engine.logprobs import TokenLogprobs
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.server.answers import Answer, answered, by_text
-from infer.server.bodies import ChatCompletion, ResponseFormat, ToolChoice
+from infer.server.bodies import ChatCompletion, ToolChoice
 from infer.server.chat_prompts import Chat, ChatPrompt, ChatPrompts
 from infer.server.errors import refused
 from infer.server.live import number_of
@@ -69,7 +69,7 @@ class ChatCompletions:
                 parallel=body.parallel_tool_calls is not False,
                 effort=body.reasoning_effort,
                 variables=variables,
-                constraint=body.constraint | _schema(body.response_format),
+                constraint=body.constraint | (body.response_format.constraint if body.response_format else {}),
             )
             return self._prompts.prompt(chat)
         except ValueError as error:
@@ -83,17 +83,6 @@ class ChatCompletions:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             **prompt.constraint,
         )
-
-
-def _schema(wanted: ResponseFormat | None) -> dict[str, Any]:
-    """The constraint of a format."""
-    if wanted is None or wanted.type == "text":
-        return {}
-    if wanted.type == "json_object":
-        return {"json_schema": {"type": "object"}}
-    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        raise refused("response_format.json_schema needs a schema", "response_format")
-    return {"json_schema": wanted.json_schema.schema_}
 
 
 class _Choice:
