@@ -42,7 +42,7 @@ from http_client import Answer, Connection, ServerProcess, ask_once, connected
 from http_models import make_folder
 from http_rough import PATH, Expected, Rough, at_rest, metrics
 from serving_load import Ask, make_asks, percentile, poisson, serve
-from serving_report import GOALS, goal_row
+from serving_report import LOADED, formatted, goal_row, table_of
 
 from infer import Tokenizer
 from infer.engine.llm import LLM
@@ -103,11 +103,7 @@ QUICK = Sizes(
 LOAD = Table(
     "Poisson arrivals",
     (
-        Column("shape", "shape", 14),
-        Column("req/s", "rate", 8, ".2f"),
-        Column("of most", "share", 9, ".0%"),
-        Column("requests", "requests", 10, "d"),
-        Column("tok/s", "tokens_per_s", 10, ",.0f"),
+        *LOADED,
         Column("first ms", "first_p50_s", 11, ",.1f", 1e3),
         Column("p90", "first_p90_s", 9, ",.1f", 1e3),
         Column("p99", "first_p99_s", 9, ",.1f", 1e3),
@@ -448,20 +444,6 @@ ITEMS: dict[str, Callable[[Setup], Iterator[Row]]] = {
 }
 
 
-def table_of(section: str) -> Table:
-    return LOAD if section == "load" else GOALS
-
-
-def formatted(values: dict[str, Any]) -> str:
-    """Both tables, of everything that the report has."""
-    parts = []
-    for table in (GOALS, LOAD):
-        rows = [row for name, some in values["sections"].items() if table_of(name) is table for row in some]
-        if rows:
-            parts.append("\n".join([table.header(), *map(table.line, rows), *filter(None, [table.note])]))
-    return "\n\n".join(parts)
-
-
 def measure(setup: Setup, chosen: Sequence[str]) -> Iterator[tuple[str, Row]]:
     for name in chosen:
         for row in ITEMS[name](setup):
@@ -525,9 +507,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         stack.callback(setup.llm.close)
         for section, row in measure(setup, [name for name in ITEMS if name in (args.only or ITEMS)]):
             report.add(section, row)
-            print(table_of(section).line(row), flush=True)
+            print(table_of(section, LOAD).line(row), flush=True)
             well &= section not in ("exact", "rough") or "NO" not in row["goal"]
-    print(f"\n{formatted(report.values)}")
+    print(f"\n{formatted(report.values, LOAD)}")
     if machine["load_average"] > BUSY and device.type == "cpu":
         print(f"The load average was {machine['load_average']:.1f} before: run it again on a quiet machine.")
     if not well:

@@ -200,7 +200,8 @@ class Connection(asyncio.Protocol):
     def send(self, path: str, body: Any = None) -> Answer:
         """Send a request; what comes of it is in the answer."""
         data = b"" if body is None else json.dumps(body).encode()
-        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        line = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\n"
+        head = f"{line}Host: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         self._ended = asyncio.get_running_loop().create_future()
         self._answer = Answer(time.perf_counter())
         self.transport.write(head.encode() + data)

@@ -114,7 +114,7 @@ class Rough:
         """Sends a part of a request."""
         connection = await Connection.open(self.port)
         data = json.dumps(self._body).encode()
-        data = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        data = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
         connection.transport.write(data[: self._draw.randrange(1, len(data))])
         await self._pause()
         connection.close()

@@ -13,14 +13,17 @@ GOALS = Table(
     "What is reached",
     (Column("shape", "shape", 14), Column("", "what", 92), Column("figure", "shown", 14)),
 )
+LOADED = (  # columns of any table of loads
+    Column("shape", "shape", 14),
+    Column("req/s", "rate", 8, ".2f"),
+    Column("of most", "share", 9, ".0%"),
+    Column("requests", "requests", 10, "d"),
+    Column("tok/s", "tokens_per_s", 10, ",.0f"),
+)
 LOAD = Table(
     "Poisson arrivals",
     (
-        Column("shape", "shape", 14),
-        Column("req/s", "rate", 8, ".2f"),
-        Column("of most", "share", 9, ".0%"),
-        Column("requests", "requests", 10, "d"),
-        Column("tok/s", "tokens_per_s", 10, ",.0f"),
+        *LOADED,
         Column("first ms", "first_token_s", 11, ",.1f", 1e3),
         Column("p99", "first_token_p99_s", 10, ",.1f", 1e3),
         Column("between ms", "between_s", 12, ",.2f", 1e3),
@@ -37,15 +40,15 @@ def goal_row(shape: str, what: str, figure: float, form: str, unit: str = "", go
     return {"shape": shape, "what": what, "figure": figure, "shown": f"{figure:{form}}{unit}", "goal": goal, **more}
 
 
-def table_of(section: str) -> Table:
-    return LOAD if section == "load" else GOALS
+def table_of(section: str, load: Table = LOAD) -> Table:
+    return load if section == "load" else GOALS
 
 
-def formatted(values: dict[str, Any]) -> str:
+def formatted(values: dict[str, Any], load: Table = LOAD) -> str:
     """Both tables, of everything that the report has."""
     parts = []
-    for table in (GOALS, LOAD):
-        rows = [row for name, some in values["sections"].items() if table_of(name) is table for row in some]
+    for table in (GOALS, load):
+        rows = [row for name, some in values["sections"].items() if table_of(name, load) is table for row in some]
         if rows:
             parts.append("\n".join([table.header(), *map(table.line, rows), *filter(None, [table.note])]))
     return "\n\n".join(parts)

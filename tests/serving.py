@@ -62,8 +62,11 @@ def until(holds: Callable[[], bool], seconds: float = WAIT) -> None:
 
 
 @contextmanager
-def running(engine: Callable[[], LLM], *, renews: bool = False, **settings: Any) -> Iterator[Running]:
-    with listen("127.0.0.1", 0) as listening, Service(engine, Settings("tiny", **settings), renews=renews) as service:
+def running(
+    engine: Callable[[], LLM], *, renews: bool = False, tracer: Any = None, **settings: Any
+) -> Iterator[Running]:
+    made = Service(engine, Settings("tiny", **settings), renews=renews, tracer=tracer)
+    with listen("127.0.0.1", 0) as listening, made as service:
         server = Server(service)
         found = Running(server, listening.getsockname()[1])
 

@@ -76,19 +76,6 @@ BEGIN = ["response.created", "response.in_progress"]
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Running]:  # noqa: F811
-    with running(lambda: LLM(folder, cache_memory=10**7)) as found:
-        yield found
-        until(found.idle)
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[OpenAI]:
-    with server.openai() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def tool_user(folder: Path) -> Iterator[Running]:  # noqa: F811
     """A model whose template knows tools and reasoning."""
     path = with_template(folder, "tool-user", TOOLS_TEMPLATE)
@@ -388,14 +375,42 @@ class TestTools:
         # As Llama writes it: this model has no token for the line breaks around Qwen's calls.
         template = '{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}<s>' + TEMPLATE
         path = with_template(folder, "llama-tools", template)
-        body = ASK | {"tools": [TOOL], "parallel_tool_calls": False}
+        body = ASK | {"tools": [TOOL, TOOL | {"name": "tides"}], "parallel_tool_calls": False}
+        named = [({"type": "function", "name": name}, [name]) for name in ("weather", "tides")]
         with running(lambda: LLM(path, cache_memory=10**7)) as server:
-            for choice in ("required", {"type": "function", "name": "weather"}):
+            for choice, names in [("required", ["weather", "tides"]), *named]:
                 answer = response_of(server, body | {"tool_choice": choice})
                 assert answer["tool_choice"] == choice
                 [call] = answer["output"]
-                assert (call["type"], call["name"]) == ("function_call", "weather")
+                assert call["type"] == "function_call"
+                assert call["name"] in names
                 assert list(json.loads(call["arguments"])) == ["city"]
+
+
+def test_reasoning_of_a_chat(tool_user: Running, script: Script) -> None:
+    """As many tokens are counted in a stream as in a whole answer."""
+    script.pieces = ["<think>", "so", " ", "", "it is", "</think>", "Wait", " now.", ""]
+    body = {"model": "tiny", "messages": CHAT}
+    whole = tool_user.post("/v1/chat/completions", body).json()
+    streamed = tool_user.post(
+        "/v1/chat/completions", body | {"stream": True, "stream_options": {"include_usage": True}}
+    ).text.split("data: ")
+    usage = json.loads(streamed[-2])["usage"]
+    assert whole["choices"][0]["message"]["reasoning"] == "so it is"
+    assert whole["usage"] == usage
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == min(
+        len(tool_user.service.tokenizer.encode("so it is", add_special_tokens=False)), len(script.pieces)
+    )
+
+
+def test_a_call_of_no_tool(tool_user: Running, script: Script) -> None:
+    """It is for the client to say that there is none of this name."""
+    script.pieces = ['<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>', ""]
+    tool = {"type": "function", "function": {"name": "weather"}}
+    body = {"model": "tiny", "messages": CHAT, "tools": [tool]}
+    [choice] = tool_user.post("/v1/chat/completions", body).json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], choice["finish_reason"]) == ("other", "tool_calls")
 
 
 class Flag(pydantic.BaseModel):

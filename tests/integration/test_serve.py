@@ -29,22 +29,10 @@ from serving import Running, running, until
 from infer import LLM, GenerationResult, SamplingParams
 from infer.backend.cpu.backend import CpuBackend
 from infer.server import chat
+from infer.server.run import listen, names
 
 PROMPT = "hello the"
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Running]:  # noqa: F811
-    with running(lambda: LLM(folder, cache_memory=10**7)) as found:
-        yield found
-        until(found.idle)
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[OpenAI]:
-    with server.openai() as client:
-        yield client
 
 
 def alone(server: Running, prompt: Any, **settings: Any) -> GenerationResult:
@@ -284,6 +272,42 @@ class TestOrigins:
             assert httpx.get(f"{server.url}/v1/models", headers={"Origin": "http://b.example"}).status_code == 403
 
 
+@pytest.fixture(scope="module")
+def named(folder: Path) -> Iterator[Running]:  # noqa: F811
+    with running(lambda: LLM(folder, cache_memory=10**6), hosts=("Box.lan", "a.example")) as server:
+        yield server
+
+
+class TestHosts:
+    """A page whose name leads to this machine is no page of ours."""
+
+    @pytest.mark.parametrize(
+        "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.x"]
+    )
+    def test_others(self, host: str, named: Running) -> None:
+        for headers in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}):
+            answer = httpx.get(f"{named.url}/v1/models", headers=headers)
+            assert answer.status_code == 403
+            assert answer.json()["error"]["code"] == "foreign_host"
+
+    @pytest.mark.parametrize(
+        "host",
+        ["127.0.0.1:1", "192.168.1.7", "[::1]:8000", "[::1]", "localhost", "LocalHost.:80", "a.localhost", "box.lan:1"],
+    )
+    def test_its_own(self, host: str, named: Running) -> None:
+        assert httpx.get(f"{named.url}/v1/models", headers={"Host": host}).status_code == 200
+
+    def test_any(self, server: Running) -> None:
+        assert httpx.get(f"{server.url}/v1/models", headers={"Host": "a.example"}).status_code == 200
+
+    def test_where_it_listens(self) -> None:
+        with listen("127.0.0.1", 0) as here, listen("0.0.0.0", 0) as everywhere:
+            assert names(here, "127.0.0.1", []) == ("127.0.0.1",)
+            assert names(here, "box", ["a.example"]) == ("box", "a.example")
+            assert names(everywhere, "0.0.0.0", []) is None
+            assert names(everywhere, "0.0.0.0", ["a.example"]) == ("0.0.0.0", "a.example")
+
+
 def test_an_upgrade_is_not_needed(server: Running) -> None:
     """Java's client offers HTTP/2 with each request."""
     offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAA"}
@@ -409,6 +433,30 @@ class TestClientsThatMisbehave:
             until(server.idle)
             assert server.post("/v1/completions", LONG | {"max_tokens": 1, "stream": False}).status_code == 200
 
+    @pytest.mark.parametrize(("name", "value", "status"), [("texts", 10**6, 429), ("draining", True, 503)])
+    @pytest.mark.parametrize(
+        ("path", "asked"),
+        [
+            ("completions", {"prompt": "x"}),
+            ("chat/completions", {"messages": MESSAGES}),
+            ("responses", {"input": "x"}),
+        ],
+    )
+    def test_no_prompt_is_read_where_there_is_no_room(
+        self,
+        path: str,
+        asked: dict[str, Any],
+        name: str,
+        value: Any,
+        status: int,
+        server: Running,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        for encode in ("encode", "encode_chat"):
+            monkeypatch.setattr(server.service.tokenizer, encode, lambda *_, **__: pytest.fail("it was read"))
+        monkeypatch.setattr(server.service, name, value)
+        assert server.post(f"/v1/{path}", {"model": "tiny", **asked}).status_code == status
+
 
 class TestUnderPressure:
     def test_gone_at_any_moment(self, folder: Path) -> None:  # noqa: F811
@@ -518,6 +566,8 @@ class TestItsEnd:
             line = process.stderr.readline()
             url = line.split(" at ")[1].split("/v1")[0]
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+            foreign = httpx.get(f"{url}/v1/models", headers={"Host": "evil.example"})
+            assert foreign.json()["error"]["code"] == "foreign_host"
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
                 lines = answer.iter_lines()
                 next(lines)
@@ -603,7 +653,8 @@ class TestChat:
             ({"messages": [{"role": "user", "content": "forbidden"}]}, "not that"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image"),
             ({"top_logprobs": 2}, "needs logprobs"),
-            ({"functions": [{}]}, "functions is not supported"),
+            ({"functions": [{}]}, "functions is not supported: they are called tools now"),
+            ({"store": True}, "store is not supported: nothing is stored here"),
             ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools"),
             ({"tool_choice": "required"}, "tool_choice needs tools"),
             ({"reasoning_effort": "low"}, "does not reason"),

@@ -57,7 +57,7 @@ def test_everything(http: SimpleNamespace, tmp_path: Path, capsys: pytest.Captur
     assert set(sections["rough"][0]["did"]) > {"vanish", "half", "garbage"}
     [exact] = sections["exact"]
     assert exact["figure"] == exact["texts"] > 30
-    assert http.bench_http.formatted(report) in printed
+    assert http.bench_http.formatted(report, http.bench_http.LOAD) in printed
 
 
 def test_texts_that_differ(

@@ -138,6 +138,13 @@ class PagePool:
     def unwritten_bytes(self) -> int:
         return (self.count - self._touched) * self.page_bytes
 
+    def close(self) -> None:
+        """Give the memory back, whoever still knows this pool. Its caches cannot be used any more."""
+        self.memory = self.memory.new_empty(0)
+        promises.discard(self)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep it for itself, and the device not call it free
+
     def make_room(self, count: int) -> None:
         """Have so many pages free, or raise NoPages."""
         if count > self.free and self.reclaim is not None:

@@ -39,6 +39,12 @@ def serve(
     cors: Annotated[
         list[str] | None, typer.Option(help="Let pages of this origin ask; may be repeated. * is every page.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Answer those too who call the server by this name, as a proxy may; may be repeated.", metavar="NAME"
+        ),
+    ] = None,
     max_rows: Annotated[int | None, typer.Option(help="Texts that run at once.", show_default="256", min=1)] = None,
     max_waiting: Annotated[
         int, typer.Option(help="Texts that may wait; further ones are refused with 429.", min=0)
@@ -48,6 +54,10 @@ def serve(
     ] = 30.0,
     log_prompts: Annotated[bool, typer.Option(help="Write prompts to standard error.")] = False,
     restart_engine: Annotated[bool, typer.Option(help="Make the engine anew if it fails, instead of ending.")] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send a span of each request there, as http://HOST:4318/v1/traces.", metavar="URL"),
+    ] = None,
     prefill_chunk: PrefillChunkOption = None,
     cache_dtype: CacheDtypeOption = "auto",
     cache_memory: CacheMemoryOption = None,
@@ -56,9 +66,10 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients, and a page that shows the engine at work. Ctrl-C ends it."""
     try:
-        from infer.server.run import Server, listen
+        from infer.server.run import Server, listen, names
         from infer.server.service import Service
         from infer.server.settings import Settings
+        from infer.server.spans import exporting
     except ImportError as error:
         raise ImportError(f"{error}: the server needs more packages: pip install 'infer[server]'") from None
     from infer import LLM, ModelConfig, Tokenizer
@@ -67,15 +78,17 @@ def serve(
     check_chunk(prefill_chunk)
     check_cache_dtype(cache_dtype)
     size = parse_size(cache_memory)
-    settings = Settings(
-        model_id=name or model.rstrip("/").rsplit("/")[-1],
-        api_keys=read_keys(api_key or [], api_key_file, os.environ.get("INFER_API_KEY", "")),
-        cors=tuple(cors or ()),
-        max_waiting=max_waiting,
-        drain_seconds=drain_seconds,
-        log_prompts=log_prompts,
-    )
-    with listen(host, port) as listening:  # a port that is taken is found before the weights are read
+    # A port that is taken, or a package that is missing, is found before the weights are read.
+    with listen(host, port) as listening, exporting(otlp_traces_endpoint) as tracer:
+        settings = Settings(
+            model_id=name or model.rstrip("/").rsplit("/")[-1],
+            api_keys=read_keys(api_key or [], api_key_file, os.environ.get("INFER_API_KEY", "")),
+            cors=tuple(cors or ()),
+            hosts=names(listening, host, allowed_host or ()),
+            max_waiting=max_waiting,
+            drain_seconds=drain_seconds,
+            log_prompts=log_prompts,
+        )
         tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
         network = loading.load(model, config, LENGTH, cache_dtype)
 
@@ -90,7 +103,7 @@ def serve(
                 prefill_chunk=prefill_chunk,
             )
 
-        with Service(engine, settings, renews=restart_engine) as service:
+        with Service(engine, settings, renews=restart_engine, tracer=tracer) as service:
             service.warm_up()
             at = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
             length = min(LENGTH, service.longest)

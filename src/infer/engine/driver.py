@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from infer.engine.loop import Loop, Task
+from infer.engine.loop import EngineFailed, Loop, Task
 
 T = TypeVar("T")
 REST = 3.0  # times as long as an event loop was busy with tokens, it is left alone
@@ -94,7 +94,7 @@ class Driver:
                 self.wakeups.send()
             self.loop.close()
         except BaseException as error:
-            failure = RuntimeError(f"the engine has failed: {error}")
+            failure = EngineFailed(f"the engine has failed: {error}")
             failure.__cause__ = error
             with self._changed:
                 self.failure = error

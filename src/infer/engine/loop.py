@@ -38,6 +38,10 @@ CHUNK = 128  # on any other: a CPU is as fast as with 512, and rows that decode 
 HISTORY_S, HISTORY = 5.0, 50  # over which the speed is measured, in seconds and in points
 
 
+class EngineFailed(RuntimeError):
+    """The engine has ended before a request has: it has failed, or was closed."""
+
+
 class Event(NamedTuple):
     """Something that happened to a request, or a pass."""
 
@@ -257,13 +261,13 @@ class Loop:
                     print(f"a listener failed and is left out: {error!r}", file=sys.stderr)
                     self._listeners.remove(listener)
 
-    def close(self, error: Exception | None = None) -> None:
+    def close(self, error: EngineFailed | None = None) -> None:
         """End everything, with an error if there is one."""
         try:
             self.runner.close()  # first: a device that has failed must not be asked for each row
         finally:
             for task in [*self.scheduler.running, *self.scheduler.waiting]:
-                self._fail(task, error or RuntimeError("the engine was closed"))
+                self._fail(task, error or EngineFailed("the engine was closed"))
         self.runner.__exit__()
 
     # What the scheduler asks for.

@@ -35,6 +35,16 @@ class Timing:
         return sum(self.decode_times_s)
 
     @property
+    def first_token_s(self) -> float:
+        """From a request's arrival."""
+        return self.queue_time_s + self.prefill_time_s
+
+    @property
+    def total_s(self) -> float:
+        """From a request's arrival to its last token."""
+        return self.first_token_s + self.decode_time_s
+
+    @property
     def decode_tokens_per_s(self) -> float:
         """Steady speed, the first token apart; 0 if there was only that one."""
         return len(self.decode_times_s) / self.decode_time_s if self.decode_times_s else 0.0

@@ -150,10 +150,11 @@ def _growth(part: Mapping[str, Any]) -> int:
 def rust_calls(problem: str) -> Iterator[None]:
     """Calls to `tokenizers`: what they raise becomes a ValueError, if it is none.
 
-    A panic is no Exception, and writes a report to standard error first, which nobody is to see.
+    A panic is no Exception, and writes a report to standard error first. A command's user is not to see it; a server
+    has it in its log, as nothing can hold it back but what would lose lines of other threads.
     """
     try:
-        with _quiet:
+        with _quiet():
             yield
     except (KeyboardInterrupt, SystemExit, ValueError):
         raise
@@ -161,33 +162,21 @@ def rust_calls(problem: str) -> Iterator[None]:
         raise ValueError(f"{problem}: {error!s:.200}") from None
 
 
-class _Quiet:
-    """Standard error, as file descriptor 2, goes nowhere while any thread is within."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._within = 0
-        self._stderr: int | None = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._within += 1
-            if self._within == 1:
-                try:
-                    self._stderr = os.dup(2)
-                except OSError:  # it is closed
-                    self._stderr = None
-                    return
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, 2)
-                os.close(nowhere)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._within -= 1
-            if self._within == 0 and self._stderr is not None:
-                os.dup2(self._stderr, 2)
-                os.close(self._stderr)
-
-
-_quiet = _Quiet()
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Standard error, as file descriptor 2, goes nowhere meanwhile. It is left alone where other threads may write."""
+    try:
+        stderr = os.dup(2) if threading.active_count() == 1 else None
+    except OSError:  # it is closed
+        stderr = None
+    if stderr is None:
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)

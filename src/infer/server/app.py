@@ -7,6 +7,7 @@ import base64
 import binascii
 import hmac
 from collections.abc import Sequence
+from ipaddress import ip_address
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -28,6 +29,7 @@ from infer.server.openapi import document
 from infer.server.responses import Responses
 from infer.server.service import Service
 from infer.server.sessions import Sessions
+from infer.server.spans import Spans
 from infer.server.streams import quietly_closed
 from infer.server.text import json_response
 
@@ -42,7 +44,13 @@ def make_app(service: Service) -> Starlette:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
         )
-    middleware += [Middleware(Origins, allowed=settings.cors), Middleware(Keys, keys=settings.api_keys)]
+    middleware += [
+        Middleware(Origins, allowed=settings.cors, hosts=settings.hosts),
+        Middleware(Keys, keys=settings.api_keys),
+    ]
+
+    if service.tracer is not None:
+        middleware.append(Middleware(Spans, tracer=service.tracer, model=settings.model_id))
 
     async def failed(request: Request, error: Exception) -> Response:
         return service.told(error).response()
@@ -90,25 +98,45 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 class Origins:
-    """Refuses what a browser sends for a page of another origin, unless that may ask. Other clients name no origin."""
+    """Refuses what a browser sends for a page of another origin, unless that may ask. Other clients name no origin.
 
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+    A page whose name its owner has resolve to this machine looks like one of our own, but for the name in Host.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str], hosts: Sequence[str] | None) -> None:
+        """hosts: names of this server; None: any."""
         self.app, self._allowed = app, allowed
+        self._hosts = None if hosts is None else {"", "localhost", *map(_host_name, hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._may(Headers(scope=scope)):
-            await self.app(scope, receive, send)
-            return
-        error = ApiError(
-            403, "pages of this origin may not ask: start the server with --cors ORIGIN", code="foreign_origin"
-        )
-        await error.response()(scope, receive, send)
+        error = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self.app if error is None else error.response())(scope, receive, send)
 
-    def _may(self, headers: Headers) -> bool:
-        origin = headers.get("origin")
-        if origin is None or "*" in self._allowed or origin in self._allowed:
+    def _refusal(self, headers: Headers) -> ApiError | None:
+        origin, host = headers.get("origin"), headers.get("host", "")
+        if not self._known(_host_name(host)):
+            message = "this server does not go by this name: start it with --allowed-host NAME"
+            return ApiError(403, message, param="Host", code="foreign_host")
+        if origin is None or "*" in self._allowed or origin in self._allowed or origin.partition("://")[2] == host:
+            return None
+        message = "pages of this origin may not ask: start the server with --cors ORIGIN"
+        return ApiError(403, message, code="foreign_origin")
+
+    def _known(self, host: str) -> bool:
+        if self._hosts is None or host in self._hosts or host.endswith(".localhost"):
             return True
-        return origin.partition("://")[2] == headers.get("host")
+        try:
+            ip_address(host)
+        except ValueError:
+            return False
+        return True
+
+
+def _host_name(host: str) -> str:
+    """A host without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.lower().partition(":")[0].removesuffix(".")
 
 
 class Keys:

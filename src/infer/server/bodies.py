@@ -201,9 +201,28 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class Format(Body):
+    """What a text has to be, wherever the schema stands."""
+
     type: Literal["text", "json_object", "json_schema"]
+
+    @property
+    def constraint(self) -> dict[str, Any]:
+        if self.type == "text":
+            return {}
+        return {"json_schema": {"type": "object"} if self.type == "json_object" else self._schema()}
+
+    def _schema(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ResponseFormat(Format):
     json_schema: JsonSchema | None = None
+
+    def _schema(self) -> dict[str, Any]:
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise refused("response_format.json_schema needs a schema", "response_format")
+        return self.json_schema.schema_
 
 
 class ChatCompletion(Generation):
@@ -217,6 +236,11 @@ class ChatCompletion(Generation):
         "store": (False,),
         "verbosity": ("medium",),
         "web_search_options": (),
+    }
+    advice: ClassVar[Mapping[str, str]] = {
+        "function_call": "it is called tool_choice now",
+        "functions": "they are called tools now",
+        "store": "nothing is stored here, leave it out or send false",
     }
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=8192)]
@@ -249,12 +273,16 @@ class FunctionChoice(Body):
     name: str
 
 
-class TextFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+class TextFormat(Format):
     name: Name | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
+
+    def _schema(self) -> dict[str, Any]:
+        if self.name is None or self.schema_ is None:
+            raise refused("a text.format of type json_schema needs a name and a schema", "text.format")
+        return self.schema_
 
 
 class TextOptions(Body):

@@ -18,7 +18,7 @@ from infer.engine.logprobs import TokenLogprobs
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.server.answers import Answer, answered, by_text
-from infer.server.bodies import ChatCompletion, ResponseFormat, ToolChoice
+from infer.server.bodies import ChatCompletion, ToolChoice
 from infer.server.chat_prompts import Chat, ChatPrompt, ChatPrompts
 from infer.server.errors import refused
 from infer.server.live import number_of
@@ -50,6 +50,7 @@ class ChatCompletions:
             if over is not None:
                 stack.callback(over)
             service.check_model(body.model)
+            service.check_room(body.n or 1)
             prompt = await asyncio.to_thread(self._prompt, body)
             params = self._params(body, prompt)
             answer = partial(_Answer, service, body, prompt, params.n, said)
@@ -68,7 +69,7 @@ class ChatCompletions:
                 parallel=body.parallel_tool_calls is not False,
                 effort=body.reasoning_effort,
                 variables=variables,
-                constraint=body.constraint | _schema(body.response_format),
+                constraint=body.constraint | (body.response_format.constraint if body.response_format else {}),
             )
             return self._prompts.prompt(chat)
         except ValueError as error:
@@ -84,24 +85,12 @@ class ChatCompletions:
         )
 
 
-def _schema(wanted: ResponseFormat | None) -> dict[str, Any]:
-    """The constraint of a format."""
-    if wanted is None or wanted.type == "text":
-        return {}
-    if wanted.type == "json_object":
-        return {"json_schema": {"type": "object"}}
-    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        raise refused("response_format.json_schema needs a schema", "response_format")
-    return {"json_schema": wanted.json_schema.schema_}
-
-
 class _Choice:
     """One text of an answer, as it grows."""
 
     def __init__(self, parser: Parser) -> None:
         self.parser = parser
         self.parts: list[Delta] = []
-        self.reasoned = 0  # tokens
         self.logprobs: list[TokenLogprobs] = []  # of tokens whose text is yet to come
 
     def read(self, text: str, last: bool) -> list[Delta]:
@@ -152,8 +141,6 @@ class _Answer(Answer):
         choice = self.choices[index]
         choice.read(result.text, last=True)
         message = {"refusal": None, **choice.message()}
-        if "reasoning" in message:
-            choice.reasoned = len(self.service.tokenizer.encode(message["reasoning"], add_special_tokens=False))
         logprobs = None if result.logprobs is None else self._logprobs(result.logprobs)
         reason = choice.ended(result.finish_reason)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -167,7 +154,14 @@ class _Answer(Answer):
             self.said(self.choices[0].message())
         for result in results:
             self.service.metrics.count(result)
-        return usage_of(results, reasoning=sum(choice.reasoned for choice in self.choices))
+        reasoned = sum(map(self._reasoned, self.choices, results))
+        return usage_of(results, reasoning=reasoned)
+
+    def _reasoned(self, choice: _Choice, result: GenerationResult) -> int:
+        """Tokens of its reasoning, by encoding that: the same number whether it was streamed or not."""
+        text = choice.message().get("reasoning")
+        encode = self.service.tokenizer.encode
+        return 0 if text is None else min(len(encode(text, add_special_tokens=False)), result.generated_tokens)
 
     async def events(self, handle: Handle) -> AsyncIterator[bytes]:
         opening = {"role": "assistant", "content": "", "refusal": None}
@@ -190,7 +184,6 @@ class _Answer(Answer):
             if piece.logprobs is not None:
                 choice.logprobs.append(piece.logprobs)
             for delta in choice.read(piece.text, last=piece.finish_reason is not None):
-                choice.reasoned += isinstance(delta, Reasoning)
                 parts.append((delta, choice.logprobs))
                 choice.logprobs = []
         chunks = [self._chunk(index, _delta(delta), logprobs) for delta, logprobs in _joined(parts)]

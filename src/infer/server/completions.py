@@ -33,7 +33,7 @@ class Completions:
         body = await service.read(request, Completion)
         service.check_model(body.model)
         several = _several(body.prompt)
-        service.check_texts(len(several) * (body.n or 1))  # before a million of them are encoded
+        service.check_room(len(several) * (body.n or 1))
         prompts = await asyncio.to_thread(self._encoded, several)
         params = self._params(body, prompts)
         return await answered(service, request, body, prompts, params, lambda: _Answer(service, body, prompts, params))

@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from infer.engine.loop import Stats
 from infer.engine.result import GenerationResult
+from infer.server import spans
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 STEPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -44,14 +45,14 @@ class Metrics:
 
     def count(self, result: GenerationResult) -> None:
         """A text that is over."""
+        spans.note(result=result)
         timing = result.timing
-        first = timing.queue_time_s + timing.prefill_time_s
         if result.token_ids:
-            self._first.observe(first)
+            self._first.observe(timing.first_token_s)
         for seconds in timing.decode_times_s:
             self._between[bisect_left(STEPS, seconds)] += 1
         self._between_s += timing.decode_time_s
-        self._whole.observe(first + timing.decode_time_s)
+        self._whole.observe(timing.total_s)
         self._queue.observe(timing.queue_time_s)
         self._prompt.observe(result.prompt_tokens)
         self._text.observe(result.generated_tokens)

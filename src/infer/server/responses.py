@@ -15,7 +15,7 @@ from infer.engine.llm import Handle
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.server.answers import Answer, answered
-from infer.server.bodies import CreateResponse, FunctionChoice, TextFormat
+from infer.server.bodies import CreateResponse, FunctionChoice
 from infer.server.chat_prompts import Chat, ChatPrompt, ChatPrompts
 from infer.server.errors import refused
 from infer.server.items import items_for_template
@@ -34,6 +34,7 @@ class Responses:
         service = self.service
         body = await service.read(request, CreateResponse)
         service.check_model(body.model)
+        service.check_room(1)
         prompt = await asyncio.to_thread(self._prompt, body)
         params = self._params(body, prompt)
         return await answered(service, request, body, [prompt.tokens], params, lambda: _Answer(service, body, prompt))
@@ -53,7 +54,7 @@ class Responses:
                 parallel=body.parallel_tool_calls is not False,
                 effort=body.reasoning.effort if body.reasoning else None,
                 effort_field="reasoning.effort",
-                constraint=_schema(body.text.format if body.text else None),
+                constraint=body.text.format.constraint if body.text and body.text.format else {},
             )
             return self._prompts.prompt(chat)
         except ValueError as error:
@@ -67,17 +68,6 @@ class Responses:
             logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
             **prompt.constraint,
         )
-
-
-def _schema(wanted: TextFormat | None) -> dict[str, Any]:
-    """The constraint of a format."""
-    if wanted is None or wanted.type == "text":
-        return {}
-    if wanted.type == "json_object":
-        return {"json_schema": {"type": "object"}}
-    if wanted.name is None or wanted.schema_ is None:
-        raise refused("a text.format of type json_schema needs a name and a schema", "text.format")
-    return {"json_schema": wanted.schema_}
 
 
 class _Answer(Answer):

@@ -7,8 +7,10 @@ import logging
 import re
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from http import HTTPStatus
+from ipaddress import ip_address
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -38,6 +40,12 @@ def listen(host: str, port: int) -> socket.socket:
         listening.close()
         raise OSError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from None
     return listening
+
+
+def names(listening: socket.socket, host: str, others: Sequence[str]) -> tuple[str, ...] | None:
+    """By which clients may call a server: the host it was given, and others; None, for any, beyond loopback."""
+    local = ip_address(listening.getsockname()[0]).is_loopback
+    return (host, *others) if local or others else None
 
 
 # What Java's client asks of every server. There is nothing to upgrade to, but the parser would stop, and lose the body.

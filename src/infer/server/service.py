@@ -11,14 +11,16 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from starlette.requests import Request
 
 from infer.cache.pool import NoPages, pages_for
 from infer.engine.llm import LLM, Handle
+from infer.engine.loop import EngineFailed
 from infer.engine.params import SamplingParams
 from infer.engine.request import CacheExceeded, ContextExceeded, NoToken, NoTokenAllowed
+from infer.server import spans
 from infer.server.bodies import B, read_body
 from infer.server.errors import ApiError, refused
 from infer.server.live import Live
@@ -27,13 +29,18 @@ from infer.server.settings import Settings
 from infer.server.streams import read_all
 from infer.server.tokens import TokenTexts
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
 logger = logging.getLogger("infer.server")
 
 
 class Service:
-    def __init__(self, engine: Callable[[], LLM], settings: Settings, *, renews: bool = False) -> None:
-        """engine: makes one. renews: again where it has failed, instead of ending."""
-        self._engine, self.renews, self.settings = engine, renews, settings
+    def __init__(
+        self, engine: Callable[[], LLM], settings: Settings, *, renews: bool = False, tracer: Tracer | None = None
+    ) -> None:
+        """engine: makes one. renews: again where it has failed, instead of ending. tracer: makes spans of requests."""
+        self._engine, self.renews, self.settings, self.tracer = engine, renews, settings, tracer
         self.llm = llm = engine()
         self.metrics, self.tokenizer = Metrics(lambda: self.llm.stats()), llm.tokenizer
         self.text_of, self.live = TokenTexts(llm.tokenizer), Live(llm)
@@ -50,14 +57,16 @@ class Service:
 
     def warm_up(self) -> None:
         """Have kernels loaded, or compiled, before somebody waits for them."""
-        self.llm.generate([0], max_new_tokens=1)
+        _warm_up(self.llm)
 
     def renew(self) -> None:
         """Make another engine in place of one that has failed. Raises where that fails too."""
         self.llm.close()
-        self.llm = self._engine()
-        self.live = Live(self.llm)
-        self.warm_up()
+        _clear_frames(self.llm.failure)
+        self.llm.memory.pool.close()  # there may be no room for two; whoever still asks the old engine hears of its end
+        llm = self._engine()
+        _warm_up(llm)
+        self.llm, self.live = llm, Live(llm)
 
     @property
     def failure(self) -> BaseException | None:
@@ -84,18 +93,19 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is about to end", code="draining", headers={"Retry-After": "10"})
 
-    def check_texts(self, texts: int) -> None:
+    def check_room(self, texts: int) -> None:
+        """Refuse texts that could not be begun now: before their prompts are encoded, and again once they are."""
+        self.check_open()
         if texts > self.settings.max_n:
             raise refused(f"{texts} texts at once are too many: {self.settings.max_n} are made at most", "n")
+        if self.texts + texts > self.llm.max_rows + self.settings.max_waiting:
+            self.metrics.refused.inc()
+            raise ApiError(429, "too many requests wait: come again", code="queue_full", headers={"Retry-After": "1"})
 
     @contextmanager
     def room_for(self, texts: int) -> Iterator[None]:
         """Count texts while they are made; refuse them where too many wait already."""
-        self.check_open()
-        self.check_texts(texts)
-        if self.texts + texts > self.llm.max_rows + self.settings.max_waiting:
-            self.metrics.refused.inc()
-            raise ApiError(429, "too many requests wait: come again", code="queue_full", headers={"Retry-After": "1"})
+        self.check_room(texts)
         self.texts += texts
         try:
             yield
@@ -116,6 +126,7 @@ class Service:
 
     async def submit(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int | None) -> Handle:
         """Texts of several prompts, as one."""
+        spans.note(params=params)
         submit = partial(self.llm.submit_all, prompts, params, priority=priority or 0)
         if self.settings.log_prompts:
             for prompt in prompts:
@@ -135,6 +146,11 @@ class Service:
 
     def told(self, error: Exception) -> ApiError:
         """What a client hears of an error on the way."""
+        told = self._told(error)
+        spans.note(error=told)
+        return told
+
+    def _told(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):
             return error
         if isinstance(error, NoTokenAllowed):  # what the client asked for leads nowhere, or is too much to follow
@@ -143,7 +159,7 @@ class Service:
             return ApiError(500, "the model gave logits that are no numbers", code="no_token")
         if isinstance(error, NoPages):
             return ApiError(503, "no memory is left for this text", code="no_memory")
-        if self.failure is not None:
+        if isinstance(error, EngineFailed) or self.failure is not None:  # by now there may be another engine
             return ApiError(503, "the engine has failed", code="engine_failed")
         log_error(error)
         return ApiError(500, "something unexpected has happened", code="internal_error")
@@ -168,6 +184,17 @@ def log_error(error: BaseException) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].name}, line {frames[-1].lineno}" if frames else ""
     logger.error("%s%s (INFER_TRACEBACK=1 shows more)", type(error).__name__, where)
+
+
+def _warm_up(llm: LLM) -> None:
+    llm.generate([0], max_new_tokens=1)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of what an error's traceback holds: tensors, and so the memory that they lie in."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _longest(llm: LLM) -> int:

@@ -10,6 +10,7 @@ class Settings:
     model_id: str
     api_keys: frozenset[str] = frozenset()  # none: everybody may ask
     cors: tuple[str, ...] = ()  # origins whose pages may ask; "*": all
+    hosts: tuple[str, ...] | None = None  # names of this server, beside localhost and addresses; None: any
     max_waiting: int = 512  # texts beyond those that run, before clients are told to come again
     max_connections: int = 2048
     max_body: int = 8 << 20  # bytes

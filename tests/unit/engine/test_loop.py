@@ -18,7 +18,7 @@ from tiny import make_tiny_model
 from infer import SamplingParams, Trace, generate
 from infer.backend.cpu.backend import CpuBackend
 from infer.cache.pool import NoPages, pages_for
-from infer.engine.loop import Event, Loop, Task
+from infer.engine.loop import EngineFailed, Event, Loop, Task
 from infer.engine.memory import CacheMemory
 from infer.engine.request import NoToken, Request, samples
 from infer.engine.result import GenerationResult
@@ -430,7 +430,7 @@ class TestErrors:
         for task in tasks:
             loop.submit(task)
         loop.step()
-        loop.close(RuntimeError("the device is gone"))
+        loop.close(EngineFailed("the device is gone"))
         assert [str(task.error) for task in tasks] == ["the device is gone"] * 2
         check_nothing_is_left(loop)
 
