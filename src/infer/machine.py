@@ -25,6 +25,14 @@ INSTRUCTIONS = {  # as torch names them
 }
 
 
+def byte_lanes() -> int:
+    """Sums of 32 bits in the widest register whose bytes this CPU multiplies at once."""
+    has = torch.cpu.get_capabilities()
+    if has.get("avx512_vnni") and has.get("avx512_bw"):
+        return 16
+    return 8 if has.get("avx2") else 4
+
+
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

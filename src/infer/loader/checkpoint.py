@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
         return 32
 
     def groups(self, name: str, bits: int) -> Iterator[Groups]:
-        """The rows of a matrix in order, quantised; the number in each block but the last is a multiple of 4."""
+        """The rows of a matrix in order, quantised; the number in each block but the last is a multiple of TILE."""
         for block in in_tiles(self.blocks(name)):
             for rows in torch.split(block, max(1, (1 << 18) // block.shape[1] // TILE) * TILE):
                 yield quantise(rows, bits)
@@ -56,7 +56,7 @@ class Checkpoint(Protocol):
 
 
 def in_tiles(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Rows in blocks of a multiple of 4, the last one apart."""
+    """Rows in blocks of a multiple of TILE, the last one apart."""
     rest: list[Tensor] = []
     for block in blocks:
         rows = torch.cat((*rest, block))

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infer.machine import byte_lanes
 from infer.nn.module import Module
 
-GROUP, TILE = 32, 4  # columns and rows that lie together: see backend/cpu/product.py
+GROUP, TILE = 32, byte_lanes()  # columns and rows that lie together: see backend/cpu/product.py
 BITS = {"int4": 4, "int8": 8}
 AT_ONCE = 1 << 24  # weights turned back into floats at a time
 
@@ -132,7 +133,7 @@ class QuantizedWeight(Module):
         if start % TILE == 0 and count % TILE == 0:
             tiles = slice(start // TILE, (start + count) // TILE)
             for place, values in zip(self._fields(), self._quads(groups), strict=True):
-                # [n, G, ...] -> [n / 4, G, ..., 4]
+                # [n, G, ...] -> [n / TILE, G, ..., TILE]
                 place[tiles] = values.reshape(-1, TILE, *values.shape[1:]).movedim(1, -1)
         else:
             rows = torch.arange(start, start + count)
@@ -175,11 +176,11 @@ class QuantizedWeight(Module):
         return out if bias is None else out + bias
 
     def _fields(self) -> list[Tensor]:
-        """The packed bytes as quads of codes [tiles, G, quads, 4], scales and minima [tiles, G, 4]."""
+        """The packed bytes as quads of codes [tiles, G, quads, TILE], scales and minima [tiles, G, TILE]."""
         quads = GROUP * self.bits // 8 // 4
         words, halves = self.packed.view(torch.int32), self.packed.view(torch.float16)
         codes = words.as_strided((*words.shape[:2], quads, TILE), (*words.stride()[:2], TILE, 1))
-        fields = [codes, halves[..., quads * 8 : quads * 8 + TILE]]
+        fields = [codes, halves[..., 2 * quads * TILE :][..., :TILE]]
         if self.bits == 4:
             fields.append(halves[..., -TILE:])
         return fields

@@ -1,9 +1,10 @@
 """Keys and values in a cache, and attention over them, on the CPU.
 
 Each query is attended from by itself, and goes through its keys in the order of their positions: what comes out depends
-on the query and on those keys, and neither on the queries beside it nor on where a key lies. Keys lie in pieces, a page
-each, or up to the end of a ring. As everywhere in these kernels, sums have one order, and nothing is compiled with
-`fastmath`.
+on the query and on those keys, and neither on the queries beside it nor on where a key lies. Keys go by blocks of KEYS
+positions: each gives a softmax of its own, and these are joined in their order. So several threads can share a query's
+keys, and heads that have the same keys read them once. Keys lie in pieces, a page each, or up to the end of a ring. As
+everywhere in these kernels, sums have one order, and nothing is compiled with `fastmath`.
 """
 
 from __future__ import annotations
@@ -14,28 +15,36 @@ import numpy as np
 from numba import njit, prange
 
 from infer.backend.cpu.memory import bytes_at, integer_at, vector
-from infer.backend.cpu.product import GROUP, panel_rows
+from infer.backend.cpu.product import AHEAD, panel_rows
 from infer.backend.cpu.simd import (
     add,
     exponential,
-    fused,
     fused_one,
     lane,
-    load_codes,
+    larger,
+    largest,
     load_eight,
+    load_eight_codes,
     load_float,
     load_floats,
     load_half,
+    multiply,
     no_floats,
+    prefetch,
     raise_half,
     splat,
+    splat_eight,
     store_as_half,
     store_eight,
     store_floats,
     summed,
 )
-from infer.backend.cpu.tile import LANES, MIXED, W_ROWS, X_ROWS, mix_tile, multiply_tile
+from infer.backend.cpu.tile import LANES, MIXED, PANELS, W_ROWS, X_ROWS, mix_tile, multiply_tile
 from infer.cache.table import BITS, PAGE, PAGES, SLOTS, STRIDE, K, V
+from infer.nn.quantized import GROUP
+
+KEYS = 256  # positions of a block
+MANY = 64  # results of blocks that are worth handing out to several threads
 
 
 @njit(forceinline=True)
@@ -63,29 +72,21 @@ def _piece(row: Any, position: int, count: int, size: int) -> Any:
 
 
 @njit
-def _score(q: Any, row: Any, offset: int, first: int, out: Any) -> None:
-    """out [keys] = q k, of the keys from position `first` on."""
-    size, bits, q_at, out_at, keys, done = q.shape[0], row[BITS], q.ctypes.data, out.ctypes.data, out.shape[0], 0
-    row_bytes = _row_bytes(size, bits)
-    while done < keys:
-        at, count = _piece(row, first + done, keys - done, row_bytes)
-        at += row[K] + offset
-        if bits == 32:
-            _score_panel(1, q_at, q_at, 0, size, at, count, out_at + done * 4, 0)
-        else:
-            for j in range(count):
-                out[done + j] = _dot_codes(q_at, at + j * row_bytes, size)
-        done += count
-
-
-@njit(forceinline=True)
-def _scaled(scores: Any, scale: Any) -> Any:
-    """scores *= scale, the highest of which it returns."""
-    highest = np.float32(-np.inf)
-    for j in range(scores.shape[0]):
-        scores[j] *= scale
-        highest = max(highest, scores[j])
-    return highest
+def _readable(row: Any, at: int, count: int, size: int, floats_at: int) -> int:
+    """Where `count` keys or values, which lie at an address, are floats: there, or where 8-bit ones are turned to."""
+    if row[BITS] == 32:
+        return at
+    row_bytes = _row_bytes(size, row[BITS])
+    for j in range(count):
+        codes, scales, out = at + j * row_bytes, at + j * row_bytes + size, floats_at + j * size * 4
+        for first in range(0, size, GROUP):
+            last, scale = min(first + GROUP, size), load_half(scales + first // GROUP * 2)
+            whole = first + (last - first) // 8 * 8
+            for i in range(first, whole, 8):
+                store_eight(out + i * 4, multiply(load_eight_codes(codes + i), splat_eight(scale)))
+            for i in range(whole, last):
+                vector(out, size)[i] = np.float32(bytes_at(codes + i, 1)[0]) * scale
+    return np.int64(floats_at)
 
 
 @njit
@@ -100,6 +101,9 @@ def _score_panel(
                 vector(out_at + t * out_row, keys)[j : j + W_ROWS] = 0
         elif keys >= W_ROWS:  # some of the last tile's keys may be of the one before it
             at = min(j, keys - W_ROWS)
+            if AHEAD > 0:
+                for line in range(0, W_ROWS * row, 64):
+                    prefetch(k_at + at * row + AHEAD + line)
             multiply_tile(rows, k_at + at * row, row, 32, panel, steps, 0, 1, 1, out_at + at * 4, out_row)
         else:
             spare = np.empty((X_ROWS, W_ROWS), np.float32)
@@ -115,79 +119,70 @@ def _score_panel(
                     out[j] = fused_one(load_float(k_at + j * row + i * 4), load_float(q_at + t * q_row + i * 4), out[j])
 
 
-@njit(forceinline=True)
-def _dot_codes(q_at: int, at: int, size: int) -> Any:
-    """Of q with a key in 8 bits, group by group."""
-    result = np.float32(0)
-    for first in range(0, size, GROUP):
-        last = min(first + GROUP, size)
-        whole, sums = first + (last - first) // 4 * 4, no_floats()
-        for i in range(first, whole, 4):
-            sums = fused(load_codes(at + i), load_floats(q_at + i * 4), sums)
-        in_group = summed(sums)
-        for i in range(whole, last):
-            in_group = fused_one(np.float32(bytes_at(at + i, 1)[0]), load_float(q_at + i * 4), in_group)
-        result = fused_one(in_group, load_half(at + size + first // GROUP * 2), result)
-    return result
+@njit
+def _score(
+    rows: int, panel: int, q_at: int, q_row: int, row: Any, offset: int, first: int, keys: int, size: int, out: Any
+) -> None:
+    """out [rows, keys] = q k, of the keys from position `first` on."""
+    done, row_bytes = 0, _row_bytes(size, row[BITS])
+    floats = np.empty(0 if row[BITS] == 32 else keys * size, np.float32)
+    while done < keys:
+        at, count = _piece(row, first + done, keys - done, row_bytes)
+        at = _readable(row, row[K] + offset + at, count, size, floats.ctypes.data)
+        _score_panel(rows, panel, q_at, q_row, size, at, count, out.ctypes.data + done * 4, out.strides[0])
+        done += count
+    _keep(floats, out)
 
 
 @njit
-def _mix(weights_at: Any, row: Any, offset: int, first: int, keys: int, size: int, out_at: int) -> None:
-    """out [D] += the weighted sum of the values from position `first` on, one after the other."""
-    bits, done = row[BITS], 0
-    row_bytes = _row_bytes(size, bits)
+def _mix(
+    rows: int,
+    weights_at: int,
+    weights_row: int,
+    row: Any,
+    offset: int,
+    first: int,
+    keys: int,
+    size: int,
+    out_at: int,
+    out_row: int,
+) -> None:
+    """out [rows, D] += weights [rows, keys] values, of the values from position `first` on, one after the other."""
+    done, row_bytes, mixed = 0, _row_bytes(size, row[BITS]), size // MIXED * MIXED
+    floats = np.empty(0 if row[BITS] == 32 else keys * size, np.float32)
     while done < keys:
         at, count = _piece(row, first + done, keys - done, row_bytes)
-        at += row[V] + offset
-        together = count // 4 * 4 if bits == 32 else 0
-        for j in range(0, together, 4):
-            _add_four(weights_at + (done + j) * 4, at + j * row_bytes, size, out_at)
-        for j in range(together, count):
-            weight = load_float(weights_at + (done + j) * 4)
-            if bits == 32:
-                _add_value(weight, at + j * row_bytes, size, out_at)
-            else:
-                _add_codes(weight, at + j * row_bytes, size, out_at)
+        v_at, w_at = _readable(row, row[V] + offset + at, count, size, floats.ctypes.data), weights_at + done * 4
+        for column in range(0, mixed, MIXED):
+            mix_tile(rows, w_at, weights_row, v_at + column * 4, size * 4, count, out_at + column * 4, out_row)
+        for t in range(rows):
+            out, weights = vector(out_at + t * out_row, size), vector(w_at + t * weights_row, count)
+            for i in range(mixed, size):
+                for j in range(count):
+                    out[i] = fused_one(load_float(v_at + (j * size + i) * 4), weights[j], out[i])
         done += count
+    _keep(floats, floats)
 
 
-@njit(forceinline=True)
-def _add_four(weights_at: int, v_at: int, size: int, out_at: int) -> None:
-    """out += four values, weighted: read and written once for them all, and in the order of one after the other."""
-    a, b = splat(load_float(weights_at)), splat(load_float(weights_at + 4))
-    c, d = splat(load_float(weights_at + 8)), splat(load_float(weights_at + 12))
-    row, whole, out = size * 4, size // 4 * 4, vector(out_at, size)
-    for i in range(0, whole, 4):
-        at = v_at + i * 4
-        x = fused(load_floats(at), a, load_floats(out_at + i * 4))
-        x = fused(load_floats(at + row), b, x)
-        x = fused(load_floats(at + 2 * row), c, x)
-        store_floats(out_at + i * 4, fused(load_floats(at + 3 * row), d, x))
-    for i in range(whole, size):
-        for j in range(4):
-            out[i] = fused_one(load_float(v_at + j * row + i * 4), load_float(weights_at + j * 4), out[i])
+@njit
+def _keep(one: Any, other: Any) -> None:
+    """Numba frees an array behind its last use, and an address is none."""
 
 
-@njit(forceinline=True)
-def _add_value(weight: Any, v_at: int, size: int, out_at: int) -> None:
-    whole, out = size // 4 * 4, vector(out_at, size)
-    for i in range(0, whole, 4):
-        store_floats(out_at + i * 4, fused(load_floats(v_at + i * 4), splat(weight), load_floats(out_at + i * 4)))
-    for i in range(whole, size):
-        out[i] = fused_one(load_float(v_at + i * 4), weight, out[i])
-
-
-@njit(forceinline=True)
-def _add_codes(weight: Any, v_at: int, size: int, out_at: int) -> None:
-    """Of a value in 8 bits, group by group."""
-    out = vector(out_at, size)
-    for first in range(0, size, GROUP):
-        last = min(first + GROUP, size)
-        whole, by = first + (last - first) // 4 * 4, weight * load_half(v_at + size + first // GROUP * 2)
-        for i in range(first, whole, 4):
-            store_floats(out_at + i * 4, fused(load_codes(v_at + i), splat(by), load_floats(out_at + i * 4)))
-        for i in range(whole, last):
-            out[i] = fused_one(np.float32(bytes_at(v_at + i, 1)[0]), by, out[i])
+@njit
+def _scaled(scores: Any, scale: Any) -> Any:
+    """scores *= scale, the highest of which it returns."""
+    at, whole, by = scores.ctypes.data, scores.shape[0] // 4 * 4, splat(scale)
+    highest = splat(np.float32(-np.inf))
+    for j in range(0, whole, 4):
+        four = multiply(load_floats(at + j * 4), by)
+        store_floats(at + j * 4, four)
+        highest = larger(highest, four)
+    result = largest(highest)
+    for j in range(whole, scores.shape[0]):
+        scores[j] *= scale
+        result = scores[j] if scores[j] > result or scores[j] != scores[j] else result
+    return result
 
 
 @njit
@@ -206,24 +201,164 @@ def exponentials(x: Any, highest: Any) -> Any:
 
 
 @njit
-def _attend_head(q: Any, row: Any, offset: int, first: int, scale: Any, score: Any, out: Any) -> None:
-    """out [D] = softmax(scale q k) v over as many keys as `score` has room for, from position `first` on.
-
-    row: of the table. offset: bytes from the first head's keys to this one's.
-    """
-    total = _weigh(q, row, offset, first, scale, score)
-    for i in range(out.shape[0]):
-        out[i] = 0
-    _mix(score.ctypes.data, row, offset, first, score.shape[0], out.shape[0], out.ctypes.data)
-    for i in range(out.shape[0]):
-        out[i] /= total
+def _pack(rows: int, q_at: int, q_row: int, size: int) -> Any:
+    """Queries as `multiply_tile` takes them."""
+    panel = np.empty(rows * size, np.float32)
+    for t in range(rows):
+        for step in range(size // LANES):
+            store_eight(panel.ctypes.data + (step * rows + t) * 32, load_eight(q_at + t * q_row + step * 32))
+    return panel
 
 
 @njit
-def _weigh(q: Any, row: Any, offset: int, first: int, scale: Any, score: Any) -> Any:
-    """score = e^(scale q k), the largest being 1; returns their sum."""
-    _score(q, row, offset, first, score)
-    return exponentials(score, _scaled(score, scale))
+def _attend_block(
+    rows: int,
+    panel: int,
+    q_at: int,
+    q_row: int,
+    row: Any,
+    offset: int,
+    seen: Any,
+    start: int,
+    stop: int,
+    size: int,
+    scale: Any,
+    out: Any,
+    peaks: Any,
+    totals: Any,
+) -> None:
+    """Of several queries of a head, or of heads with the same keys, what the keys from `start` to `stop` give.
+
+    out [rows, D]: the sum of values, weighted by e^(scale q k - peak); totals: the sum of these weights, 0 where a
+    query sees none of the keys. A load of a key or a value serves all queries that see it.
+    """
+    first, last, shared, until = stop, start, start, stop  # keys that some see, and that all see
+    for t in range(rows):
+        begin, end = max(start, seen[t, 0]), min(stop, seen[t, 0] + seen[t, 1])
+        first, last = min(first, begin), max(last, end)
+        shared, until = max(shared, begin), min(until, end)
+    until = max(shared, until)
+    out[:rows] = 0
+    scores = np.empty((rows, max(0, last - first)), np.float32)
+    if last > first:
+        _score(rows, panel, q_at, q_row, row, offset, first, last - first, size, scores)
+    at, scores_row = scores.ctypes.data, scores.strides[0]
+    for t in range(rows):
+        begin, end = max(start, seen[t, 0]), min(stop, seen[t, 0] + seen[t, 1])
+        totals[t], peaks[t] = 0, -np.inf
+        if begin < end:
+            own = scores[t, begin - first : end - first]
+            peaks[t] = _scaled(own, scale)
+            totals[t] = exponentials(own, peaks[t])
+            before = max(0, min(shared, end) - begin)
+            _mix(1, own.ctypes.data, 0, row, offset, begin, before, size, out[t].ctypes.data, 0)
+    _mix(
+        rows,
+        at + (shared - first) * 4,
+        scores_row,
+        row,
+        offset,
+        shared,
+        until - shared,
+        size,
+        out.ctypes.data,
+        out.strides[0],
+    )
+    for t in range(rows):
+        begin, end = max(until, seen[t, 0]), min(stop, seen[t, 0] + seen[t, 1])
+        if begin < end:
+            own_at = at + t * scores_row + (begin - first) * 4
+            _mix(1, own_at, 0, row, offset, begin, end - begin, size, out[t].ctypes.data, 0)
+    _keep(scores, scores)
+
+
+@njit
+def _join(out: Any, peak: Any, total: Any, part: Any, part_peak: Any, part_total: Any) -> Any:
+    """Add what a further block of keys gives: out [D] and the total that it is to be divided by."""
+    if part_total == 0:
+        return peak, total
+    if total == 0:
+        out[:] = part
+        return part_peak, part_total
+    highest = max(peak, part_peak)
+    before, now = lane(exponential(splat(peak - highest)), 0), lane(exponential(splat(part_peak - highest)), 0)
+    for i in range(out.shape[0]):
+        out[i] = fused_one(part[i], now, out[i] * before)
+    return highest, fused_one(part_total, now, total * before)
+
+
+@njit
+def _attend_panel(
+    rows: int, q_at: int, q_row: int, row: Any, offset: int, seen: Any, size: int, scale: Any, out_at: int, out_row: int
+) -> None:
+    """Several queries of a head, block by block."""
+    first, last = seen[0, 0], seen[0, 0] + seen[0, 1]
+    for t in range(1, rows):
+        first, last = min(first, seen[t, 0]), max(last, seen[t, 0] + seen[t, 1])
+    panel = _pack(rows, q_at, q_row, size)
+    part, peaks, totals = np.empty((rows, size), np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
+    all_peaks, all_totals = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
+    for block in range(first // KEYS, (last + KEYS - 1) // KEYS):
+        start, stop = max(first, block * KEYS), min(last, (block + 1) * KEYS)
+        _attend_block(
+            rows, panel.ctypes.data, q_at, q_row, row, offset, seen, start, stop, size, scale, part, peaks, totals
+        )
+        for t in range(rows):
+            all_peaks[t], all_totals[t] = _join(
+                vector(out_at + t * out_row, size), all_peaks[t], all_totals[t], part[t], peaks[t], totals[t]
+            )
+    for t in range(rows):
+        out = vector(out_at + t * out_row, size)
+        for i in range(size):
+            out[i] /= all_totals[t]
+    _keep(panel, panel)
+
+
+@njit
+def _heads_together(h: int, group: int) -> int:
+    """How many heads from h on share their keys, and fit into a panel."""
+    return min(X_ROWS, group - h % group)
+
+
+@njit
+def _attend_one(x: Any, h: int, row: Any, seen: Any, block: int, size: int, scale: Any, group: int, part: Any) -> None:
+    """One token's heads from h on, which share their keys: what a block of these gives.
+
+    part [heads, D + 2]: sums of values, peaks and totals.
+    """
+    count, rows = _heads_together(h, group), 1
+    for panel_size in PANELS:  # filled up with zeros, as some sizes are missing
+        rows = panel_size if panel_size >= count else rows
+    heads, all_seen = np.zeros((rows, size), np.float32), np.empty((rows, 2), np.int64)
+    heads[:count] = x[h * size : (h + count) * size].reshape(count, size)
+    all_seen[:] = seen
+    out, peaks, totals = np.empty((rows, size), np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
+    panel, offset = _pack(rows, heads.ctypes.data, size * 4, size), h // group * row[STRIDE]
+    start, stop = max(seen[0], block * KEYS), min(seen[0] + seen[1], (block + 1) * KEYS)
+    panel_at, heads_at = panel.ctypes.data, heads.ctypes.data
+    _attend_block(
+        rows, panel_at, heads_at, size * 4, row, offset, all_seen, start, stop, size, scale, out, peaks, totals
+    )
+    for i in range(count):
+        part[i, :size], part[i, size], part[i, size + 1] = out[i], peaks[i], totals[i]
+    _keep(panel, heads)
+
+
+@njit
+def _join_parts(item: Any, parts: Any, seen: Any, made: Any, group: int, size: int, out: Any) -> None:
+    """What all blocks give for a token's heads, at the item of the first block."""
+    p, h, block, slot = item
+    line = parts[p, 3]
+    first, blocks = _blocks_of(seen[line])
+    if block != first:
+        return
+    for i in range(_heads_together(h, group)):
+        own, peak, total = out[line, (h + i) * size : (h + i + 1) * size], np.float32(0), np.float32(0)
+        for n in range(slot, slot + blocks):
+            part = made[n, i]
+            peak, total = _join(own, peak, total, part[:size], part[size], part[size + 1])
+        for j in range(size):
+            own[j] /= total
 
 
 @njit
@@ -238,96 +373,55 @@ def weigh_rows(blocks: Any, x: Any, table: Any, parts: Any, seen: Any, out: Any)
             for h in range(heads):
                 line = out[t, h * keys : (h + 1) * keys]
                 line[:] = 0
-                own = line[first : first + count]
-                q = x[t, h * size : (h + 1) * size]
-                total = _weigh(q, row, h // group * row[STRIDE], first, scale, own)
+                own = out[t : t + 1, h * keys + first : h * keys + first + count]
+                q_at = x[t].ctypes.data + h * size * 4
+                _score(1, q_at, q_at, 0, row, h // group * row[STRIDE], first, count, size, own)
+                total = exponentials(own[0], _scaled(own[0], scale))
                 for j in range(count):
-                    own[j] /= total
+                    own[0, j] /= total
 
 
 @njit
-def _attend_panel(
-    rows: int, q_at: int, q_row: int, row: Any, offset: int, seen: Any, size: int, scale: Any, out_at: int, out_row: int
-) -> None:
-    """The same as `_attend_head`, of several queries of a head: a load of a key or a value serves all that see it."""
-    first, last = seen[0, 0], seen[0, 0] + seen[0, 1]
-    shared, until = first, last  # keys that all see
-    for t in range(1, rows):
-        first, last = min(first, seen[t, 0]), max(last, seen[t, 0] + seen[t, 1])
-        shared, until = max(shared, seen[t, 0]), min(until, seen[t, 0] + seen[t, 1])
-    until = max(shared, until)
-    row_bytes, steps = size * 4, size // LANES
-    panel, scores = np.empty(rows * size, np.float32), np.empty((rows, last - first), np.float32)
-    for t in range(rows):
-        for step in range(steps):
-            store_eight(panel.ctypes.data + (step * rows + t) * 32, load_eight(q_at + t * q_row + step * 32))
-    scores_at, scores_row, position = scores.ctypes.data, scores.strides[0], first
-    while position < last:
-        at, count = _piece(row, position, last - position, row_bytes)
-        _score_panel(
-            rows,
-            panel.ctypes.data,
-            q_at,
-            q_row,
-            size,
-            row[K] + offset + at,
-            count,
-            scores_at + (position - first) * 4,
-            scores_row,
-        )
-        position += count
-    totals = np.empty(rows, np.float32)
-    for t in range(rows):
-        own, start = scores[t, seen[t, 0] - first :][: seen[t, 1]], seen[t, 0]
-        totals[t] = exponentials(own, _scaled(own, scale))
-        out = vector(out_at + t * out_row, size)
-        out[:] = 0
-        _mix(own.ctypes.data, row, offset, start, shared - start, size, out_at + t * out_row)
-    position = shared
-    while position < until:
-        at, count = _piece(row, position, until - position, row_bytes)
-        _mix_panel(
-            rows,
-            scores_at + (position - first) * 4,
-            scores_row,
-            row[V] + offset + at,
-            count,
-            size,
-            out_at,
-            out_row,
-        )
-        position += count
-    for t in range(rows):
-        out, end = vector(out_at + t * out_row, size), seen[t, 0] + seen[t, 1]
-        behind_at = scores_at + t * scores_row + (until - first) * 4
-        _mix(behind_at, row, offset, until, end - until, size, out_at + t * out_row)
-        for i in range(size):
-            out[i] /= totals[t]
-    panel[0] = 0  # still there, which numba would not know from its address
+def _blocks_of(seen: Any) -> Any:
+    """The first block of the keys that a query sees, and how many blocks."""
+    first = seen[0] // KEYS
+    return first, (seen[0] + seen[1] + KEYS - 1) // KEYS - first
 
 
 @njit
-def _mix_panel(
-    rows: Any, weights_at: int, weights_row: int, v_at: int, count: int, size: int, out_at: int, out_row: int
-) -> None:
-    """out [rows, D] += weights [rows, count] values [count, D], one value after the other."""
-    row_bytes, mixed = size * 4, size // MIXED * MIXED
-    for column in range(0, mixed, MIXED):
-        mix_tile(rows, weights_at, weights_row, v_at + column * 4, row_bytes, count, out_at + column * 4, out_row)
-    for t in range(rows):
-        out, weights = vector(out_at + t * out_row, size), vector(weights_at + t * weights_row, count)
-        for i in range(mixed, size):
-            for j in range(count):
-                out[i] = fused_one(load_float(v_at + j * row_bytes + i * 4), weights[j], out[i])
+def _plan(parts: Any, seen: Any, heads: int, kv_heads: int) -> Any:
+    """The work, in items: a part's head; or of a part that is a single token, heads with the same keys and a block.
 
-
-@njit
-def _can_share(seen: Any) -> Any:
-    """Whether there are keys that all of these queries see."""
-    shared, until = seen[0, 0], seen[0, 0] + seen[0, 1]
-    for t in range(1, seen.shape[0]):
-        shared, until = max(shared, seen[t, 0]), min(until, seen[t, 0] + seen[t, 1])
-    return shared < until
+    Of each: the part, the head, the block (-1: all), and where what comes of a block goes.
+    """
+    group, items, slots = heads // kv_heads, 0, 0
+    panels = (group + X_ROWS - 1) // X_ROWS * kv_heads
+    for p in range(parts.shape[0]):
+        if parts[p, 4] - parts[p, 3] == parts[p, 2] == 1:
+            blocks = _blocks_of(seen[parts[p, 3]])[1]
+            items, slots = items + panels * blocks, slots + panels * blocks
+        else:
+            items += heads
+    plan, n, slot, p = np.empty((items, 4), np.int64), 0, 0, 0
+    while p < parts.shape[0]:
+        if parts[p, 4] - parts[p, 3] == parts[p, 2] == 1:
+            first, blocks = _blocks_of(seen[parts[p, 3]])
+            for kv in range(kv_heads):
+                for h in range(kv * group, (kv + 1) * group, X_ROWS):
+                    for block in range(first, first + blocks):
+                        plan[n, 0], plan[n, 1], plan[n, 2], plan[n, 3] = p, h, block, slot
+                        n, slot = n + 1, slot + 1
+            p += 1
+            continue
+        # A row after the other, each a head after the other: its keys stay in the processor's cache. The last queries
+        # of a prompt see the most keys, and no thread should have them all: first, last, second, ...
+        count = parts[p, 2]
+        for h in range(heads):
+            for i in range(count):
+                plan[n, 0], plan[n, 1], plan[n, 2], plan[n, 3] = p + (count - 1 - i // 2 if i % 2 else i // 2), h, -1, 0
+                n += 1
+        p += count
+    return plan, slots
 
 
 @njit(parallel=True)
@@ -336,44 +430,36 @@ def attend_rows(blocks: Any, x: Any, table: Any, parts: Any, seen: Any, out: Any
 
     parts: as `parts_of` has them. seen: of each token, the position of its first key and how many keys.
     """
-    heads, size, scale = blocks[0].heads, blocks[0].head_dim, np.float32(blocks[0].scale)
-    group = heads // blocks[0].kv_heads
-    for item in prange(parts.shape[0] * heads):
-        # A row after the other, each a head after the other: its keys stay in the processor's cache. The last queries
-        # of a prompt see the most keys, and no thread should have them all: first, last, second, ...
-        before, count = parts[item // heads, 1], parts[item // heads, 2]
-        h, part = (item - before * heads) // count, (item - before * heads) % count
-        part = before + (count - 1 - part // 2 if part % 2 else part // 2)
-        row, line, stop = table[parts[part, 0]], parts[part, 3], parts[part, 4]
-        offset = h // group * row[STRIDE]
-        while line < stop:
+    heads, kv_heads, size = blocks[0].heads, blocks[0].kv_heads, blocks[0].head_dim
+    group, scale = heads // kv_heads, np.float32(blocks[0].scale)
+    plan, slots = _plan(parts, seen, heads, kv_heads)
+    made = np.empty((slots, min(group, X_ROWS), size + 2), np.float32)
+    for item in prange(plan.shape[0]):
+        p, h, block, slot = plan[item]
+        row, line, stop = table[parts[p, 0]], parts[p, 3], parts[p, 4]
+        if block >= 0:
+            _attend_one(x[line], h, row, seen[line], block, size, scale, group, made[slot])
+        while block < 0 and line < stop:
             count = panel_rows(stop - line)
-            own = seen[line : line + count]
-            if count > 1 and row[BITS] == 32 and _can_share(own):
-                _attend_panel(
-                    count,
-                    x[line].ctypes.data + h * size * 4,
-                    x.strides[0],
-                    row,
-                    offset,
-                    own,
-                    size,
-                    scale,
-                    out[line].ctypes.data + h * size * 4,
-                    out.strides[0],
-                )
-            else:
-                for t in range(line, line + count):
-                    _attend_head(
-                        x[t, h * size : (h + 1) * size],
-                        row,
-                        offset,
-                        seen[t, 0],
-                        scale,
-                        np.empty(seen[t, 1], np.float32),
-                        out[t, h * size : (h + 1) * size],
-                    )
+            _attend_panel(
+                count,
+                x[line].ctypes.data + h * size * 4,
+                x.strides[0],
+                row,
+                h // group * row[STRIDE],
+                seen[line : line + count],
+                size,
+                scale,
+                out[line].ctypes.data + h * size * 4,
+                out.strides[0],
+            )
             line += count
+    if slots < MANY:
+        for item in range(plan.shape[0]):
+            _join_parts(plan[item], parts, seen, made, group, size, out)
+    else:
+        for item in prange(plan.shape[0]):
+            _join_parts(plan[item], parts, seen, made, group, size, out)
 
 
 @njit

@@ -180,7 +180,7 @@ def _activate_many(up: Any, inner: Any, kind: int) -> None:
         _activate(up[t], inner[t], kind)
 
 
-@njit
+@njit(inline="always")
 def _project(blocks: Any, x: Any, cos_at: int, sin_at: int, heads: Any) -> None:
     block = blocks[0]
     normed = np.empty(x.shape, np.float32)
@@ -218,7 +218,7 @@ def _rotate(block: Any, heads: Any, cos_at: int, sin_at: int, t: int) -> None:
                 x[i + half] = second * cos[i + half] + first * sin[i + half]
 
 
-@njit
+@njit(inline="always")
 def _finish(block: Any, attended: Any, residual: Any, out: Any) -> None:
     """x = residual + norm(O attended); out [T, C] = x + norm(Down(activation(Gate norm(x)) * Up norm(x))).
 
@@ -240,7 +240,7 @@ def _finish(block: Any, attended: Any, residual: Any, out: Any) -> None:
     _add_rows(out, x)
 
 
-@njit
+@njit(inline="always")
 def _block(blocks: Any, x: Any, cos_at: int, sin_at: int, table: Any, tokens: Any, parts: Any, out: Any) -> None:
     """A whole block, x [T, C] -> out [T, C]. tokens: of each, its row of the table and its position."""
     block = blocks[0]

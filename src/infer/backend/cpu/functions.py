@@ -74,7 +74,7 @@ class CpuAttention:
             k, v = k[:, :, 1 - n - window :], v[:, :, 1 - n - window :]
         k, v = _readable(k, v)
         out = empty(batch * n, heads * head_dim)
-        running().attend(*_arguments(q, k, v, scale, window), out.numpy())
+        running().attend(*_arguments(q, k, v, scale, window, end - k.shape[2]), out.numpy())
         return out.to(q.dtype).view(batch, n, heads, head_dim).transpose(1, 2)
 
     def weights(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
@@ -94,15 +94,18 @@ def _readable(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Any, ...]:
-    """A block's record, queries [B n, Hq D], a table, the keys that each query sees, and parts."""
+def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, first: int = 0) -> tuple[Any, ...]:
+    """A block's record, queries [B n, Hq D], a table, the keys that each query sees, and parts.
+
+    first: the position of the first key.
+    """
     batch, heads, n, head_dim = q.shape
     ends = np.arange(k.shape[2] - n, k.shape[2]) + 1
     counts = ends if window is None else np.minimum(ends, window)
     rows = _floats(q.transpose(1, 2).reshape(batch * n, heads * head_dim)).numpy()
-    seen = np.tile(np.stack((ends - counts, counts), 1), (batch, 1))
+    seen = np.tile(np.stack((first + ends - counts, counts), 1), (batch, 1))
     record = _attention_record(heads, k.shape[1], head_dim, scale)
-    return record, rows, Table([k], [v]).at(0), seen, kernels().parts_of([n] * batch)
+    return record, rows, Table([k], [v]).from_position(first), seen, kernels().parts_of([n] * batch)
 
 
 @cache

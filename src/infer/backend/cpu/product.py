@@ -9,14 +9,15 @@ nothing here may be compiled with `fastmath`, which reorders sums as it likes.
 Up to three rows read each row of W front to back, at the speed of memory. More are packed into panels, whose tiles with
 rows of W run at the speed of arithmetic. Weights of 16 bits are then widened once for all panels of a part.
 
-A quantised weight lies in tiles of four rows. A tile is a sequence of groups, each of 32 columns:
+A quantised weight lies in tiles of R rows, as many as a register has sums. A tile is a sequence of groups, each of 32
+columns:
 
-    4 bits: 64 bytes of codes, 4 float16 scales, 4 float16 minima: w = scale * code + minimum, codes 0..15
-    8 bits: 128 bytes of codes, 4 float16 scales:                  w = scale * code, codes -127..127
+    4 bits: 16 R bytes of codes, R float16 scales, R float16 minima: w = scale * code + minimum, codes 0..15
+    8 bits: 32 R bytes of codes, R float16 scales:                   w = scale * code, codes -127..127
 
-Codes go by quads of columns: the four bytes of row 0, of row 1, 2 and 3, then the next quad; with 4 bits, a byte's low
-half is of quad j and its high half of quad j + 4. So a vector of 16 bytes meets the same four bytes of x in every row,
-the sums of the four rows lie side by side in one vector, and a whole tile is read front to back.
+Codes go by quads of columns: the four bytes of row 0, of row 1, and so on, then the next quad; with 4 bits, a byte's
+low half is of quad j and its high half of quad j + 4. So a register of codes meets the same four bytes of x in every
+row, the sums of all rows lie side by side in one register, and a whole tile is read front to back.
 
 The rows of x are rounded too, in groups of 32, to 16 bits: a high byte and a low one, each multiplied with the codes as
 whole numbers, which is exact. (With 8 bits, as others do it, a last digit's difference in x flips codes, and grows to
@@ -30,48 +31,54 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from infer.backend.cpu.memory import bytes_at, vector
+from infer.backend.cpu.memory import bytes_at
 from infer.backend.cpu.simd import (
-    absolute,
+    DOT_PRODUCT,
+    VNNI,
     add,
     add_ints,
+    as_factors,
     dot,
     dot_positive,
     fused,
-    fused_eight,
     fused_one,
     high_byte,
     high_nibbles,
-    lane,
-    larger,
-    largest,
+    larger_ints,
+    largest_magnitude,
     load_bfloat,
-    load_bytes,
     load_eight,
     load_eight_bfloats,
     load_eight_halves,
     load_float,
-    load_floats,
+    load_for_tile,
     load_half,
-    load_halves,
-    load_splat,
+    load_int_for_tile,
+    load_tile_codes,
+    load_tile_floats,
+    load_tile_halves,
     low_nibbles,
+    magnitudes,
     multiply,
     no_eight,
-    no_floats,
-    no_ints,
-    rounded,
-    splat,
+    no_eight_ints,
+    no_tile_floats,
+    no_tile_ints,
+    prefetch,
+    splat_eight,
     store_as_bytes,
     store_eight,
-    store_floats,
+    store_float,
+    store_int,
+    store_tile_floats,
     sum_of_eight,
     times_256,
-    to_floats,
-    to_ints,
+    to_eight_ints,
+    to_tile_floats,
     total,
 )
 from infer.backend.cpu.tile import LANES, PANELS, W_ROWS, X_ROWS, multiply_tile
+from infer.nn.quantized import GROUP, TILE
 
 # kind: bits of a weight, or which 16 of them. at, bias: addresses, or 0.
 WEIGHT = np.dtype([(name, np.int64) for name in ("kind", "at", "bias", "rows", "columns")])
@@ -80,9 +87,9 @@ NEAR, FAR = 32768, 262144  # bytes that stay in the first and in the second cach
 MANY = 256  # rows of x that are worth packing W for
 MOST = 512  # rows of x in a part of the work
 PARTS, FEW_PARTS = 64, 256  # of the work: so many that all threads have as much, so few that each is worth handing out
-GROUP, TILE = 32, 4
-INT4_BYTES, INT8_BYTES = 80, 136  # of a group of a tile
-X_BYTES = 2 * GROUP  # of a group of x
+INT4_BYTES, INT8_BYTES = 20 * TILE, 34 * TILE  # of a group of a tile
+AHEAD = 1024 if TILE == 16 else 0  # bytes that are asked for before they are needed, where that helps
+X_BYTES, SCALE_BYTES = 2 * GROUP, 12  # of a group of x: of its codes, and what goes with them
 STEPS = 127 * 256 + 127  # of x, from 0 to the largest: so many its codes can count
 
 
@@ -95,12 +102,12 @@ def _dot_row(load: Any, load_one: Any, size: int) -> Any:
         many = whole // 32 * 32
         for i in range(0, many, 32):
             at, to = w + i * size, x + i * 4
-            sums = fused_eight(load(at), load_eight(to), sums)
-            sums = fused_eight(load(at + 8 * size), load_eight(to + 32), sums)
-            sums = fused_eight(load(at + 16 * size), load_eight(to + 64), sums)
-            sums = fused_eight(load(at + 24 * size), load_eight(to + 96), sums)
+            sums = fused(load(at), load_eight(to), sums)
+            sums = fused(load(at + 8 * size), load_eight(to + 32), sums)
+            sums = fused(load(at + 16 * size), load_eight(to + 64), sums)
+            sums = fused(load(at + 24 * size), load_eight(to + 96), sums)
         for i in range(many, whole, 8):
-            sums = fused_eight(load(w + i * size), load_eight(x + i * 4), sums)
+            sums = fused(load(w + i * size), load_eight(x + i * 4), sums)
         result = sum_of_eight(sums)
         for i in range(whole, columns):
             result = fused_one(load_one(w + i * size), load_float(x + i * 4), result)
@@ -321,41 +328,46 @@ def _round_many(x: Any, codes: Any, scales: Any) -> None:
 
 @njit
 def _round_row(x: Any, codes: Any, scales: Any) -> None:
-    """Each group's codes, its scale, and the sum of what its codes stand for; the last group is filled up with 0."""
-    at, codes_at, whole = x.ctypes.data, codes.ctypes.data, x.shape[0] // GROUP
+    """Each group's codes, its scale, the sum of what its codes stand for, and -128 times that of the codes themselves.
+
+    The last group is filled up with 0.
+    """
+    at, codes_at, scales_at, whole = x.ctypes.data, codes.ctypes.data, scales.ctypes.data, x.shape[0] // GROUP
     for g in range(whole):
-        scales[g, 0], scales[g, 1] = _round_group(at + g * GROUP * 4, codes_at + g * X_BYTES)
+        _round_group(at + g * GROUP * 4, codes_at + g * X_BYTES, scales_at + g * SCALE_BYTES)
     if whole < scales.shape[0]:
         rest = np.empty(GROUP, np.float32)
         for i in range(GROUP):
             rest[i] = x[whole * GROUP + i] if whole * GROUP + i < x.shape[0] else 0
-        scales[whole, 0], scales[whole, 1] = _round_group(rest.ctypes.data, codes_at + whole * X_BYTES)
-        scales[whole, 1] += (
-            rest[GROUP - 1] * 0
-        )  # or numba may free it before the line above: an address is no use to it
+        _round_group(rest.ctypes.data, codes_at + whole * X_BYTES, scales_at + whole * SCALE_BYTES)
+        _keep(rest, rest)
 
 
 @njit(forceinline=True)
-def _round_group(at: int, codes_at: int) -> Any:
+def _round_group(at: int, codes_at: int, scales_at: int) -> None:
     """First the high bytes of all codes, rounded, then what is left of them in low ones."""
-    peak = absolute(load_floats(at))
-    for i in range(16, GROUP * 4, 16):
-        peak = larger(peak, absolute(load_floats(at + i)))
-    step = largest(peak) / np.float32(STEPS)
-    inverse = splat(np.float32(1) / step if step > 0 else step)
-    sums = no_ints()
-    for i in range(0, GROUP, 4):
-        code = to_ints(rounded(multiply(load_floats(at + 4 * i), inverse)))
+    peak = magnitudes(load_eight(at))
+    for i in range(32, GROUP * 4, 32):
+        peak = larger_ints(peak, magnitudes(load_eight(at + i)))
+    step = largest_magnitude(peak) / np.float32(STEPS)
+    inverse = splat_eight(np.float32(1) / step if step > 0 else step)
+    sums = no_eight_ints()
+    for i in range(0, GROUP, 8):
+        code = to_eight_ints(multiply(load_eight(at + 4 * i), inverse))
         sums = add_ints(sums, code)
         store_as_bytes(codes_at + i, high_byte(code))
         store_as_bytes(codes_at + GROUP + i, code)
-    return step, np.float32(total(sums)) * step
+    sum_of_codes = total(sums)
+    store_float(scales_at, step)
+    store_float(scales_at + 4, np.float32(sum_of_codes) * step)
+    store_int(scales_at + 8, np.int32(-128 * sum_of_codes))
 
 
 @njit(forceinline=True)
 def _int4_codes(at: int) -> Any:
     """A group of a tile: the codes of its eight quads."""
-    a, b, c, d = load_bytes(at), load_bytes(at + 16), load_bytes(at + 32), load_bytes(at + 48)
+    a, b = load_tile_codes(at), load_tile_codes(at + 4 * TILE)
+    c, d = load_tile_codes(at + 8 * TILE), load_tile_codes(at + 12 * TILE)
     return (
         low_nibbles(a),
         low_nibbles(b),
@@ -371,96 +383,101 @@ def _int4_codes(at: int) -> Any:
 @njit(forceinline=True)
 def _int8_codes(at: int) -> Any:
     return (
-        load_bytes(at),
-        load_bytes(at + 16),
-        load_bytes(at + 32),
-        load_bytes(at + 48),
-        load_bytes(at + 64),
-        load_bytes(at + 80),
-        load_bytes(at + 96),
-        load_bytes(at + 112),
+        as_factors(load_tile_codes(at)),
+        as_factors(load_tile_codes(at + 4 * TILE)),
+        as_factors(load_tile_codes(at + 8 * TILE)),
+        as_factors(load_tile_codes(at + 12 * TILE)),
+        as_factors(load_tile_codes(at + 16 * TILE)),
+        as_factors(load_tile_codes(at + 20 * TILE)),
+        as_factors(load_tile_codes(at + 24 * TILE)),
+        as_factors(load_tile_codes(at + 28 * TILE)),
     )
 
 
 def _quantised_product(codes_of: Any, dot: Any, scales_at: int, group_bytes: int, has_minimum: bool) -> Any:
     """The product for one kind of weight."""
+    raised = not has_minimum and DOT_PRODUCT == VNNI
 
     @njit(forceinline=True)
-    def dot_group(codes: Any, x_at: int) -> Any:
-        """Codes of four rows with the high bytes of x, and with its low ones, neither waiting for the other."""
-        first, second = load_bytes(x_at), load_bytes(x_at + 16)
-        third, fourth = load_bytes(x_at + 32), load_bytes(x_at + 48)
-        high, low = dot(no_ints(), codes[0], first, 0), dot(no_ints(), codes[0], third, 0)
-        high, low = dot(high, codes[1], first, 1), dot(low, codes[1], third, 1)
-        high, low = dot(high, codes[2], first, 2), dot(low, codes[2], third, 2)
-        high, low = dot(high, codes[3], first, 3), dot(low, codes[3], third, 3)
-        high, low = dot(high, codes[4], second, 0), dot(low, codes[4], fourth, 0)
-        high, low = dot(high, codes[5], second, 1), dot(low, codes[5], fourth, 1)
-        high, low = dot(high, codes[6], second, 2), dot(low, codes[6], fourth, 2)
-        high, low = dot(high, codes[7], second, 3), dot(low, codes[7], fourth, 3)
-        return to_floats(add_ints(times_256(high), low))
+    def dot_group(codes: Any, x: int, x_scale_at: int) -> Any:
+        """Codes of a tile with the high bytes of x, and with its low ones, neither waiting for the other."""
+        high, low, below = no_tile_ints(), load_int_for_tile(x_scale_at + 8) if raised else no_tile_ints(), x + GROUP
+        high, low = dot(high, codes[0], x, 0), dot(low, codes[0], below, 0)
+        high, low = dot(high, codes[1], x, 1), dot(low, codes[1], below, 1)
+        high, low = dot(high, codes[2], x, 2), dot(low, codes[2], below, 2)
+        high, low = dot(high, codes[3], x, 3), dot(low, codes[3], below, 3)
+        high, low = dot(high, codes[4], x, 4), dot(low, codes[4], below, 4)
+        high, low = dot(high, codes[5], x, 5), dot(low, codes[5], below, 5)
+        high, low = dot(high, codes[6], x, 6), dot(low, codes[6], below, 6)
+        high, low = dot(high, codes[7], x, 7), dot(low, codes[7], below, 7)
+        return to_tile_floats(add_ints(times_256(high), low))
 
     @njit(forceinline=True)
     def add_group(so_far: Any, w: Any, scale: Any, minimum: Any, x_at: int, x_scale_at: int) -> Any:
-        so_far = fused(dot_group(w, x_at), multiply(scale, load_splat(x_scale_at)), so_far)
-        return fused(minimum, load_splat(x_scale_at + 4), so_far) if has_minimum else so_far
+        so_far = fused(dot_group(w, x_at, x_scale_at), multiply(scale, load_for_tile(x_scale_at)), so_far)
+        return fused(minimum, load_for_tile(x_scale_at + 4), so_far) if has_minimum else so_far
 
     @njit(forceinline=True)
     def take(at: int) -> Any:
-        scale = load_halves(at + scales_at)
-        return codes_of(at), scale, load_halves(at + scales_at + 8) if has_minimum else scale
+        if AHEAD > 0:
+            for line in range(0, group_bytes, 64):
+                prefetch(at + AHEAD + line)
+        scale = load_tile_halves(at + scales_at)
+        return codes_of(at), scale, load_tile_halves(at + scales_at + 2 * TILE) if has_minimum else scale
 
     @njit(parallel=True)
     def quantised_product(weight: Any, codes: Any, scales: Any, out: Any) -> None:
-        at, bias_at, rows, groups = weight.at, weight.bias, weight.rows, scales.shape[1]
+        at, bias_at, rows, count, groups = weight.at, weight.bias, weight.rows, scales.shape[0], scales.shape[1]
+        # Addresses: what threads have of an array is counted in one place, for which they would wait.
+        codes_at, scales_at, out_at = codes.ctypes.data, scales.ctypes.data, out.ctypes.data
+        x_row, s_row, out_row, together = groups * X_BYTES, groups * SCALE_BYTES, out.strides[0], count // 4 * 4
         for tile in prange((rows + TILE - 1) // TILE):
-            start = at + tile * groups * group_bytes
-            t, together = 0, codes.shape[0] // 4 * 4
-            while t < together:  # four rows of x at once: the codes of W are taken apart once for all
-                x, s, x_row, s_row = codes[t].ctypes.data, scales[t].ctypes.data, groups * X_BYTES, groups * 8
-                a, b, c, d = no_floats(), no_floats(), no_floats(), no_floats()
+            start, to = at + tile * groups * group_bytes, out_at + tile * TILE * 4
+            bias, missing = bias_at + tile * TILE * 4 if bias_at != 0 else 0, (tile + 1) * TILE - rows
+            for t in range(0, together, 4):  # four rows of x at once: the codes of W are taken apart once for all
+                x, s = codes_at + t * x_row, scales_at + t * s_row
+                a, b, c, d = no_tile_floats(), no_tile_floats(), no_tile_floats(), no_tile_floats()
                 for g in range(groups):
                     w, scale, minimum = take(start + g * group_bytes)
-                    x_at, s_at = x + g * X_BYTES, s + g * 8
+                    x_at, s_at = x + g * X_BYTES, s + g * SCALE_BYTES
                     a = add_group(a, w, scale, minimum, x_at, s_at)
                     b = add_group(b, w, scale, minimum, x_at + x_row, s_at + s_row)
                     c = add_group(c, w, scale, minimum, x_at + 2 * x_row, s_at + 2 * s_row)
                     d = add_group(d, w, scale, minimum, x_at + 3 * x_row, s_at + 3 * s_row)
-                _put(a, bias_at, out, t, tile)
-                _put(b, bias_at, out, t + 1, tile)
-                _put(c, bias_at, out, t + 2, tile)
-                _put(d, bias_at, out, t + 3, tile)
-                t += 4
-            while t < codes.shape[0]:
-                x, s = codes[t].ctypes.data, scales[t].ctypes.data
-                a = no_floats()
+                _put(a, bias, to + t * out_row, missing)
+                _put(b, bias, to + (t + 1) * out_row, missing)
+                _put(c, bias, to + (t + 2) * out_row, missing)
+                _put(d, bias, to + (t + 3) * out_row, missing)
+            for t in range(together, count):
+                x, s = codes_at + t * x_row, scales_at + t * s_row
+                a = no_tile_floats()
                 for g in range(groups):
                     w, scale, minimum = take(start + g * group_bytes)
-                    a = add_group(a, w, scale, minimum, x + g * X_BYTES, s + g * 8)
-                _put(a, bias_at, out, t, tile)
-                t += 1
+                    a = add_group(a, w, scale, minimum, x + g * X_BYTES, s + g * SCALE_BYTES)
+                _put(a, bias, to + t * out_row, missing)
 
     return quantised_product
 
 
 @njit(forceinline=True)
-def _put(sums: Any, bias_at: int, out: Any, t: int, tile: int) -> None:
-    """Four outputs of row t; the last tile of a weight may have fewer."""
-    first = tile * TILE
-    if first + TILE <= out.shape[1]:
-        if bias_at != 0:
-            sums = add(sums, load_floats(bias_at + first * 4))
-        store_floats(out[t].ctypes.data + first * 4, sums)
-        return
-    values = (lane(sums, 0), lane(sums, 1), lane(sums, 2), lane(sums, 3))
-    for i in range(out.shape[1] - first):
-        out[t, first + i] = values[i]
-        if bias_at != 0:
-            out[t, first + i] += vector(bias_at, first + i + 1)[first + i]
+def _put(sums: Any, bias: int, to: int, missing: int) -> None:
+    """A tile's outputs of a row; the last tile of a weight may have fewer. bias: where it lies, or 0."""
+    if missing <= 0:
+        store_tile_floats(to, sums if bias == 0 else add(sums, load_tile_floats(bias)))
+    else:
+        _put_some(sums, bias, to, TILE - missing)
 
 
-_int4_product = _quantised_product(_int4_codes, dot_positive, 64, INT4_BYTES, has_minimum=True)
-_int8_product = _quantised_product(_int8_codes, dot, 128, INT8_BYTES, has_minimum=False)
+@njit
+def _put_some(sums: Any, bias: int, to: int, count: int) -> None:
+    spare = np.empty(TILE, np.float32)
+    store_tile_floats(spare.ctypes.data, sums)
+    for i in range(count):
+        store_float(to + i * 4, spare[i] if bias == 0 else spare[i] + load_float(bias + i * 4))
+
+
+_int4_product = _quantised_product(_int4_codes, dot_positive, 16 * TILE, INT4_BYTES, has_minimum=True)
+_int8_product = _quantised_product(_int8_codes, dot, 32 * TILE, INT8_BYTES, has_minimum=False)
 
 
 @njit
@@ -468,15 +485,15 @@ def unpack(weight: Any, row: int, out: Any) -> None:
     """out [columns]: a row of a quantised weight in floats."""
     groups, lane = (weight.columns + GROUP - 1) // GROUP, row % TILE
     four = weight.kind == INT4
-    size, scales_at = (INT4_BYTES, 64) if four else (INT8_BYTES, 128)
+    size, scales_at = (INT4_BYTES, 16 * TILE) if four else (INT8_BYTES, 32 * TILE)
     for g in range(groups):
         at = weight.at + (row // TILE * groups + g) * size
         scale, minimum = load_half(at + scales_at + lane * 2), np.float32(0)
         if four:
-            minimum = load_half(at + scales_at + 8 + lane * 2)
+            minimum = load_half(at + scales_at + 2 * TILE + lane * 2)
         for i in range(min(GROUP, weight.columns - g * GROUP)):
             quad = i // 4 % (4 if four else 8)
-            code = bytes_at(at + quad * 16 + lane * 4 + i % 4, 1)[0]
+            code = bytes_at(at + quad * 4 * TILE + lane * 4 + i % 4, 1)[0]
             if four:
                 code = (code >> (4 if i >= 16 else 0)) & 15
             out[g * GROUP + i] = scale * np.float32(code) + minimum
@@ -493,7 +510,7 @@ def product(weight: Any, x: Any, out: Any) -> None:
         return
     groups = (weight.columns + GROUP - 1) // GROUP
     codes = np.empty((x.shape[0], groups * X_BYTES), np.int8)
-    scales = np.empty((x.shape[0], groups, 2), np.float32)
+    scales = np.empty((x.shape[0], groups, 3), np.float32)
     _round_rows(x, codes, scales)
     if weight.kind == INT4:
         _int4_product(weight, codes, scales, out)

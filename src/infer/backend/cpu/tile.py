@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.registry import cpu_target
 
-from infer.backend.cpu.simd import FLOAT, INT32, _all, _call, _load, _pick, _store, _typed_intrinsic
+from infer.backend.cpu.simd import FLOAT, INT32, _all, _call, _load, _pick, _prefetch, _store, _typed_intrinsic
 
 INT64 = ir.IntType(64)
 LANES = 8
@@ -115,6 +115,9 @@ def _mix(
     sums = {name: b.phi(vector) for name in names}
     after = {}
     values = [_load(b, b.add(v_at, INT64(column * 4)), vector) for column in range(0, MIXED, WIDTH)]
+    if WIDTH == 16:
+        for line in range(0, MIXED * 4, 64):
+            _prefetch(b, b.add(v_at, INT64(2048 + line)))
     for t in range(rows):
         weight = _load(b, b.add(weights_at, b.mul(weights_row, INT64(t))), FLOAT)
         first = b.insert_element(ir.Constant(vector, ir.Undefined), weight, INT32(0))
