@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit, prange
 
 from infer.backend.cpu.memory import bytes_at, integer_at, vector
-from infer.backend.cpu.product import AHEAD, panel_rows
+from infer.backend.cpu.product import panel_rows
 from infer.backend.cpu.simd import (
     add,
     exponential,
@@ -39,7 +39,7 @@ from infer.backend.cpu.simd import (
     store_floats,
     summed,
 )
-from infer.backend.cpu.tile import LANES, MIXED, PANELS, W_ROWS, X_ROWS, mix_tile, multiply_tile
+from infer.backend.cpu.tile import AHEAD, LANES, MIXED, PANELS, W_ROWS, X_ROWS, mix_tile, multiply_tile
 from infer.cache.table import BITS, PAGE, PAGES, SLOTS, STRIDE, K, V
 from infer.nn.quantized import GROUP
 
@@ -72,7 +72,7 @@ def _piece(row: Any, position: int, count: int, size: int) -> Any:
 
 
 @njit
-def _readable(row: Any, at: int, count: int, size: int, floats_at: int) -> int:
+def _readable(row: Any, at: int, count: int, size: int, floats_at: int) -> Any:
     """Where `count` keys or values, which lie at an address, are floats: there, or where 8-bit ones are turned to."""
     if row[BITS] == 32:
         return at
@@ -315,7 +315,7 @@ def _attend_panel(
 
 
 @njit
-def _heads_together(h: int, group: int) -> int:
+def _heads_together(h: int, group: int) -> Any:
     """How many heads from h on share their keys, and fit into a panel."""
     return min(X_ROWS, group - h % group)
 

@@ -6,7 +6,7 @@ compiled with `fastmath`, which lets a sum come out otherwise wherever its funct
 
 A decode step reads every weight once, so memory sets its pace, as long as nothing else takes time. In plain torch a
 third of a step is Python and operators between the products; compiled by numba it is close to nothing. Importing this
-module compiles it (half a minute, once per machine: the result is cached on disk).
+module compiles it (a minute or two, once per machine: the result is cached on disk).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def load_cached(load: Callable[[], T], folder: Path) -> T:
                 _seal(folder)  # numba has added kernels, if another kind of CPU shares the folder
             return found
     kept = not problem and os.access(folder.parent, os.W_OK)
-    _say(f"compiling kernels for this CPU: half a minute{', once' if kept else ''}")
+    _say(f"compiling kernels for this CPU: a minute or two{', once' if kept else ''}")
     with TemporaryDirectory(dir=folder.parent if kept else None, ignore_cleanup_errors=True) as fresh:
         built = Path(fresh, folder.name)
         built.mkdir(0o700)

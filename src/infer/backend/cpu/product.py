@@ -77,7 +77,7 @@ from infer.backend.cpu.simd import (
     to_tile_floats,
     total,
 )
-from infer.backend.cpu.tile import LANES, PANELS, W_ROWS, X_ROWS, multiply_tile
+from infer.backend.cpu.tile import AHEAD, LANES, PANELS, W_ROWS, X_ROWS, multiply_tile
 from infer.nn.quantized import GROUP, TILE
 
 # kind: bits of a weight, or which 16 of them. at, bias: addresses, or 0.
@@ -88,7 +88,6 @@ MANY = 256  # rows of x that are worth packing W for
 MOST = 512  # rows of x in a part of the work
 PARTS, FEW_PARTS = 64, 256  # of the work: so many that all threads have as much, so few that each is worth handing out
 INT4_BYTES, INT8_BYTES = 20 * TILE, 34 * TILE  # of a group of a tile
-AHEAD = 1024 if TILE == 16 else 0  # bytes that are asked for before they are needed, where that helps
 X_BYTES, SCALE_BYTES = 2 * GROUP, 12  # of a group of x: of its codes, and what goes with them
 STEPS = 127 * 256 + 127  # of x, from 0 to the largest: so many its codes can count
 

@@ -254,7 +254,7 @@ def splat(context: Any, x: Any) -> Any:
 
 @_typed_intrinsic
 def splat_eight(context: Any, x: Any) -> Any:
-    return floatx8(types.float32), lambda c, b, s, args: _splat(b, *args, 8)
+    return floatx8(types.float32), lambda c, b, s, args: _splat(b, args[0], 8)
 
 
 @_typed_intrinsic

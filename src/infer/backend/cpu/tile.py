@@ -37,6 +37,7 @@ def _shape() -> tuple[int, int, int]:
 WIDTH, W_ROWS, X_ROWS = _shape()
 # Rows of x are cut into panels: as many as possible of the largest size, then smaller ones.
 PANELS = (X_ROWS, *(rows for rows in (8, 4, 2, 1) if rows < X_ROWS))
+AHEAD = 1024 if WIDTH == 16 else 0  # bytes that loops ask for before they need them, where that helps
 MIXED = 32 if WIDTH == 16 else 16  # columns that `mix_tile` sums in registers, for all rows of a panel
 
 
@@ -115,9 +116,8 @@ def _mix(
     sums = {name: b.phi(vector) for name in names}
     after = {}
     values = [_load(b, b.add(v_at, INT64(column * 4)), vector) for column in range(0, MIXED, WIDTH)]
-    if WIDTH == 16:
-        for line in range(0, MIXED * 4, 64):
-            _prefetch(b, b.add(v_at, INT64(2048 + line)))
+    for line in range(0, MIXED * 4 if AHEAD else 0, 64):
+        _prefetch(b, b.add(v_at, INT64(AHEAD + line)))
     for t in range(rows):
         weight = _load(b, b.add(weights_at, b.mul(weights_row, INT64(t))), FLOAT)
         first = b.insert_element(ir.Constant(vector, ir.Undefined), weight, INT32(0))
