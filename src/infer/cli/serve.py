@@ -109,7 +109,8 @@ def serve(
             length = min(LENGTH, service.longest)
             fit = service.llm.memory.conversations(length)
             say(
-                f"{settings.model_id} at {at}/v1: {counted(fit, 'conversation')} of {length:,} tokens fit. "
+                f"{settings.model_id} at {at}/v1: {counted(fit, 'conversation')} of {length:,} tokens "
+                f"{'fits' if fit == 1 else 'fit'}. "
                 f"Open {at} in a browser, or ask: curl {at}/v1/models"
             )
             raise typer.Exit(Server(service).run_on(listening))

@@ -6,7 +6,11 @@ import copy
 import importlib.util
 import io
 import itertools
+import os
 import pickle
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from amount import amount
+from amount import ALL, amount
 from checkpoints import FAMILIES, kernel_logits, random_ids, reference_model, save_folder, save_nanogpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -461,6 +465,41 @@ def test_other_cores(rows: int, columns: int, count: int, bits: int, generic: An
     codes[:, :, :16] = 0x80
     x[:, ::2] = x.abs().max()
     assert torch.equal(generic_product(generic, made, x), by_kernel(made, x))
+
+
+OTHER_TILES = """
+import sys
+import infer.machine
+infer.machine.byte_lanes = lambda: int(sys.argv[1])
+import numpy as np, torch
+from infer.backend.cpu import product
+from infer.backend.cpu.records import packed_record
+from infer.nn.quantized import QuantizedWeight
+for bits in (4, 8):
+    given = torch.load(sys.argv[2])
+    made, record = QuantizedWeight.of(given["w"], bits), np.zeros(1, product.WEIGHT)
+    record[:] = packed_record(made)
+    out = torch.empty(len(given["x"]), made.rows)
+    product.product(record[0], given["x"].numpy(), out.numpy())
+    torch.save(out, f"{sys.argv[2]}.{bits}")
+"""
+HASWELL = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt"}
+
+
+@needs_kernels
+@pytest.mark.skipif(not ALL, reason="compiles for minutes: in `make test-all`")
+@pytest.mark.parametrize(("lanes", "core"), [(4, {}), (8, {}), (16, {}), (8, HASWELL)])
+def test_tiles_of_other_machines(lanes: int, core: dict[str, str], tmp_path: Path) -> None:
+    """Weights lie otherwise, and products have the same bits."""
+    if core and platform.machine() != "x86_64":
+        pytest.skip("this core is of x86")
+    given = {"w": randn(37, 100), "x": randn(6, 100)}
+    torch.save(given, tmp_path / "given")
+    program = [sys.executable, "-c", OTHER_TILES, str(lanes), str(tmp_path / "given")]
+    subprocess.run(program, check=True, timeout=600, env=os.environ | core)
+    for bits in (4, 8):
+        expected = by_kernel(QuantizedWeight.of(given["w"], bits), given["x"])
+        assert torch.equal(torch.load(tmp_path / f"given.{bits}"), expected)
 
 
 @needs_kernels

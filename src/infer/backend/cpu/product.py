@@ -429,11 +429,16 @@ def _quantised_product(codes_of: Any, dot: Any, scales_at: int, group_bytes: int
         at, bias_at, rows, count, groups = weight.at, weight.bias, weight.rows, scales.shape[0], scales.shape[1]
         # Addresses: what threads have of an array is counted in one place, for which they would wait.
         codes_at, scales_at, out_at = codes.ctypes.data, scales.ctypes.data, out.ctypes.data
-        x_row, s_row, out_row, together = groups * X_BYTES, groups * SCALE_BYTES, out.strides[0], count // 4 * 4
-        for tile in prange((rows + TILE - 1) // TILE):
+        x_row, s_row, out_row = groups * X_BYTES, groups * SCALE_BYTES, out.strides[0]
+        # So many rows of x that they stay in a core's second cache, for all tiles of W one after the other.
+        size, tiles = max(4, FAR // (x_row + s_row) // 4 * 4), (rows + TILE - 1) // TILE
+        for item in prange((count + size - 1) // size * tiles):
+            tile, first = item % tiles, item // tiles * size
+            last = min(first + size, count)
+            together = last - (last - first) % 4
             start, to = at + tile * groups * group_bytes, out_at + tile * TILE * 4
             bias, missing = bias_at + tile * TILE * 4 if bias_at != 0 else 0, (tile + 1) * TILE - rows
-            for t in range(0, together, 4):  # four rows of x at once: the codes of W are taken apart once for all
+            for t in range(first, together, 4):  # four rows of x at once: the codes of W are taken apart once for all
                 x, s = codes_at + t * x_row, scales_at + t * s_row
                 a, b, c, d = no_tile_floats(), no_tile_floats(), no_tile_floats(), no_tile_floats()
                 for g in range(groups):
@@ -447,7 +452,7 @@ def _quantised_product(codes_of: Any, dot: Any, scales_at: int, group_bytes: int
                 _put(b, bias, to + (t + 1) * out_row, missing)
                 _put(c, bias, to + (t + 2) * out_row, missing)
                 _put(d, bias, to + (t + 3) * out_row, missing)
-            for t in range(together, count):
+            for t in range(together, last):
                 x, s = codes_at + t * x_row, scales_at + t * s_row
                 a = no_tile_floats()
                 for g in range(groups):

@@ -42,7 +42,7 @@ def _dot_product() -> str | None:
     if TILE == 8 and "+avx2" in features:
         return MADD
     # Of ARM's features LLVM knows none but by the core's name.
-    return SDOT if core != "generic" and torch.cpu.get_capabilities().get("dot") else None
+    return SDOT if TILE == 4 and core != "generic" and torch.cpu.get_capabilities().get("dot") else None
 
 
 SDOT, VNNI = "llvm.aarch64.neon.sdot.v4i32.v16i8", f"llvm.x86.avx512.vpdpbusd.{32 * TILE}"
