@@ -1172,7 +1172,7 @@ class TestBetweenTurns:
         chats[1].save(tmp_path / "chat")
         chats.append(load(model, tmp_path / "chat", llm))
         chats[2].rewind()
-        reply = chats[0].stream("AND THEN?", replace(GREEDY, max_new_tokens=100))  # not done before it is looked at
+        reply = chats[0].stream("AND THEN?", SamplingParams(max_new_tokens=100))  # not done before it is looked at
         next(reply)
         assert len(llm.memory.index.in_use()) > 0
         reply.close()
