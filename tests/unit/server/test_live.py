@@ -290,7 +290,7 @@ class TestViewers:
                 await other.until(lambda: other.state(0) == "ended")
 
         watch(live, script)
-        assert all(np.diff(looks) > 0.09)
+        assert len(looks) <= (looks[-1] - looks[0]) / 0.1 + 2  # one may come late, the next in time
 
     def test_all_viewers_are_told_the_same(self, llm: LLM) -> None:
         live = Live(llm)
