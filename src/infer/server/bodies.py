@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -212,8 +213,9 @@ class Format(Body):
             return {}
         return {"json_schema": {"type": "object"} if self.type == "json_object" else self._schema()}
 
+    @abstractmethod
     def _schema(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """Where the type is json_schema."""
 
 
 class ResponseFormat(Format):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from infer.backend.cpu.memory import bytes_at, integer_at, vector
+from infer.backend.cpu.memory import bytes_at, integer_at, keep, vector
 from infer.backend.cpu.product import panel_rows
 from infer.backend.cpu.simd import (
     add,
@@ -131,7 +131,7 @@ def _score(
         at = _readable(row, row[K] + offset + at, count, size, floats.ctypes.data)
         _score_panel(rows, panel, q_at, q_row, size, at, count, out.ctypes.data + done * 4, out.strides[0])
         done += count
-    _keep(floats, out)
+    keep(floats, out)
 
 
 @njit
@@ -161,12 +161,7 @@ def _mix(
                 for j in range(count):
                     out[i] = fused_one(load_float(v_at + (j * size + i) * 4), weights[j], out[i])
         done += count
-    _keep(floats, floats)
-
-
-@njit
-def _keep(one: Any, other: Any) -> None:
-    """Numba frees an array behind its last use, and an address is none."""
+    keep(floats, floats)
 
 
 @njit
@@ -269,7 +264,7 @@ def _attend_block(
         if begin < end:
             own_at = at + t * scores_row + (begin - first) * 4
             _mix(1, own_at, 0, row, offset, begin, end - begin, size, out[t].ctypes.data, 0)
-    _keep(scores, scores)
+    keep(scores, scores)
 
 
 @njit
@@ -311,7 +306,7 @@ def _attend_panel(
         out = vector(out_at + t * out_row, size)
         for i in range(size):
             out[i] /= all_totals[t]
-    _keep(panel, panel)
+    keep(panel, panel)
 
 
 @njit
@@ -341,7 +336,7 @@ def _attend_one(x: Any, h: int, row: Any, seen: Any, block: int, size: int, scal
     )
     for i in range(count):
         part[i, :size], part[i, size], part[i, size + 1] = out[i], peaks[i], totals[i]
-    _keep(panel, heads)
+    keep(panel, heads)
 
 
 @njit

@@ -36,3 +36,8 @@ def bytes_at(address: int, size: int) -> Any:
 @njit
 def integer_at(address: int) -> Any:
     return carray(_pointer(address), (1,), np.int64)[0]
+
+
+@njit
+def keep(one: Any, other: Any) -> None:
+    """Numba frees an array behind its last use, and an address is none."""

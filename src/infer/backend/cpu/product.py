@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from infer.backend.cpu.memory import bytes_at
+from infer.backend.cpu.memory import bytes_at, keep
 from infer.backend.cpu.simd import (
     DOT_PRODUCT,
     VNNI,
@@ -205,7 +205,7 @@ def _multiply_part(
         _multiply_tiles(
             piece, w_row, w_step, w_tile, steps, first, last, panels_at, start, stop, step, depth, carry_at, out
         )
-    _keep(packed, carry)
+    keep(packed, carry)
 
 
 @njit
@@ -258,11 +258,6 @@ def _multiply_tiles(
 
 
 @njit
-def _keep(packed: Any, carry: Any) -> None:
-    """Numba frees an array behind its last use, and an address is none."""
-
-
-@njit
 def _finish_part(
     kind: int, at: int, bias_at: int, columns: int, first: int, last: int, x: Any, start: int, stop: int, out: Any
 ) -> None:
@@ -307,7 +302,7 @@ def _in_tiles(weight: Any, x: Any, out: Any) -> None:
             _multiply_part(kind, at, columns, first, last, panels_at, start, stop, depth, out)
         if bias_at != 0 or columns % LANES != 0:
             _finish_part(kind, at, bias_at, columns, first, last, x, start, stop, out)
-    _keep(panels, panels)
+    keep(panels, panels)
 
 
 @njit
@@ -339,7 +334,7 @@ def _round_row(x: Any, codes: Any, scales: Any) -> None:
         for i in range(GROUP):
             rest[i] = x[whole * GROUP + i] if whole * GROUP + i < x.shape[0] else 0
         _round_group(rest.ctypes.data, codes_at + whole * X_BYTES, scales_at + whole * SCALE_BYTES)
-        _keep(rest, rest)
+        keep(rest, rest)
 
 
 @njit(forceinline=True)

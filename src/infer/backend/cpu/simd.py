@@ -21,7 +21,7 @@ from numba.extending import intrinsic, models, register_model
 from infer.nn.quantized import TILE
 
 INT8, INT16, INT32, HALF, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
-INT8X16, INT32X4, FLOATX4 = ir.VectorType(INT8, 16), ir.VectorType(INT32, 4), ir.VectorType(FLOAT, 4)
+INT32X4, FLOATX4 = ir.VectorType(INT32, 4), ir.VectorType(FLOAT, 4)
 INT32X8, FLOATX8 = ir.VectorType(INT32, 8), ir.VectorType(FLOAT, 8)
 TILE_CODES, TILE_INTS, TILE_FLOATS = (
     ir.VectorType(INT8, 4 * TILE),
