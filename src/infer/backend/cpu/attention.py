@@ -5,6 +5,8 @@ on the query and on those keys, and neither on the queries beside it nor on wher
 positions: each gives a softmax of its own, and these are joined in their order. So several threads can share a query's
 keys, and heads that have the same keys read them once. Keys lie in pieces, a page each, or up to the end of a ring. As
 everywhere in these kernels, sums have one order, and nothing is compiled with `fastmath`.
+
+All that is handed on is an address, a number of bytes (`_row`: from one row to the next) or a count.
 """
 
 from __future__ import annotations
@@ -12,395 +14,450 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import types
 
-from infer.backend.cpu.memory import bytes_at, integer_at, keep, vector
-from infer.backend.cpu.product import panel_rows
+from infer.backend.cpu.memory import address, call_at, keep
 from infer.backend.cpu.simd import (
+    _typed_intrinsic,
     add,
     exponential,
     fused_one,
     lane,
     larger,
     largest,
+    load_byte,
     load_eight,
     load_eight_codes,
     load_float,
-    load_floats,
     load_half,
+    load_integer,
+    load_sixteen,
     multiply,
-    no_floats,
+    no_sixteen,
     prefetch,
     raise_half,
     splat,
     splat_eight,
     store_as_half,
-    store_eight,
+    store_byte,
+    store_float,
     store_floats,
     summed,
 )
-from infer.backend.cpu.tile import AHEAD, LANES, MIXED, PANELS, W_ROWS, X_ROWS, mix_tile, multiply_tile
-from infer.cache.table import BITS, PAGE, PAGES, SLOTS, STRIDE, K, V
+from infer.backend.cpu.tile import (
+    AHEAD,
+    FEW,
+    FEW_MIXED,
+    LANES,
+    LAST_MIXED,
+    MIXED,
+    PANELS,
+    W_ROWS,
+    X_ROWS,
+    mix_last,
+    mix_tile,
+    multiply_tile,
+    panel_rows,
+)
+from infer.backend.cpu.units import part, shared, unit
+from infer.cache.table import BITS, COLUMNS, PAGE, PAGES, SLOTS, STRIDE, K, V
 from infer.nn.quantized import GROUP
 
 KEYS = 256  # positions of a block
+SCORES_ROW = (KEYS + 16) * 4  # bytes: the scores of a block, filled up to sixteens
 MANY = 64  # results of blocks that are worth handing out to several threads
+PART, PART_ROWS, TOKENS, TOKENS_END = 0, 2, 3, 4  # columns of `parts_of`
+PART_COLUMNS = 5
+ATTEND = types.void(*[types.int64] * 3, types.float64, *[types.int64] * 7)
+WEIGH = types.void(*ATTEND.args, types.int64)
 
 
-@njit(forceinline=True)
+@_typed_intrinsic
+def attend_at(
+    context: Any,
+    code: Any,
+    heads: Any,
+    kv_heads: Any,
+    size: Any,
+    scale: Any,
+    x: Any,
+    x_row: Any,
+    table: Any,
+    parts: Any,
+    part_count: Any,
+    seen: Any,
+    out: Any,
+) -> Any:
+    """Call `attend`, whose code lies at an address."""
+    return types.void(types.int64, *ATTEND.args), call_at
+
+
+@part
+def _field(row: int, column: int) -> Any:
+    """Of a row of the table."""
+    return load_integer(row + column * 8)
+
+
+@part(forceinline=True)
 def _row_bytes(head_dim: int, bits: int) -> int:
     """Of a key or value: behind 8-bit ones stand their scales, as `infer.cache.int8` has them."""
     return head_dim * 4 if bits == 32 else head_dim + 2 * ((head_dim + GROUP - 1) // GROUP)
 
 
-@njit
-def _piece(row: Any, position: int, count: int, size: int) -> Any:
+@part
+def _piece(row: int, position: int, count: int, size: int) -> Any:
     """Where a position lies, in bytes from the first head's, and how many of `count` lie there behind each other.
 
     row: of the table. size: bytes of a position.
     """
-    slots = row[SLOTS]
+    slots, pages = _field(row, SLOTS), _field(row, PAGES)
     slot = position % slots
     at, together = slot * size, slots - slot
-    if row[PAGES] != 0:
-        listed = row[PAGES] + position // slots * 8
-        number = integer_at(listed)
-        at += number * row[PAGE]
-        while together < count and integer_at(listed + 8) == number + 1:  # the next page lies right behind
+    if pages != 0:
+        listed = pages + position // slots * 8
+        number = load_integer(listed)
+        at += number * _field(row, PAGE)
+        while together < count and load_integer(listed + 8) == number + 1:  # the next page lies right behind
             number, listed, together = number + 1, listed + 8, together + slots
     return at, min(count, together)
 
 
-@njit
-def _readable(row: Any, at: int, count: int, size: int, floats_at: int) -> Any:
+@part
+def _readable(bits: int, at: int, count: int, size: int, floats: int) -> Any:
     """Where `count` keys or values, which lie at an address, are floats: there, or where 8-bit ones are turned to."""
-    if row[BITS] == 32:
+    if bits == 32:
         return at
-    row_bytes = _row_bytes(size, row[BITS])
+    row_bytes = _row_bytes(size, bits)
     for j in range(count):
-        codes, scales, out = at + j * row_bytes, at + j * row_bytes + size, floats_at + j * size * 4
+        codes, scales, out = at + j * row_bytes, at + j * row_bytes + size, floats + j * size * 4
         for first in range(0, size, GROUP):
             last, scale = min(first + GROUP, size), load_half(scales + first // GROUP * 2)
             whole = first + (last - first) // 8 * 8
             for i in range(first, whole, 8):
-                store_eight(out + i * 4, multiply(load_eight_codes(codes + i), splat_eight(scale)))
+                store_floats(out + i * 4, multiply(load_eight_codes(codes + i), splat_eight(scale)))
             for i in range(whole, last):
-                vector(out, size)[i] = np.float32(bytes_at(codes + i, 1)[0]) * scale
-    return np.int64(floats_at)
+                store_float(out + i * 4, np.float32(load_byte(codes + i)) * scale)
+    return floats
 
 
-@njit
-def _score_panel(
-    rows: Any, panel: int, q_at: int, q_row: int, size: int, k_at: int, keys: int, out_at: int, out_row: int
-) -> None:
-    """out [rows, keys] = q k, in the order of a product. panel: where these queries are packed."""
+@part
+def _score_piece(rows: int, count: int, panel: int, q: int, q_row: int, size: int, k: int, keys: int, out: int) -> None:
+    """out [rows, keys] = q k, in the order of a product. panel: where these queries, `count` of its rows, are packed."""
     steps, row = size // LANES, size * 4
     for j in range(0, keys, W_ROWS):
         if steps == 0:
             for t in range(rows):
-                vector(out_at + t * out_row, keys)[j : j + W_ROWS] = 0
+                for i in range(j, min(j + W_ROWS, keys)):
+                    store_float(out + t * SCORES_ROW + i * 4, np.float32(0))
         elif keys >= W_ROWS:  # some of the last tile's keys may be of the one before it
             at = min(j, keys - W_ROWS)
             if AHEAD > 0:
                 for line in range(0, W_ROWS * row, 64):
-                    prefetch(k_at + at * row + AHEAD + line)
-            multiply_tile(rows, k_at + at * row, row, 32, panel, steps, 0, 1, 1, out_at + at * 4, out_row)
+                    prefetch(k + at * row + AHEAD + line)
+            multiply_tile(rows, k + at * row, row, 32, panel, steps, 0, 1, 1, out + at * 4, SCORES_ROW)
         else:
-            spare = np.empty((X_ROWS, W_ROWS), np.float32)
+            spare = np.empty(X_ROWS * W_ROWS, np.float32)
             for i in range(keys):
-                multiply_tile(rows, k_at + i * row, 0, 32, panel, steps, 0, 1, 1, spare.ctypes.data, W_ROWS * 4)
+                multiply_tile(rows, k + i * row, 0, 32, panel, steps, 0, 1, 1, address(spare), W_ROWS * 4)
                 for t in range(rows):
-                    vector(out_at + t * out_row, keys)[i] = spare[t, 0]
+                    store_float(out + t * SCORES_ROW + i * 4, spare[t * W_ROWS])
+            keep(spare, spare)
     if steps * LANES < size:
-        for t in range(rows):
-            out = vector(out_at + t * out_row, keys)
+        for t in range(count):
             for j in range(keys):
+                result = load_float(out + t * SCORES_ROW + j * 4)
                 for i in range(steps * LANES, size):
-                    out[j] = fused_one(load_float(k_at + j * row + i * 4), load_float(q_at + t * q_row + i * 4), out[j])
+                    result = fused_one(load_float(k + j * row + i * 4), load_float(q + t * q_row + i * 4), result)
+                store_float(out + t * SCORES_ROW + j * 4, result)
 
 
-@njit
+@part
 def _score(
-    rows: int, panel: int, q_at: int, q_row: int, row: Any, offset: int, first: int, keys: int, size: int, out: Any
-) -> None:
-    """out [rows, keys] = q k, of the keys from position `first` on."""
-    done, row_bytes = 0, _row_bytes(size, row[BITS])
-    floats = np.empty(0 if row[BITS] == 32 else keys * size, np.float32)
-    while done < keys:
-        at, count = _piece(row, first + done, keys - done, row_bytes)
-        at = _readable(row, row[K] + offset + at, count, size, floats.ctypes.data)
-        _score_panel(rows, panel, q_at, q_row, size, at, count, out.ctypes.data + done * 4, out.strides[0])
-        done += count
-    keep(floats, out)
-
-
-@njit
-def _mix(
     rows: int,
-    weights_at: int,
-    weights_row: int,
-    row: Any,
-    offset: int,
+    count: int,
+    panel: int,
+    q: int,
+    q_row: int,
+    row: int,
+    head: int,
     first: int,
     keys: int,
     size: int,
-    out_at: int,
-    out_row: int,
+    floats: int,
+    out: int,
 ) -> None:
-    """out [rows, D] += weights [rows, keys] values, of the values from position `first` on, one after the other."""
-    done, row_bytes, mixed = 0, _row_bytes(size, row[BITS]), size // MIXED * MIXED
-    floats = np.empty(0 if row[BITS] == 32 else keys * size, np.float32)
+    """out [rows, keys] = q k, of up to KEYS keys from position `first` on. head: bytes from the first head."""
+    done, bits = 0, _field(row, BITS)
     while done < keys:
-        at, count = _piece(row, first + done, keys - done, row_bytes)
-        v_at, w_at = _readable(row, row[V] + offset + at, count, size, floats.ctypes.data), weights_at + done * 4
-        for column in range(0, mixed, MIXED):
-            mix_tile(rows, w_at, weights_row, v_at + column * 4, size * 4, count, out_at + column * 4, out_row)
+        at, together = _piece(row, first + done, keys - done, _row_bytes(size, bits))
+        k = _readable(bits, _field(row, K) + head + at, together, size, floats)
+        _score_piece(rows, count, panel, q, q_row, size, k, together, out + done * 4)
+        done += together
+
+
+@part
+def _mix(
+    rows: int, weights: int, row: int, head: int, first: int, keys: int, size: int, floats: int, out: int
+) -> None:
+    """out [rows, size] += weights [rows, keys] values, of the values from position `first` on, one after the other."""
+    done, bits, line = 0, _field(row, BITS), size * 4
+    wide = FEW_MIXED if rows <= FEW else MIXED
+    whole, most = size // wide * wide, size // LAST_MIXED * LAST_MIXED
+    while done < keys:
+        at, count = _piece(row, first + done, keys - done, _row_bytes(size, bits))
+        v, w = _readable(bits, _field(row, V) + head + at, count, size, floats), weights + done * 4
+        for i in range(0, whole, wide):
+            mix_tile(rows, w, SCORES_ROW, v + i * 4, line, count, out + i * 4, line)
+        for i in range(whole, most, LAST_MIXED):
+            mix_last(rows, w, SCORES_ROW, v + i * 4, line, count, out + i * 4, line)
         for t in range(rows):
-            out, weights = vector(out_at + t * out_row, size), vector(w_at + t * weights_row, count)
-            for i in range(mixed, size):
+            for i in range(most, size):
+                result = load_float(out + t * line + i * 4)
                 for j in range(count):
-                    out[i] = fused_one(load_float(v_at + (j * size + i) * 4), weights[j], out[i])
+                    weight = load_float(w + t * SCORES_ROW + j * 4)
+                    result = fused_one(load_float(v + j * line + i * 4), weight, result)
+                store_float(out + t * line + i * 4, result)
         done += count
-    keep(floats, floats)
 
 
-@njit
-def _scaled(scores: Any, scale: Any) -> Any:
-    """scores *= scale, the highest of which it returns."""
-    at, whole, by = scores.ctypes.data, scores.shape[0] // 4 * 4, splat(scale)
-    highest = splat(np.float32(-np.inf))
-    for j in range(0, whole, 4):
-        four = multiply(load_floats(at + j * 4), by)
-        store_floats(at + j * 4, four)
-        highest = larger(highest, four)
-    result = largest(highest)
-    for j in range(whole, scores.shape[0]):
-        scores[j] *= scale
-        result = scores[j] if scores[j] > result or scores[j] != scores[j] else result
-    return result
+@part
+def exponentials(at: int, count: int, scale: Any) -> Any:
+    """x [count] = e^(scale x - peak), in place; and the peak, which is the highest scale x, and the sum.
+
+    Behind x, up to a multiple of 16, anything may be overwritten.
+    """
+    whole, end = count // 16 * 16, (count + 15) // 16 * 16
+    for i in range(0, whole, 16):
+        store_floats(at + i * 4, multiply(load_sixteen(at + i * 4), splat(scale)))
+    for i in range(whole, count):
+        store_float(at + i * 4, load_float(at + i * 4) * scale)
+    for i in range(count, end):
+        store_float(at + i * 4, np.float32(-np.inf))
+    highest, sums = splat(np.float32(-np.inf)), no_sixteen()
+    for i in range(0, end, 16):
+        highest = larger(highest, load_sixteen(at + i * 4))
+    peak = largest(highest)
+    for i in range(0, end, 16):
+        each = exponential(add(load_sixteen(at + i * 4), splat(-peak)))
+        store_floats(at + i * 4, each)
+        sums = add(sums, each)
+    return peak, summed(sums)
 
 
-@njit
-def exponentials(x: Any, highest: Any) -> Any:
-    """x = e^(x - highest), whose sum it returns."""
-    at, whole, sums = x.ctypes.data, x.shape[0] // 4 * 4, no_floats()
-    for i in range(0, whole, 4):
-        four = exponential(add(load_floats(at + i * 4), splat(-highest)))
-        store_floats(at + i * 4, four)
-        sums = add(sums, four)
-    total = summed(sums)
-    for i in range(whole, x.shape[0]):
-        x[i] = lane(exponential(splat(x[i] - highest)), 0)
-        total += x[i]
-    return total
-
-
-@njit
-def _pack(rows: int, q_at: int, q_row: int, size: int) -> Any:
-    """Queries as `multiply_tile` takes them."""
-    panel = np.empty(rows * size, np.float32)
+@part
+def _pack(rows: int, count: int, q: int, q_row: int, size: int, panel: int) -> None:
+    """Queries as `multiply_tile` takes them, filled up with zeros."""
     for t in range(rows):
         for step in range(size // LANES):
-            store_eight(panel.ctypes.data + (step * rows + t) * 32, load_eight(q_at + t * q_row + step * 32))
-    return panel
+            eight = load_eight(q + min(t, count - 1) * q_row + step * 32)
+            store_floats(panel + (step * rows + t) * 32, multiply(eight, splat_eight(np.float32(t < count))))
 
 
-@njit
+@part
 def _attend_block(
     rows: int,
+    count: int,
     panel: int,
-    q_at: int,
+    q: int,
     q_row: int,
-    row: Any,
-    offset: int,
-    seen: Any,
+    row: int,
+    head: int,
+    seen: int,
+    seen_row: int,
     start: int,
     stop: int,
     size: int,
     scale: Any,
-    out: Any,
-    peaks: Any,
-    totals: Any,
+    scores: int,
+    floats: int,
+    out: int,
 ) -> None:
     """Of several queries of a head, or of heads with the same keys, what the keys from `start` to `stop` give.
 
-    out [rows, D]: the sum of values, weighted by e^(scale q k - peak); totals: the sum of these weights, 0 where a
-    query sees none of the keys. A load of a key or a value serves all queries that see it.
+    rows: of the panel, of which `count` are queries. out: [rows, size] sums of values, weighted by e^(scale q k - peak),
+    [rows] peaks, and [rows] sums of these weights, 0 where a query sees none of the keys. A load of a key or a value
+    serves all queries that see it.
     """
     first, last, shared, until = stop, start, start, stop  # keys that some see, and that all see
-    for t in range(rows):
-        begin, end = max(start, seen[t, 0]), min(stop, seen[t, 0] + seen[t, 1])
+    for t in range(count):
+        oldest = load_integer(seen + t * seen_row)
+        begin, end = max(start, oldest), min(stop, oldest + load_integer(seen + t * seen_row + 8))
         first, last = min(first, begin), max(last, end)
         shared, until = max(shared, begin), min(until, end)
     until = max(shared, until)
-    out[:rows] = 0
-    scores = np.empty((rows, max(0, last - first)), np.float32)
+    for i in range(rows * size):
+        store_float(out + i * 4, np.float32(0))
     if last > first:
-        _score(rows, panel, q_at, q_row, row, offset, first, last - first, size, scores)
-    at, scores_row = scores.ctypes.data, scores.strides[0]
-    for t in range(rows):
-        begin, end = max(start, seen[t, 0]), min(stop, seen[t, 0] + seen[t, 1])
-        totals[t], peaks[t] = 0, -np.inf
+        _score(rows, count, panel, q, q_row, row, head, first, last - first, size, floats, scores)
+    peaks = out + rows * size * 4
+    for t in range(count):
+        oldest, peak, total = load_integer(seen + t * seen_row), np.float32(-np.inf), np.float32(0)
+        begin, end = max(start, oldest), min(stop, oldest + load_integer(seen + t * seen_row + 8))
         if begin < end:
-            own = scores[t, begin - first : end - first]
-            peaks[t] = _scaled(own, scale)
-            totals[t] = exponentials(own, peaks[t])
-            before = max(0, min(shared, end) - begin)
-            _mix(1, own.ctypes.data, 0, row, offset, begin, before, size, out[t].ctypes.data, 0)
-    _mix(
-        rows,
-        at + (shared - first) * 4,
-        scores_row,
-        row,
-        offset,
-        shared,
-        until - shared,
-        size,
-        out.ctypes.data,
-        out.strides[0],
-    )
-    for t in range(rows):
-        begin, end = max(until, seen[t, 0]), min(stop, seen[t, 0] + seen[t, 1])
-        if begin < end:
-            own_at = at + t * scores_row + (begin - first) * 4
-            _mix(1, own_at, 0, row, offset, begin, end - begin, size, out[t].ctypes.data, 0)
-    keep(scores, scores)
+            own = scores + t * SCORES_ROW + (begin - first) * 4
+            peak, total = exponentials(own, end - begin, scale)
+            _mix(1, own, row, head, begin, max(0, min(shared, end) - begin), size, floats, out + t * size * 4)
+        store_float(peaks + t * 4, peak)
+        store_float(peaks + (rows + t) * 4, total)
+    _mix(rows, scores + (shared - first) * 4, row, head, shared, until - shared, size, floats, out)
+    for t in range(count):
+        oldest = load_integer(seen + t * seen_row)
+        begin, end = max(until, oldest), min(stop, oldest + load_integer(seen + t * seen_row + 8))
+        own = scores + t * SCORES_ROW + (begin - first) * 4
+        _mix(1, own, row, head, begin, max(0, end - begin), size, floats, out + t * size * 4)
 
 
-@njit
-def _join(out: Any, peak: Any, total: Any, part: Any, part_peak: Any, part_total: Any) -> Any:
-    """Add what a further block of keys gives: out [D] and the total that it is to be divided by."""
+@part
+def _join(out: int, size: int, peak: Any, total: Any, part: int, part_peak: Any, part_total: Any) -> Any:
+    """Add what a further block of keys gives: out [size], and the total that it is to be divided by."""
     if part_total == 0:
         return peak, total
     if total == 0:
-        out[:] = part
+        for i in range(size):
+            store_float(out + i * 4, load_float(part + i * 4))
         return part_peak, part_total
     highest = max(peak, part_peak)
     before, now = lane(exponential(splat(peak - highest)), 0), lane(exponential(splat(part_peak - highest)), 0)
-    for i in range(out.shape[0]):
-        out[i] = fused_one(part[i], now, out[i] * before)
+    for i in range(size):
+        so_far = load_float(out + i * 4) * before
+        store_float(out + i * 4, fused_one(load_float(part + i * 4), now, so_far))
     return highest, fused_one(part_total, now, total * before)
 
 
-@njit
+@part
+def _divide(out: int, size: int, total: Any) -> None:
+    for i in range(size):
+        store_float(out + i * 4, load_float(out + i * 4) / total)
+
+
+@part
 def _attend_panel(
-    rows: int, q_at: int, q_row: int, row: Any, offset: int, seen: Any, size: int, scale: Any, out_at: int, out_row: int
+    rows: int, q: int, q_row: int, row: int, head: int, seen: int, size: int, scale: Any, out: int, out_row: int
 ) -> None:
     """Several queries of a head, block by block."""
-    first, last = seen[0, 0], seen[0, 0] + seen[0, 1]
+    first, last = load_integer(seen), load_integer(seen) + load_integer(seen + 8)
     for t in range(1, rows):
-        first, last = min(first, seen[t, 0]), max(last, seen[t, 0] + seen[t, 1])
-    panel = _pack(rows, q_at, q_row, size)
-    part, peaks, totals = np.empty((rows, size), np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
-    all_peaks, all_totals = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
+        oldest = load_integer(seen + t * 16)
+        first, last = min(first, oldest), max(last, oldest + load_integer(seen + t * 16 + 8))
+    panel_size, scores_size, part_size = rows * size, rows * SCORES_ROW // 4, rows * (size + 2)
+    floats_size = 0 if _field(row, BITS) == 32 else KEYS * size
+    scratch = np.empty(panel_size + scores_size + part_size + 2 * rows + floats_size, np.float32)
+    panel = address(scratch)
+    scores = panel + panel_size * 4
+    part = scores + scores_size * 4
+    peaks = part + part_size * 4
+    floats = peaks + 2 * rows * 4
+    _pack(rows, rows, q, q_row, size, panel)
+    for i in range(2 * rows):
+        store_float(peaks + i * 4, np.float32(0))
     for block in range(first // KEYS, (last + KEYS - 1) // KEYS):
         start, stop = max(first, block * KEYS), min(last, (block + 1) * KEYS)
         _attend_block(
-            rows, panel.ctypes.data, q_at, q_row, row, offset, seen, start, stop, size, scale, part, peaks, totals
+            rows, rows, panel, q, q_row, row, head, seen, 16, start, stop, size, scale, scores, floats, part
         )
         for t in range(rows):
-            all_peaks[t], all_totals[t] = _join(
-                vector(out_at + t * out_row, size), all_peaks[t], all_totals[t], part[t], peaks[t], totals[t]
+            own, of_part = peaks + t * 8, part + (rows * size + t) * 4
+            peak, total = _join(
+                out + t * out_row,
+                size,
+                load_float(own),
+                load_float(own + 4),
+                part + t * size * 4,
+                load_float(of_part),
+                load_float(of_part + rows * 4),
             )
+            store_float(own, peak)
+            store_float(own + 4, total)
     for t in range(rows):
-        out = vector(out_at + t * out_row, size)
-        for i in range(size):
-            out[i] /= all_totals[t]
-    keep(panel, panel)
+        _divide(out + t * out_row, size, load_float(peaks + t * 8 + 4))
+    keep(scratch, scratch)
 
 
-@njit
+@part
 def _heads_together(h: int, group: int) -> Any:
     """How many heads from h on share their keys, and fit into a panel."""
     return min(X_ROWS, group - h % group)
 
 
-@njit
-def _attend_one(x: Any, h: int, row: Any, seen: Any, block: int, size: int, scale: Any, group: int, part: Any) -> None:
-    """One token's heads from h on, which share their keys: what a block of these gives.
+@part
+def _rows_for(count: int) -> Any:
+    """Of the smallest panel that takes so many."""
+    rows = X_ROWS
+    for size in PANELS:
+        rows = size if size >= count else rows
+    return rows
 
-    part [heads, D + 2]: sums of values, peaks and totals.
-    """
-    count, rows = _heads_together(h, group), 1
-    for panel_size in PANELS:  # filled up with zeros, as some sizes are missing
-        rows = panel_size if panel_size >= count else rows
-    heads, all_seen = np.zeros((rows, size), np.float32), np.empty((rows, 2), np.int64)
-    heads[:count] = x[h * size : (h + count) * size].reshape(count, size)
-    all_seen[:] = seen
-    out, peaks, totals = np.empty((rows, size), np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
-    panel, offset = _pack(rows, heads.ctypes.data, size * 4, size), h // group * row[STRIDE]
-    start, stop = max(seen[0], block * KEYS), min(seen[0] + seen[1], (block + 1) * KEYS)
-    panel_at, heads_at = panel.ctypes.data, heads.ctypes.data
+
+@part
+def _attend_one(x: int, h: int, row: int, seen: int, block: int, size: int, scale: Any, group: int, part: int) -> None:
+    """One token's heads from h on, which share their keys: what a block of these gives."""
+    count = _heads_together(h, group)
+    rows = _rows_for(count)
+    panel_size, scores_size = rows * size, rows * SCORES_ROW // 4
+    floats_size = 0 if _field(row, BITS) == 32 else KEYS * size
+    scratch = np.empty(panel_size + scores_size + floats_size, np.float32)
+    panel, q, head = address(scratch), x + h * size * 4, h // group * _field(row, STRIDE)
+    scores = panel + panel_size * 4
+    floats = scores + scores_size * 4
+    oldest = load_integer(seen)
+    start, stop = max(oldest, block * KEYS), min(oldest + load_integer(seen + 8), (block + 1) * KEYS)
+    _pack(rows, count, q, size * 4, size, panel)
     _attend_block(
-        rows, panel_at, heads_at, size * 4, row, offset, all_seen, start, stop, size, scale, out, peaks, totals
+        rows, count, panel, q, size * 4, row, head, seen, 0, start, stop, size, scale, scores, floats, part
     )
+    keep(scratch, scratch)
+
+
+@part
+def _join_parts(h: int, group: int, size: int, blocks: int, made: int, made_row: int, out: int) -> None:
+    """What all blocks give for a token's heads from h on."""
+    count = _heads_together(h, group)
+    rows = _rows_for(count)
     for i in range(count):
-        part[i, :size], part[i, size], part[i, size + 1] = out[i], peaks[i], totals[i]
-    keep(panel, heads)
+        own, peak, total = out + (h + i) * size * 4, np.float32(0), np.float32(0)
+        for n in range(blocks):
+            part = made + n * made_row
+            of_part = part + (rows * size + i) * 4
+            peak, total = _join(
+                own, size, peak, total, part + i * size * 4, load_float(of_part), load_float(of_part + rows * 4)
+            )
+        _divide(own, size, total)
 
 
-@njit
-def _join_parts(item: Any, parts: Any, seen: Any, made: Any, group: int, size: int, out: Any) -> None:
-    """What all blocks give for a token's heads, at the item of the first block."""
-    p, h, block, slot = item
-    line = parts[p, 3]
-    first, blocks = _blocks_of(seen[line])
-    if block != first:
-        return
-    for i in range(_heads_together(h, group)):
-        own, peak, total = out[line, (h + i) * size : (h + i + 1) * size], np.float32(0), np.float32(0)
-        for n in range(slot, slot + blocks):
-            part = made[n, i]
-            peak, total = _join(own, peak, total, part[:size], part[size], part[size + 1])
-        for j in range(size):
-            own[j] /= total
-
-
-@njit
-def weigh_rows(blocks: Any, x: Any, table: Any, parts: Any, seen: Any, out: Any) -> None:
-    """out [T, Hq S]: what `attend_rows` mixes the values of S keys with, which are those of the first S positions."""
-    heads, size, scale = blocks[0].heads, blocks[0].head_dim, np.float32(blocks[0].scale)
-    group, keys = heads // blocks[0].kv_heads, out.shape[1] // heads
-    for part in range(parts.shape[0]):
-        row = table[parts[part, 0]]
-        for t in range(parts[part, 3], parts[part, 4]):
-            first, count = seen[t, 0], seen[t, 1]
-            for h in range(heads):
-                line = out[t, h * keys : (h + 1) * keys]
-                line[:] = 0
-                own = out[t : t + 1, h * keys + first : h * keys + first + count]
-                q_at = x[t].ctypes.data + h * size * 4
-                _score(1, q_at, q_at, 0, row, h // group * row[STRIDE], first, count, size, own)
-                total = exponentials(own[0], _scaled(own[0], scale))
-                for j in range(count):
-                    own[0, j] /= total
-
-
-@njit
-def _blocks_of(seen: Any) -> Any:
+@part
+def _blocks_of(seen: int) -> Any:
     """The first block of the keys that a query sees, and how many blocks."""
-    first = seen[0] // KEYS
-    return first, (seen[0] + seen[1] + KEYS - 1) // KEYS - first
+    oldest = load_integer(seen)
+    first = oldest // KEYS
+    return first, (oldest + load_integer(seen + 8) + KEYS - 1) // KEYS - first
 
 
-@njit
-def _plan(parts: Any, seen: Any, heads: int, kv_heads: int) -> Any:
+@part
+def _is_single(at: int) -> Any:
+    """Whether a part is all of a row, and a single token."""
+    return _field(at, TOKENS_END) - _field(at, TOKENS) == 1 and _field(at, PART_ROWS) == 1
+
+
+@part
+def _plan(parts: int, part_count: int, seen: int, heads: int, kv_heads: int) -> Any:
     """The work, in items: a part's head; or of a part that is a single token, heads with the same keys and a block.
 
     Of each: the part, the head, the block (-1: all), and where what comes of a block goes.
     """
     group, items, slots = heads // kv_heads, 0, 0
     panels = (group + X_ROWS - 1) // X_ROWS * kv_heads
-    for p in range(parts.shape[0]):
-        if parts[p, 4] - parts[p, 3] == parts[p, 2] == 1:
-            blocks = _blocks_of(seen[parts[p, 3]])[1]
+    for p in range(part_count):
+        part = parts + p * PART_COLUMNS * 8
+        if _is_single(part):
+            _, blocks = _blocks_of(seen + _field(part, TOKENS) * 16)
             items, slots = items + panels * blocks, slots + panels * blocks
         else:
             items += heads
     plan, n, slot, p = np.empty((items, 4), np.int64), 0, 0, 0
-    while p < parts.shape[0]:
-        if parts[p, 4] - parts[p, 3] == parts[p, 2] == 1:
-            first, blocks = _blocks_of(seen[parts[p, 3]])
+    while p < part_count:
+        part = parts + p * PART_COLUMNS * 8
+        if _is_single(part):
+            first, blocks = _blocks_of(seen + _field(part, TOKENS) * 16)
             for kv in range(kv_heads):
                 for h in range(kv * group, (kv + 1) * group, X_ROWS):
                     for block in range(first, first + blocks):
@@ -410,7 +467,7 @@ def _plan(parts: Any, seen: Any, heads: int, kv_heads: int) -> Any:
             continue
         # A row after the other, each a head after the other: its keys stay in the processor's cache. The last queries
         # of a prompt see the most keys, and no thread should have them all: first, last, second, ...
-        count = parts[p, 2]
+        count = _field(part, PART_ROWS)
         for h in range(heads):
             for i in range(count):
                 plan[n, 0], plan[n, 1], plan[n, 2], plan[n, 3] = p + (count - 1 - i // 2 if i % 2 else i // 2), h, -1, 0
@@ -419,81 +476,167 @@ def _plan(parts: Any, seen: Any, heads: int, kv_heads: int) -> Any:
     return plan, slots
 
 
-@njit(parallel=True)
-def attend_rows(blocks: Any, x: Any, table: Any, parts: Any, seen: Any, out: Any) -> None:
-    """The heads of q are the first of each token's line of x.
+@shared
+def _attend_some(
+    item: int,
+    plan: int,
+    made: int,
+    made_row: int,
+    group: int,
+    size: int,
+    scale: Any,
+    x: int,
+    x_row: int,
+    table: int,
+    parts: int,
+    seen: int,
+    out: int,
+    out_row: int,
+) -> None:
+    """An item of the plan."""
+    todo = plan + item * 32
+    of, h, block = parts + load_integer(todo) * PART_COLUMNS * 8, load_integer(todo + 8), load_integer(todo + 16)
+    line, stop, row = _field(of, TOKENS), _field(of, TOKENS_END), table + _field(of, PART) * COLUMNS * 8
+    if block >= 0:
+        to = made + load_integer(todo + 24) * made_row
+        _attend_one(x + line * x_row, h, row, seen + line * 16, block, size, scale, group, to)
+    while block < 0 and line < stop:
+        count = panel_rows(stop - line)
+        q, o = x + line * x_row + h * size * 4, out + line * out_row + h * size * 4
+        head = h // group * _field(row, STRIDE)
+        _attend_panel(count, q, x_row, row, head, seen + line * 16, size, scale, o, out_row)
+        line += count
 
-    parts: as `parts_of` has them. seen: of each token, the position of its first key and how many keys.
+
+@part
+def _join_at(
+    item: int, plan: int, made: int, made_row: int, group: int, size: int, parts: int, seen: int, out: int, out_row: int
+) -> None:
+    """At the item of a token's first block: all of its blocks."""
+    todo = plan + item * 32
+    h, block = load_integer(todo + 8), load_integer(todo + 16)
+    if block >= 0:
+        line = _field(parts + load_integer(todo) * PART_COLUMNS * 8, TOKENS)
+        first, blocks = _blocks_of(seen + line * 16)
+        if block == first:
+            slot = made + load_integer(todo + 24) * made_row
+            _join_parts(h, group, size, blocks, slot, made_row, out + line * out_row)
+
+
+@shared
+def _join_some(
+    item: int, plan: int, made: int, made_row: int, group: int, size: int, parts: int, seen: int, out: int, out_row: int
+) -> None:
+    _join_at(item, plan, made, made_row, group, size, parts, seen, out, out_row)
+
+
+@unit(ATTEND)
+def attend(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    scale: float,
+    x: int,
+    x_row: int,
+    table: int,
+    parts: int,
+    part_count: int,
+    seen: int,
+    out: int,
+) -> None:
+    """out [Q, heads size]: each head of each query, which are the first of each token's line of x.
+
+    table: where each row's keys and values lie. parts: as `parts_of` has them. seen: of each query, the position of its
+    first key and how many keys.
     """
-    heads, kv_heads, size = blocks[0].heads, blocks[0].kv_heads, blocks[0].head_dim
-    group, scale = heads // kv_heads, np.float32(blocks[0].scale)
-    plan, slots = _plan(parts, seen, heads, kv_heads)
-    made = np.empty((slots, min(group, X_ROWS), size + 2), np.float32)
-    for item in prange(plan.shape[0]):
-        p, h, block, slot = plan[item]
-        row, line, stop = table[parts[p, 0]], parts[p, 3], parts[p, 4]
-        if block >= 0:
-            _attend_one(x[line], h, row, seen[line], block, size, scale, group, made[slot])
-        while block < 0 and line < stop:
-            count = panel_rows(stop - line)
-            _attend_panel(
-                count,
-                x[line].ctypes.data + h * size * 4,
-                x.strides[0],
-                row,
-                h // group * row[STRIDE],
-                seen[line : line + count],
-                size,
-                scale,
-                out[line].ctypes.data + h * size * 4,
-                out.strides[0],
-            )
-            line += count
+    group, out_row = heads // kv_heads, heads * size * 4
+    items, slots = _plan(parts, part_count, seen, heads, kv_heads)
+    made_row = _rows_for(min(group, X_ROWS)) * (size + 2) * 4
+    results = np.empty(slots * made_row // 4, np.float32)
+    plan, made, count = address(items), address(results), items.shape[0]
+    narrow = np.float32(scale)
+    _attend_some(
+        count, plan, made, made_row, group, size, narrow, x, x_row, table, parts, seen, out, out_row
+    )
     if slots < MANY:
-        for item in range(plan.shape[0]):
-            _join_parts(plan[item], parts, seen, made, group, size, out)
+        for item in range(count):
+            _join_at(item, plan, made, made_row, group, size, parts, seen, out, out_row)
     else:
-        for item in prange(plan.shape[0]):
-            _join_parts(plan[item], parts, seen, made, group, size, out)
+        _join_some(count, plan, made, made_row, group, size, parts, seen, out, out_row)
+    keep(items, results)
 
 
-@njit
-def write(block: Any, row: Any, kv: Any, position: int) -> None:
+@unit(WEIGH)
+def weigh(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    scale: float,
+    x: int,
+    x_row: int,
+    table: int,
+    parts: int,
+    part_count: int,
+    seen: int,
+    out: int,
+    keys: int,
+) -> None:
+    """out [Q, heads keys]: what `attend` mixes the values of all keys with, which are those of the first positions."""
+    group, narrow, spare = heads // kv_heads, np.float32(scale), np.empty(KEYS * size, np.float32)
+    scores = np.empty(keys + 16 + 2 * KEYS, np.float32)
+    for p in range(part_count):
+        part = parts + p * PART_COLUMNS * 8
+        row = table + _field(part, PART) * COLUMNS * 8
+        for t in range(_field(part, TOKENS), _field(part, TOKENS_END)):
+            first, count = load_integer(seen + t * 16), load_integer(seen + t * 16 + 8)
+            for h in range(heads):
+                q, head, line = x + t * x_row + h * size * 4, h // group * _field(row, STRIDE), (t * heads + h) * keys
+                for done in range(0, count, KEYS):
+                    now, to = min(KEYS, count - done), address(scores) + done * 4
+                    _score(1, 1, q, q, 0, row, head, first + done, now, size, address(spare), to)
+                _, total = exponentials(address(scores), count, narrow)
+                for j in range(keys):
+                    weight = scores[j - first] / total if first <= j < first + count else np.float32(0)
+                    store_float(out + (line + j) * 4, weight)
+    keep(spare, scores)
+
+
+@part
+def write(row: int, position: int, kv: int, kv_heads: int, size: int) -> None:
     """Put a token's keys and values, one head after the other, where its position lies."""
-    size = block.head_dim
-    start, _ = _piece(row, position, 1, _row_bytes(size, row[BITS]))
-    for h in range(block.kv_heads):
-        at = h * row[STRIDE] + start
-        _write_one(kv, h * size, row[K] + at, size, row[BITS])
-        _write_one(kv, (block.kv_heads + h) * size, row[V] + at, size, row[BITS])
+    bits = _field(row, BITS)
+    at, _ = _piece(row, position, 1, _row_bytes(size, bits))
+    for h in range(kv_heads):
+        to = h * _field(row, STRIDE) + at
+        _write_one(kv + h * size * 4, _field(row, K) + to, size, bits)
+        _write_one(kv + (kv_heads + h) * size * 4, _field(row, V) + to, size, bits)
 
 
-@njit
-def _write_one(kv: Any, start: int, at: int, size: int, bits: int) -> None:
+@part
+def _write_one(x: int, at: int, size: int, bits: int) -> None:
     """One head's vector."""
     if bits == 32:
-        out = vector(at, size)
         for i in range(size):
-            out[i] = kv[start + i]
+            store_float(at + i * 4, load_float(x + i * 4))
     else:
         for first in range(0, size, GROUP):
-            count = min(GROUP, size - first)
-            _encode(kv[start + first : start + first + count], at + first, at + size + first // GROUP * 2)
+            _encode(x + first * 4, min(GROUP, size - first), at + first, at + size + first // GROUP * 2)
 
 
-@njit
-def _encode(x: Any, at: int, scale_at: int) -> None:
+@part
+def _encode(x: int, count: int, at: int, scale_at: int) -> None:
     """A group in 8 bits, with the very bits that `infer.cache.int8.encode` gives it."""
     peak = np.float32(0)
-    for i in range(x.shape[0]):
-        peak = abs(x[i]) if abs(x[i]) > peak or x[i] != x[i] else peak  # a NaN stays
+    for i in range(count):
+        each = abs(load_float(x + i * 4))
+        peak = each if each > peak or each != each else peak  # a NaN stays
     step = np.float32(np.nan) if peak == np.inf else np.float32(peak / np.float32(127))
     step = np.float32(65504) if step > 65504 else step
     store_as_half(scale_at, step)
     if load_half(scale_at) < step:
         raise_half(scale_at)
-    scale, codes = load_half(scale_at), bytes_at(at, x.shape[0])
-    for i in range(x.shape[0]):
+    scale = load_half(scale_at)
+    for i in range(count):
         # Of a group that is 0, or not finite, the scale alone says so.
-        code = np.float32(np.rint(x[i] / scale)) if scale > 0 else np.float32(0)
-        codes[i] = np.int8(min(max(code, np.float32(-127)), np.float32(127)))
+        code = np.float32(np.rint(load_float(x + i * 4) / scale)) if scale > 0 else np.float32(0)
+        store_byte(at + i, np.int64(min(max(code, np.float32(-127)), np.float32(127))))

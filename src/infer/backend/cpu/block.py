@@ -5,8 +5,7 @@ through the same operations in the same order, alone or among others, whichever 
 compiled with `fastmath`, which lets a sum come out otherwise wherever its function is inlined.
 
 A decode step reads every weight once, so memory sets its pace, as long as nothing else takes time. In plain torch a
-third of a step is Python and operators between the products; compiled by numba it is close to nothing. Importing this
-module compiles it (a minute or two, once per machine: the result is cached on disk).
+third of a step is Python and operators between the products; compiled by numba it is close to nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import from_dtype, njit, prange, types
+from numba import types
 
-from infer.backend.cpu.attention import attend_rows, weigh_rows, write
-from infer.backend.cpu.memory import vector
-from infer.backend.cpu.product import WEIGHT, product, unpack
+from infer.backend.cpu import attention
+from infer.backend.cpu.attention import attend_at, write
+from infer.backend.cpu.memory import address, keep, records
+from infer.backend.cpu.product import WEIGHT, product
 from infer.backend.cpu.simd import (
     add,
     divide,
@@ -28,14 +28,20 @@ from infer.backend.cpu.simd import (
     fused,
     fused_one,
     lane,
-    load_floats,
+    load_float,
+    load_integer,
+    load_sixteen,
     multiply,
-    no_floats,
+    no_sixteen,
     splat,
+    store_float,
     store_floats,
+    store_integer,
     summed,
 )
 from infer.backend.cpu.tile import X_ROWS
+from infer.backend.cpu.units import part, shared, unit
+from infer.cache.table import COLUMNS
 
 # Addresses are 0 where there is nothing; centred: a LayerNorm.
 NORM = np.dtype([("weight", "i8"), ("bias", "i8"), ("eps", "f8"), ("offset", "f8"), ("centred", "i8")])
@@ -46,6 +52,7 @@ BLOCK = np.dtype(
         ("qkv", WEIGHT),
         ("q_norm", NORM),
         ("k_norm", NORM),
+        ("attend", "i8"),  # where the code for it lies
         ("o", WEIGHT),
         ("after_attention", NORM),
         ("before_mlp", NORM),
@@ -60,11 +67,8 @@ BLOCK = np.dtype(
         ("activation", "i8"),
     ]
 )
-RUN, BEFORE, BEHIND, ATTEND, WEIGH, NORMED, ACTIVATED = range(7)
+BLOCK_BYTES = BLOCK.itemsize
 MANY = 16  # rows that are worth handing out to several threads
-
-ROWS, TABLE, TABLES = types.float32[:, ::1], types.int64[:, ::1], types.int64[:, :, ::1]
-HEADS, BLOCKS = types.Array(from_dtype(HEAD), 1, "C"), types.Array(from_dtype(BLOCK), 1, "C")
 
 
 def use_threads(count: int) -> None:
@@ -72,72 +76,40 @@ def use_threads(count: int) -> None:
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
 
 
-def _kernel(*arguments: Any) -> Any:
-    """Compile for these argument types now, and keep the result on disk."""
-    return njit(types.void(*arguments), cache=True)
-
-
-@njit
-def _norm(x: Any, norm: Any, out: Any) -> None:
+@part
+def _norm(x: int, size: int, norm: Any, out: int) -> None:
     """out, which may be x, = RMSNorm(x), or LayerNorm(x) if centred."""
-    _normed(x, norm.weight, norm.bias, norm.eps, norm.offset, norm.centred, out)
-
-
-@njit
-def _normed(x: Any, weight_at: int, bias_at: int, eps: float, offset: float, centred: int, out: Any) -> None:
-    size, whole, at, weight = x.shape[0], x.shape[0] // 4 * 4, x.ctypes.data, vector(weight_at, x.shape[0])
-    mean, sums = np.float32(0), no_floats()
-    if centred:
-        for i in range(0, whole, 4):
-            sums = add(sums, load_floats(at + i * 4))
+    whole, mean, sums = size // 16 * 16, np.float32(0), no_sixteen()
+    if norm.centred:
+        for i in range(0, whole, 16):
+            sums = add(sums, load_sixteen(x + i * 4))
         mean = summed(sums)
         for i in range(whole, size):
-            mean += x[i]
+            mean += load_float(x + i * 4)
         mean /= np.float32(size)
-        sums = no_floats()
-    for i in range(0, whole, 4):
-        off = add(load_floats(at + i * 4), splat(-mean))
+        sums = no_sixteen()
+    for i in range(0, whole, 16):
+        off = add(load_sixteen(x + i * 4), splat(-mean))
         sums = fused(off, off, sums)
     square = summed(sums)
     for i in range(whole, size):
-        square = fused_one(x[i] - mean, x[i] - mean, square)
-    scale = np.float32(1 / math.sqrt(square / size + eps))
+        off_one = load_float(x + i * 4) - mean
+        square = fused_one(off_one, off_one, square)
+    scale, offset = np.float32(1 / math.sqrt(square / size + norm.eps)), np.float32(norm.offset)
     for i in range(size):
-        out[i] = (x[i] - mean) * scale * (weight[i] + np.float32(offset))
-    if bias_at != 0:
-        _add(out, vector(bias_at, size))
+        each = (load_float(x + i * 4) - mean) * scale * (load_float(norm.weight + i * 4) + offset)
+        store_float(out + i * 4, each)
+    if norm.bias != 0:
+        _add(out, norm.bias, size)
 
 
-@njit
-def _add(x: Any, y: Any) -> None:
-    for i in range(x.shape[0]):
-        x[i] += y[i]
+@part
+def _add(x: int, y: int, size: int) -> None:
+    for i in range(size):
+        store_float(x + i * 4, load_float(x + i * 4) + load_float(y + i * 4))
 
 
-@njit
-def _add_rows(x: Any, y: Any) -> None:
-    for t in range(x.shape[0]):
-        _add(x[t], y[t])
-
-
-@njit
-def _norm_rows(x: Any, norm: Any, out: Any) -> None:
-    if x.shape[0] < MANY:
-        for t in range(x.shape[0]):
-            _norm(x[t], norm, out[t])
-    else:
-        _norm_many(x, norm, out)
-
-
-@njit(parallel=True)
-def _norm_many(x: Any, norm: Any, out: Any) -> None:
-    # Taken out one by one: numba hands no record to a thread.
-    weight_at, bias_at, eps, offset, centred = norm.weight, norm.bias, norm.eps, norm.offset, norm.centred
-    for t in prange(x.shape[0]):
-        _normed(x[t], weight_at, bias_at, eps, offset, centred, out[t])
-
-
-@njit(forceinline=True)
+@part(forceinline=True)
 def _activated(gate: Any, kind: int) -> Any:
     """0: SiLU; 1: GELU in its tanh form, which is a SiLU-like product too, x sigmoid(2 y)."""
     y = gate
@@ -147,183 +119,247 @@ def _activated(gate: Any, kind: int) -> Any:
     return divide(gate, add(splat(1.0), exponential(multiply(y, splat(-1.0)))))
 
 
-@njit
-def _activate(up: Any, inner: Any, kind: int) -> None:
-    """inner [I] = activation(up), or activation(gate) * up, where both lie in `up`. Kind 2 is GELU itself."""
-    size, gated = inner.shape[0], up.shape[0] > inner.shape[0]
+@part
+def _activate(up: int, width: int, size: int, kind: int, out: int) -> None:
+    """out [size] = activation(up), or activation(gate) * up, where both lie in `up`. Kind 2 is GELU itself."""
+    whole = size // 16 * 16
     if kind == 2:
         for i in range(size):
-            inner[i] = np.float32(0.5) * up[i] * np.float32(1 + math.erf(up[i] * 0.7071067811865476))
+            x = load_float(up + i * 4)
+            store_float(out + i * 4, np.float32(0.5) * x * np.float32(1 + math.erf(x * 0.7071067811865476)))
     else:
-        up_at, inner_at, whole = up.ctypes.data, inner.ctypes.data, size // 4 * 4
-        for i in range(0, whole, 4):
-            store_floats(inner_at + i * 4, _activated(load_floats(up_at + i * 4), kind))
+        for i in range(0, whole, 16):
+            store_floats(out + i * 4, _activated(load_sixteen(up + i * 4), kind))
         for i in range(whole, size):
-            inner[i] = lane(_activated(splat(up[i]), kind), 0)
-    if gated:
+            store_float(out + i * 4, lane(_activated(splat(load_float(up + i * 4)), kind), 0))
+    if width > size:
         for i in range(size):
-            inner[i] *= up[size + i]
+            store_float(out + i * 4, load_float(out + i * 4) * load_float(up + (size + i) * 4))
 
 
-@njit
-def _activate_rows(up: Any, inner: Any, kind: int) -> None:
-    if up.shape[0] < MANY:
-        for t in range(up.shape[0]):
-            _activate(up[t], inner[t], kind)
-    else:
-        _activate_many(up, inner, kind)
-
-
-@njit(parallel=True)
-def _activate_many(up: Any, inner: Any, kind: int) -> None:
-    for t in prange(up.shape[0]):
-        _activate(up[t], inner[t], kind)
-
-
-@njit(inline="always")
-def _project(blocks: Any, x: Any, cos_at: int, sin_at: int, heads: Any) -> None:
-    block = blocks[0]
-    normed = np.empty(x.shape, np.float32)
-    _norm_rows(x, block.before_attention, normed)
-    product(block.qkv, normed, heads)
-    if x.shape[0] < MANY:
-        for t in range(x.shape[0]):
-            _rotate(block, heads[t], cos_at, sin_at, t)
-    else:
-        _rotate_many(blocks, heads, cos_at, sin_at)
-
-
-@njit(parallel=True)
-def _rotate_many(blocks: Any, heads: Any, cos_at: int, sin_at: int) -> None:
-    for t in prange(heads.shape[0]):
-        _rotate(blocks[0], heads[t], cos_at, sin_at, t)
-
-
-@njit
-def _rotate(block: Any, heads: Any, cos_at: int, sin_at: int, t: int) -> None:
-    """Norm and RoPE in place on the q and k of row t; cos and sin are [T, D], sin with the sign of rotate-half."""
+@part
+def _rotate(block: Any, heads: int, cos: int, sin: int) -> None:
+    """Norm and RoPE in place on the q and k of a token; cos and sin are [D], sin with the sign of rotate-half."""
     size, half = block.head_dim, block.head_dim // 2
     for h in range(block.heads + block.kv_heads):
-        x = heads[h * size : (h + 1) * size]
+        x = heads + h * size * 4
         if block.q_norm.weight != 0:
             if h < block.heads:
-                _norm(x, block.q_norm, x)
+                _norm(x, size, block.q_norm, x)
             else:
-                _norm(x, block.k_norm, x)
-        if cos_at != 0:
-            cos, sin = vector(cos_at + t * size * 4, size), vector(sin_at + t * size * 4, size)
-            for i in range(half):
-                first, second = x[i], x[i + half]
-                x[i] = first * cos[i] + second * sin[i]
-                x[i + half] = second * cos[i + half] + first * sin[i + half]
+                _norm(x, size, block.k_norm, x)
+        if cos != 0:
+            for i in range(0, half * 4, 4):
+                j = i + half * 4
+                first, second = load_float(x + i), load_float(x + j)
+                store_float(x + i, first * load_float(cos + i) + second * load_float(sin + i))
+                store_float(x + j, second * load_float(cos + j) + first * load_float(sin + j))
 
 
-@njit(inline="always")
-def _finish(block: Any, attended: Any, residual: Any, out: Any) -> None:
+@part
+def _store(block: Any, row: int, position: int, heads: int, seen: int) -> None:
+    """A token's keys and values, and which positions it sees: the first, and how many."""
+    write(row, position, heads + block.heads * block.head_dim * 4, block.kv_heads, block.head_dim)
+    oldest = 0 if block.window == 0 else max(0, position - block.window + 1)
+    store_integer(seen, oldest)
+    store_integer(seen + 8, position - oldest + 1)
+
+
+# What happens to each row between products. In all of them, a row of x has `width` floats.
+BEFORE_QKV, BEHIND_QKV, BEHIND_O, BEHIND_UP, BEHIND_DOWN, BEFORE_HEAD = range(6)
+
+
+@part
+def _do(
+    t: int, what: int, blocks: int, x: int, width: int, y: int, z: int, ropes: int, table: int, tokens: int, seen: int
+) -> None:
+    block = records(blocks, 1, BLOCK)[0]
+    row = x + t * width * 4
+    if what == BEFORE_QKV:
+        _norm(row, width, block.before_attention, y + t * width * 4)
+    elif what == BEHIND_QKV:
+        step, cos, sin = t * block.head_dim * 4, load_integer(ropes), load_integer(ropes + 8)
+        _rotate(block, row, cos + step if cos != 0 else 0, sin + step if cos != 0 else 0)
+        if tokens != 0:
+            of, position = load_integer(tokens + t * 16), load_integer(tokens + t * 16 + 8)
+            _store(block, table + of * COLUMNS * 8, position, row, seen + t * 16)
+    elif what == BEHIND_O:  # x += z, y = norm(x)
+        if block.after_attention.weight != 0:
+            _norm(row, width, block.after_attention, row)
+        _add(row, z + t * width * 4, width)
+        _norm(row, width, block.before_mlp, y + t * width * 4)
+    elif what == BEHIND_UP:
+        inner = block.down.columns
+        _activate(row, width, inner, block.activation, y + t * inner * 4)
+    else:  # x += z
+        if block.after_mlp.weight != 0:
+            _norm(row, width, block.after_mlp, row)
+        _add(row, z + t * width * 4, width)
+
+
+@shared
+def _do_some(
+    t: int, what: int, blocks: int, x: int, width: int, y: int, z: int, ropes: int, table: int, tokens: int, seen: int
+) -> None:
+    _do(t, what, blocks, x, width, y, z, ropes, table, tokens, seen)
+
+
+@part
+def _each(
+    count: int,
+    what: int,
+    blocks: int,
+    x: int,
+    width: int,
+    y: int,
+    z: int,
+    ropes: int,
+    table: int,
+    tokens: int,
+    seen: int,
+) -> None:
+    if count < MANY:
+        for t in range(count):
+            _do(t, what, blocks, x, width, y, z, ropes, table, tokens, seen)
+    else:
+        _do_some(count, what, blocks, x, width, y, z, ropes, table, tokens, seen)
+
+
+@part
+def _project(blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, seen: int, out: int) -> None:
+    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], normed and rotated; with tokens, k and v are stored."""
+    block = records(blocks, 1, BLOCK)[0]
+    width = block.qkv.columns
+    normed = np.empty(count * width, np.float32)
+    _each(count, BEFORE_QKV, blocks, x, width, address(normed), 0, 0, 0, 0, 0)
+    product(block.qkv, address(normed), count, out)
+    _each(count, BEHIND_QKV, blocks, out, block.qkv.rows, 0, 0, ropes, table, tokens, seen)
+    keep(normed, normed)
+
+
+@part
+def _finish(blocks: int, attended: int, residual: int, count: int, out: int) -> None:
     """x = residual + norm(O attended); out [T, C] = x + norm(Down(activation(Gate norm(x)) * Up norm(x))).
 
     Norms behind a product only where there are any; not gated: Down(activation(Up norm(x))).
     """
-    x, normed = np.empty(residual.shape, np.float32), np.empty(residual.shape, np.float32)
-    product(block.o, attended, x)
-    if block.after_attention.weight != 0:
-        _norm_rows(x, block.after_attention, x)
-    _add_rows(x, residual)
-    _norm_rows(x, block.before_mlp, normed)
-    up = np.empty((x.shape[0], block.up.rows), np.float32)
-    inner = np.empty((x.shape[0], block.down.columns), np.float32)
-    product(block.up, normed, up)
-    _activate_rows(up, inner, block.activation)
-    product(block.down, inner, out)
-    if block.after_mlp.weight != 0:
-        _norm_rows(out, block.after_mlp, out)
-    _add_rows(out, x)
+    block = records(blocks, 1, BLOCK)[0]
+    width, up_width, inner_width = block.o.rows, block.up.rows, block.down.columns
+    x, normed = np.empty(count * width, np.float32), np.empty(count * width, np.float32)
+    up, inner = np.empty(count * up_width, np.float32), np.empty(count * inner_width, np.float32)
+    product(block.o, attended, count, address(x))
+    _each(count, BEHIND_O, blocks, address(x), width, address(normed), residual, 0, 0, 0, 0)
+    product(block.up, address(normed), count, address(up))
+    _each(count, BEHIND_UP, blocks, address(up), up_width, address(inner), 0, 0, 0, 0, 0)
+    product(block.down, address(inner), count, out)
+    _each(count, BEHIND_DOWN, blocks, out, width, 0, address(x), 0, 0, 0, 0)
+    keep((x, normed), (up, inner))
 
 
-@njit(inline="always")
-def _block(blocks: Any, x: Any, cos_at: int, sin_at: int, table: Any, tokens: Any, parts: Any, out: Any) -> None:
-    """A whole block, x [T, C] -> out [T, C]. tokens: of each, its row of the table and its position."""
-    block = blocks[0]
-    q_size = block.heads * block.head_dim
-    projected = np.empty((x.shape[0], block.qkv.rows), np.float32)
-    _project(blocks, x, cos_at, sin_at, projected)
-    seen, mixed = np.empty((x.shape[0], 2), np.int64), np.empty((x.shape[0], q_size), np.float32)
-    if x.shape[0] < MANY:
-        for t in range(x.shape[0]):
-            _store(block, table[tokens[t, 0]], tokens[t, 1], projected[t, q_size:], seen[t])
-    else:
-        _store_many(blocks, table, tokens, projected, q_size, seen)
-    attend_rows(blocks, projected, table, parts, seen, mixed)
-    _finish(block, mixed, x, out)
-
-
-@njit
-def _store(block: Any, row: Any, position: int, kv: Any, seen: Any) -> None:
-    """A token's keys and values, and which positions it sees: the first, and how many."""
-    write(block, row, kv, position)
-    oldest = 0 if block.window == 0 else max(0, position - block.window + 1)
-    seen[0], seen[1] = oldest, position - oldest + 1
-
-
-@njit(parallel=True)
-def _store_many(blocks: Any, table: Any, tokens: Any, projected: Any, q_size: int, seen: Any) -> None:
-    for t in prange(projected.shape[0]):
-        _store(blocks[0], table[tokens[t, 0]], tokens[t, 1], projected[t, q_size:], seen[t])
-
-
-@_kernel(HEADS, types.int64[::1], ROWS)
-def look_up(heads: Any, ids: Any, out: Any) -> None:
-    """out [T, columns]: rows of a quantised weight."""
-    for t in range(ids.shape[0]):
-        if ids[t] < 0 or ids[t] >= heads[0].weight.rows:
-            raise IndexError("there is no such row")
-        unpack(heads[0].weight, ids[t], out[t])
-
-
-@_kernel(types.int64, BLOCKS, HEADS, ROWS, ROWS, TABLE, TABLES, TABLE, TABLE, types.int64[::1], ROWS)
-def _run(
-    part: int,
-    blocks: Any,
-    heads: Any,
-    x: Any,
-    attended: Any,
-    ropes: Any,
-    tables: Any,
-    tokens: Any,
-    parts: Any,
-    wanted: Any,
-    out: Any,
+@part
+def _block(
+    blocks: int,
+    x: int,
+    count: int,
+    ropes: int,
+    table: int,
+    tokens: int,
+    parts: int,
+    part_count: int,
+    out: int,
 ) -> None:
-    """All of the functions below: each as a kernel of its own would be compiled with everything that it calls."""
-    if part == BEFORE:
-        _project(blocks, x, ropes[0, 0], ropes[0, 1], out)
-    elif part == BEHIND:
-        _finish(blocks[0], attended, x, out)
-    elif part == ATTEND:
-        attend_rows(blocks, x, tables[0], parts, tokens, out)
-    elif part == WEIGH:
-        weigh_rows(blocks, x, tables[0], parts, tokens, out)
-    elif part == NORMED:
-        _norm_rows(x, heads[0].norm, out)
-    elif part == ACTIVATED:
-        _activate_rows(x, out, blocks[0].activation)
-    else:
-        given, done = x, np.empty(x.shape, np.float32)
-        for layer in range(blocks.shape[0]):
-            last = layer == blocks.shape[0] - 1 and heads.shape[0] == 0
-            if last:
-                done = out
-            _block(
-                blocks[layer : layer + 1], given, ropes[layer, 0], ropes[layer, 1], tables[layer], tokens, parts, done
-            )
-            given, done = done, np.empty(x.shape, np.float32) if layer == 0 else given
-        if heads.shape[0] == 1:
-            chosen = np.empty((wanted.shape[0], x.shape[1]), np.float32)
-            for i in range(wanted.shape[0]):
-                chosen[i] = given[wanted[i]]
-            if heads[0].norm.weight != 0:
-                _norm_rows(chosen, heads[0].norm, chosen)
-            product(heads[0].weight, chosen, out)
+    """A whole block, x [T, C] -> out [T, C]. tokens: of each, its row of the table and its position."""
+    block = records(blocks, 1, BLOCK)[0]
+    projected = np.empty(count * block.qkv.rows, np.float32)
+    seen, mixed = np.empty(count * 2, np.int64), np.empty(count * block.o.columns, np.float32)
+    _project(blocks, x, count, ropes, table, tokens, address(seen), address(projected))
+    attend_at(
+        block.attend,
+        block.heads,
+        block.kv_heads,
+        block.head_dim,
+        block.scale,
+        address(projected),
+        block.qkv.rows * 4,
+        table,
+        parts,
+        part_count,
+        address(seen),
+        address(mixed),
+    )
+    _finish(blocks, address(mixed), x, count, out)
+    keep((seen, mixed), projected)
+
+
+@unit(types.void(*[types.int64] * 15))
+def _run(
+    blocks: int,
+    layers: int,
+    head: int,
+    x: int,
+    count: int,
+    width: int,
+    ropes: int,
+    tables: int,
+    table_rows: int,
+    tokens: int,
+    parts: int,
+    part_count: int,
+    wanted: int,
+    wanted_count: int,
+    out: int,
+) -> None:
+    """As `run`; head: 0 where there is none."""
+    one, other = np.empty(count * width, np.float32), np.empty(count * width, np.float32)
+    given, to, spare = x, address(one), address(other)
+    for layer in range(layers):
+        if layer == layers - 1 and head == 0:
+            to = out
+        table = tables + layer * table_rows * COLUMNS * 8
+        _block(blocks + layer * BLOCK_BYTES, given, count, ropes + layer * 16, table, tokens, parts, part_count, to)
+        given, to, spare = to, spare, to
+    if head != 0:
+        _head(head, given, width, wanted, wanted_count, out)
+    keep(one, other)
+
+
+@part
+def _head(head: int, x: int, width: int, wanted: int, count: int, out: int) -> None:
+    """out [W, rows] = W norm(x [wanted]) + b, or without the norm where there is none."""
+    made = records(head, 1, HEAD)[0]
+    chosen = np.empty(count * width, np.float32)
+    for i in range(count):
+        row, to = x + load_integer(wanted + i * 8) * width * 4, address(chosen) + i * width * 4
+        if made.norm.weight != 0:
+            _norm(row, width, made.norm, to)
+        else:
+            for j in range(0, width * 4, 4):
+                store_float(to + j, load_float(row + j))
+    product(made.weight, address(chosen), count, out)
+    keep(chosen, chosen)
+
+
+@unit(types.void(*[types.int64] * 5))
+def _before_attention(blocks: int, x: int, count: int, ropes: int, out: int) -> None:
+    _project(blocks, x, count, ropes, 0, 0, 0, out)
+
+
+@unit(types.void(*[types.int64] * 5))
+def _behind_attention(blocks: int, attended: int, x: int, count: int, out: int) -> None:
+    _finish(blocks, attended, x, count, out)
+
+
+@unit(types.void(*[types.int64] * 5))
+def _norm_rows(head: int, x: int, count: int, width: int, out: int) -> None:
+    made = records(head, 1, HEAD)[0]
+    for t in range(count):
+        _norm(x + t * width * 4, width, made.norm, out + t * width * 4)
+
+
+@unit(types.void(*[types.int64] * 6))
+def _activate_rows(kind: int, x: int, count: int, width: int, size: int, out: int) -> None:
+    for t in range(count):
+        _activate(x + t * width * 4, width, size, kind, out + t * size * 4)
 
 
 def parts_of(counts: Any) -> Any:
@@ -340,8 +376,7 @@ def parts_of(counts: Any) -> Any:
     return np.stack((row, before, of_row[row], line, np.minimum(line + X_ROWS, ends[row])), 1)
 
 
-NO_BLOCKS, NO_HEADS = np.zeros(0, BLOCK), np.zeros(0, HEAD)
-NO_TABLE, NO_TABLES, NO_TOKENS = np.zeros((0, 0), np.int64), np.zeros((0, 0, 0), np.int64), np.zeros(0, np.int64)
+# The units, with arrays for addresses. Those of records have one element, or one for each layer.
 
 
 def run(
@@ -352,23 +387,25 @@ def run(
     ropes: of each layer, where its cos and sin [T, D] lie, 0 if there are none. tables: of each layer and row, where
     keys and values go. tokens: of each, its row and its position. parts: from `parts_of`.
     """
-    _run(RUN, blocks, heads, x, x, ropes, tables, tokens, parts, wanted, out)
+    head, rows = _at(heads) if len(heads) else 0, tables.shape[1]
+    layers, places, todo = len(blocks), (_at(ropes), _at(tables), rows, _at(tokens)), (_at(parts), len(parts))
+    _run(_at(blocks), layers, head, _at(x), *x.shape, *places, *todo, _at(wanted), len(wanted), _at(out))
 
 
 def head(heads: Any, x: Any, out: Any) -> None:
     """out [T, rows] = W norm(x [T, C]) + b, or without the norm where there is none."""
-    everything = np.arange(x.shape[0])
-    _run(RUN, NO_BLOCKS, heads, x, x, NO_TABLE, NO_TABLES, NO_TABLE, NO_TABLE, everything, out)
+    everything = np.arange(len(x))
+    _run(0, 0, _at(heads), _at(x), *x.shape, 0, 0, 0, 0, 0, 0, _at(everything), len(x), _at(out))
 
 
 def before_attention(blocks: Any, x: Any, ropes: Any, out: Any) -> None:
     """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], normed and rotated; cos and sin are [T, D]."""
-    _run(BEFORE, blocks, NO_HEADS, x, x, ropes, NO_TABLES, NO_TABLE, NO_TABLE, NO_TOKENS, out)
+    _before_attention(_at(blocks), _at(x), len(x), _at(ropes), _at(out))
 
 
 def behind_attention(blocks: Any, attended: Any, x: Any, out: Any) -> None:
     """out [T, C] from attended [T, Hq D], x being the residual."""
-    _run(BEHIND, blocks, NO_HEADS, x, attended, NO_TABLE, NO_TABLES, NO_TABLE, NO_TABLE, NO_TOKENS, out)
+    _behind_attention(_at(blocks), _at(attended), _at(x), len(x), _at(out))
 
 
 def attend(blocks: Any, q: Any, tables: Any, seen: Any, parts: Any, out: Any) -> None:
@@ -376,19 +413,33 @@ def attend(blocks: Any, q: Any, tables: Any, seen: Any, parts: Any, out: Any) ->
 
     seen: of each query, the position of its first key and how many keys. parts: from `parts_of`.
     """
-    _run(ATTEND, blocks, NO_HEADS, q, q, NO_TABLE, tables, seen, parts, NO_TOKENS, out)
+    attention.attend(*_attended(blocks, q, tables, seen, parts), _at(out))
 
 
 def weigh(blocks: Any, q: Any, tables: Any, seen: Any, parts: Any, out: Any) -> None:
     """out [Q, Hq S]: by which `attend` mixes the values of S keys, which lie in order."""
-    _run(WEIGH, blocks, NO_HEADS, q, q, NO_TABLE, tables, seen, parts, NO_TOKENS, out)
+    keys = out.shape[1] // int(blocks[0]["heads"])
+    attention.weigh(*_attended(blocks, q, tables, seen, parts), _at(out), keys)
+
+
+def _attended(blocks: Any, q: Any, tables: Any, seen: Any, parts: Any) -> tuple[float, ...]:
+    block = blocks[0]
+    shape = int(block["heads"]), int(block["kv_heads"]), int(block["head_dim"]), float(block["scale"])
+    return *shape, _at(q), q.strides[0], _at(tables), _at(parts), len(parts), _at(seen)
 
 
 def norm(heads: Any, x: Any, out: Any) -> None:
     """out [T, C] = norm(x [T, C])"""
-    _run(NORMED, NO_BLOCKS, heads, x, x, NO_TABLE, NO_TABLES, NO_TABLE, NO_TABLE, NO_TOKENS, out)
+    _norm_rows(_at(heads), _at(x), *x.shape, _at(out))
 
 
 def activate(blocks: Any, x: Any, out: Any) -> None:
     """out [T, I] = activation(x), or activation(gate) * up, where x [T, 2 I] holds both."""
-    _run(ACTIVATED, blocks, NO_HEADS, x, x, NO_TABLE, NO_TABLES, NO_TABLE, NO_TABLE, NO_TOKENS, out)
+    _activate_rows(int(blocks[0]["activation"]), _at(x), *x.shape, out.shape[1], _at(out))
+
+
+NO_HEADS = np.zeros(0, HEAD)
+
+
+def _at(array: Any) -> int:
+    return int(array.ctypes.data)

@@ -1,9 +1,9 @@
 """Vectors for the kernels that numba compiles: the few operations that its loops do not vectorise well.
 
-Those of four floats are 128 bits: every operation is one or two instructions, on ARM (NEON) and on x86 alike. Those of
-eight are two such registers on ARM, and one on x86 with AVX. Those of a tile of a quantised weight have a lane for each
-of its rows, and are a register wide: four rows with NEON, eight with AVX2, sixteen with AVX-512. `dot` is one
-instruction where an ARM core has the dot product extension or an x86 core VNNI, and a few elsewhere.
+Those of eight and of sixteen floats are one register with AVX-512, and up to four with NEON: sums have one order on all
+cores. Those of a tile of a quantised weight have a lane for each of its rows, and are a register wide: four rows with
+NEON, eight with AVX2, sixteen with AVX-512. `dot` is one instruction where an ARM core has the dot product extension or
+an x86 core VNNI, and a few elsewhere.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core.errors import RequireLiteralValue
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
+from infer.backend.cpu.units import part
 from infer.nn.quantized import TILE
 
-INT8, INT16, INT32, HALF, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
-INT32X4, FLOATX4 = ir.VectorType(INT32, 4), ir.VectorType(FLOAT, 4)
-INT32X8, FLOATX8 = ir.VectorType(INT32, 8), ir.VectorType(FLOAT, 8)
+INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+HALF, FLOAT = ir.HalfType(), ir.FloatType()
+INT32X4, INT32X8, INT32X16 = (ir.VectorType(INT32, count) for count in (4, 8, 16))
+FLOATX8, FLOATX16 = ir.VectorType(FLOAT, 8), ir.VectorType(FLOAT, 16)
 TILE_CODES, TILE_INTS, TILE_FLOATS = (
     ir.VectorType(INT8, 4 * TILE),
     ir.VectorType(INT32, TILE),
@@ -65,10 +67,10 @@ def _vector(name: str, llvm_type: ir.Type) -> Any:
     return Vector()
 
 
-int32x4 = _vector("int32x4", INT32X4)
 int32x8 = _vector("int32x8", INT32X8)
-floatx4 = _vector("floatx4", FLOATX4)
+int32x16 = _vector("int32x16", INT32X16)
 floatx8 = _vector("floatx8", FLOATX8)
+floatx16 = _vector("floatx16", FLOATX16)
 tile_codes = _vector("tile_codes", TILE_CODES)
 tile_ints = _vector("tile_ints", TILE_INTS)
 tile_floats = _vector("tile_floats", TILE_FLOATS)
@@ -123,7 +125,7 @@ def _prefetch(builder: Any, address: Any) -> None:
     _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, INT32(0), INT32(3), INT32(1))
 
 
-def _splat(builder: Any, value: Any, count: int = 4) -> Any:
+def _splat(builder: Any, value: Any, count: int) -> Any:
     first = builder.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, INT32(0))
     return _pick(builder, first, [0] * count)
 
@@ -144,8 +146,10 @@ def _all(llvm_type: ir.VectorType, value: float) -> Any:
 
 
 def _sum(builder: Any, x: Any) -> Any:
-    pairs = builder.fadd(x, _pick(builder, x, [2, 3, 0, 1]))
-    return builder.extract_element(builder.fadd(pairs, _pick(builder, pairs, [1, 0, 3, 2])), INT32(0))
+    """Of neighbours, of these sums, and so on, so that no core is left with a choice."""
+    while x.type.count > 1:
+        x = builder.fadd(*(_pick(builder, x, list(range(odd, x.type.count, 2))) for odd in (0, 1)))
+    return builder.extract_element(x, INT32(0))
 
 
 def _sum_of_eight(builder: Any, x: Any) -> Any:
@@ -172,7 +176,9 @@ def _clamped(builder: Any, x: Any, low: Any, high: Any) -> Any:
 
 
 # Memory, at addresses that need not be aligned.
-load_floats = _operation(floatx4, lambda b, at: _load(b, at, FLOATX4), 1)
+load_integer = _operation(types.int64, lambda b, at: _load(b, at, INT64), 1)
+load_byte = _operation(types.int64, lambda b, at: b.sext(_load(b, at, INT8), INT64), 1)
+load_sixteen = _operation(floatx16, lambda b, at: _load(b, at, FLOATX16), 1)
 load_eight_codes = _operation(floatx8, lambda b, at: b.sitofp(_load(b, at, ir.VectorType(INT8, 8)), FLOATX8), 1)
 load_float = _operation(types.float32, lambda b, at: _load(b, at, FLOAT), 1)
 load_half = _operation(types.float32, _half_as_float, 1)
@@ -180,8 +186,7 @@ load_bfloat = _operation(types.float32, lambda b, at: _widened(b, _load(b, at, I
 load_eight = _operation(floatx8, lambda b, at: _load(b, at, FLOATX8), 1)
 load_eight_halves = _operation(floatx8, lambda b, at: b.fpext(_load(b, at, ir.VectorType(HALF, 8)), FLOATX8), 1)
 load_eight_bfloats = _operation(floatx8, lambda b, at: _widened(b, _load(b, at, ir.VectorType(INT16, 8))), 1)
-store_floats = _operation(types.void, _store, 2)
-store_eight = _operation(types.void, _store, 2)
+store_floats = _operation(types.void, _store, 2)  # as many as there are
 store_as_bytes = _operation(types.void, lambda b, at, v: _store(b, at, b.trunc(v, ir.VectorType(INT8, 8))), 2)
 store_as_half = _operation(types.void, lambda b, at, x: _store(b, at, b.fptrunc(x, HALF)), 2)
 # The next larger float16 than one in memory has the next bits.
@@ -190,6 +195,8 @@ store_float = _operation(types.void, _store, 2)
 # Ask for what lies at an address, which need not be there.
 prefetch = _operation(types.void, _prefetch, 1)
 store_int = _operation(types.void, _store, 2)
+store_integer = _operation(types.void, _store, 2)
+store_byte = _operation(types.void, lambda b, at, x: _store(b, at, b.trunc(x, INT8)), 2)
 
 # The same of a tile.
 load_tile_codes = _operation(tile_codes, lambda b, at: _load(b, at, TILE_CODES), 1)
@@ -201,17 +208,16 @@ load_for_tile = _operation(
     tile_floats, lambda b, at: _splat(b, _load(b, at, FLOAT), TILE), 1
 )  # one float, for each row
 load_int_for_tile = _operation(tile_ints, lambda b, at: _splat(b, _load(b, at, INT32), TILE), 1)
-store_tile_floats = _operation(types.void, _store, 2)
 
 # Arithmetic.
 no_eight_ints = _operation(int32x8, lambda b: _all(INT32X8, 0), 0)
-no_floats = _operation(floatx4, lambda b: _all(FLOATX4, 0.0), 0)
+no_sixteen = _operation(floatx16, lambda b: _all(FLOATX16, 0.0), 0)
 no_tile_ints = _operation(tile_ints, lambda b: _all(TILE_INTS, 0), 0)
 no_tile_floats = _operation(tile_floats, lambda b: _all(TILE_FLOATS, 0.0), 0)
 no_eight = _operation(floatx8, lambda b: _all(FLOATX8, 0.0), 0)
 add = _alike(lambda b, x, y: b.fadd(x, y), 2)
 multiply = _alike(lambda b, x, y: b.fmul(x, y), 2)
-divide = _operation(floatx4, lambda b, x, y: b.fdiv(x, y), 2)
+divide = _alike(lambda b, x, y: b.fdiv(x, y), 2)
 fused = _alike(lambda b, x, y, z: _call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z), 3)  # x y + z
 fused_one = _operation(types.float32, lambda b, x, y, z: _call(b, "llvm.fma.f32", FLOAT, x, y, z), 3)
 # The bits of absolute values, which are in the order of these, and those of a NaN behind all others.
@@ -220,16 +226,16 @@ larger_ints = _alike(lambda b, x, y: _call(b, "llvm.umax.v8i32", INT32X8, x, y),
 largest_magnitude = _operation(
     types.float32, lambda b, x: b.bitcast(_call(b, "llvm.vector.reduce.umax.v8i32", INT32, x), FLOAT), 1
 )
-larger = _operation(floatx4, lambda b, x, y: _call(b, "llvm.maximum.v4f32", FLOATX4, x, y), 2)  # NaN if one is
-largest = _operation(types.float32, lambda b, x: _call(b, "llvm.vector.reduce.fmaximum.v4f32", FLOAT, x), 1)
+larger = _alike(lambda b, x, y: _call(b, "llvm.maximum.v16f32", FLOATX16, x, y), 2)  # NaN if one is
+largest = _operation(types.float32, lambda b, x: _call(b, "llvm.vector.reduce.fmaximum.v16f32", FLOAT, x), 1)
 summed = _operation(types.float32, _sum, 1)
 # In the order of `cpu_tile`.
 sum_of_eight = _operation(types.float32, _sum_of_eight, 1)
-clamped = _operation(floatx4, _clamped, 3)
-rounded = _operation(floatx4, lambda b, x: _call(b, "llvm.rint.v4f32", FLOATX4, x), 1)
+clamped = _alike(_clamped, 3)
+rounded = _alike(lambda b, x: _call(b, "llvm.rint.v16f32", FLOATX16, x), 1)
 to_tile_floats = _operation(tile_floats, lambda b, v: b.sitofp(v, TILE_FLOATS), 1)
 # The nearest whole number; of what no whole number is near, any.
-to_ints = _operation(int32x4, lambda b, x: _call(b, "llvm.lrint.v4i32.v4f32", INT32X4, x), 1)
+to_ints = _operation(int32x16, lambda b, x: _call(b, "llvm.lrint.v16i32.v16f32", INT32X16, x), 1)
 to_eight_ints = _operation(int32x8, lambda b, x: _call(b, "llvm.lrint.v8i32.v8f32", INT32X8, x), 1)
 add_ints = _alike(lambda b, x, y: b.add(x, y), 2)
 times_256 = _alike(lambda b, v: b.shl(v, _all(v.type, 8)), 1)
@@ -240,8 +246,8 @@ low_nibbles = _alike(lambda b, v: b.and_(v, _all(TILE_CODES, 15)), 1)
 high_nibbles = _alike(lambda b, v: b.lshr(v, _all(TILE_CODES, 4)), 1)
 # 2^n of whole numbers, by way of the exponent's bits.
 _power = _operation(
-    floatx4,
-    lambda b, n: b.bitcast(b.shl(b.add(n, _all(INT32X4, 127)), _all(INT32X4, 23)), FLOATX4),
+    floatx16,
+    lambda b, n: b.bitcast(b.shl(b.add(n, _all(INT32X16, 127)), _all(INT32X16, 23)), FLOATX16),
     1,
 )
 
@@ -249,7 +255,7 @@ _power = _operation(
 @_typed_intrinsic
 def splat(context: Any, x: Any) -> Any:
     """The same number in every lane."""
-    return floatx4(types.float32), lambda c, b, s, args: _splat(b, *args)
+    return floatx16(types.float32), lambda c, b, s, args: _splat(b, *args, 16)
 
 
 @_typed_intrinsic
@@ -324,7 +330,7 @@ def _literal(index: Any) -> int:
     return int(index.literal_value)
 
 
-@njit
+@part
 def exponential(x: Any) -> Any:
     """e^x to a unit or two in the last place: 2^n e^f, with |f| at most half of log 2."""
     x = clamped(x, splat(-87.0), splat(88.0))

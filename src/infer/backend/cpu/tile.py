@@ -21,6 +21,7 @@ from numba import types
 from numba.core.registry import cpu_target
 
 from infer.backend.cpu.simd import FLOAT, INT32, _all, _call, _load, _pick, _prefetch, _store, _typed_intrinsic
+from infer.backend.cpu.units import part
 
 INT64 = ir.IntType(64)
 LANES = 8
@@ -38,7 +39,17 @@ WIDTH, W_ROWS, X_ROWS = _shape()
 # Rows of x are cut into panels: as many as possible of the largest size, then smaller ones.
 PANELS = (X_ROWS, *(rows for rows in (8, 4, 2, 1) if rows < X_ROWS))
 AHEAD = 1024 if WIDTH == 16 else 0  # bytes that loops ask for before they need them, where that helps
-MIXED = 32 if WIDTH == 16 else 16  # columns that `mix_tile` sums in registers, for all rows of a panel
+# Columns that `mix_tile` sums in registers, for all rows of a panel: of one with up to FEW rows, or with more.
+FEW, FEW_MIXED, MIXED, LAST_MIXED = 4, 64 if WIDTH == 16 else 16, 32 if WIDTH == 16 else 16, 16
+
+
+@part
+def panel_rows(rows: int) -> Any:
+    """How many of these rows of x the next panel has."""
+    for size in PANELS:
+        if size <= rows:
+            return size
+    return 0
 
 
 @_typed_intrinsic
@@ -70,8 +81,21 @@ def multiply_tile(
 def mix_tile(
     context: Any, rows: Any, weights: Any, weights_row: Any, v: Any, v_row: Any, count: Any, out: Any, out_row: Any
 ) -> Any:
-    """out [rows, MIXED] += weights [rows, count] v [count, MIXED], one v after the other; rows: one of PANELS."""
-    return types.void(*[types.int64] * 8), _by_panel("infer_mix", lambda b, rows: partial(_mix, b, rows))
+    """out [rows, M] += weights [rows, count] v [count, M], one v after the other; rows: one of PANELS.
+
+    M: FEW_MIXED or MIXED, according to the rows.
+    """
+    make = lambda b, rows: partial(_mix, b, rows, FEW_MIXED if rows <= FEW else MIXED)  # noqa: E731
+    return types.void(*[types.int64] * 8), _by_panel("infer_mix", make)
+
+
+@_typed_intrinsic
+def mix_last(
+    context: Any, rows: Any, weights: Any, weights_row: Any, v: Any, v_row: Any, count: Any, out: Any, out_row: Any
+) -> Any:
+    """The same of LAST_MIXED columns."""
+    make = lambda b, rows: partial(_mix, b, rows, LAST_MIXED)  # noqa: E731
+    return types.void(*[types.int64] * 8), _by_panel("infer_mix_last", make)
 
 
 def _by_panel(name: str, make: Callable[[Any, int], Callable[..., None]]) -> Callable[..., Any]:
@@ -103,10 +127,19 @@ def _by_panel(name: str, make: Callable[[Any, int], Callable[..., None]]) -> Cal
 
 
 def _mix(
-    b: Any, rows: int, weights: Any, weights_row: Any, v: Any, v_row: Any, count: Any, out: Any, out_row: Any
+    b: Any,
+    rows: int,
+    columns: int,
+    weights: Any,
+    weights_row: Any,
+    v: Any,
+    v_row: Any,
+    count: Any,
+    out: Any,
+    out_row: Any,
 ) -> None:
     vector, start = ir.VectorType(FLOAT, WIDTH), b.block
-    names = [(t, column) for t in range(rows) for column in range(0, MIXED, WIDTH)]
+    names = [(t, column) for t in range(rows) for column in range(0, columns, WIDTH)]
     outs = {(t, column): b.add(b.add(out, b.mul(out_row, INT64(t))), INT64(column * 4)) for t, column in names}
     before = {name: _load(b, outs[name], vector) for name in names}
     loop, end = b.append_basic_block(), b.append_basic_block()
@@ -115,14 +148,14 @@ def _mix(
     left, weights_at, v_at = (b.phi(INT64) for _ in range(3))
     sums = {name: b.phi(vector) for name in names}
     after = {}
-    values = [_load(b, b.add(v_at, INT64(column * 4)), vector) for column in range(0, MIXED, WIDTH)]
-    for line in range(0, MIXED * 4 if AHEAD else 0, 64):
+    values = [_load(b, b.add(v_at, INT64(column * 4)), vector) for column in range(0, columns, WIDTH)]
+    for line in range(0, columns * 4 if AHEAD else 0, 64):
         _prefetch(b, b.add(v_at, INT64(AHEAD + line)))
     for t in range(rows):
         weight = _load(b, b.add(weights_at, b.mul(weights_row, INT64(t))), FLOAT)
         first = b.insert_element(ir.Constant(vector, ir.Undefined), weight, INT32(0))
         splat = _pick(b, first, [0] * WIDTH)
-        for column in range(0, MIXED, WIDTH):
+        for column in range(0, columns, WIDTH):
             fma = f"llvm.fma.v{WIDTH}f32"
             after[t, column] = _call(b, fma, vector, values[column // WIDTH], splat, sums[t, column])
     fewer = b.sub(left, INT64(1))

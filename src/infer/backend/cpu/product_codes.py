@@ -1,0 +1,306 @@
+"""Products of a few or many rows with a quantised weight, on the CPU.
+
+The weight lies in tiles of R rows, as many as a register has sums. A tile is a sequence of groups, each of 32 columns:
+
+    4 bits: 16 R bytes of codes, R float16 scales, R float16 minima: w = scale * code + minimum, codes 0..15
+    8 bits: 32 R bytes of codes, R float16 scales:                   w = scale * code, codes -127..127
+
+Codes go by quads of columns: the four bytes of row 0, of row 1, and so on, then the next quad; with 4 bits, a byte's
+low half is of quad j and its high half of quad j + 4. So a register of codes meets the same four bytes of x in every
+row, the sums of all rows lie side by side in one register, and a whole tile is read front to back.
+
+The rows of x are rounded too, in groups of 32, to 16 bits: a high byte and a low one, each multiplied with the codes as
+whole numbers, which is exact. (With 8 bits, as others do it, a last digit's difference in x flips codes, and grows to
+tenths of a logit.) What remains in floating point goes group by group in one order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from infer.backend.cpu.memory import address, keep
+from infer.backend.cpu.product import INT4, PRODUCT
+from infer.backend.cpu.simd import (
+    DOT_PRODUCT,
+    VNNI,
+    add,
+    add_ints,
+    as_factors,
+    dot,
+    dot_positive,
+    fused,
+    high_byte,
+    high_nibbles,
+    larger_ints,
+    largest_magnitude,
+    load_byte,
+    load_eight,
+    load_float,
+    load_for_tile,
+    load_half,
+    load_int_for_tile,
+    load_integer,
+    load_tile_codes,
+    load_tile_floats,
+    load_tile_halves,
+    low_nibbles,
+    magnitudes,
+    multiply,
+    no_eight_ints,
+    no_tile_floats,
+    no_tile_ints,
+    prefetch,
+    splat_eight,
+    store_as_bytes,
+    store_float,
+    store_floats,
+    store_int,
+    times_256,
+    to_eight_ints,
+    to_tile_floats,
+    total,
+)
+from infer.backend.cpu.tile import AHEAD
+from infer.backend.cpu.units import part, shared, unit
+from infer.nn.quantized import GROUP, TILE
+
+FAR = 262144  # bytes that stay in the second cache of most cores, with room to spare
+MANY = 16  # rows that are worth rounding in several threads
+INT4_BYTES, INT8_BYTES = 20 * TILE, 34 * TILE  # of a group of a tile
+X_BYTES, SCALE_BYTES = 2 * GROUP, 12  # of a group of x: of its codes, and what goes with them
+STEPS = 127 * 256 + 127  # of x, from 0 to the largest: so many its codes can count
+
+
+@shared
+def _round_rows(t: int, x: int, columns: int, codes: int, scales: int) -> None:
+    groups = (columns + GROUP - 1) // GROUP
+    _round_row(x + t * columns * 4, columns, codes + t * groups * X_BYTES, scales + t * groups * SCALE_BYTES)
+
+
+@part
+def _round_row(x: int, columns: int, codes: int, scales: int) -> None:
+    """Each group's codes, its scale, the sum of what its codes stand for, and -128 times that of the codes themselves.
+
+    The last group is filled up with 0.
+    """
+    whole = columns // GROUP
+    for g in range(whole):
+        _round_group(x + g * GROUP * 4, codes + g * X_BYTES, scales + g * SCALE_BYTES)
+    if whole * GROUP < columns:
+        rest = np.zeros(GROUP, np.float32)
+        for i in range(columns - whole * GROUP):
+            rest[i] = load_float(x + (whole * GROUP + i) * 4)
+        _round_group(address(rest), codes + whole * X_BYTES, scales + whole * SCALE_BYTES)
+        keep(rest, rest)
+
+
+@part(forceinline=True)
+def _round_group(at: int, codes_at: int, scales_at: int) -> None:
+    """First the high bytes of all codes, rounded, then what is left of them in low ones."""
+    peak = magnitudes(load_eight(at))
+    for i in range(32, GROUP * 4, 32):
+        peak = larger_ints(peak, magnitudes(load_eight(at + i)))
+    step = largest_magnitude(peak) / np.float32(STEPS)
+    inverse = splat_eight(np.float32(1) / step if step > 0 else step)
+    sums = no_eight_ints()
+    for i in range(0, GROUP, 8):
+        code = to_eight_ints(multiply(load_eight(at + 4 * i), inverse))
+        sums = add_ints(sums, code)
+        store_as_bytes(codes_at + i, high_byte(code))
+        store_as_bytes(codes_at + GROUP + i, code)
+    sum_of_codes = total(sums)
+    store_float(scales_at, step)
+    store_float(scales_at + 4, np.float32(sum_of_codes) * step)
+    store_int(scales_at + 8, np.int32(-128 * sum_of_codes))
+
+
+@part(forceinline=True)
+def _int4_codes(at: int) -> Any:
+    """A group of a tile: the codes of its eight quads."""
+    a, b = load_tile_codes(at), load_tile_codes(at + 4 * TILE)
+    c, d = load_tile_codes(at + 8 * TILE), load_tile_codes(at + 12 * TILE)
+    return (
+        low_nibbles(a),
+        low_nibbles(b),
+        low_nibbles(c),
+        low_nibbles(d),
+        high_nibbles(a),
+        high_nibbles(b),
+        high_nibbles(c),
+        high_nibbles(d),
+    )
+
+
+@part(forceinline=True)
+def _int8_codes(at: int) -> Any:
+    return (
+        as_factors(load_tile_codes(at)),
+        as_factors(load_tile_codes(at + 4 * TILE)),
+        as_factors(load_tile_codes(at + 8 * TILE)),
+        as_factors(load_tile_codes(at + 12 * TILE)),
+        as_factors(load_tile_codes(at + 16 * TILE)),
+        as_factors(load_tile_codes(at + 20 * TILE)),
+        as_factors(load_tile_codes(at + 24 * TILE)),
+        as_factors(load_tile_codes(at + 28 * TILE)),
+    )
+
+
+def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_minimum: bool) -> Any:
+    """The loop for one kind of weight."""
+    raised = not has_minimum and DOT_PRODUCT == VNNI
+
+    @part(forceinline=True)
+    def dot_group(codes: Any, x: int, x_scale_at: int) -> Any:
+        """Codes of a tile with the high bytes of x, and with its low ones, neither waiting for the other."""
+        high, low, below = no_tile_ints(), load_int_for_tile(x_scale_at + 8) if raised else no_tile_ints(), x + GROUP
+        high, low = dot(high, codes[0], x, 0), dot(low, codes[0], below, 0)
+        high, low = dot(high, codes[1], x, 1), dot(low, codes[1], below, 1)
+        high, low = dot(high, codes[2], x, 2), dot(low, codes[2], below, 2)
+        high, low = dot(high, codes[3], x, 3), dot(low, codes[3], below, 3)
+        high, low = dot(high, codes[4], x, 4), dot(low, codes[4], below, 4)
+        high, low = dot(high, codes[5], x, 5), dot(low, codes[5], below, 5)
+        high, low = dot(high, codes[6], x, 6), dot(low, codes[6], below, 6)
+        high, low = dot(high, codes[7], x, 7), dot(low, codes[7], below, 7)
+        return to_tile_floats(add_ints(times_256(high), low))
+
+    @part(forceinline=True)
+    def add_group(so_far: Any, w: Any, scale: Any, minimum: Any, x_at: int, x_scale_at: int) -> Any:
+        so_far = fused(dot_group(w, x_at, x_scale_at), multiply(scale, load_for_tile(x_scale_at)), so_far)
+        return fused(minimum, load_for_tile(x_scale_at + 4), so_far) if has_minimum else so_far
+
+    @part(forceinline=True)
+    def take(at: int) -> Any:
+        if AHEAD > 0:
+            for line in range(0, group_bytes, 64):
+                prefetch(at + AHEAD + line)
+        scale = load_tile_halves(at + code_bytes)
+        return codes_of(at), scale, load_tile_halves(at + code_bytes + 2 * TILE) if has_minimum else scale
+
+    @shared
+    def by_tile(
+        item: int,
+        at: int,
+        bias_at: int,
+        rows: int,
+        groups: int,
+        codes: int,
+        scales: int,
+        count: int,
+        size: int,
+        out: int,
+    ) -> None:
+        """A tile of W with `size` rows of x."""
+        out_row, tiles = rows * 4, (rows + TILE - 1) // TILE
+        x_row, s_row = groups * X_BYTES, groups * SCALE_BYTES
+        tile, first = item % tiles, item // tiles * size
+        last = min(first + size, count)
+        together = last - (last - first) % 4
+        start, to = at + tile * groups * group_bytes, out + tile * TILE * 4
+        bias, missing = bias_at + tile * TILE * 4 if bias_at != 0 else 0, (tile + 1) * TILE - rows
+        for t in range(first, together, 4):  # four rows of x at once: the codes of W are taken apart once for all
+            x, s = codes + t * x_row, scales + t * s_row
+            a, b, c, d = no_tile_floats(), no_tile_floats(), no_tile_floats(), no_tile_floats()
+            for g in range(groups):
+                w, scale, minimum = take(start + g * group_bytes)
+                x_at, s_at = x + g * X_BYTES, s + g * SCALE_BYTES
+                a = add_group(a, w, scale, minimum, x_at, s_at)
+                b = add_group(b, w, scale, minimum, x_at + x_row, s_at + s_row)
+                c = add_group(c, w, scale, minimum, x_at + 2 * x_row, s_at + 2 * s_row)
+                d = add_group(d, w, scale, minimum, x_at + 3 * x_row, s_at + 3 * s_row)
+            _put(a, bias, to + t * out_row, missing)
+            _put(b, bias, to + (t + 1) * out_row, missing)
+            _put(c, bias, to + (t + 2) * out_row, missing)
+            _put(d, bias, to + (t + 3) * out_row, missing)
+        for t in range(together, last):
+            x, s = codes + t * x_row, scales + t * s_row
+            a = no_tile_floats()
+            for g in range(groups):
+                w, scale, minimum = take(start + g * group_bytes)
+                a = add_group(a, w, scale, minimum, x + g * X_BYTES, s + g * SCALE_BYTES)
+            _put(a, bias, to + t * out_row, missing)
+
+    return by_tile
+
+
+@part(forceinline=True)
+def _put(sums: Any, bias: int, to: int, missing: int) -> None:
+    """A tile's outputs of a row; the last tile of a weight may have fewer. bias: where it lies, or 0."""
+    if missing <= 0:
+        store_floats(to, sums if bias == 0 else add(sums, load_tile_floats(bias)))
+    else:
+        _put_some(sums, bias, to, TILE - missing)
+
+
+@part
+def _put_some(sums: Any, bias: int, to: int, count: int) -> None:
+    spare = np.empty(TILE, np.float32)
+    store_floats(address(spare), sums)
+    for i in range(count):
+        store_float(to + i * 4, spare[i] if bias == 0 else spare[i] + load_float(bias + i * 4))
+
+
+_int4_by_tile = _by_tile(_int4_codes, dot_positive, 16 * TILE, INT4_BYTES, has_minimum=True)
+_int8_by_tile = _by_tile(_int8_codes, dot, 32 * TILE, INT8_BYTES, has_minimum=False)
+
+
+@part
+def _rounded(x: int, columns: int, count: int) -> Any:
+    """The codes of x [count, columns], and their scales."""
+    groups = (columns + GROUP - 1) // GROUP
+    codes, scales = np.empty(count * groups * X_BYTES, np.int8), np.empty(count * groups * 3, np.float32)
+    if count < MANY:  # sooner done than handed out
+        for t in range(count):
+            codes_at, scales_at = address(codes) + t * groups * X_BYTES, address(scales) + t * groups * SCALE_BYTES
+            _round_row(x + t * columns * 4, columns, codes_at, scales_at)
+    else:
+        _round_rows(count, x, columns, address(codes), address(scales))
+    return codes, scales
+
+
+@part
+def _items(count: int, rows: int, groups: int) -> Any:
+    """Of the work, and rows of x in each: so many that they stay in the second cache, for all tiles of W."""
+    size = max(4, FAR // (groups * (X_BYTES + SCALE_BYTES)) // 4 * 4)
+    return (count + size - 1) // size * ((rows + TILE - 1) // TILE), size
+
+
+@unit(PRODUCT)
+def int4_product(kind: int, at: int, bias: int, rows: int, columns: int, x: int, count: int, out: int) -> None:
+    """out [count, rows] = x [count, columns] W^T + b"""
+    (codes, scales), groups = _rounded(x, columns, count), (columns + GROUP - 1) // GROUP
+    items, size = _items(count, rows, groups)
+    _int4_by_tile(items, at, bias, rows, groups, address(codes), address(scales), count, size, out)
+    keep(codes, scales)
+
+
+@unit(PRODUCT)
+def int8_product(kind: int, at: int, bias: int, rows: int, columns: int, x: int, count: int, out: int) -> None:
+    """The same, of a weight of 8 bits."""
+    (codes, scales), groups = _rounded(x, columns, count), (columns + GROUP - 1) // GROUP
+    items, size = _items(count, rows, groups)
+    _int8_by_tile(items, at, bias, rows, groups, address(codes), address(scales), count, size, out)
+    keep(codes, scales)
+
+
+@unit(types.void(*[types.int64] * 7))
+def look_up(kind: int, at: int, rows: int, columns: int, ids: int, count: int, out: int) -> None:
+    """out [count, columns]: rows of a quantised weight in floats."""
+    groups, four = (columns + GROUP - 1) // GROUP, kind == INT4
+    size, scales_at = (INT4_BYTES, 16 * TILE) if four else (INT8_BYTES, 32 * TILE)
+    for t in range(count):
+        row = load_integer(ids + t * 8)
+        lane = row % TILE
+        for g in range(groups):
+            group = at + (row // TILE * groups + g) * size
+            scale, minimum = load_half(group + scales_at + lane * 2), np.float32(0)
+            if four:
+                minimum = load_half(group + scales_at + 2 * TILE + lane * 2)
+            for i in range(min(GROUP, columns - g * GROUP)):
+                quad = i // 4 % (4 if four else 8)
+                code = load_byte(group + quad * 4 * TILE + lane * 4 + i % 4)
+                if four:
+                    code = (code >> (4 if i >= 16 else 0)) & 15
+                store_float(out + (t * columns + g * GROUP + i) * 4, scale * np.float32(code) + minimum)
