@@ -65,6 +65,8 @@ def load_model(
         check_memory(weight_bytes(model, widths, dtype), form(widths, quantize, dtype), device)
     if quantize is not None and dtype is torch.float32 and not ready:
         print("without compiled kernels quantised weights are slow: each product makes floats of them", file=sys.stderr)
+    if ready:
+        cpu.kernels().prepare({width for width in widths.values() if isinstance(width, int)})
     _materialise(model, dtype, device, widths)
     parameters = dict(model.named_parameters())
     for name, slot in slots.items():

@@ -20,7 +20,7 @@ from torch import Tensor
 from infer.machine import byte_lanes
 from infer.nn.module import Module
 
-GROUP, TILE = 32, byte_lanes()  # columns and rows that lie together: see backend/cpu/product.py
+GROUP, TILE = 32, byte_lanes()  # columns and rows that lie together: see backend/cpu/product_codes.py
 BITS = {"int4": 4, "int8": 8}
 AT_ONCE = 1 << 24  # weights turned back into floats at a time
 

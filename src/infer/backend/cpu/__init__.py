@@ -1,21 +1,16 @@
-"""The CPU backend: kernels that numba compiles. They are compiled, or read from disk, when first asked for."""
+"""The CPU backend: kernels that numba compiles."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
 
-from infer.machine import cache_folder
-
-FILES = ("attention", "block", "memory", "product", "simd", "tile")  # what numba compiles
 _compiling = Lock()
 
 
@@ -36,23 +31,16 @@ def _kernels() -> Any:
         return None
     try:
         from numba.core.errors import NumbaError
-
-        from infer.backend.cpu.kernel_cache import load_cached
     except ImportError:
         return None
     threads = torch.get_num_threads()
-
-    def load() -> Any:
-        from infer.backend.cpu import block
+    try:
+        from infer.backend.cpu import attention, block
 
         block.use_threads(threads)
+        attention.attend.begin()
+        block.compile_first()
         return block
-
-    # numba compiles a kernel again when its own file has changed, not when one that it calls has: so each state of
-    # the files has a folder of its own.
-    root = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_folder())
-    try:
-        return load_cached(load, root / "kernels" / _fingerprint())
     except (ImportError, RuntimeError, OSError, NumbaError) as error:
         reason = str(error).strip().partition("\n")[0]
         print(f"no kernels for this CPU, so plain torch runs instead: {reason}", file=sys.stderr, flush=True)
@@ -60,13 +48,6 @@ def _kernels() -> Any:
     finally:
         # Where numba and torch share an OpenMP library, as on x86, starting the one's threads has set the other's.
         torch.set_num_threads(threads)
-
-
-def _fingerprint() -> str:
-    folder = Path(__file__).parent
-    files = [*(folder / f"{name}.py" for name in FILES), folder.parents[1] / "cache" / "table.py"]
-    contents = b"".join(file.read_bytes() for file in files)
-    return hashlib.sha256(contents + str(files).encode()).hexdigest()[:16]  # numba goes by their paths too
 
 
 def _without_kernels() -> None:

@@ -17,10 +17,11 @@ import numba
 import numpy as np
 from numba import types
 
-from infer.backend.cpu import attention
+from infer.backend.cpu import attention, product_codes, product_floats
 from infer.backend.cpu.attention import attend_at, write
 from infer.backend.cpu.memory import address, keep, records
-from infer.backend.cpu.product import WEIGHT, product
+from infer.backend.cpu.product import FLOAT32, INT4, INT8, WEIGHT, product
+from infer.backend.cpu.product_codes import look_up
 from infer.backend.cpu.simd import (
     add,
     divide,
@@ -40,7 +41,7 @@ from infer.backend.cpu.simd import (
     summed,
 )
 from infer.backend.cpu.tile import X_ROWS
-from infer.backend.cpu.units import part, shared, unit
+from infer.backend.cpu.units import Unit, part, shared, unit
 from infer.cache.table import COLUMNS
 
 # Addresses are 0 where there is nothing; centred: a LayerNorm.
@@ -376,6 +377,11 @@ def parts_of(counts: Any) -> Any:
     return np.stack((row, before, of_row[row], line, np.minimum(line + X_ROWS, ends[row])), 1)
 
 
+def compile_first() -> None:
+    """What every model needs: it shows whether numba can compile for this CPU."""
+    _run.address  # noqa: B018
+
+
 # The units, with arrays for addresses. Those of records have one element, or one for each layer.
 
 
@@ -390,6 +396,26 @@ def run(
     head, rows = _at(heads) if len(heads) else 0, tables.shape[1]
     layers, places, todo = len(blocks), (_at(ropes), _at(tables), rows, _at(tokens)), (_at(parts), len(parts))
     _run(_at(blocks), layers, head, _at(x), *x.shape, *places, *todo, _at(wanted), len(wanted), _at(out))
+
+
+def product_of(kind: int) -> Unit:
+    """For such a weight."""
+    units = {INT4: product_codes.int4_product, INT8: product_codes.int8_product}
+    return units.get(kind, product_floats.float_product)
+
+
+def prepare(bits: set[int]) -> None:
+    """Compile what such weights need, if need be; of none, floats."""
+    for kind in bits or {FLOAT32}:
+        product_of(kind).address  # noqa: B018
+    if bits:
+        look_up.address  # noqa: B018
+
+
+def linear(weight: tuple[int, ...], x: Any, out: Any) -> None:
+    """out [T, rows] = x [T, columns] W^T + b; weight: as a record has it."""
+    _, kind, *rest = weight
+    product_of(kind)(kind, *rest, _at(x), len(x), _at(out))
 
 
 def head(heads: Any, x: Any, out: Any) -> None:

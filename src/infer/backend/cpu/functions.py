@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infer.backend.cpu import kernels
-from infer.backend.cpu.records import ACTIVATION_CODES, WEIGHT_KINDS, Record, packed_record
+from infer.backend.cpu.records import ACTIVATION_CODES, Record, weight_record
 from infer.cache.table import Table
 from infer.nn.linear import Linear
 from infer.nn.norm import Norm
@@ -22,15 +22,8 @@ from infer.nn.quantized import QuantizedWeight
 
 def linear(x: Tensor, part: Linear) -> Tensor:
     """x [T, in] -> [T, out]"""
-    made = running()
-    weight, bias = part.weight, None if part.bias is None else _floats(part.bias)
-    head, out = np.zeros(1, made.HEAD), empty(x.shape[0], weight.shape[0])
-    if isinstance(weight, QuantizedWeight):
-        head["weight"] = packed_record(weight, bias)
-    else:
-        at = 0 if bias is None else bias.data_ptr()
-        head["weight"] = WEIGHT_KINDS[weight.dtype], weight.data_ptr(), at, *weight.shape
-    made.head(head, _floats(x).numpy(), out.numpy())
+    bias, out = None if part.bias is None else _floats(part.bias), empty(x.shape[0], part.weight.shape[0])
+    running().linear(weight_record(part.weight, bias), _floats(x).numpy(), out.numpy())
     return out.to(x.dtype)
 
 
@@ -56,10 +49,10 @@ def activate(x: Tensor, inner: int, activation: str) -> Tensor:
 
 def look_up(weight: QuantizedWeight, ids: Tensor) -> Tensor:
     """Rows ids [T] of a quantised weight, as float32 [T, K]."""
-    out = empty(len(ids), weight.columns)
-    head = np.zeros(1, kernels().HEAD)
-    head["weight"] = packed_record(weight)
-    kernels().look_up(head, ids.long().contiguous().numpy(), out.numpy())
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < weight.rows:
+        raise IndexError("there is no such row")
+    ids, out = ids.long().contiguous(), empty(len(ids), weight.columns)
+    kernels().look_up(weight.bits, weight.packed.data_ptr(), *weight.shape, ids.data_ptr(), len(ids), out.data_ptr())
     return out
 
 

@@ -1,8 +1,8 @@
 """Compiled kernels on disk, between runs.
 
-numba keeps them as pickles, which can do anything when they are read, in files that it trusts blindly. So a folder of
-kernels is read only if nobody else may have written to it, and if it is as it was left: `SEAL` holds a hash of it. Any
-other folder is compiled anew, beside it, and takes its place when complete.
+numba keeps them as pickles, which can do anything when they are read, in files that it trusts blindly. So the folder of
+a kernel is read only if nobody else may have written to it, and if it is as it was left: `SEAL` holds a hash of it. Any
+other is compiled anew, beside it, and takes its place when complete.
 """
 
 from __future__ import annotations
@@ -14,18 +14,40 @@ import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from numba import config
 
+from infer.machine import cache_folder
+
 SEAL = "compiled"
 T = TypeVar("T")
 
 
+def kernel_folder(name: str) -> Path:
+    """numba compiles a kernel again when its own file has changed, not when one that it calls has: so each state of the
+    files has a folder of its own."""
+    root = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_folder())
+    return root / "kernels" / _fingerprint() / name
+
+
+@cache
+def _fingerprint() -> str:
+    folder = Path(__file__).parent
+    files = [*sorted(folder.glob("*.py")), folder.parents[1] / "cache" / "table.py"]
+    contents = b"".join(file.read_bytes() for file in files)
+    return hashlib.sha256(contents + str(files).encode()).hexdigest()[:16]  # numba goes by their paths too
+
+
+def is_cached(folder: Path) -> bool:
+    return not _make_private(folder.parent) and _is_intact(folder)
+
+
 def load_cached(load: Callable[[], T], folder: Path) -> T:
-    """What `load` returns, which imports kernels: from this folder, or compiled and then kept there."""
+    """What `load` returns, which compiles a kernel: from this folder, or compiled and then kept there."""
     folder = folder.resolve()
     if problem := _make_private(folder.parent):
         _say(f"compiled kernels are not kept, {problem}, or set INFER_CACHE to a folder of your own")
@@ -36,7 +58,7 @@ def load_cached(load: Callable[[], T], folder: Path) -> T:
                 _seal(folder)  # numba has added kernels, if another kind of CPU shares the folder
             return found
     kept = not problem and os.access(folder.parent, os.W_OK)
-    _say(f"compiling kernels for this CPU: a minute or two{', once' if kept else ''}")
+    _say(f"compiling a kernel for this CPU{', once' if kept else ''}: {folder.name}")
     with TemporaryDirectory(dir=folder.parent if kept else None, ignore_cleanup_errors=True) as fresh:
         built = Path(fresh, folder.name)
         built.mkdir(0o700)

@@ -31,10 +31,11 @@ def block_record(parts: BlockParts) -> Record:
     made = np.zeros(1, kernels().BLOCK)
     for name, part in parts._asdict().items():
         if isinstance(part, Linear):
-            made[name] = weight_record(part)
+            made[name] = weight_record(part.weight, part.bias)
         elif isinstance(part, Norm):
             made[name] = norm_record(part)
     made["heads"], made["kv_heads"], made["head_dim"] = parts.heads, parts.kv_heads, parts.head_dim
+    made["attend"] = kernels().attention.attend.address
     made["scale"], made["window"], made["activation"] = (
         parts.scale,
         parts.window or 0,
@@ -46,21 +47,19 @@ def block_record(parts: BlockParts) -> Record:
 def head_record(norm: Norm | None, linear: Linear | None) -> Record:
     made = np.zeros(1, kernels().HEAD)
     if linear is not None:
-        made["weight"] = weight_record(linear)
+        made["weight"] = weight_record(linear.weight, linear.bias)
     if norm is not None:
         made["norm"] = norm_record(norm)
     return made
 
 
-def packed_record(weight: QuantizedWeight, bias: Tensor | None = None) -> tuple[int, ...]:
-    return weight.bits, weight.packed.data_ptr(), _address(bias), *weight.shape
-
-
-def weight_record(linear: Linear) -> tuple[int, ...]:
-    weight = linear.weight
+def weight_record(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> tuple[int, ...]:
+    """The kernel that multiplies with it is compiled, if it has not been before."""
     if isinstance(weight, QuantizedWeight):
-        return packed_record(weight, linear.bias)
-    return WEIGHT_KINDS[weight.dtype], weight.data_ptr(), _address(linear.bias), *weight.shape
+        kind, at = weight.bits, weight.packed
+    else:
+        kind, at = WEIGHT_KINDS[weight.dtype], weight
+    return kernels().product_of(kind).address, kind, at.data_ptr(), _address(bias), *weight.shape
 
 
 def norm_record(norm: Norm) -> tuple[int, int, float, float, bool]:

@@ -8,21 +8,30 @@ emitted. Its parts are translated, and linked. What one unit calls of another it
 from __future__ import annotations
 
 import ctypes
+import gc
 import inspect
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+from threading import RLock
 from typing import Any
 
 import numba
 from llvmlite import ir
+from llvmlite.binding import Linkage
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.extending import intrinsic
 
-from infer.backend.cpu import kernel_cache
+from infer.backend.cpu.kernel_cache import is_cached, kernel_folder, load_cached
 
+_compiling = RLock()
 INT, POINTER = ir.IntType(64), ir.IntType(8).as_pointer()
 
 
@@ -31,33 +40,69 @@ def _refuse(*arguments: Any) -> Any:
     raise RuntimeError("this function is part of a kernel, and has no code of its own to be called from Python")
 
 
-class _Linked(JITCodeLibrary):
-    """The code of a part, which waits to be linked into a unit's."""
+class _Part(JITCodeLibrary):
+    """The code of a part, as it was translated: it waits to be linked into a unit's."""
 
     def _optimize_functions(self, ll_module: Any) -> None:
         ll_module.data_layout = self._codegen._data_layout
 
-    def _optimize_final_module(self) -> None:
-        pass
-
-    def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()
+    def finalize(self) -> None:
         self._finalized = True
+
+    def alone(self) -> Any:
+        """Its own functions, in a form that may be linked several times."""
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.linkage == Linkage.external:
+                function.linkage = "linkonce_odr"
+        return self._final_module
+
+    def _get_module_for_linking(self) -> Any:
+        if self._shared_module is None:
+            self._shared_module = self.alone().clone()
+            _link(self._shared_module, self._linking_libraries)
+        return self._shared_module
 
     def get_pointer_to_function(self, name: str) -> int:
         return ctypes.cast(_refuse, ctypes.c_void_p).value or 0
 
 
+class _Whole(JITCodeLibrary):
+    """The code of a unit, with that of all its parts."""
+
+    def finalize(self) -> None:
+        _link(self._final_module, self._linking_libraries)
+        self._linking_libraries.clear()
+        super().finalize()
+
+
+def _link(module: Any, libraries: list[Any]) -> None:
+    """Put them into a module, and all that they call, each once."""
+    waiting, seen = list(libraries), set()
+    while waiting:
+        library = waiting.pop()
+        if library not in seen:
+            seen.add(library)
+            if isinstance(library, _Part):
+                waiting += library._linking_libraries
+                module.link_in(library.alone(), preserve=True)
+            else:
+                module.link_in(library._get_module_for_linking(), preserve=True)
+
+
 class _UnitCompiler(Compiler):
     def compile_extra(self, func: Any) -> Any:
         codegen = self.state.targetctx.codegen()
-        self.state.library = JITCodeLibrary(codegen, func.__qualname__)
+        self.state.library = _Whole(codegen, func.__qualname__)
         self.state.library.enable_object_caching()
-        codegen._library_class, codegen.set_env = _Linked, lambda name, env: None  # a part has no place for the latter
+        codegen._library_class, codegen.set_env = _Part, lambda name, env: None  # a part has no place for the latter
+        collecting = gc.isenabled()
+        gc.disable()  # a tenth of the time goes there, for nothing
         try:
             return super().compile_extra(func)
         finally:
             del codegen._library_class, codegen.set_env
+            if collecting:
+                gc.enable()
 
 
 class Unit:
@@ -65,13 +110,33 @@ class Unit:
 
     def __init__(self, function: Callable[..., None], signature: Any) -> None:
         self._function, self._signature = function, signature
+        self._helper: Popen[bytes] | None = None
         self.__doc__ = function.__doc__
 
     @cached_property
     def _made(self) -> Any:
+        with _compiling:
+            return self.__dict__.get("_made") or self._compiled()
+
+    def _compiled(self) -> Any:
+        if self._helper is not None:
+            self._helper.wait()
         numba.get_num_threads()  # starts threads, which the code names
         options = {"cache": True, "pipeline_class": _UnitCompiler, "error_model": "numpy"}
-        return kernel_cache.kept(self._function.__name__, lambda: cfunc(self._signature, **options)(self._function))
+        return load_cached(lambda: cfunc(self._signature, **options)(self._function), self._folder)
+
+    @property
+    def _folder(self) -> Path:
+        return kernel_folder(self._function.__name__.strip("_"))
+
+    def begin(self) -> None:
+        """Have it compiled by another process, if need be, while this one goes on to others."""
+        if os.cpu_count() == 1 or not sys.executable or is_cached(self._folder):
+            return
+        program = f"from {self._function.__module__} import {self._function.__name__} as unit; unit.address"
+        where = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        with suppress(OSError):  # then it is compiled here
+            self._helper = Popen([sys.executable, "-c", program], env=where, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
 
     @property
     def address(self) -> int:
@@ -92,8 +157,16 @@ def unit(signature: Any) -> Callable[[Callable[..., None]], Unit]:
 
 def part(function: Any = None, **options: Any) -> Any:
     """A function that units call."""
-    made = njit(error_model="numpy", **options)
-    return made if function is None else made(function)
+    if function is None:
+        return partial(part, **options)
+    made = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
+    made.get_call_template = lambda args, kws: type(made).get_call_template(made, _plain(args), kws)
+    return made
+
+
+def _plain(args: Any) -> tuple[Any, ...]:
+    """Types of arguments, a number's being that of all: numba would translate a function for each constant anew."""
+    return tuple(types.unliteral(each) for each in args)
 
 
 def shared(function: Callable[..., None]) -> Any:
@@ -105,7 +178,7 @@ def shared(function: Callable[..., None]) -> Any:
     body = part(function)
 
     def definition(context: Any, count: Any, *arguments: Any) -> Any:
-        given = types.int64, *arguments
+        given = types.int64, *_plain(arguments)
         body.get_call_template(given, {})
         return types.void(*given), partial(_share, body.overloads[given])
 
