@@ -111,19 +111,33 @@ def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
     """All products in a single call, and attention in all layers in one."""
     import numba
 
-    from infer.backend.cpu.block import attend_rows
+    from infer.backend.cpu.attention import attend_at
+    from infer.backend.cpu.memory import address
     from infer.backend.cpu.product import product
 
     @numba.njit
     def multiply(records: Any, widest: Any, out: Any) -> None:
         for i in range(records.shape[0]):
-            weight = records[i].weight
-            product(weight, widest[:, : weight.columns].copy(), out[:, : weight.rows])
+            product(records[i].weight, address(widest), 1, address(out))
 
     @numba.njit
     def attend(blocks: Any, q: Any, tables: Any, parts: Any, seen: Any, out: Any) -> None:
         for layer in range(blocks.shape[0]):
-            attend_rows(blocks[layer : layer + 1], q, tables[layer], parts, seen, out)
+            block, table = blocks[layer], address(tables) + layer * tables.strides[0]
+            attend_at(
+                block.attend,
+                block.heads,
+                block.kv_heads,
+                block.head_dim,
+                block.scale,
+                address(q),
+                q.strides[0],
+                table,
+                address(parts),
+                parts.shape[0],
+                address(seen),
+                address(out),
+            )
 
     return multiply, attend
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from infer import KVCache, SamplingParams, generate, load_model
 from infer.backend.cpu import backend as backend_module
 from infer.backend.cpu import functions, kernels
-from infer.backend.cpu.records import packed_record
+from infer.backend.cpu.records import weight_record
 from infer.cache import NoCache
 from infer.engine.model import all_logits
 from infer.loader.find import open_checkpoint
@@ -427,9 +426,9 @@ def vnni(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
 
 
 @pytest.fixture(scope="module", params=amount(["none", "vnni"], ["none"]))
-def generic(request: pytest.FixtureRequest) -> Any:
+def generic(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The products compiled for a core without a dot product, or for one with that of x86."""
-    from infer.backend.cpu import product, simd
+    from infer.backend.cpu import product_codes, simd
 
     def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
         return vnni(builder, *args) if name == simd.VNNI else plain(builder, name, result, *args)
@@ -438,7 +437,8 @@ def generic(request: pytest.FixtureRequest) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simd, "DOT_PRODUCT", simd.VNNI if request.param == "vnni" else None)
         patch.setattr(simd, "_call", call)
-        spec = importlib.util.spec_from_file_location("generic_product", product.__file__)
+        patch.setenv("NUMBA_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        spec = importlib.util.spec_from_file_location("generic_product", product_codes.__file__)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         for made in (weight(4, 32, 4), weight(4, 32, 8)):  # compiles
@@ -447,9 +447,10 @@ def generic(request: pytest.FixtureRequest) -> Any:
 
 
 def generic_product(module: Any, made: QuantizedWeight, x: Tensor) -> Tensor:
-    record, out = np.zeros(1, module.WEIGHT), torch.full((len(x), made.rows), torch.nan)
-    record[:] = packed_record(made)
-    module.product(record[0], x.numpy(), out.numpy())
+    out = torch.full((len(x), made.rows), torch.nan)
+    _, kind, *rest = weight_record(made, None)
+    unit = module.int4_product if kind == 4 else module.int8_product
+    unit(kind, *rest, x.data_ptr(), len(x), out.data_ptr())
     return out
 
 
@@ -471,17 +472,15 @@ OTHER_TILES = """
 import sys
 import infer.machine
 infer.machine.byte_lanes = lambda: int(sys.argv[1])
-import numpy as np, torch
-from infer.backend.cpu import product
-from infer.backend.cpu.records import packed_record
+import torch
+from infer.backend.cpu.functions import linear
+from infer.nn.linear import Linear
 from infer.nn.quantized import QuantizedWeight
 for bits in (4, 8):
     given = torch.load(sys.argv[2])
-    made, record = QuantizedWeight.of(given["w"], bits), np.zeros(1, product.WEIGHT)
-    record[:] = packed_record(made)
-    out = torch.empty(len(given["x"]), made.rows)
-    product.product(record[0], given["x"].numpy(), out.numpy())
-    torch.save(out, f"{sys.argv[2]}.{bits}")
+    part = Linear(given["w"].shape[1], given["w"].shape[0], bias=False)
+    part.weight = QuantizedWeight.of(given["w"], bits)
+    torch.save(linear(given["x"], part), f"{sys.argv[2]}.{bits}")
 """
 HASWELL = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt"}
 

@@ -44,6 +44,7 @@ from infer.backend.cpu.simd import (
     store_floats,
     summed,
 )
+from infer.backend.cpu.threads import shared
 from infer.backend.cpu.tile import (
     AHEAD,
     FEW,
@@ -59,7 +60,7 @@ from infer.backend.cpu.tile import (
     multiply_tile,
     panel_rows,
 )
-from infer.backend.cpu.units import part, shared, unit
+from infer.backend.cpu.units import linked, unit
 from infer.cache.table import BITS, COLUMNS, PAGE, PAGES, SLOTS, STRIDE, K, V
 from infer.nn.quantized import GROUP
 
@@ -92,19 +93,19 @@ def attend_at(
     return types.void(types.int64, *ATTEND.args), call_at
 
 
-@part
+@linked
 def _field(row: int, column: int) -> Any:
     """Of a row of the table."""
     return load_integer(row + column * 8)
 
 
-@part(forceinline=True)
+@linked(forceinline=True)
 def _row_bytes(head_dim: int, bits: int) -> int:
     """Of a key or value: behind 8-bit ones stand their scales, as `infer.cache.int8` has them."""
     return head_dim * 4 if bits == 32 else head_dim + 2 * ((head_dim + GROUP - 1) // GROUP)
 
 
-@part
+@linked
 def _piece(row: int, position: int, count: int, size: int) -> Any:
     """Where a position lies, in bytes from the first head's, and how many of `count` lie there behind each other.
 
@@ -122,7 +123,7 @@ def _piece(row: int, position: int, count: int, size: int) -> Any:
     return at, min(count, together)
 
 
-@part
+@linked
 def _readable(bits: int, at: int, count: int, size: int, floats: int) -> Any:
     """Where `count` keys or values, which lie at an address, are floats: there, or where 8-bit ones are turned to."""
     if bits == 32:
@@ -140,9 +141,9 @@ def _readable(bits: int, at: int, count: int, size: int, floats: int) -> Any:
     return floats
 
 
-@part
+@linked
 def _score_piece(rows: int, count: int, panel: int, q: int, q_row: int, size: int, k: int, keys: int, out: int) -> None:
-    """out [rows, keys] = q k, in the order of a product. panel: where these queries, `count` of its rows, are packed."""
+    """out [rows, keys] = q k, in the order of a product. panel: where the queries, `count` of its rows, are packed."""
     steps, row = size // LANES, size * 4
     for j in range(0, keys, W_ROWS):
         if steps == 0:
@@ -171,7 +172,7 @@ def _score_piece(rows: int, count: int, panel: int, q: int, q_row: int, size: in
                 store_float(out + t * SCORES_ROW + j * 4, result)
 
 
-@part
+@linked
 def _score(
     rows: int,
     count: int,
@@ -195,10 +196,8 @@ def _score(
         done += together
 
 
-@part
-def _mix(
-    rows: int, weights: int, row: int, head: int, first: int, keys: int, size: int, floats: int, out: int
-) -> None:
+@linked
+def _mix(rows: int, weights: int, row: int, head: int, first: int, keys: int, size: int, floats: int, out: int) -> None:
     """out [rows, size] += weights [rows, keys] values, of the values from position `first` on, one after the other."""
     done, bits, line = 0, _field(row, BITS), size * 4
     wide = FEW_MIXED if rows <= FEW else MIXED
@@ -220,7 +219,7 @@ def _mix(
         done += count
 
 
-@part
+@linked
 def exponentials(at: int, count: int, scale: Any) -> Any:
     """x [count] = e^(scale x - peak), in place; and the peak, which is the highest scale x, and the sum.
 
@@ -244,7 +243,7 @@ def exponentials(at: int, count: int, scale: Any) -> Any:
     return peak, summed(sums)
 
 
-@part
+@linked
 def _pack(rows: int, count: int, q: int, q_row: int, size: int, panel: int) -> None:
     """Queries as `multiply_tile` takes them, filled up with zeros."""
     for t in range(rows):
@@ -253,7 +252,7 @@ def _pack(rows: int, count: int, q: int, q_row: int, size: int, panel: int) -> N
             store_floats(panel + (step * rows + t) * 32, multiply(eight, splat_eight(np.float32(t < count))))
 
 
-@part
+@linked
 def _attend_block(
     rows: int,
     count: int,
@@ -274,9 +273,9 @@ def _attend_block(
 ) -> None:
     """Of several queries of a head, or of heads with the same keys, what the keys from `start` to `stop` give.
 
-    rows: of the panel, of which `count` are queries. out: [rows, size] sums of values, weighted by e^(scale q k - peak),
-    [rows] peaks, and [rows] sums of these weights, 0 where a query sees none of the keys. A load of a key or a value
-    serves all queries that see it.
+    rows: of the panel, of which `count` are queries. out: [rows, size] sums of values, weighted by
+    e^(scale q k - peak), [rows] peaks, and [rows] sums of these weights, 0 where a query sees none of the keys. A load
+    of a key or a value serves all queries that see it.
     """
     first, last, shared, until = stop, start, start, stop  # keys that some see, and that all see
     for t in range(count):
@@ -307,7 +306,7 @@ def _attend_block(
         _mix(1, own, row, head, begin, max(0, end - begin), size, floats, out + t * size * 4)
 
 
-@part
+@linked
 def _join(out: int, size: int, peak: Any, total: Any, part: int, part_peak: Any, part_total: Any) -> Any:
     """Add what a further block of keys gives: out [size], and the total that it is to be divided by."""
     if part_total == 0:
@@ -324,13 +323,13 @@ def _join(out: int, size: int, peak: Any, total: Any, part: int, part_peak: Any,
     return highest, fused_one(part_total, now, total * before)
 
 
-@part
+@linked
 def _divide(out: int, size: int, total: Any) -> None:
     for i in range(size):
         store_float(out + i * 4, load_float(out + i * 4) / total)
 
 
-@part
+@linked
 def _attend_panel(
     rows: int, q: int, q_row: int, row: int, head: int, seen: int, size: int, scale: Any, out: int, out_row: int
 ) -> None:
@@ -352,9 +351,7 @@ def _attend_panel(
         store_float(peaks + i * 4, np.float32(0))
     for block in range(first // KEYS, (last + KEYS - 1) // KEYS):
         start, stop = max(first, block * KEYS), min(last, (block + 1) * KEYS)
-        _attend_block(
-            rows, rows, panel, q, q_row, row, head, seen, 16, start, stop, size, scale, scores, floats, part
-        )
+        _attend_block(rows, rows, panel, q, q_row, row, head, seen, 16, start, stop, size, scale, scores, floats, part)
         for t in range(rows):
             own, of_part = peaks + t * 8, part + (rows * size + t) * 4
             peak, total = _join(
@@ -373,13 +370,13 @@ def _attend_panel(
     keep(scratch, scratch)
 
 
-@part
+@linked
 def _heads_together(h: int, group: int) -> Any:
     """How many heads from h on share their keys, and fit into a panel."""
     return min(X_ROWS, group - h % group)
 
 
-@part
+@linked
 def _rows_for(count: int) -> Any:
     """Of the smallest panel that takes so many."""
     rows = X_ROWS
@@ -388,7 +385,7 @@ def _rows_for(count: int) -> Any:
     return rows
 
 
-@part
+@linked
 def _attend_one(x: int, h: int, row: int, seen: int, block: int, size: int, scale: Any, group: int, part: int) -> None:
     """One token's heads from h on, which share their keys: what a block of these gives."""
     count = _heads_together(h, group)
@@ -402,13 +399,11 @@ def _attend_one(x: int, h: int, row: int, seen: int, block: int, size: int, scal
     oldest = load_integer(seen)
     start, stop = max(oldest, block * KEYS), min(oldest + load_integer(seen + 8), (block + 1) * KEYS)
     _pack(rows, count, q, size * 4, size, panel)
-    _attend_block(
-        rows, count, panel, q, size * 4, row, head, seen, 0, start, stop, size, scale, scores, floats, part
-    )
+    _attend_block(rows, count, panel, q, size * 4, row, head, seen, 0, start, stop, size, scale, scores, floats, part)
     keep(scratch, scratch)
 
 
-@part
+@linked
 def _join_parts(h: int, group: int, size: int, blocks: int, made: int, made_row: int, out: int) -> None:
     """What all blocks give for a token's heads from h on."""
     count = _heads_together(h, group)
@@ -424,7 +419,7 @@ def _join_parts(h: int, group: int, size: int, blocks: int, made: int, made_row:
         _divide(own, size, total)
 
 
-@part
+@linked
 def _blocks_of(seen: int) -> Any:
     """The first block of the keys that a query sees, and how many blocks."""
     oldest = load_integer(seen)
@@ -432,13 +427,13 @@ def _blocks_of(seen: int) -> Any:
     return first, (oldest + load_integer(seen + 8) + KEYS - 1) // KEYS - first
 
 
-@part
+@linked
 def _is_single(at: int) -> Any:
     """Whether a part is all of a row, and a single token."""
     return _field(at, TOKENS_END) - _field(at, TOKENS) == 1 and _field(at, PART_ROWS) == 1
 
 
-@part
+@linked
 def _plan(parts: int, part_count: int, seen: int, heads: int, kv_heads: int) -> Any:
     """The work, in items: a part's head; or of a part that is a single token, heads with the same keys and a block.
 
@@ -508,7 +503,7 @@ def _attend_some(
         line += count
 
 
-@part
+@linked
 def _join_at(
     item: int, plan: int, made: int, made_row: int, group: int, size: int, parts: int, seen: int, out: int, out_row: int
 ) -> None:
@@ -555,9 +550,7 @@ def attend(
     results = np.empty(slots * made_row // 4, np.float32)
     plan, made, count = address(items), address(results), items.shape[0]
     narrow = np.float32(scale)
-    _attend_some(
-        count, plan, made, made_row, group, size, narrow, x, x_row, table, parts, seen, out, out_row
-    )
+    _attend_some(count, plan, made, made_row, group, size, narrow, x, x_row, table, parts, seen, out, out_row)
     if slots < MANY:
         for item in range(count):
             _join_at(item, plan, made, made_row, group, size, parts, seen, out, out_row)
@@ -601,7 +594,7 @@ def weigh(
     keep(spare, scores)
 
 
-@part
+@linked
 def write(row: int, position: int, kv: int, kv_heads: int, size: int) -> None:
     """Put a token's keys and values, one head after the other, where its position lies."""
     bits = _field(row, BITS)
@@ -612,7 +605,7 @@ def write(row: int, position: int, kv: int, kv_heads: int, size: int) -> None:
         _write_one(kv + (kv_heads + h) * size * 4, _field(row, V) + to, size, bits)
 
 
-@part
+@linked
 def _write_one(x: int, at: int, size: int, bits: int) -> None:
     """One head's vector."""
     if bits == 32:
@@ -623,7 +616,7 @@ def _write_one(x: int, at: int, size: int, bits: int) -> None:
             _encode(x + first * 4, min(GROUP, size - first), at + first, at + size + first // GROUP * 2)
 
 
-@part
+@linked
 def _encode(x: int, count: int, at: int, scale_at: int) -> None:
     """A group in 8 bits, with the very bits that `infer.cache.int8.encode` gives it."""
     peak = np.float32(0)

@@ -40,8 +40,9 @@ from infer.backend.cpu.simd import (
     store_integer,
     summed,
 )
+from infer.backend.cpu.threads import shared
 from infer.backend.cpu.tile import X_ROWS
-from infer.backend.cpu.units import Unit, part, shared, unit
+from infer.backend.cpu.units import Unit, linked, unit
 from infer.cache.table import COLUMNS
 
 # Addresses are 0 where there is nothing; centred: a LayerNorm.
@@ -77,7 +78,7 @@ def use_threads(count: int) -> None:
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
 
 
-@part
+@linked
 def _norm(x: int, size: int, norm: Any, out: int) -> None:
     """out, which may be x, = RMSNorm(x), or LayerNorm(x) if centred."""
     whole, mean, sums = size // 16 * 16, np.float32(0), no_sixteen()
@@ -104,13 +105,13 @@ def _norm(x: int, size: int, norm: Any, out: int) -> None:
         _add(out, norm.bias, size)
 
 
-@part
+@linked
 def _add(x: int, y: int, size: int) -> None:
     for i in range(size):
         store_float(x + i * 4, load_float(x + i * 4) + load_float(y + i * 4))
 
 
-@part(forceinline=True)
+@linked(forceinline=True)
 def _activated(gate: Any, kind: int) -> Any:
     """0: SiLU; 1: GELU in its tanh form, which is a SiLU-like product too, x sigmoid(2 y)."""
     y = gate
@@ -120,7 +121,7 @@ def _activated(gate: Any, kind: int) -> Any:
     return divide(gate, add(splat(1.0), exponential(multiply(y, splat(-1.0)))))
 
 
-@part
+@linked
 def _activate(up: int, width: int, size: int, kind: int, out: int) -> None:
     """out [size] = activation(up), or activation(gate) * up, where both lie in `up`. Kind 2 is GELU itself."""
     whole = size // 16 * 16
@@ -138,7 +139,7 @@ def _activate(up: int, width: int, size: int, kind: int, out: int) -> None:
             store_float(out + i * 4, load_float(out + i * 4) * load_float(up + (size + i) * 4))
 
 
-@part
+@linked
 def _rotate(block: Any, heads: int, cos: int, sin: int) -> None:
     """Norm and RoPE in place on the q and k of a token; cos and sin are [D], sin with the sign of rotate-half."""
     size, half = block.head_dim, block.head_dim // 2
@@ -157,7 +158,7 @@ def _rotate(block: Any, heads: int, cos: int, sin: int) -> None:
                 store_float(x + j, second * load_float(cos + j) + first * load_float(sin + j))
 
 
-@part
+@linked
 def _store(block: Any, row: int, position: int, heads: int, seen: int) -> None:
     """A token's keys and values, and which positions it sees: the first, and how many."""
     write(row, position, heads + block.heads * block.head_dim * 4, block.kv_heads, block.head_dim)
@@ -170,7 +171,7 @@ def _store(block: Any, row: int, position: int, heads: int, seen: int) -> None:
 BEFORE_QKV, BEHIND_QKV, BEHIND_O, BEHIND_UP, BEHIND_DOWN, BEFORE_HEAD = range(6)
 
 
-@part
+@linked
 def _do(
     t: int, what: int, blocks: int, x: int, width: int, y: int, z: int, ropes: int, table: int, tokens: int, seen: int
 ) -> None:
@@ -205,7 +206,7 @@ def _do_some(
     _do(t, what, blocks, x, width, y, z, ropes, table, tokens, seen)
 
 
-@part
+@linked
 def _each(
     count: int,
     what: int,
@@ -226,7 +227,7 @@ def _each(
         _do_some(count, what, blocks, x, width, y, z, ropes, table, tokens, seen)
 
 
-@part
+@linked
 def _project(blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, seen: int, out: int) -> None:
     """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], normed and rotated; with tokens, k and v are stored."""
     block = records(blocks, 1, BLOCK)[0]
@@ -238,7 +239,7 @@ def _project(blocks: int, x: int, count: int, ropes: int, table: int, tokens: in
     keep(normed, normed)
 
 
-@part
+@linked
 def _finish(blocks: int, attended: int, residual: int, count: int, out: int) -> None:
     """x = residual + norm(O attended); out [T, C] = x + norm(Down(activation(Gate norm(x)) * Up norm(x))).
 
@@ -257,7 +258,7 @@ def _finish(blocks: int, attended: int, residual: int, count: int, out: int) -> 
     keep((x, normed), (up, inner))
 
 
-@part
+@linked
 def _block(
     blocks: int,
     x: int,
@@ -324,7 +325,7 @@ def _run(
     keep(one, other)
 
 
-@part
+@linked
 def _head(head: int, x: int, width: int, wanted: int, count: int, out: int) -> None:
     """out [W, rows] = W norm(x [wanted]) + b, or without the norm where there is none."""
     made = records(head, 1, HEAD)[0]

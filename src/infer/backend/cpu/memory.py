@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, types
+from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from infer.backend.cpu.units import part
+from infer.backend.cpu.units import linked
 
 
 def _pointer_to(typing_context: Any, address: Any) -> Any:
@@ -35,12 +35,12 @@ _pointer: Any = intrinsic(_pointer_to)
 address: Any = intrinsic(_address_of)  # of an array, which must be kept
 
 
-@part
+@linked
 def records(at: int, count: int, dtype: Any) -> Any:
     return carray(_pointer(at), (count,), dtype)
 
 
-@part
+@linked
 def keep(one: Any, other: Any) -> None:
     """Numba frees an array behind its last use, and an address is none."""
 

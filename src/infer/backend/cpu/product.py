@@ -13,7 +13,7 @@ from numba import types
 
 from infer.backend.cpu.memory import call_at
 from infer.backend.cpu.simd import _typed_intrinsic
-from infer.backend.cpu.units import part
+from infer.backend.cpu.units import linked
 
 # kind: bits of a weight, or which 16 of them. code, at, bias: addresses; bias is 0 where there is none.
 WEIGHT = np.dtype([(name, np.int64) for name in ("code", "kind", "at", "bias", "rows", "columns")])
@@ -28,7 +28,7 @@ def _product_at(
     return types.void(types.int64, *PRODUCT.args), call_at
 
 
-@part
+@linked
 def product(weight: Any, x: int, count: int, out: int) -> None:
     """out [count, rows] = x [count, columns] W^T + b"""
     _product_at(weight.code, weight.kind, weight.at, weight.bias, weight.rows, weight.columns, x, count, out)

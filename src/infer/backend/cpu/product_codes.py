@@ -63,8 +63,9 @@ from infer.backend.cpu.simd import (
     to_tile_floats,
     total,
 )
+from infer.backend.cpu.threads import shared
 from infer.backend.cpu.tile import AHEAD
-from infer.backend.cpu.units import part, shared, unit
+from infer.backend.cpu.units import linked, unit
 from infer.nn.quantized import GROUP, TILE
 
 FAR = 262144  # bytes that stay in the second cache of most cores, with room to spare
@@ -80,7 +81,7 @@ def _round_rows(t: int, x: int, columns: int, codes: int, scales: int) -> None:
     _round_row(x + t * columns * 4, columns, codes + t * groups * X_BYTES, scales + t * groups * SCALE_BYTES)
 
 
-@part
+@linked
 def _round_row(x: int, columns: int, codes: int, scales: int) -> None:
     """Each group's codes, its scale, the sum of what its codes stand for, and -128 times that of the codes themselves.
 
@@ -97,7 +98,7 @@ def _round_row(x: int, columns: int, codes: int, scales: int) -> None:
         keep(rest, rest)
 
 
-@part(forceinline=True)
+@linked(forceinline=True)
 def _round_group(at: int, codes_at: int, scales_at: int) -> None:
     """First the high bytes of all codes, rounded, then what is left of them in low ones."""
     peak = magnitudes(load_eight(at))
@@ -117,7 +118,7 @@ def _round_group(at: int, codes_at: int, scales_at: int) -> None:
     store_int(scales_at + 8, np.int32(-128 * sum_of_codes))
 
 
-@part(forceinline=True)
+@linked(forceinline=True)
 def _int4_codes(at: int) -> Any:
     """A group of a tile: the codes of its eight quads."""
     a, b = load_tile_codes(at), load_tile_codes(at + 4 * TILE)
@@ -134,7 +135,7 @@ def _int4_codes(at: int) -> Any:
     )
 
 
-@part(forceinline=True)
+@linked(forceinline=True)
 def _int8_codes(at: int) -> Any:
     return (
         as_factors(load_tile_codes(at)),
@@ -152,7 +153,7 @@ def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_min
     """The loop for one kind of weight."""
     raised = not has_minimum and DOT_PRODUCT == VNNI
 
-    @part(forceinline=True)
+    @linked(forceinline=True)
     def dot_group(codes: Any, x: int, x_scale_at: int) -> Any:
         """Codes of a tile with the high bytes of x, and with its low ones, neither waiting for the other."""
         high, low, below = no_tile_ints(), load_int_for_tile(x_scale_at + 8) if raised else no_tile_ints(), x + GROUP
@@ -166,12 +167,12 @@ def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_min
         high, low = dot(high, codes[7], x, 7), dot(low, codes[7], below, 7)
         return to_tile_floats(add_ints(times_256(high), low))
 
-    @part(forceinline=True)
+    @linked(forceinline=True)
     def add_group(so_far: Any, w: Any, scale: Any, minimum: Any, x_at: int, x_scale_at: int) -> Any:
         so_far = fused(dot_group(w, x_at, x_scale_at), multiply(scale, load_for_tile(x_scale_at)), so_far)
         return fused(minimum, load_for_tile(x_scale_at + 4), so_far) if has_minimum else so_far
 
-    @part(forceinline=True)
+    @linked(forceinline=True)
     def take(at: int) -> Any:
         if AHEAD > 0:
             for line in range(0, group_bytes, 64):
@@ -225,7 +226,7 @@ def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_min
     return by_tile
 
 
-@part(forceinline=True)
+@linked(forceinline=True)
 def _put(sums: Any, bias: int, to: int, missing: int) -> None:
     """A tile's outputs of a row; the last tile of a weight may have fewer. bias: where it lies, or 0."""
     if missing <= 0:
@@ -234,7 +235,7 @@ def _put(sums: Any, bias: int, to: int, missing: int) -> None:
         _put_some(sums, bias, to, TILE - missing)
 
 
-@part
+@linked
 def _put_some(sums: Any, bias: int, to: int, count: int) -> None:
     spare = np.empty(TILE, np.float32)
     store_floats(address(spare), sums)
@@ -246,7 +247,7 @@ _int4_by_tile = _by_tile(_int4_codes, dot_positive, 16 * TILE, INT4_BYTES, has_m
 _int8_by_tile = _by_tile(_int8_codes, dot, 32 * TILE, INT8_BYTES, has_minimum=False)
 
 
-@part
+@linked
 def _rounded(x: int, columns: int, count: int) -> Any:
     """The codes of x [count, columns], and their scales."""
     groups = (columns + GROUP - 1) // GROUP
@@ -260,7 +261,7 @@ def _rounded(x: int, columns: int, count: int) -> Any:
     return codes, scales
 
 
-@part
+@linked
 def _items(count: int, rows: int, groups: int) -> Any:
     """Of the work, and rows of x in each: so many that they stay in the second cache, for all tiles of W."""
     size = max(4, FAR // (groups * (X_BYTES + SCALE_BYTES)) // 4 * 4)

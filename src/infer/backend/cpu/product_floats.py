@@ -1,9 +1,9 @@
 """Products of a few or many rows with a weight in floats, on the CPU.
 
-A row of floats is multiplied in eight lanes along the columns, which are added up in one order (`tile.py`); whether that
-happens for a single row, in a tile of several, or in pieces of the columns whose sums are carried on changes nothing.
-(Eight: with four, one row of x would wait for its own sums rather than for memory.) So nothing here may be compiled
-with `fastmath`, which reorders sums as it likes.
+A row of floats is multiplied in eight lanes along the columns, which are added up in one order (`tile.py`); whether
+that happens for a single row, in a tile of several, or in pieces of the columns whose sums are carried on changes
+nothing. (Eight: with four, one row of x would wait for its own sums rather than for memory.) So nothing here may be
+compiled with `fastmath`, which reorders sums as it likes.
 
 Up to three rows read each row of W front to back, at the speed of memory. More are packed into panels, whose tiles with
 rows of W run at the speed of arithmetic. Weights of 16 bits are then widened once for all panels of a part.
@@ -27,12 +27,14 @@ from infer.backend.cpu.simd import (
     load_float,
     load_half,
     no_eight,
+    prefetch,
     store_float,
     store_floats,
     sum_of_eight,
 )
-from infer.backend.cpu.tile import LANES, W_ROWS, X_ROWS, multiply_tile, panel_rows
-from infer.backend.cpu.units import part, shared, unit
+from infer.backend.cpu.threads import shared
+from infer.backend.cpu.tile import AHEAD, LANES, W_ROWS, X_ROWS, multiply_tile, panel_rows
+from infer.backend.cpu.units import linked, unit
 
 NEAR, FAR = 32768, 262144  # bytes that stay in the first and in the second cache of most cores, with room to spare
 MANY = 256  # rows of x that are worth packing W for
@@ -43,12 +45,15 @@ PARTS, FEW_PARTS = 64, 256  # of the work: so many that all threads have as much
 def _dot_row(load: Any, load_one: Any, size: int) -> Any:
     """Of a row of x with one of W, whose weights have so many bytes; `load` takes eight as floats, `load_one` one."""
 
-    @part(forceinline=True)
+    @linked(forceinline=True)
     def dot_row(w: int, x: int, columns: int) -> Any:
         sums, whole = no_eight(), columns // 8 * 8
         many = whole // 32 * 32
         for i in range(0, many, 32):
             at, to = w + i * size, x + i * 4
+            if AHEAD > 0:
+                for line in range(0, 32 * size, 64):
+                    prefetch(at + 3 * AHEAD + line)
             sums = fused(load(at), load_eight(to), sums)
             sums = fused(load(at + 8 * size), load_eight(to + 32), sums)
             sums = fused(load(at + 16 * size), load_eight(to + 64), sums)
@@ -82,7 +87,7 @@ def _row_by_row(row: int, kind: int, at: int, bias: int, rows: int, columns: int
         store_float(out + (t * rows + row) * 4, result if bias == 0 else result + load_float(bias + row * 4))
 
 
-@part
+@linked
 def _pack_panels(x: int, columns: int, first: int, last: int, panels: int) -> None:
     """Put rows of x into panels: eight columns of each row of a panel, then the next eight."""
     steps, t = columns // LANES, first
@@ -95,7 +100,7 @@ def _pack_panels(x: int, columns: int, first: int, last: int, panels: int) -> No
         t += size
 
 
-@part
+@linked
 def _pack_weights(kind: int, at: int, width: int, rows: int, steps: int, packed: int) -> None:
     """Put rows of W, so many bytes wide, into tiles of float32: eight columns of each row of a tile, then the next."""
     for row in range((rows + W_ROWS - 1) // W_ROWS * W_ROWS):
@@ -112,14 +117,14 @@ def _pack_weights(kind: int, at: int, width: int, rows: int, steps: int, packed:
                 store_floats(to + step * W_ROWS * 32, load_eight_halves(w + step * 16))
 
 
-@part
+@linked
 def _load_weight(kind: int, at: int, index: int) -> Any:
     if kind == FLOAT32:
         return load_float(at + index * 4)
     return load_bfloat(at + index * 2) if kind == BFLOAT16 else load_half(at + index * 2)
 
 
-@part
+@linked
 def _multiply_part(
     kind: int,
     at: int,
@@ -166,7 +171,7 @@ def _multiply_part(
     keep(packed, carry)
 
 
-@part
+@linked
 def _multiply_tiles(
     w: int,
     w_row: int,
@@ -206,7 +211,7 @@ def _multiply_tiles(
     keep(spare, spare)
 
 
-@part
+@linked
 def _finish_part(
     kind: int,
     at: int,
@@ -263,7 +268,7 @@ def _multiply_some(
         _finish_part(kind, at, bias, rows, columns, first, last, x, start, stop, out)
 
 
-@part
+@linked
 def _in_tiles(kind: int, at: int, bias: int, rows: int, columns: int, x: int, count: int, out: int) -> None:
     """The product of many rows: panels of x with tiles of W."""
     steps = columns // LANES

@@ -18,7 +18,7 @@ from numba.core.errors import RequireLiteralValue
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
-from infer.backend.cpu.units import part
+from infer.backend.cpu.units import linked
 from infer.nn.quantized import TILE
 
 INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -255,7 +255,7 @@ _power = _operation(
 @_typed_intrinsic
 def splat(context: Any, x: Any) -> Any:
     """The same number in every lane."""
-    return floatx16(types.float32), lambda c, b, s, args: _splat(b, *args, 16)
+    return floatx16(types.float32), lambda c, b, s, args: _splat(b, args[0], 16)
 
 
 @_typed_intrinsic
@@ -330,7 +330,7 @@ def _literal(index: Any) -> int:
     return int(index.literal_value)
 
 
-@part
+@linked
 def exponential(x: Any) -> Any:
     """e^x to a unit or two in the last place: 2^n e^f, with |f| at most half of log 2."""
     x = clamped(x, splat(-87.0), splat(88.0))

@@ -21,7 +21,7 @@ from numba import types
 from numba.core.registry import cpu_target
 
 from infer.backend.cpu.simd import FLOAT, INT32, _all, _call, _load, _pick, _prefetch, _store, _typed_intrinsic
-from infer.backend.cpu.units import part
+from infer.backend.cpu.units import linked
 
 INT64 = ir.IntType(64)
 LANES = 8
@@ -43,7 +43,7 @@ AHEAD = 1024 if WIDTH == 16 else 0  # bytes that loops ask for before they need 
 FEW, FEW_MIXED, MIXED, LAST_MIXED = 4, 64 if WIDTH == 16 else 16, 32 if WIDTH == 16 else 16, 16
 
 
-@part
+@linked
 def panel_rows(rows: int) -> Any:
     """How many of these rows of x the next panel has."""
     for size in PANELS:

@@ -23,7 +23,7 @@ from infer.backend import Row, backend_for
 from infer.backend.cpu import backend as backend_module
 from infer.backend.cpu import functions, kernels
 from infer.backend.cpu.functions import CpuAttention
-from infer.backend.cpu.records import WEIGHT_KINDS, block_record, head_record
+from infer.backend.cpu.records import block_record, head_record, weight_record
 from infer.backend.parts import BlockParts
 from infer.cache import BaseCache, Cache, NoCache, PagedCache
 from infer.cache.debug import DebugCache
@@ -951,14 +951,22 @@ def test_floats_of_a_cache() -> None:
 
 
 class TestExponential:
-    """The kernels' own, four at a time."""
+    """The kernels' own, sixteen at a time."""
 
     def run(self, x: np.ndarray) -> np.ndarray:
-        from infer.backend.cpu.attention import exponentials
+        from numba import njit
 
-        out = x.astype(np.float32)
-        exponentials(out, np.float32(0))
-        return out
+        from infer.backend.cpu.simd import exponential, load_sixteen, store_floats
+
+        @njit
+        def compute(at: int, count: int) -> None:
+            for i in range(0, count, 16):
+                store_floats(at + i * 4, exponential(load_sixteen(at + i * 4)))
+
+        out = np.zeros(-(-len(x) // 16) * 16, np.float32)
+        out[: len(x)] = x
+        compute(out.ctypes.data, len(out))
+        return out[: len(x)]
 
     def test_accuracy(self) -> None:
         x = np.linspace(-87, 88, 1_000_003, dtype=np.float32)
@@ -1039,10 +1047,8 @@ ROW_COUNTS = [1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 31, 32, 33, 64, 127, 1
 
 def multiplied(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """x [T, columns] -> [T, rows], by the kernel of products."""
-    head, out = np.zeros(1, kernels().HEAD), torch.full((len(x), len(weight)), torch.nan)
-    at = 0 if bias is None else bias.data_ptr()
-    head["weight"] = WEIGHT_KINDS[weight.dtype], weight.data_ptr(), at, *weight.shape
-    kernels().head(head, x.contiguous().numpy(), out.numpy())
+    out = torch.full((len(x), len(weight)), torch.nan)
+    kernels().linear(weight_record(weight, bias), x.contiguous().numpy(), out.numpy())
     return out
 
 

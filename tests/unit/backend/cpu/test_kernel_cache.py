@@ -67,7 +67,7 @@ class Tell:
 
 def test_compiled_once(load: Load, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert kernel_cache.load_cached(load, folder) == (42, True)
-    assert capfd.readouterr().err == "compiling kernels for this CPU: a minute or two, once\n"
+    assert capfd.readouterr().err == "compiling a kernel for this CPU, once: state\n"
     assert kernel_cache.load_cached(load, folder) == (42, False)
     assert capfd.readouterr().err == ""
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # nothing is left beside it
@@ -142,7 +142,7 @@ def test_folders_that_others_may_write_to(
     assert kernel_cache.load_cached(load, folder) == (42, True)
     assert not (tmp_path / "executed").exists()
     told = capfd.readouterr().err.splitlines()
-    assert told[-1].startswith("compiling kernels")
+    assert told[-1].startswith("compiling a kernel")
     if number > 0:  # the folder itself is replaced
         assert told[0].endswith(
             f"others may write to {opened}: chmod go-w {opened}, or set INFER_CACHE to a folder of your own"
