@@ -3,8 +3,9 @@
 Prints what each needs for the prompt and for a decode step, and how near that comes to the time it takes to read the
 weights from memory once, which no engine at batch 1 can beat. infer runs in every width that --widths names, with what
 that costs: perplexity on a text, and greedy tokens that differ from those of the first width. llama.cpp takes part if
-llama-cpp-python is installed and the model is a GGUF file, which it runs as it is. Ratios of one run mean something;
-figures of two runs, or of a machine that is busy with other work, little.
+llama-cpp-python is installed and the model is a GGUF file, which it runs as it is, and in 8 bits, made from it by its
+own quantiser; and so do batches of sequences that are decoded together. Ratios of one run mean something; figures of
+two runs, or of a machine that is busy with other work, little.
 
 With --device cuda, and no --model, `compare_gpu.py` runs instead: see its own --help (--device cuda --help).
 """
@@ -19,16 +20,22 @@ import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from engines import (
+    BatchEngine,
+    BatchTrial,
     Engine,
     Trial,
+    infer_batch_engine,
     infer_engine,
+    llama_cpp_batch_engine,
     llama_cpp_engine,
+    llama_cpp_quantized,
     llama_cpp_version,
     load_transformers,
     transformers_engine,
@@ -51,7 +58,8 @@ from infer.nn.quantized import BITS, QuantizedWeight
 
 TRANSFORMERS = "transformers"
 NO_CACHE = "transformers, no cache"
-LLAMA_CPP = "llama.cpp, the file"
+LLAMA_CPP, LLAMA_CPP_8 = "llama.cpp, the file", "llama.cpp, Q8_0"
+PEERS = {TRANSFORMERS: "transformers", LLAMA_CPP: "llama_cpp", LLAMA_CPP_8: "llama_cpp_q8_0"}
 TEXT = Path(__file__).parents[1] / "docs" / "kv-cache.md"
 
 
@@ -237,7 +245,38 @@ def measure_quality(
     return found
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
+def compare_batches(
+    models: dict[str, Decoder], tokenizer: Tokenizer, file: Path | None, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Sequences that are decoded together, tokens per second of all. file: for llama.cpp, if it takes part."""
+    engines: dict[str, BatchEngine] = {name: infer_batch_engine(model, tokenizer) for name, model in models.items()}
+    if file is not None:
+        engines[LLAMA_CPP] = llama_cpp_batch_engine(file, args.rows, args.prompt_tokens + args.new_tokens)
+    ids = fixed_prompt(tokenizer, args.prompt_tokens + args.rows)
+    prompts = [ids[i : i + args.prompt_tokens] for i in range(args.rows)]
+    trials: dict[str, list[BatchTrial]] = {name: [] for name in engines}
+    for engine in engines.values():
+        engine(prompts, 4)  # warm up
+    for _ in range(args.trials):
+        for name, engine in engines.items():
+            trials[name].append(engine(prompts, args.new_tokens))
+    found = []
+    for name, done in trials.items():
+        step_s, prefill_s = (
+            statistics.median(getattr(trial, what) for trial in done) for what in ("step_s", "prefill_s")
+        )
+        prefill = args.rows * args.prompt_tokens / prefill_s
+        found.append({"engine": name, "decode_tokens_per_s": args.rows / step_s, "prefill_tokens_per_s": prefill})
+    if file is not None:
+        for row in found:
+            for what in ("decode", "prefill"):
+                each = f"{what}_tokens_per_s"
+                row[f"{what}_ratio_to_llama_cpp"] = row[each] / found[-1][each]
+    return found
+
+
+def compare(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """folder: for files that are needed meanwhile."""
     load_average = os.getloadavg()[0]
     device = resolve_device(args.device)
     dtype = resolve_dtype(args.dtype, device)
@@ -263,7 +302,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         engines[NO_CACHE] = transformers_engine(reference, use_cache=False)
     version = llama_cpp_version()
     if version is not None and checkpoint.path.suffix == ".gguf" and device.type == "cpu":
-        engines[LLAMA_CPP] = llama_cpp_engine(checkpoint.path, args.prompt_tokens + args.new_tokens)
+        length = args.prompt_tokens + args.new_tokens
+        eight = llama_cpp_quantized(checkpoint.path, Path(folder, "q8_0.gguf"), "Q8_0")
+        engines[LLAMA_CPP] = llama_cpp_engine(checkpoint.path, length)
+        engines[LLAMA_CPP_8] = llama_cpp_engine(eight, length)
     trials: dict[str, list[Trial]] = {name: [] for name in engines}
     for engine in engines.values():
         engine(prompt, min(args.new_tokens, 8))  # warm up
@@ -276,9 +318,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     results = [summarise(name, done, args.prompt_tokens, tokens) for name, done in trials.items()]
     by_name = {result["engine"]: result for result in results}
     for result in results:
-        for peer in (TRANSFORMERS, LLAMA_CPP):
+        for peer, key in PEERS.items():
             if peer in by_name:
-                key = peer.split(",")[0].replace(".", "_")
                 for what in ("decode", "prefill"):
                     each = f"{what}_tokens_per_s"
                     result[f"{what}_ratio_to_{key}"] = result[each] / by_name[peer][each]
@@ -287,6 +328,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             result["load_to_first_token_s"] = loads[result["engine"]]
         elif result["engine"] == LLAMA_CPP:
             result["bytes_per_token"] = checkpoint.path.stat().st_size
+        elif result["engine"] == LLAMA_CPP_8:
+            result["bytes_per_token"] = eight.stat().st_size
         else:
             result["bytes_per_token"] = transformers_bytes(reference)
         result["share_of_read_limit"] = result["bytes_per_token"] / speed * 1e3 / result["step_ms"]
@@ -302,6 +345,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "bytes_per_second": speed,
         "engines": results,
         "parts": {name: time_parts(model, tokenizer, args.positions, args.steps) for name, model in models.items()},
+        "rows": args.rows,
+        "batches": compare_batches(models, tokenizer, checkpoint.path if LLAMA_CPP in engines else None, args),
         "quality": [] if args.no_quality else measure_quality(models, tokenizer, args.text, args.agreement),
         "agreement": args.agreement,
         "text": args.text.name,
@@ -319,14 +364,14 @@ def format_comparison(report: dict[str, Any]) -> str:
         f"{machine_line(machine)}, {peers}",
         f"load average before: {report['load_average']:.2f} (other work makes all of this wrong)",
         "",
-        f"{'':<24}{'prefill':>9}{'decode':>9}{'':>9}{'to transformers':>18}{'to llama.cpp':>18}"
+        f"{'':<24}{'prefill':>9}{'decode':>9}{'':>9}{'to transformers':>18}{'to llama.cpp':>18}{'to its Q8_0':>18}"
         f"{'read per':>11}{'of read':>9}",
         f"{'engine':<24}{'tok/s':>9}{'tok/s':>9}{'ms/step':>9}{'prefill  decode':>18}{'prefill  decode':>18}"
-        f"{'token, MB':>11}{'limit':>9}",
+        f"{'prefill  decode':>18}{'token, MB':>11}{'limit':>9}",
     ]
     for result in report["engines"]:
         ratios = ""
-        for peer in ("transformers", "llama_cpp"):
+        for peer in PEERS.values():
             pair = [result.get(f"{what}_ratio_to_{peer}") for what in ("prefill", "decode")]
             ratios += f"{'  '.join('' if r is None else f'{r:.2f}x' for r in pair):>18}"
         lines.append(
@@ -362,6 +407,13 @@ def format_comparison(report: dict[str, Any]) -> str:
             lines.append(
                 f"{name:<24}{row['position']:>8,}{parts[0]:>9.2f}{parts[1]:>10.2f}{parts[2]:>11.2f}{rest:>10.2f}"
             )
+    lines += ["", f"{report['rows']} sequences together{'':<8}{'prefill':>9}{'decode':>9}{'to llama.cpp':>18}"]
+    for row in report["batches"]:
+        pair = [row.get(f"{what}_ratio_to_llama_cpp") for what in ("prefill", "decode")]
+        ratios = "  ".join("" if r is None else f"{r:.2f}x" for r in pair)
+        lines.append(
+            f"{row['engine']:<30}{row['prefill_tokens_per_s']:>9.0f}{row['decode_tokens_per_s']:>9.1f}{ratios:>18}"
+        )
     if report["quality"]:
         first, (prompts, tokens) = report["quality"][0], report["agreement"]
         lines += [
@@ -406,6 +458,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--prompt-tokens", type=int, default=64, help="length of the prompt (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate, 2 or more (%(default)s)")
+    parser.add_argument("--rows", type=int, default=16, help="sequences decoded together (%(default)s)")
     parser.add_argument("--trials", type=int, default=3, help="trials of each engine (%(default)s)")
     parser.add_argument("--no-cache", action="store_true", help="also run transformers without its cache")
     parser.add_argument("--dtype", default="float32", help="(%(default)s)")
@@ -426,7 +479,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-quality", action="store_true", help="measure neither perplexity nor agreement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     args = parser.parse_args(argv)
-    for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("trials", 1), ("steps", 1)):
+    for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("trials", 1), ("steps", 1), ("rows", 2)):
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
     if min(args.positions) < 1 or min(args.agreement) < 1:
@@ -438,7 +491,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json and not args.json.parent.is_dir():
         parser.error(f"there is no folder {args.json.parent}")
     try:
-        report = compare(args)
+        with TemporaryDirectory() as folder:
+            report = compare(args, folder)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print(format_comparison(report))

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from infer import SamplingParams, Tokenizer, stream
+from infer import SamplingParams, Tokenizer, generate_batch, stream
 from infer.models.common import Decoder
 
 
@@ -192,13 +192,30 @@ def llama_cpp_batch_engine(path: Path, rows: int, context: int) -> BatchEngine:
     return run
 
 
-def llama_cpp_quantized(path: Path, to: Path) -> Path:
-    """The same model in llama.cpp's Q4_0, for which it has its fastest kernels, made from a file of another kind."""
+def infer_batch_engine(model: Decoder, tokenizer: Tokenizer) -> BatchEngine:
+    """Some rows go on while others still have their prompts: so these are timed by themselves, once more."""
+
+    def timed(prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], float]:
+        started = time.perf_counter()
+        params = SamplingParams(ignore_eos=True, max_new_tokens=new_tokens)
+        results = generate_batch(model, tokenizer, prompts, params)
+        return [result.token_ids for result in results], time.perf_counter() - started
+
+    def run(prompts: list[list[int]], new_tokens: int) -> BatchTrial:
+        _, prefill_s = timed(prompts, 1)
+        tokens, seconds = timed(prompts, new_tokens)
+        return BatchTrial(tokens, prefill_s, seconds)
+
+    return run
+
+
+def llama_cpp_quantized(path: Path, to: Path, kind: str = "Q4_0") -> Path:
+    """The same model in another of llama.cpp's forms: for Q4_0 it has its fastest kernels."""
     import llama_cpp
 
     logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, True
+    params.ftype, params.allow_requantize = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), True
     if llama_cpp.llama_model_quantize(str(path).encode(), str(to).encode(), ctypes.byref(params)):
         raise RuntimeError(f"llama.cpp could not quantize {path}")
     return to

@@ -11,6 +11,8 @@ third of a step is Python and operators between the products; compiled by numba 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numba
@@ -364,12 +366,17 @@ def _activate_rows(kind: int, x: int, count: int, width: int, size: int, out: in
         _activate(x + t * width * 4, width, size, kind, out + t * size * 4)
 
 
-def parts_of(counts: Any) -> Any:
+def parts_of(counts: Sequence[int]) -> Any:
     """The work of attention over rows of so many tokens each, in parts of up to X_ROWS tokens of one row.
 
     Of each: its row of the table, how many parts the rows before have, how many its row has, its tokens (from, to).
     """
-    counts = np.asarray(counts, np.int64)
+    return _parts_of(tuple(counts))
+
+
+@lru_cache  # decode steps ask for the same again and again
+def _parts_of(each: tuple[int, ...]) -> Any:
+    counts = np.asarray(each, np.int64)
     of_row = -(-counts // X_ROWS)
     row = np.repeat(np.arange(len(counts)), of_row)
     before = np.repeat(np.cumsum(of_row) - of_row, of_row)
