@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.backend.cpu import kernels
+from infer.backend.cpu.records import weight_record
 from infer.cache.table import Table
 
 SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)]
 LLAMA_1B = [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)]
-KINDS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 116}
 SECONDS = 0.3  # of each measurement
 
 
@@ -42,9 +42,8 @@ def fastest(*functions: Callable[[], object]) -> list[float]:
 
 
 def product(weight: Tensor, x: Tensor, out: Tensor) -> Callable[[], None]:
-    head = np.zeros(1, kernels().HEAD)
-    head["weight"] = KINDS[weight.dtype], weight.data_ptr(), 0, *weight.shape
-    return lambda: kernels().head(head, x.numpy(), out.numpy())
+    record = weight_record(weight, None)
+    return lambda: kernels().linear(record, x.numpy(), out.numpy())
 
 
 def multiplied(weight: Tensor, x: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ largest_magnitude = _operation(
 larger = _alike(lambda b, x, y: _call(b, "llvm.maximum.v16f32", FLOATX16, x, y), 2)  # NaN if one is
 largest = _operation(types.float32, lambda b, x: _call(b, "llvm.vector.reduce.fmaximum.v16f32", FLOAT, x), 1)
 summed = _operation(types.float32, _sum, 1)
-# In the order of `cpu_tile`.
+# In the order of `tile.py`.
 sum_of_eight = _operation(types.float32, _sum_of_eight, 1)
 clamped = _alike(_clamped, 3)
 rounded = _alike(lambda b, x: _call(b, "llvm.rint.v16f32", FLOATX16, x), 1)

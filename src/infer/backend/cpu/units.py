@@ -7,7 +7,6 @@ emitted. The functions linked into them are translated. What one unit calls of a
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import sys
@@ -91,7 +90,14 @@ def linked(function: Any = None, **options: Any) -> Any:
         return partial(linked, **options)
     made = make.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
     made.get_call_template = lambda args, kws: type(made).get_call_template(made, plain(args), kws)
+    # Nothing that could be called from Python.
+    made.add_overload = lambda result: made.overloads.update({tuple(result.signature.args): result})
+    made._compile_for_args = partial(_refuse, function.__name__)
     return made
+
+
+def _refuse(name: str, *arguments: Any, **named: Any) -> None:
+    raise RuntimeError(f"{name} is linked into kernels, and has no code of its own that Python could call")
 
 
 def plain(args: Any) -> tuple[Any, ...]:
@@ -150,9 +156,6 @@ class _Linked(Library):  # type: ignore[misc]
             _link(self._shared_module, self._linking_libraries)
         return self._shared_module
 
-    def get_pointer_to_function(self, name: str) -> int:
-        return ctypes.cast(_refuse, ctypes.c_void_p).value or 0
-
 
 def _link(module: Any, libraries: list[Any]) -> None:
     """Put them into a module, and all that they call, each once."""
@@ -166,8 +169,3 @@ def _link(module: Any, libraries: list[Any]) -> None:
                 module.link_in(library.alone(), preserve=True)
             else:
                 module.link_in(library._get_module_for_linking(), preserve=True)
-
-
-@ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.py_object)
-def _refuse(*arguments: Any) -> Any:
-    raise RuntimeError("this function is linked into kernels, and has no code of its own to be called from Python")

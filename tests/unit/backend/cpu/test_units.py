@@ -1,0 +1,119 @@
+"""Units: compiled when first needed, here or by another process, and loops that threads share."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+numba = pytest.importorskip("numba")
+
+SOURCE = """
+from numba import types
+
+from infer.backend.cpu.simd import load_integer, store_integer
+from infer.backend.cpu.threads import shared
+from infer.backend.cpu.units import linked, unit
+
+
+@shared
+def count_turns(i, at, step):
+    store_integer(at + i * 8, load_integer(at + i * 8) + step)
+
+
+@linked
+def twice(x):
+    return 2 * x
+
+
+@unit(types.void(types.int64, types.int64, types.int64))
+def count(turns, at, rounds):
+    for _ in range(rounds):
+        count_turns(turns, at, twice(1))
+
+
+@unit(types.void(types.int64, types.int64))
+def wait(at, rounds):
+    for i in range(rounds):
+        store_integer(at, (load_integer(at) * 31 + i) % 1000003)
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A module with units, imported from a folder that other processes see too."""
+    folder = tmp_path_factory.mktemp("units")
+    (folder / "some_units.py").write_text(SOURCE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NUMBA_CACHE_DIR", str(folder / "kernels"))
+        patch.syspath_prepend(str(folder))
+        import some_units  # type: ignore[import-not-found]
+
+        yield some_units
+        del sys.modules["some_units"]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 7, 1000])
+def test_every_turn_once(made: Any, turns: int, threads: int) -> None:
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    counts = np.zeros(turns + 1, np.int64)
+    made.count(turns, counts.ctypes.data, 3)
+    assert counts.tolist() == [6] * turns + [0]
+
+
+def test_other_threads_go_on_meanwhile(made: Any) -> None:
+    state, seen, over = np.zeros(1, np.int64), 0, threading.Event()
+
+    def run() -> None:
+        made.wait(state.ctypes.data, 50_000_000)
+        over.set()
+
+    made.wait(state.ctypes.data, 1)  # compiled
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not over.is_set():
+        seen += 1
+    thread.join()
+    assert seen > 1000
+
+
+def test_compiled_by_another_process(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which leaves it on the disk, and this one reads it."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    spec = importlib.util.spec_from_file_location("some_units", made.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    again.count.begin()
+    assert again.count._helper is not None
+    counts = np.zeros(5, np.int64)
+    again.count(5, counts.ctypes.data, 1)
+    assert again.count._made._cache_hits == 1
+    assert counts.tolist() == [2] * 5
+    before = again.count._helper
+    again.count.begin()  # there is nothing to compile any more
+    assert again.count._helper is before
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_is_only_linked_is_not_called(made: Any, compiled: bool) -> None:
+    """It has no code of its own; without a guard, a process would end."""
+    if compiled:
+        made.count(1, np.zeros(1, np.int64).ctypes.data, 1)
+    with pytest.raises(RuntimeError, match="twice is linked into kernels"):
+        made.twice(3)
+
+
+def test_linked_functions_in_other_functions(made: Any) -> None:
+    """Also where a unit has them."""
+    made.count(1, np.zeros(1, np.int64).ctypes.data, 1)
+    twice = made.twice
+    assert numba.njit(lambda x: twice(x) + 1)(20) == 41
