@@ -9,8 +9,6 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 
-import torch
-
 _compiling = Lock()
 
 
@@ -33,11 +31,9 @@ def _kernels() -> Any:
         from numba.core.errors import NumbaError
     except ImportError:
         return None
-    threads = torch.get_num_threads()
     try:
         from infer.backend.cpu import attention, block
 
-        block.use_threads(threads)
         attention.attend.begin()
         block.compile_first()
         return block
@@ -45,13 +41,10 @@ def _kernels() -> Any:
         reason = str(error).strip().partition("\n")[0]
         print(f"no kernels for this CPU, so plain torch runs instead: {reason}", file=sys.stderr, flush=True)
         return None
-    finally:
-        # Where numba and torch share an OpenMP library, as on x86, starting the one's threads has set the other's.
-        torch.set_num_threads(threads)
 
 
 def _without_kernels() -> None:
-    """In a forked child: GNU OpenMP, whose threads were not forked along, would end the process."""
+    """In a forked child, for which no thread was forked along: torch's own OpenMP may wait for one forever."""
     os.environ["INFER_KERNELS"] = "0"
     _kernels.cache_clear()
 

@@ -1,8 +1,8 @@
 """Passes on a CPU, through kernels that numba compiles. Each gives a token the same bits, whatever is beside it.
 
-A step should be compiled as a whole: numba's threads and torch's are two pools, and while one of them works the
-other's still spin. Other Python threads go on meanwhile, also with kernels of their own. A process forked after their
-first use cannot run them (GNU OpenMP): start it with spawn.
+A step should be compiled as a whole: the kernels' threads and torch's are two pools, and for a while after torch's
+have worked they still spin. Other Python threads go on meanwhile, also with kernels of their own. A process forked
+after their first use does not run them: start it with spawn.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 
 from infer.backend.cpu import attention, product_codes, product_floats
 from infer.backend.cpu.attention import attend_at, write
 from infer.backend.cpu.memory import address, keep, records
+from infer.backend.cpu.pool import use_threads as use_threads
 from infer.backend.cpu.product import FLOAT32, INT4, INT8, WEIGHT, product
 from infer.backend.cpu.product_codes import look_up
 from infer.backend.cpu.simd import (
@@ -73,11 +73,6 @@ BLOCK = np.dtype(
 )
 BLOCK_BYTES = BLOCK.itemsize
 MANY = 16  # rows that are worth handing out to several threads
-
-
-def use_threads(count: int) -> None:
-    """For calls from this Python thread."""
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
 
 
 @linked

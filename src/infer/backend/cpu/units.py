@@ -75,7 +75,10 @@ class Unit:
 
     def _compile(self) -> Any:
         """Or read it: numba knows where."""
-        numba.get_num_threads()  # starts threads, which the code calls by name
+        from infer.backend.cpu import pool  # which is one
+
+        if self is not pool.pool:
+            pool.start()
         made = make.cfunc(self._signature, cache=True, error_model="numpy", pipeline_class=_UnitCompiler)
         return made(self._function)
 

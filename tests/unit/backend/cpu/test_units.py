@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 numba = pytest.importorskip("numba")
+use_threads = importlib.import_module("infer.backend.cpu.pool").use_threads
 
 SOURCE = """
 from numba import types
@@ -58,10 +59,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         del sys.modules["some_units"]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 7, 1000])
 def test_every_turn_once(made: Any, turns: int, threads: int) -> None:
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    use_threads(threads)
     counts = np.zeros(turns + 1, np.int64)
     made.count(turns, counts.ctypes.data, 3)
     assert counts.tolist() == [6] * turns + [0]
