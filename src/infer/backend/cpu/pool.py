@@ -18,11 +18,11 @@ from typing import Any
 
 from llvmlite import binding, ir
 from numba import types
-from numba.extending import intrinsic
 
+from infer.backend.cpu.simd import INT32, INT64, _call, _operation
 from infer.backend.cpu.units import linked, unit
 
-INT, INT32, POINTER = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
+POINTER = ir.IntType(8).as_pointer()
 SYMBOL = "infer_share"  # by which kernels know the unit
 SHARE, WORK, USE = range(3)
 # What threads have in common, in words that are a line of the cache apart. TICKET: the number of the loop, and in the
@@ -34,35 +34,20 @@ FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform =
 WAIT, WAKE = 128, 129  # within one process
 
 
-def _operation(result: Any, emit: Any, arity: int) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = emit(builder, *args)
-        return context.get_dummy_value() if result is types.void else value
-
-    functions = {
-        0: lambda context: (result(), codegen),
-        1: lambda context, a: (result(a), codegen),
-        2: lambda context, a, b: (result(a, b), codegen),
-        3: lambda context, a, b, c: (result(a, b, c), codegen),
-        4: lambda context, a, b, c, d: (result(a, b, c, d), codegen),
-    }
-    return intrinsic(functions[arity])
-
-
 def _word(builder: Any, index: Any) -> Any:
     """Its address: all words are a variable of the unit's."""
     module = builder.module
     if (words := module.globals.get("infer_words")) is None:
-        words = ir.GlobalVariable(module, ir.ArrayType(INT, 72), "infer_words")
+        words = ir.GlobalVariable(module, ir.ArrayType(INT64, 72), "infer_words")
         words.initializer, words.linkage, words.align = ir.Constant(words.value_type, None), "linkonce_odr", 64
-    return builder.gep(words, [INT(0), index])
+    return builder.gep(words, [INT64(0), index])
 
 
-def _call(builder: Any, name: str, result: Any, *args: Any, variable: bool = False) -> Any:
-    fixed = [args[0].type] if variable else [arg.type for arg in args]
-    function_type = ir.FunctionType(result, fixed, var_arg=variable)
-    function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
-    return builder.call(function, args)
+def _futex(builder: Any, index: Any, operation: int, value: Any) -> None:
+    at, nothing = builder.bitcast(_word(builder, index), POINTER), ir.Constant(POINTER, None)
+    if (call := builder.module.globals.get("syscall")) is None:
+        call = ir.Function(builder.module, ir.FunctionType(INT64, [INT64], var_arg=True), "syscall")
+    builder.call(call, [INT64(FUTEX), at, INT64(operation), value, nothing, nothing, INT64(0)])
 
 
 def _pause(builder: Any) -> None:
@@ -76,25 +61,22 @@ def _sleep(builder: Any, index: Any, value: Any) -> None:
     """Until woken, if a word is still what it was."""
     if FUTEX is None:
         _call(builder, "usleep", INT32, INT32(100))
-        return
-    at, nothing = builder.bitcast(_word(builder, index), POINTER), ir.Constant(POINTER, None)
-    low = builder.and_(value, INT(2**32 - 1))
-    _call(builder, "syscall", INT, INT(FUTEX), at, INT(WAIT), low, nothing, nothing, INT(0), variable=True)
+    else:
+        _futex(builder, index, WAIT, builder.and_(value, INT64(2**32 - 1)))
 
 
 def _wake(builder: Any, index: Any) -> None:
     if FUTEX is not None:
-        at, nothing = builder.bitcast(_word(builder, index), POINTER), ir.Constant(POINTER, None)
-        _call(builder, "syscall", INT, INT(FUTEX), at, INT(WAKE), INT(2**30), nothing, nothing, INT(0), variable=True)
+        _futex(builder, index, WAKE, INT64(2**30))
 
 
 def _exchange(builder: Any, index: Any, before: Any, after: Any) -> Any:
     done = builder.cmpxchg(_word(builder, index), before, after, "seq_cst", "seq_cst")
-    return builder.zext(builder.extract_value(done, 1), INT)
+    return builder.zext(builder.extract_value(done, 1), INT64)
 
 
 def _run(builder: Any, function: Any, data: Any, portion: Any, portions: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [POINTER, INT, INT])
+    kind = ir.FunctionType(ir.VoidType(), [POINTER, INT64, INT64])
     builder.call(builder.inttoptr(function, kind.as_pointer()), [builder.inttoptr(data, POINTER), portion, portions])
 
 

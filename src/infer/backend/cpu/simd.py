@@ -94,6 +94,7 @@ def _operation(result: Any, emit: Callable[..., Any], arity: int) -> Any:
         1: lambda context, x: (result(x), codegen),
         2: lambda context, x, y: (result(x, y), codegen),
         3: lambda context, x, y, z: (result(x, y, z), codegen),
+        4: lambda context, w, x, y, z: (result(w, x, y, z), codegen),
     }
     return intrinsic(functions[arity])
 

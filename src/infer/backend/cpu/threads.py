@@ -15,7 +15,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from infer.backend.cpu.pool import INT, POINTER, SHARE, SYMBOL
+from infer.backend.cpu.pool import POINTER, SHARE, SYMBOL
+from infer.backend.cpu.simd import INT64
 from infer.backend.cpu.units import linked, plain
 
 emit: Any = cgutils  # which has no types
@@ -40,26 +41,26 @@ def _share(body: Any, context: Any, builder: Any, signature: Any, args: Any) -> 
     """Code that has threads call what `_emit_portion` emits, with the arguments in memory."""
     job = emit.alloca_once_value(builder, emit.pack_struct(builder, args))
     function = _emit_portion(body, context, builder.module, job.type)
-    share_type = ir.FunctionType(ir.VoidType(), [INT] * 4)
+    share_type = ir.FunctionType(ir.VoidType(), [INT64] * 4)
     share = emit.get_or_insert_function(builder.module, share_type, SYMBOL)
-    builder.call(share, [INT(SHARE), builder.ptrtoint(function, INT), builder.ptrtoint(job, INT), args[0]])
+    builder.call(share, [INT64(SHARE), builder.ptrtoint(function, INT64), builder.ptrtoint(job, INT64), args[0]])
     return context.get_dummy_value()
 
 
 def _emit_portion(body: Any, context: Any, module: Any, job_type: Any) -> Any:
     """A function that takes one of so many portions of a loop, and in each turn calls its body."""
-    function_type = ir.FunctionType(ir.VoidType(), [POINTER, INT, INT])
+    function_type = ir.FunctionType(ir.VoidType(), [POINTER, INT64, INT64])
     name = module.get_unique_name(f"portion_{body.fndesc.qualname}")
     function = ir.Function(module, function_type, emit.normalize_ir_text(name))
     function.linkage = "internal"
     builder = ir.IRBuilder(function.append_basic_block())
     data, portion, portions = function.args
     count, *arguments = emit.unpack_tuple(builder, builder.load(builder.bitcast(data, job_type)))
-    following = builder.add(portion, INT(1))
+    following = builder.add(portion, INT64(1))
     start, stop = (builder.sdiv(builder.mul(count, each), portions) for each in (portion, following))
     context.add_linking_libs([body.library])
     callee = context.declare_function(module, body.fndesc)
-    with emit.for_range_slice(builder, start, stop, INT(1)) as (turn, _):
+    with emit.for_range_slice(builder, start, stop, INT64(1)) as (turn, _):
         given = [turn, *arguments]
         context.call_conv.call_function(builder, callee, types.void, body.signature.args, given)
     builder.ret_void()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,25 @@ def test_every_turn_once(made: Any, turns: int, threads: int) -> None:
     counts = np.zeros(turns + 1, np.int64)
     made.count(turns, counts.ctypes.data, 3)
     assert counts.tolist() == [6] * turns + [0]
+
+
+def test_several_callers(made: Any) -> None:
+    """One has the threads, the others go through their loops alone; and threads that sleep wake up."""
+    use_threads(3)
+    results = [np.zeros(50 + caller, np.int64) for caller in range(4)]
+
+    def call(counts: np.ndarray) -> None:
+        for i in range(300):
+            made.count(len(counts), counts.ctypes.data, 2)
+            if i % 100 == 99:
+                time.sleep(0.05)
+
+    callers = [threading.Thread(target=call, args=(counts,)) for counts in results]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert all((counts == 1200).all() for counts in results)
 
 
 def test_other_threads_go_on_meanwhile(made: Any) -> None:
