@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 from tiny import make_tiny_config, make_tiny_model
 
 from infer import ModelConfig, Tokenizer, load_model
+from infer.backend.cpu import kernels
 from infer.cli.common import DEFAULT_MODEL
 from infer.loader import load as load_module
 from infer.models.common import Decoder
@@ -35,6 +36,16 @@ def skip_without_weights(item: pytest.Item) -> Generator[None]:
 
 
 pytest_runtest_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True)(skip_without_weights)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """All kernels, once: compiled between two tests, they would be told of in the output of a command."""
+    if kernels() is not None:
+        from infer.backend.cpu.units import UNITS
+
+        for unit in UNITS.copy():
+            assert unit.address
 
 
 @pytest.fixture

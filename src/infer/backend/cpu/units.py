@@ -28,6 +28,7 @@ from infer.backend.cpu.kernel_cache import is_cached, kernel_folder, load_cached
 make: Any = numba  # whose types lack some options
 Library: Any = codegen.JITCodeLibrary
 Compiler: Any = compiler.Compiler
+UNITS: list[Unit] = []
 _compiling = RLock()
 
 
@@ -38,6 +39,7 @@ class Unit:
         self._function, self._signature = function, signature
         self._helper: Popen[bytes] | None = None
         self.__doc__ = function.__doc__
+        UNITS.append(self)
 
     def begin(self) -> None:
         """Have it compiled by another process, if need be, while this one goes on to other units."""
