@@ -165,7 +165,7 @@ def _store(block: Any, row: int, position: int, heads: int, seen: int) -> None:
 
 
 # What happens to each row between products. In all of them, a row of x has `width` floats.
-BEFORE_QKV, BEHIND_QKV, BEHIND_O, BEHIND_UP, BEHIND_DOWN, BEFORE_HEAD = range(6)
+BEFORE_QKV, BEHIND_QKV, BEHIND_O, BEHIND_UP, BEHIND_DOWN = range(5)
 
 
 @linked

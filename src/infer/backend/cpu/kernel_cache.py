@@ -42,8 +42,9 @@ def _fingerprint() -> str:
     return hashlib.sha256(contents + str(files).encode()).hexdigest()[:16]  # numba goes by their paths too
 
 
-def is_cached(folder: Path) -> bool:
-    return not _make_private(folder.parent) and _is_intact(folder)
+def is_missing(folder: Path) -> bool:
+    """Whether it has to be compiled, and would be kept."""
+    return not _make_private(folder.parent) and os.access(folder.parent, os.W_OK) and not _is_intact(folder)
 
 
 def load_cached(load: Callable[[], T], folder: Path) -> T:

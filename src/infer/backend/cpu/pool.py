@@ -131,9 +131,10 @@ def _share(function: int, data: int, count: int) -> None:
 
 
 @linked
-def _work() -> None:
+def _work(number: int) -> None:
+    """Until fewer threads are asked for."""
     looks = 0
-    while True:
+    while number < read(THREADS):
         calls = read(CALLS)
         if _take_portion():
             looks = 0
@@ -157,8 +158,10 @@ def pool(what: int, function: int, data: int, count: int) -> None:
         _share(function, data, count)
     elif what == USE:
         write(THREADS, count)
+        add(CALLS, 1)
+        wake(CALLS)
     else:
-        _work()
+        _work(count)
 
 
 @cache
@@ -167,18 +170,16 @@ def start() -> None:
     binding.add_symbol(SYMBOL, pool.address)
 
 
-_threads = 1  # with the first caller
-_in_use = 0
+_threads = 1  # the first is the caller's
 
 
 def use_threads(count: int) -> None:
     """For all calls from now on."""
-    global _threads, _in_use
-    if count == _in_use:
+    global _threads
+    if count == _threads:
         return
     start()
-    while _threads < count:
-        threading.Thread(target=pool, args=(WORK, 0, 0, 0), name="infer kernels", daemon=True).start()
-        _threads += 1
     pool(USE, 0, 0, count)
-    _in_use = count
+    for number in range(_threads, count):
+        threading.Thread(target=pool, args=(WORK, 0, 0, number), name="infer kernels", daemon=True).start()
+    _threads = count

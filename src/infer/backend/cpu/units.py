@@ -23,7 +23,7 @@ from llvmlite.binding import Linkage
 from numba import types
 from numba.core import codegen, compiler
 
-from infer.backend.cpu.kernel_cache import is_cached, kernel_folder, load_cached
+from infer.backend.cpu.kernel_cache import is_missing, kernel_folder, load_cached
 
 make: Any = numba  # whose types lack some options
 Library: Any = codegen.JITCodeLibrary
@@ -43,7 +43,7 @@ class Unit:
 
     def begin(self) -> None:
         """Have it compiled by another process, if need be, while this one goes on to other units."""
-        if os.cpu_count() == 1 or not sys.executable or is_cached(self._folder):
+        if os.cpu_count() == 1 or not sys.executable or not is_missing(self._folder):
             return
         program = f"from {self._function.__module__} import {self._function.__name__} as unit; unit.address"
         where = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
