@@ -52,13 +52,13 @@ def backend_for(model: Any) -> Backend:
     if not isinstance(model, Decoder):
         return TorchBackend(model, "it is no model of infer's own")
     if torch.is_grad_enabled():
-        return TorchBackend(model, "gradients are recorded")
+        return _plain(model, "gradients are recorded")
     planned = _planned.get(model)
     if planned is None or planned.watch.changed(model):
         planned = _planned[model] = _plan(model)
     if planned.watch.hooked():
-        return TorchBackend(model, "a module has a hook")
-    return TorchBackend(model, planned.why) if planned.backend is None else planned.backend
+        return _plain(model, "a module has a hook")
+    return _plain(model, planned.why) if planned.backend is None else planned.backend
 
 
 def expected(device: torch.device, dtype: torch.dtype) -> str:
@@ -78,9 +78,18 @@ def expected(device: torch.device, dtype: torch.dtype) -> str:
     return "cpu: numba kernels"
 
 
+def _plain(model: Decoder, why: str) -> Backend:
+    return _led(model, TorchBackend(model, why))
+
+
+def _led(model: Decoder, backend: Backend) -> Backend:
+    """Where other processes have a part of the model, they run along."""
+    return backend if model.group is None else model.group.led(model, backend)  # type: ignore[no-any-return]
+
+
 def _plan(model: Decoder) -> _Planned:
     try:
-        return _Planned(Watch(model), _with_kernels(model), "")
+        return _Planned(Watch(model), _led(model, _with_kernels(model)), "")
     except NotPlain as reason:
         return _Planned(Watch(model), None, str(reason))
 

@@ -16,10 +16,12 @@ from infer.nn.module import Module
 from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
 from infer.nn.quantized import QuantizedWeight
 from infer.nn.rope import Rope
+from infer.nn.split import SplitEmbedding, SplitLinear
 
 # What kernels compute, as it is defined: a class whose method was replaced is no longer among them.
 KINDS = (Block, Attention, MLP, UngatedMLP, RMSNorm, ZeroCentredRMSNorm, LayerNorm, Linear, FusedLinear, Embedding)
-FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in (*KINDS, QuantizedWeight)}
+SPLIT = (SplitLinear, SplitEmbedding)
+FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in (*KINDS, *SPLIT, QuantizedWeight)}
 METHODS = {name: getattr(Decoder, name) for name in ("forward", "run", "embed")}
 
 
@@ -59,7 +61,7 @@ class BlockParts(NamedTuple):
 
     def fit(self, hidden: int) -> bool:
         """Whether all shapes fit each other; where they do not, torch has an error for it."""
-        inner, q_size = self.down.weight.shape[1], self.heads * self.head_dim
+        inner, q_size = self.down.in_features, self.heads * self.head_dim
         return (
             self.heads % self.kv_heads == 0
             and _linear_fits(self.qkv, q_size + 2 * self.kv_heads * self.head_dim, hidden)
@@ -79,7 +81,7 @@ class HeadParts(NamedTuple):
     linear: Linear
 
     def fit(self, hidden: int) -> bool:
-        return _linear_fits(self.linear, self.linear.weight.shape[0], hidden) and _norm_fits(self.norm, hidden)
+        return _linear_fits(self.linear, self.linear.out_features, hidden) and _norm_fits(self.norm, hidden)
 
 
 class ModelParts(NamedTuple):
@@ -104,7 +106,7 @@ def parts_of(model: Decoder) -> ModelParts:
     blocks = [_block_parts(layer, i, config) for i, layer in enumerate(layers) if isinstance(layer, Block)]
     embedding = EmbeddingParts(model.embed_tokens, model.embed_positions, model.embed_scale)
     tables = [(model.embed_tokens, config.vocab_size), (model.embed_positions, config.max_position_embeddings)]
-    fit = all(each is None or tuple(each.weight.shape) == (count, config.hidden_size) for each, count in tables)
+    fit = all(each is None or _embedding_fits(each, count, config.hidden_size) for each, count in tables)
     head = HeadParts(model.norm, model.lm_head)
     fit = fit and head.fit(config.hidden_size) and all(block.fit(config.hidden_size) for block in blocks)
     if len(blocks) != len(layers) or not fit:
@@ -227,8 +229,17 @@ def _places(weights: Sequence[Tensor]) -> list[Any]:
 _dtype: Callable[[Tensor], Any] = attrgetter("dtype")
 
 
+def _embedding_fits(embedding: Embedding, count: int, size: int) -> bool:
+    rows = len(embedding.own) if isinstance(embedding, SplitEmbedding) else count
+    return tuple(embedding.weight.shape) == (rows, size)
+
+
 def _linear_fits(linear: Linear, rows: int, columns: int) -> bool:
-    return tuple(linear.weight.shape) == (rows, columns) and (linear.bias is None or linear.bias.shape == (rows,))
+    fit = (linear.out_features, linear.in_features) == (rows, columns)
+    if isinstance(linear, SplitLinear):
+        rows, columns = linear.own_shape
+    whole = tuple(linear.weight.shape) == (rows, columns) and (linear.bias is None or linear.bias.shape == (rows,))
+    return fit and whole
 
 
 def _norm_fits(norm: Norm | None, size: int) -> bool:

@@ -112,6 +112,11 @@ class PagedCache(BaseCache):
         return [self.pool.keys_and_values(self._places[layer][1])[1] for layer in range(self.shape.num_layers)]
 
     @property
+    def taken(self) -> int:
+        """Pages of each list up to the last that was taken."""
+        return self._taken
+
+    @property
     def held(self) -> int:
         """Pages that it holds, alone or with others."""
         return self.shape.batch_size * sum(self._taken - first for first in self._first)

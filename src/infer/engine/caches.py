@@ -12,6 +12,7 @@ from infer.cache.ring import PREFILL_CHUNK, SlidingCache
 from infer.cache.wrapped import innermost
 from infer.engine.model import Model, model_device, model_dtype
 from infer.models.common import Decoder
+from infer.parallel.pages import split_cache
 
 
 def make_cache(
@@ -29,6 +30,8 @@ def make_cache(
         return NoCache(1, device)
     max_seq_len = min(max_seq_len, model.config.max_position_embeddings)
     dtype = resolve_cache_dtype(cache_dtype, model_dtype(model) or torch.float32)
+    if isinstance(model, Decoder) and model.group is not None:
+        return split_cache(model, max_seq_len, dtype)
     if model.config.has_windows:
         return SlidingCache.from_model_config(
             model.config, max_seq_len, prefill_chunk=prefill_chunk or PREFILL_CHUNK, dtype=dtype, device=device

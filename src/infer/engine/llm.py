@@ -20,6 +20,7 @@ from infer.engine.request import check_chunk, samples
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.session import Encode, Session
 from infer.engine.text import TextStream
+from infer.nn.split import Group
 from infer.trace.record import Trace
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         quantize: str | None = None,
+        tensor_parallel: int = 1,
         cache_memory: int | None = None,
         cache_dtype: str = "auto",
         prefix_store: str | Path | None = None,
@@ -62,16 +64,26 @@ class LLM:
     ) -> None:
         """model: a name, a folder, a file or a hub id; or a model that is loaded, with its tokenizer.
 
-        cache_memory: bytes for all caches; None: half of what is free. memory: instead of it, one that is there.
+        tensor_parallel: in so many processes, each with a part of the model and, on GPUs, a device of its own: the same
+        texts to the bit. cache_memory: bytes for all caches; None: half of what is free, and of each process with
+        several. memory: instead of it, one that is there.
         max_rows: requests that run at once. prefill_chunk: tokens of prompts in one pass, beside those that decode.
         """
+        group = None
         if isinstance(model, str | Path):
             from infer.loader import Tokenizer, load_model
+            from infer.parallel.processes import load_split
 
             tokenizer = Tokenizer(model) if tokenizer is None else tokenizer
-            model = load_model(model, dtype=dtype, device=device, quantize=quantize)[0]
+            if tensor_parallel == 1:
+                model = load_model(model, dtype=dtype, device=device, quantize=quantize)[0]
+            else:
+                model = load_split(model, tensor_parallel, dtype=dtype, device=device, quantize=quantize)[0]
+                group = model.group
         elif isinstance(model, tuple):
             raise TypeError("the model is a tuple: load_model gives the model and its config; pass the first of them")
+        elif tensor_parallel != 1:
+            raise TypeError("a model that is loaded cannot be split: give its name, and LLM loads a part in each process")
         elif tokenizer is None:
             raise TypeError("a model that is loaded needs its tokenizer beside it: LLM(model, tokenizer)")
         check_mode(model)
@@ -83,7 +95,7 @@ class LLM:
             raise ValueError("memory was given: leave cache_memory, cache_dtype and prefix_store out")
         self.memory = memory
         self._driver = Driver(Loop(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk))
-        self._finalizer = weakref.finalize(self, self._driver.close)
+        self._finalizer = weakref.finalize(self, _close, self._driver, group)
 
     def __enter__(self) -> Self:
         return self
@@ -241,6 +253,12 @@ class LLM:
     def between_steps(self, function: Callable[[Loop], T]) -> Future[T]:
         """Let a function look at the loop in the engine's own thread, between two steps: nothing changes meanwhile."""
         return self._driver.between_steps(lambda: function(self._driver.loop))
+
+
+def _close(driver: Driver, group: Group | None) -> None:
+    driver.close()
+    if group is not None:
+        group.close()
 
 
 class Handle:

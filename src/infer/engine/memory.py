@@ -19,6 +19,7 @@ from infer.engine.model import Model, model_device, model_dtype
 from infer.engine.store import PrefixStore, fingerprint, page_keys
 from infer.machine import available_memory
 from infer.models.common import Decoder
+from infer.parallel.pages import SplitPool
 
 SHARE = 0.5  # of the memory that is free, for caches
 MANY, LENGTH = 256, 8192  # conversations, and their tokens: more are not kept unless somebody says so
@@ -45,13 +46,18 @@ class CacheMemory:
         store: a folder in which pages of long prompts outlive this process.
         """
         dtype, device = resolve_cache_dtype(cache_dtype, model_dtype(model) or torch.float32), model_device(model)
+        group = model.group if isinstance(model, Decoder) else None
         if size is None:
             free = available_memory(device)
             if free is None:
                 raise ValueError(f"{device} does not say how much memory is free: say how much caches may take")
+            free //= 1 if group is None else group.sharing
             size = min(int(free * SHARE), MANY * bytes_for(model.config, LENGTH, dtype.itemsize, page))
         self.model = model
-        self.pool = PagePool.for_model(model.config, size, dtype=dtype, device=device, page=page)
+        if group is None:
+            self.pool = PagePool.for_model(model.config, size, dtype=dtype, device=device, page=page)
+        else:
+            self.pool = SplitPool.of(model, size, dtype, page)
         self.windows = [model.config.window(i) for i in range(model.config.num_hidden_layers)]
         self.index = PrefixIndex(self.pool, [group.window for group in layer_groups(self.windows)])
         self.store = PrefixStore(store) if isinstance(store, str | Path) else store

@@ -36,8 +36,8 @@ class Checkpoint(Protocol):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Tensor shapes by name, as `Decoder` names them, fused ones still apart."""
 
-    def blocks(self, name: str) -> Iterator[Tensor]:
-        """The tensor's rows in order, in blocks small enough to be held beside the model."""
+    def blocks(self, name: str, rows: range | None = None) -> Iterator[Tensor]:
+        """The tensor's rows in order, in blocks small enough to be held beside the model. rows: these alone."""
 
     def is_bfloat16(self, name: str) -> bool | None:
         """Whether a tensor is stored in that; None: it is not there."""
@@ -46,11 +46,11 @@ class Checkpoint(Protocol):
         """4 or 8: so many keep what a quantised tensor is worth. 32: it is none, or is not there."""
         return 32
 
-    def groups(self, name: str, bits: int) -> Iterator[Groups]:
+    def groups(self, name: str, bits: int, rows: range | None = None) -> Iterator[Groups]:
         """The rows of a matrix in order, quantised; the number in each block but the last is a multiple of TILE."""
-        for block in in_tiles(self.blocks(name)):
-            for rows in torch.split(block, max(1, (1 << 18) // block.shape[1] // TILE) * TILE):
-                yield quantise(rows, bits)
+        for block in in_tiles(self.blocks(name, rows)):
+            for some in torch.split(block, max(1, (1 << 18) // block.shape[1] // TILE) * TILE):
+                yield quantise(some, bits)
 
     def tokenizer_parts(self) -> TokenizerParts: ...
 

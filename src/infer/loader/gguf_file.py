@@ -103,8 +103,8 @@ class GGUFFile(Checkpoint):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self._tensors[stored].shape for name, stored in self._stored.items()}
 
-    def blocks(self, name: str) -> Iterator[Tensor]:
-        stored, order = self._read(self._stored[name]), self._order(name)
+    def blocks(self, name: str, rows: range | None = None) -> Iterator[Tensor]:
+        stored, order = self._read(self._stored[name], rows), self._order(name, rows)
         if order is not None:
             yield torch.cat(list(stored))[order]
         elif self.config.model_type == "gemma3" and name.split(".")[-2].endswith("norm"):
@@ -123,21 +123,21 @@ class GGUFFile(Checkpoint):
         kind = _quantisation(self._tensors[self._stored[name]].type).name
         return 32 if kind in FLOATS else 8 if kind in FINER else 4
 
-    def groups(self, name: str, bits: int) -> Iterator[Groups]:
+    def groups(self, name: str, bits: int, rows: range | None = None) -> Iterator[Groups]:
         tensor = self._tensors[self._stored[name]]
         kept_in, convert = TYPES.get(_quantisation(tensor.type).name, (None, None))
         if convert is None or kept_in != bits:
-            yield from super().groups(name, bits)
+            yield from super().groups(name, bits, rows)
             return
-        read, order = map(convert, self._raw(tensor)), self._order(name)
+        read, order = map(convert, self._raw(tensor, rows)), self._order(name, rows)
         if order is None:
             yield from read
         else:
             parts: list[Any] = [None if part[0] is None else torch.cat(part)[order] for part in zip(*read, strict=True)]
             yield Groups(*parts)
 
-    def _order(self, name: str) -> Tensor | None:
-        """Where the rows of a tensor are to come from; None where they lie in order.
+    def _order(self, name: str, rows: range | None) -> Tensor | None:
+        """Where the rows of a tensor are to come from; None where they lie in order. rows: of whole heads.
 
         llama.cpp stores the rows of q and k paired for interleaved RoPE: this puts each head's halves back together.
         """
@@ -146,26 +146,30 @@ class GGUFFile(Checkpoint):
         if config.model_type != "llama" or heads is None:
             return None
         paired = torch.arange(heads * config.computed_head_dim).view(heads, config.computed_head_dim // 2, 2)
-        return paired.transpose(1, 2).flatten()
+        order = paired.transpose(1, 2).flatten()
+        return order if rows is None else order[: len(rows)]  # alike in all heads
 
-    def _read(self, stored: str) -> Iterator[Tensor]:
+    def _read(self, stored: str, rows: range | None = None) -> Iterator[Tensor]:
         """The tensor's rows as float32, a block at a time."""
         from gguf.quants import dequantize
 
         tensor = self._tensors[stored]
-        for raw in self._raw(tensor):
+        is_vector = len(tensor.shape) == 1  # which is one row
+        for raw in self._raw(tensor, None if is_vector else rows):
             weights = dequantize(raw, _quantisation(tensor.type)).astype(np.float32, copy=False)
-            yield torch.from_numpy(weights.reshape(-1, *tensor.shape[1:]))
+            found = torch.from_numpy(weights.reshape(-1, *tensor.shape[1:]))
+            yield found[rows.start : rows.stop] if is_vector and rows is not None else found
 
-    def _raw(self, tensor: StoredTensor) -> Iterator[Bytes]:
-        """The bytes of its rows, a block at a time: of a multiple of 4 rows, the last one apart."""
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
-        row_bytes = tensor.nbytes // rows
-        rows_per_block = max(1, BLOCK_WEIGHTS * rows // math.prod(tensor.shape) // TILE) * TILE
+    def _raw(self, tensor: StoredTensor, rows: range | None) -> Iterator[Bytes]:
+        """The bytes of its rows, a block at a time: of a multiple of TILE rows, the last one apart."""
+        in_all = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        rows = range(in_all) if rows is None else rows
+        row_bytes = tensor.nbytes // in_all
+        rows_per_block = max(1, BLOCK_WEIGHTS * in_all // math.prod(tensor.shape) // TILE) * TILE
         with self.path.open("rb") as file:
-            file.seek(tensor.offset)
-            for start in range(0, rows, rows_per_block):
-                count = min(rows_per_block, rows - start)
+            file.seek(tensor.offset + rows.start * row_bytes)
+            for start in range(rows.start, rows.stop, rows_per_block):
+                count = min(rows_per_block, rows.stop - start)
                 yield np.fromfile(file, dtype=np.uint8, count=count * row_bytes).reshape(count, row_bytes)
 
     def tokenizer_parts(self) -> TokenizerParts:

@@ -102,16 +102,17 @@ class HFFolder(Checkpoint):
             return self._declared == "bfloat16"
         return headers[name][1] == "BF16" if name in headers else None
 
-    def blocks(self, name: str) -> Iterator[Tensor]:
+    def blocks(self, name: str, rows: range | None = None) -> Iterator[Tensor]:
         stored = self._names[name]
         path = self._files[stored]
         transposed = self._is_transposed(name)
         with open_safetensors(path) as file:
             shape = file.get_slice(stored).get_shape()
-        rows = shape[1] if transposed else shape[0]
-        rows_per_block = max(1, BLOCK_WEIGHTS * rows // math.prod(shape))
-        for start in range(0, rows, rows_per_block):
-            end = start + rows_per_block
+        count = shape[1] if transposed else shape[0]
+        rows = range(count) if rows is None else rows
+        rows_per_block = max(1, BLOCK_WEIGHTS * count // math.prod(shape))
+        for start in range(rows.start, rows.stop, rows_per_block):
+            end = min(start + rows_per_block, rows.stop)
             # The file is opened for each block: pages of a mapping count as memory until it is closed.
             with open_safetensors(path) as file:
                 weights = file.get_slice(stored)

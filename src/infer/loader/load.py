@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -26,8 +27,10 @@ from infer.loader.widths import (
 from infer.machine import available_memory, reserved_bytes, resolve_device, use_threads
 from infer.models.common import Decoder
 from infer.models.registry import build_model
+from infer.models.split import Part
 from infer.nn.linear import FusedLinear
 from infer.nn.quantized import QuantizedWeight
+from infer.nn.split import Group
 
 
 def load_model(
@@ -36,6 +39,7 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "auto",
     quantize: str | None = None,
+    group: Group | None = None,
 ) -> tuple[Decoder, ModelConfig]:
     """Load a model for inference.
 
@@ -44,14 +48,17 @@ def load_model(
     dtype: what it computes in. In float32 on a CPU, matrices that are stored in bfloat16 stay so (`model.float()` gives
     plain float32 weights).
     quantize: "int4" or "int8" keeps the matrices in so many bits (see `loader/widths.py`), on the CPU.
+    group: of several processes, each of which loads its own part (see `infer.parallel`).
     """
     device = resolve_device(device)
     dtype = resolve_weights(dtype, device, quantize)
     checkpoint = open_checkpoint(name_or_path)
+    part = None if group is None else Part(checkpoint.config, group)
     with torch.device("meta"):
-        model = build_model(checkpoint.config)
+        whole = build_model(checkpoint.config)
+        model = whole if part is None else part.build()
     shapes = checkpoint.shapes()
-    slots = checkpoint_slots(model, shapes)
+    slots = checkpoint_slots(whole, shapes, part)
     check_tensors(checkpoint, shapes, slots)
     narrow = quantize is None and may_be_narrow(dtype, device)
     widths = choose_widths(model, checkpoint, quantize, narrow=narrow)
@@ -74,14 +81,14 @@ def load_model(
         if isinstance(widths.get(slot.parameter), int):
             weight = model.get_submodule(slot.parameter)
             assert isinstance(weight, QuantizedWeight)
-            for groups in checkpoint.groups(name, weight.bits):
+            for groups in (groups for rows in slot.rows for groups in checkpoint.groups(name, weight.bits, rows)):
                 check_finite(checkpoint, name, groups.scale)
                 if groups.minimum is not None:
                     check_finite(checkpoint, name, groups.minimum)
                 weight.fill(row, groups)
                 row += len(groups.codes)
             continue
-        for block in checkpoint.blocks(name):
+        for block in (block for rows in slot.rows for block in checkpoint.blocks(name, rows)):
             check_finite(checkpoint, name, parameters[slot.parameter].data[row : row + len(block)].copy_(block))
             row += len(block)
     return model.eval(), checkpoint.config
@@ -93,22 +100,32 @@ class Slot:
 
     parameter: str
     start: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the tensor
+    rows: tuple[range, ...]  # of it that are wanted
 
 
-def checkpoint_slots(model: Decoder, stored: Collection[str]) -> dict[str, Slot]:
-    """A slot for each tensor that a checkpoint must have, by its name there: stacked ones apart, or as it has them."""
+def checkpoint_slots(model: Decoder, stored: Collection[str], part: Part | None = None) -> dict[str, Slot]:
+    """A slot for each tensor that a checkpoint must have, by its name there: stacked ones apart, or as it has them.
+
+    model: the whole. part: of it, which gets its rows alone.
+    """
     slots = {}
     for name, parameter in model.named_parameters():
         module_name, _, kind = name.rpartition(".")
         module = model.get_submodule(module_name)
-        if not isinstance(module, FusedLinear) or name in stored:
-            slots[name] = Slot(name, 0, tuple(parameter.shape))
+        sizes = {name: len(parameter)}
+        if isinstance(module, FusedLinear):
+            sizes = dict(zip(part_names(module, module_name, kind), module.parts.values(), strict=True))
+        wanted = {each: range(size) if part is None else part.rows(each, size) for each, size in sizes.items()}
+        if name in sizes or name in stored:
+            first = accumulate(sizes.values(), initial=0)
+            rows = tuple(range(at + own.start, at + own.stop) for at, own in zip(first, wanted.values(), strict=False))
+            slots[name] = Slot(name, 0, tuple(parameter.shape), rows)
             continue
         start = 0
-        for part_name, rows in zip(part_names(module, module_name, kind), module.parts.values(), strict=True):
-            slots[part_name] = Slot(name, start, (rows, *parameter.shape[1:]))
-            start += rows
+        for each, own in wanted.items():
+            slots[each] = Slot(name, start, (sizes[each], *parameter.shape[1:]), (own,))
+            start += len(own)
     return slots
 
 

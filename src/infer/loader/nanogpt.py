@@ -84,13 +84,13 @@ class NanoGPTFile(Checkpoint):
     def is_bfloat16(self, name: str) -> bool | None:
         return self._weights[self._names[name]].dtype is torch.bfloat16 if name in self._names else None
 
-    def blocks(self, name: str) -> Iterator[Tensor]:
+    def blocks(self, name: str, rows: range | None = None) -> Iterator[Tensor]:
         if self._read >= REOPEN_AFTER:
             # Tensors are mapped from the file, and pages of a mapping count as memory until it is closed.
             self._weights, self._read = _read_checkpoint(self.path)["model"], 0
         weights = self._weights[self._names[name]]
         self._read += weights.nbytes
-        yield weights
+        yield weights if rows is None else weights[rows.start : rows.stop]
 
     def tokenizer_parts(self) -> TokenizerParts:
         if self._meta is not None:

@@ -24,6 +24,7 @@ from infer.nn.linear import Embedding, FusedLinear, Linear
 from infer.nn.module import Module
 from infer.nn.norm import Norm, RMSNorm
 from infer.nn.rope import Rope, apply_rope
+from infer.nn.split import Group
 
 
 class Pass(NamedTuple):
@@ -163,6 +164,7 @@ class Decoder(Module):
 
     block: type[Block] = Block
     embed_positions: Embedding | None = None  # a vector for each position, where a model learns them
+    group: Group | None = None  # the processes that have a part of the model each, if there are several
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -189,6 +191,8 @@ class Decoder(Module):
                 "the second argument is a KV cache, and a tensor was given: for a loss, hand targets to "
                 "F.cross_entropy(model(X).flatten(0, 1), Y.flatten()), or train a GPT of infer.compat.nanogpt"
             )
+        if self.group is not None:
+            raise TypeError("this process has a part of the model: run it by `LLM`, `generate` or `generate_batch`")
         if kv_cache is None:
             batch = input_ids.shape[0] if input_ids.dim() else 1
             dropout = self.config.dropout if self.training else 0.0

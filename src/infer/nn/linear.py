@@ -44,6 +44,14 @@ class Linear(Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.register_parameter("bias", nn.Parameter(torch.zeros(out_features)) if bias else None)
 
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out], or any other dimensions in front."""
         if x.dim() != 2:

@@ -11,17 +11,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from infer.backend.cpu import kernels
-from infer.backend.cpu.functions import CpuAttention, activate, empty, linear, look_up, norm
+from infer.backend.cpu.functions import CpuAttention, activate, embed, empty, linear, norm
 from infer.backend.cpu.records import ACTIVATION_CODES, Record, block_record, head_record, readable
 from infer.backend.parts import BlockParts, ModelParts, NotPlain
 from infer.models.rows import Packed, Row, pack
 from infer.nn.norm import Norm
-from infer.nn.quantized import QuantizedWeight
 from infer.nn.rope import apply_rope
+from infer.nn.split import SplitLinear
 
 CPU = torch.device("cpu")
 AT_ONCE = 16  # tokens of which all blocks are one call: a longer one could not be interrupted
@@ -54,7 +53,9 @@ class CpuBackend:
             raise NotPlain(f"kernels have no such activation as {parts.blocks[0].activation}")
         if dtype.itemsize != 2 and not wide:
             raise NotPlain(f"kernels do not compute in {dtype}")
-        return CpuBackend(parts) if wide else NarrowCpuBackend(parts, dtype)
+        if not wide:
+            return NarrowCpuBackend(parts, dtype)
+        return SplitCpuBackend(parts) if isinstance(parts.head.linear, SplitLinear) else CpuBackend(parts)
 
     def decoding(self, lazy: bool = False) -> None:
         return None
@@ -65,12 +66,11 @@ class CpuBackend:
         x = _embed(self.parts, packed, torch.float32)
         rope_cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
         wanted = np.array(range(len(x)) if packed.wanted() is None else packed.wanted(), np.int64)
-        logits = empty(len(wanted), self.parts.head.linear.weight.shape[0])
         tables = self._tables(packed)
         if tables is None:
-            self._by_cache(packed, x, rope_cos_sin, wanted, logits)
+            logits = self._by_cache(packed, x, rope_cos_sin, wanted)
         else:
-            self._by_table(packed, x, rope_cos_sin, tables, wanted, logits)
+            logits = self._by_table(packed, x, rope_cos_sin, tables, wanted)
         packed.advance()
         return packed.split(logits)
 
@@ -82,40 +82,78 @@ class CpuBackend:
         return tables[0] if len(tables) == 1 else np.concatenate(tables, 1)
 
     def _by_table(
-        self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, tables: Record, wanted: Record, logits: Tensor
-    ) -> None:
-        """Kernels store keys and values themselves."""
+        self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, tables: Record, wanted: Record
+    ) -> Tensor:
+        """Kernels store keys and values themselves. Returns the logits of the wanted tokens."""
         made = self._kernels
-        counts = [span.n for span in packed.spans for _ in range(span.batch)]
-        row_of = np.repeat(np.arange(len(counts)), counts)
-        tokens = np.stack((row_of, packed.positions.numpy()), 1)
-        parts = made.parts_of(counts)
-        addresses = {kind: (cos.data_ptr(), sin.data_ptr()) for kind, (cos, sin) in rope_cos_sin.items()}
-        ropes = np.array([addresses.get(block.layer_type, (0, 0)) for block in self.parts.blocks], np.int64)
+        ropes, tokens, parts = self._places(packed, rope_cos_sin)
         if len(x) < AT_ONCE:
-            blocks, head = self.blocks, self._head
-            made.run(blocks, head, x.numpy(), ropes, tables, tokens, parts, wanted, logits.numpy())
-            return
+            logits = empty(len(wanted), self.parts.head.linear.out_features)
+            made.run(self.blocks, self._head, x.numpy(), ropes, tables, tokens, parts, wanted, logits.numpy())
+            return logits
         for i in range(len(self.blocks)):
             done, one = empty(*x.shape), slice(i, i + 1)
             blocks = self.blocks[one]
             made.run(blocks, made.NO_HEADS, x.numpy(), ropes[one], tables[one], tokens, parts, wanted, done.numpy())
             x = done
-        made.head(self._head, x.numpy()[wanted], logits.numpy())
+        return self._logits(x, wanted)
 
-    def _by_cache(self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, wanted: Record, logits: Tensor) -> None:
+    def _places(self, packed: Packed, rope_cos_sin: RopeTables) -> tuple[Record, Record, Record]:
+        """Where the angles of each layer lie; the row and the position of each token; the work of attention."""
+        counts = [span.n for span in packed.spans for _ in range(span.batch)]
+        row_of = np.repeat(np.arange(len(counts)), counts)
+        tokens = np.stack((row_of, packed.positions.numpy()), 1)
+        ropes = np.array([_angles(rope_cos_sin, block) for block in self.parts.blocks], np.int64)
+        return ropes, tokens, self._kernels.parts_of(counts)
+
+    def _by_cache(self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, wanted: Record) -> Tensor:
         """Each block in two calls around the caches, which store and attend."""
         for i, block in enumerate(self.parts.blocks):
-            made, record = self._kernels, self.blocks[i : i + 1]
-            cos_sin = rope_cos_sin.get(block.layer_type)
-            ropes = np.array([(0, 0) if cos_sin is None else [each.data_ptr() for each in cos_sin]], np.int64)
+            ropes = np.array([_angles(rope_cos_sin, block)], np.int64)
             heads = empty(len(x), block.qkv.weight.shape[0])
-            made.before_attention(record, x.numpy(), ropes, heads.numpy())
-            attended = _attended(packed, i, block, heads)
-            done = empty(*x.shape)
-            made.behind_attention(record, attended.contiguous().numpy(), x.numpy(), done.numpy())
-            x = done
+            self._kernels.before_attention(self.blocks[i : i + 1], x.numpy(), ropes, heads.numpy())
+            x = self._behind_attention(i, _attended(packed, i, block, heads).contiguous(), x)
+        return self._logits(x, wanted)
+
+    def _behind_attention(self, layer_idx: int, attended: Tensor, x: Tensor) -> Tensor:
+        """attended [T, Hq D], and the residual x -> [T, C]"""
+        done = empty(*x.shape)
+        record = self.blocks[layer_idx : layer_idx + 1]
+        self._kernels.behind_attention(record, attended.numpy(), x.numpy(), done.numpy())
+        return done
+
+    def _logits(self, x: Tensor, wanted: Record) -> Tensor:
+        """Of the wanted tokens of x [T, C]."""
+        logits = empty(len(wanted), self.parts.head.linear.out_features)
         self._kernels.head(self._head, x.numpy()[wanted], logits.numpy())
+        return logits
+
+
+class SplitCpuBackend(CpuBackend):
+    """Has some rows of each matrix, and gathers what the others have computed around the products that need all."""
+
+    def _by_table(
+        self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, tables: Record, wanted: Record
+    ) -> Tensor:
+        ropes, tokens, parts = self._places(packed, rope_cos_sin)
+        for i, block in enumerate(self.parts.blocks):
+            attended, one = empty(len(x), block.o.in_features), slice(i, i + 1)
+            blocks = self.blocks[one]
+            self._kernels.attended(blocks, x.numpy(), ropes[one], tables[one], tokens, parts, attended.numpy())
+            x = self._behind_attention(i, attended, x)
+        return self._logits(x, wanted)
+
+    def _behind_attention(self, layer_idx: int, attended: Tensor, x: Tensor) -> Tensor:
+        block, record = self.parts.blocks[layer_idx], self.blocks[layer_idx : layer_idx + 1]
+        added, inner = linear(attended, block.o), empty(len(x), block.down.in_features)
+        self._kernels.before_down(record, added.numpy(), x.numpy(), inner.numpy())  # `added` becomes x + norm(added)
+        done = linear(inner, block.down)
+        self._kernels.behind_down(record, done.numpy(), added.numpy())
+        return done
+
+    def _logits(self, x: Tensor, wanted: Record) -> Tensor:
+        head = self.parts.head
+        return linear(norm(x[torch.from_numpy(wanted)], head.norm), head.linear)
 
 
 class NarrowCpuBackend:
@@ -153,8 +191,14 @@ class NarrowCpuBackend:
         attended = _attended(packed, layer_idx, block, torch.cat((q, k, v), 1).flatten(1))
         x = x + _normed(linear(attended, block.o), block.after_attention)
         up = linear(norm(x, block.before_mlp), block.up)
-        inner = activate(up, block.down.weight.shape[1], block.activation)
+        inner = activate(up, block.down.in_features, block.activation)
         return x + _normed(linear(inner, block.down), block.after_mlp)
+
+
+def _angles(rope_cos_sin: RopeTables, block: BlockParts) -> tuple[int, int]:
+    """Where the cosines and sines for a block lie; 0 where it has none."""
+    cos_sin = rope_cos_sin.get(block.layer_type)
+    return (0, 0) if cos_sin is None else (cos_sin[0].data_ptr(), cos_sin[1].data_ptr())
 
 
 def _normed(x: Tensor, after: Norm | None) -> Tensor:
@@ -168,10 +212,7 @@ def _norms(block: BlockParts) -> list[Norm]:
 def _embed(parts: ModelParts, packed: Packed, dtype: torch.dtype) -> Tensor:
     """As `Decoder.embed`: [T, C]."""
     tokens, positions, factor = parts.embedding
-    if isinstance(tokens.weight, QuantizedWeight):
-        x = look_up(tokens.weight, packed.ids).to(dtype)
-    else:
-        x = F.embedding(packed.ids, tokens.weight).to(dtype)
+    x = embed(tokens, packed.ids).to(dtype)
     if factor != 1:
         x = x * factor
     return x if positions is None else x + positions(packed.positions)

@@ -69,6 +69,7 @@ BLOCK = np.dtype(
         ("scale", "f8"),
         ("window", "i8"),  # 0: none
         ("activation", "i8"),
+        ("inner", "i8"),  # how many numbers that gives
     ]
 )
 BLOCK_BYTES = BLOCK.itemsize
@@ -188,8 +189,7 @@ def _do(
         _add(row, z + t * width * 4, width)
         _norm(row, width, block.before_mlp, y + t * width * 4)
     elif what == BEHIND_UP:
-        inner = block.down.columns
-        _activate(row, width, inner, block.activation, y + t * inner * 4)
+        _activate(row, width, block.inner, block.activation, y + t * block.inner * 4)
     else:  # x += z
         if block.after_mlp.weight != 0:
             _norm(row, width, block.after_mlp, row)
@@ -243,16 +243,24 @@ def _finish(blocks: int, attended: int, residual: int, count: int, out: int) -> 
     Norms behind a product only where there are any; not gated: Down(activation(Up norm(x))).
     """
     block = records(blocks, 1, BLOCK)[0]
-    width, up_width, inner_width = block.o.rows, block.up.rows, block.down.columns
-    x, normed = np.empty(count * width, np.float32), np.empty(count * width, np.float32)
-    up, inner = np.empty(count * up_width, np.float32), np.empty(count * inner_width, np.float32)
+    x, inner = np.empty(count * block.o.rows, np.float32), np.empty(count * block.inner, np.float32)
     product(block.o, attended, count, address(x))
-    _each(count, BEHIND_O, blocks, address(x), width, address(normed), residual, 0, 0, 0, 0)
-    product(block.up, address(normed), count, address(up))
-    _each(count, BEHIND_UP, blocks, address(up), up_width, address(inner), 0, 0, 0, 0, 0)
+    _open(blocks, address(x), residual, count, address(inner))
     product(block.down, address(inner), count, out)
-    _each(count, BEHIND_DOWN, blocks, out, width, 0, address(x), 0, 0, 0, 0)
-    keep((x, normed), (up, inner))
+    _each(count, BEHIND_DOWN, blocks, out, block.down.rows, 0, address(x), 0, 0, 0, 0)
+    keep(x, inner)
+
+
+@linked
+def _open(blocks: int, x: int, residual: int, count: int, inner: int) -> None:
+    """x [T, C] = residual + norm(x); inner [T, I] = activation(Gate norm(x)) * Up norm(x)"""
+    block = records(blocks, 1, BLOCK)[0]
+    width, up_width = block.up.columns, block.up.rows
+    normed, up = np.empty(count * width, np.float32), np.empty(count * up_width, np.float32)
+    _each(count, BEHIND_O, blocks, x, width, address(normed), residual, 0, 0, 0, 0)
+    product(block.up, address(normed), count, address(up))
+    _each(count, BEHIND_UP, blocks, address(up), up_width, inner, 0, 0, 0, 0, 0)
+    keep(normed, up)
 
 
 @linked
@@ -269,8 +277,19 @@ def _block(
 ) -> None:
     """A whole block, x [T, C] -> out [T, C]. tokens: of each, its row of the table and its position."""
     block = records(blocks, 1, BLOCK)[0]
-    projected = np.empty(count * block.qkv.rows, np.float32)
-    seen, mixed = np.empty(count * 2, np.int64), np.empty(count * block.o.columns, np.float32)
+    mixed = np.empty(count * block.o.columns, np.float32)
+    _mix(blocks, x, count, ropes, table, tokens, parts, part_count, address(mixed))
+    _finish(blocks, address(mixed), x, count, out)
+    keep(mixed, mixed)
+
+
+@linked
+def _mix(
+    blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, parts: int, part_count: int, out: int
+) -> None:
+    """out [T, Hq D]: what the heads have attended to."""
+    block = records(blocks, 1, BLOCK)[0]
+    projected, seen = np.empty(count * block.qkv.rows, np.float32), np.empty(count * 2, np.int64)
     _project(blocks, x, count, ropes, table, tokens, address(seen), address(projected))
     attend_at(
         block.attend,
@@ -284,10 +303,9 @@ def _block(
         parts,
         part_count,
         address(seen),
-        address(mixed),
+        out,
     )
-    _finish(blocks, address(mixed), x, count, out)
-    keep((seen, mixed), projected)
+    keep(seen, projected)
 
 
 @unit(types.void(*[types.int64] * 15))
@@ -346,6 +364,23 @@ def _before_attention(blocks: int, x: int, count: int, ropes: int, out: int) -> 
 @unit(types.void(*[types.int64] * 5))
 def _behind_attention(blocks: int, attended: int, x: int, count: int, out: int) -> None:
     _finish(blocks, attended, x, count, out)
+
+
+@unit(types.void(*[types.int64] * 9))
+def _up_to_attention(
+    blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, parts: int, part_count: int, out: int
+) -> None:
+    _mix(blocks, x, count, ropes, table, tokens, parts, part_count, out)
+
+
+@unit(types.void(*[types.int64] * 5))
+def _before_down(blocks: int, x: int, residual: int, count: int, inner: int) -> None:
+    _open(blocks, x, residual, count, inner)
+
+
+@unit(types.void(*[types.int64] * 5))
+def _behind_down(blocks: int, x: int, residual: int, count: int, width: int) -> None:
+    _each(count, BEHIND_DOWN, blocks, x, width, 0, residual, 0, 0, 0, 0)
 
 
 @unit(types.void(*[types.int64] * 5))
@@ -435,6 +470,25 @@ def before_attention(blocks: Any, x: Any, ropes: Any, out: Any) -> None:
 def behind_attention(blocks: Any, attended: Any, x: Any, out: Any) -> None:
     """out [T, C] from attended [T, Hq D], x being the residual."""
     _behind_attention(_at(blocks), _at(attended), _at(x), len(x), _at(out))
+
+
+# A block of which other processes have a part, in pieces: between them, all of `attended` and `inner` is gathered.
+
+
+def attended(blocks: Any, x: Any, ropes: Any, tables: Any, tokens: Any, parts: Any, out: Any) -> None:
+    """out [T, Hq D] of x [T, C]; the rest as for `run`."""
+    places = _at(ropes), _at(tables), _at(tokens), _at(parts), len(parts)
+    _up_to_attention(_at(blocks), _at(x), len(x), *places, _at(out))
+
+
+def before_down(blocks: Any, x: Any, residual: Any, inner: Any) -> None:
+    """x [T, C], which O gave, becomes residual + norm(x); inner [T, I] is what Down takes."""
+    _before_down(_at(blocks), _at(x), _at(residual), len(x), _at(inner))
+
+
+def behind_down(blocks: Any, x: Any, residual: Any) -> None:
+    """x [T, C], which Down gave, becomes residual + norm(x)."""
+    _behind_down(_at(blocks), _at(x), _at(residual), *x.shape)
 
 
 def attend(blocks: Any, q: Any, tables: Any, seen: Any, parts: Any, out: Any) -> None:

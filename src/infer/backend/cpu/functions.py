@@ -15,16 +15,20 @@ from torch import Tensor
 from infer.backend.cpu import kernels
 from infer.backend.cpu.records import ACTIVATION_CODES, Record, weight_record
 from infer.cache.table import Table
-from infer.nn.linear import Linear
+from infer.nn.linear import Embedding, Linear
 from infer.nn.norm import Norm
 from infer.nn.quantized import QuantizedWeight
+from infer.nn.split import SplitEmbedding, SplitLinear
 
 
 def linear(x: Tensor, part: Linear) -> Tensor:
     """x [T, in] -> [T, out]"""
+    if isinstance(part, SplitLinear):
+        x = part.input(x)
     bias, out = None if part.bias is None else _floats(part.bias), empty(x.shape[0], part.weight.shape[0])
     running().linear(weight_record(part.weight, bias), _floats(x).numpy(), out.numpy())
-    return out.to(x.dtype)
+    out = out.to(x.dtype)
+    return part.output(out) if isinstance(part, SplitLinear) else out
 
 
 def norm(x: Tensor, part: Norm) -> Tensor:
@@ -45,6 +49,14 @@ def activate(x: Tensor, inner: int, activation: str) -> Tensor:
     block["activation"] = ACTIVATION_CODES[activation]
     made.activate(block, _floats(x).numpy(), out.numpy())
     return out.to(x.dtype)
+
+
+def embed(part: Embedding, ids: Tensor) -> Tensor:
+    """The vectors of ids [T]."""
+    if isinstance(part.weight, QuantizedWeight) and isinstance(part, SplitEmbedding):
+        at, own = part.places(ids)
+        return part.group.combine(look_up(part.weight, at), own)
+    return look_up(part.weight, ids) if isinstance(part.weight, QuantizedWeight) else part.forward(ids)
 
 
 def look_up(weight: QuantizedWeight, ids: Tensor) -> Tensor:

@@ -36,11 +36,8 @@ def block_record(parts: BlockParts) -> Record:
             made[name] = norm_record(part)
     made["heads"], made["kv_heads"], made["head_dim"] = parts.heads, parts.kv_heads, parts.head_dim
     made["attend"] = kernels().attention.attend.address
-    made["scale"], made["window"], made["activation"] = (
-        parts.scale,
-        parts.window or 0,
-        ACTIVATION_CODES[parts.activation],
-    )
+    made["scale"], made["window"] = parts.scale, parts.window or 0
+    made["activation"], made["inner"] = ACTIVATION_CODES[parts.activation], parts.down.in_features
     return made
 
 

@@ -1,0 +1,231 @@
+"""The processes that run one model, and how they talk: through torch.distributed.
+
+Rank 0 leads: it says what is done next (`tell`), and the others follow (`hear`). While a pass runs, all gather what
+each has computed. Nothing is summed by a collective: in which order that adds depends on sizes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from subprocess import Popen, TimeoutExpired
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed
+
+FOREVER = timedelta(days=3650)  # that a follower waits for something to do
+PASS = timedelta(minutes=10)  # that a process waits for the others within a pass
+MESSAGE, ANSWER = 1 << 14, 1 << 10  # bytes of what is told at once, and of an answer
+LAST_WORDS_S = 3.0  # for a process that has failed to end, so that it can be named
+
+
+class ProcessLost(RuntimeError):
+    """Another process of the group has ended, or this one has left it: the model cannot be run any more."""
+
+
+class ProcessGroup:
+    """This process among those that run one model: an `nn.split.Group`."""
+
+    def __init__(
+        self, store: Any, rank: int, count: int, device: torch.device, *, collectives: str, local: bool
+    ) -> None:
+        """store: torch's, which all can reach. collectives: "nccl" or "gloo". local: all are on this machine."""
+        self.rank, self.count, self.device, self.collectives = rank, count, device, collectives
+        self.failure: BaseException | None = None
+        self.children: dict[int, Popen[bytes]] = {}  # by rank, where this process has started the others
+        self._later: deque[tuple[Any, ...]] = deque()
+        self._watchers: list[Callable[[BaseException], None]] = []
+        self._ended = False
+        self._talk = _gloo(distributed.PrefixStore("talk", store), rank, count, FOREVER, local)
+        if collectives == "nccl":
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = PASS
+            self._data = distributed.ProcessGroupNCCL(distributed.PrefixStore("data", store), rank, count, options)
+        else:
+            self._data = _gloo(distributed.PrefixStore("data", store), rank, count, PASS, local)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def sharing(self) -> int:
+        """How many processes take memory where this one does."""
+        return self.count if self.device.type == "cpu" or self.collectives == "gloo" else 1
+
+    # What a pass needs.
+
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """x [..., sizes[rank]] of each process -> [..., sum(sizes)], in the order of ranks."""
+        lines, most = x.reshape(-1, x.shape[-1]), max(sizes)
+        own = lines if lines.shape[1] == most else F.pad(lines, (0, most - lines.shape[1]))
+        own = (own.cpu() if self.collectives == "gloo" else own).contiguous()
+        pieces = [torch.empty_like(own) for _ in sizes]
+        self._wait(lambda: self._data.allgather([pieces], [own]))
+        joined = torch.cat([piece[:, :size] for piece, size in zip(pieces, sizes, strict=True)], 1)
+        return joined.to(x.device).view(*x.shape[:-1], joined.shape[1])
+
+    def combine(self, x: Tensor, own: Tensor) -> Tensor:
+        """Of each row of x [T, C], what the one process has where own [T] is true."""
+        own_bytes = torch.where(own[:, None], x, 0).contiguous().view(torch.uint8)
+        summed = own_bytes.cpu() if self.collectives == "gloo" else own_bytes
+        self._wait(lambda: self._data.allreduce([summed]))  # whole numbers, all but one of which are 0
+        return summed.to(x.device).view(x.dtype)
+
+    def led(self, model: Any, backend: Any) -> Any:
+        from infer.parallel.lead import LedBackend
+
+        return LedBackend(self, model, backend) if self.leads else backend
+
+    # What the leader says, and what it is answered.
+
+    def tell(self, *message: Any) -> None:
+        """Say what is to be done next, behind what `later` was given."""
+        if self.failure is not None:
+            raise self.failure
+        if self._ended:
+            raise ProcessLost("the other processes of this model have ended")
+        later = [self._later.popleft() for _ in range(len(self._later))]
+        said = pickle.dumps([*later, message])
+        buffer = torch.zeros(MESSAGE, dtype=torch.uint8)
+        buffer[:8] = torch.frombuffer(bytearray(len(said).to_bytes(8, "little")), dtype=torch.uint8)
+        first = said[: MESSAGE - 8]
+        buffer[8 : 8 + len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+        self._broadcast(buffer)
+        if rest := said[len(first) :]:
+            self._broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+
+    def later(self, *message: Any) -> None:
+        """Have something done before what is told next. From any thread."""
+        self._later.append(message)
+
+    def hear(self) -> list[tuple[Any, ...]]:
+        """What the leader says, however long that takes."""
+        buffer = torch.empty(MESSAGE, dtype=torch.uint8)
+        self._broadcast(buffer)
+        said = buffer.numpy().tobytes()
+        size, said = int.from_bytes(said[:8], "little"), said[8:]
+        if size > len(said):
+            rest = torch.empty(size - len(said), dtype=torch.uint8)
+            self._broadcast(rest)
+            said += rest.numpy().tobytes()
+        return pickle.loads(said[:size])  # type: ignore[no-any-return]
+
+    def agree(self, own: Any = None, error: BaseException | None = None) -> list[Any]:
+        """What each process has to say; for the leader an error, where one has."""
+        said = pickle.dumps((own, None if error is None else f"{error!s:.400}"))
+        mine = torch.zeros(ANSWER, dtype=torch.uint8)
+        mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        pieces = [torch.empty_like(mine) for _ in range(self.count)]
+        self._wait(lambda: self._talk.allgather([pieces], [mine]))
+        found = [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
+        if self.leads and error is not None:
+            raise error
+        for rank, (_, problem) in enumerate(found):
+            if self.leads and problem is not None:
+                raise ValueError(f"process {rank} of {self.count}: {problem}")
+        return [answer for answer, _ in found]
+
+    # Its end.
+
+    def adopt(self, children: dict[int, Popen[bytes]]) -> None:
+        """Watch over processes that were started for this group, and end them with it."""
+        self.children = children
+        finalize(self, _end, list(children.values()))
+        for rank, child in children.items():
+            threading.Thread(target=_watch, args=(ref(self), rank, child), daemon=True).start()
+
+    def watch(self, watcher: Callable[[BaseException], None]) -> None:
+        """Have a function called when a process is lost, from a thread of its own."""
+        self._watchers.append(watcher)
+
+    def fail(self, reason: str) -> BaseException:
+        """The first reason is what counts: no pass can be run any more, and who waits for one stops waiting."""
+        if self.failure is None:
+            self.failure = ProcessLost(reason)
+            _abort(self._data)
+            _abort(self._talk)
+            _end(list(self.children.values()), patience=0.0)
+            if not self._ended:
+                for watcher in self._watchers:
+                    watcher(self.failure)
+        return self.failure
+
+    def close(self) -> None:
+        """Let the others go."""
+        if self._ended:
+            return
+        if self.leads and self.failure is None:
+            with suppress(ProcessLost):
+                self.tell("end")
+        self._ended = True
+        _end(list(self.children.values()))
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        options = distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._wait(lambda: self._talk.broadcast([buffer], options))
+
+    def _wait(self, start: Callable[[], Any]) -> None:
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> BaseException:
+        """Who is not there any more."""
+        until = time.monotonic() + LAST_WORDS_S
+        while self.children and self.failure is None and time.monotonic() < until:
+            for rank, child in self.children.items():
+                if child.poll() is not None:
+                    return self.fail(_epitaph(rank, self.count, child.returncode))
+            time.sleep(0.05)
+        reason = str(error).partition("\n")[0]
+        return self.fail(f"another process of {self.count} has ended, or cannot be reached: {reason:.200}")
+
+
+def _gloo(store: Any, rank: int, count: int, timeout: timedelta, local: bool) -> Any:
+    options = distributed.ProcessGroupGloo._Options()
+    made = distributed.ProcessGroupGloo
+    # On one machine by this address, whatever its name resolves to.
+    options._devices = [made.create_device(hostname="127.0.0.1") if local else made.create_default_device()]
+    options._timeout = timeout
+    return made(store, rank, count, options)
+
+
+def _abort(group: Any) -> None:
+    """Let go of who waits in a collective, as far as the library can."""
+    with suppress(AttributeError, RuntimeError):
+        group.abort()
+
+
+def _watch(group_of: ref[ProcessGroup], rank: int, child: Popen[bytes]) -> None:
+    """Until a process ends: if nobody has let it go, the group has failed."""
+    status = child.wait()
+    group = group_of()
+    if group is not None and not group._ended:
+        group.fail(_epitaph(rank, group.count, status))
+
+
+def _epitaph(rank: int, count: int, status: int) -> str:
+    how = f"was ended by signal {-status}" if status < 0 else f"has ended with status {status}"
+    return f"process {rank} of {count} {how}: the model cannot be run any more"
+
+
+def _end(children: Sequence[Popen[bytes]], patience: float = 5.0) -> None:
+    """Wait for processes that were told to end, and end those that do not."""
+    until = time.monotonic() + patience
+    for child in children:
+        try:
+            child.wait(max(0.0, until - time.monotonic()))
+        except TimeoutExpired:
+            child.kill()
+            child.wait()

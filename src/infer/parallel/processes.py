@@ -1,0 +1,130 @@
+"""A model in several processes: start them, or join those that torchrun has started, and load a part in each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+
+import torch
+from torch import distributed
+
+from infer.config import ModelConfig
+from infer.machine import resolve_device, use_threads
+from infer.models.common import Decoder
+from infer.models.split import check_split
+from infer.parallel import follower
+from infer.parallel.group import ProcessGroup, ProcessLost
+
+START = timedelta(minutes=5)  # for all processes to have come
+COLLECTIVES = "INFER_COLLECTIVES"  # "gloo": through the hosts' memory, so that processes may share a GPU
+
+
+def load_split(
+    name_or_path: str | Path,
+    count: int,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "auto",
+    quantize: str | None = None,
+) -> tuple[Decoder, ModelConfig]:
+    """As `load_model`, in `count` processes: this one, which leads, and others that it starts.
+
+    The model is this process's part, and runs in all of them; `model.group.close()` ends the others. Under torchrun,
+    which has started all of them, only the first returns: the others follow it, and then end.
+    """
+    config = ModelConfig.from_pretrained(str(name_or_path))
+    check_split(config, count)
+    device = resolve_device(device)
+    collectives = _collectives(device, count)
+    settings = {"name_or_path": str(name_or_path), "dtype": dtype, "quantize": quantize}
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        group = _join(count, device, collectives)
+    else:
+        group = _start(count, device, collectives)
+    if not group.leads:
+        follower.follow(group)
+        sys.exit(0)
+    try:
+        group.tell("load", settings, _share_threads(group))
+        return follower.load_part(group, settings), config
+    except BaseException:
+        group.close()
+        raise
+
+
+def _collectives(device: torch.device, count: int) -> str:
+    """How processes exchange what they compute."""
+    if device.type != "cuda" or os.environ.get(COLLECTIVES) == "gloo":
+        return "gloo"
+    if "TORCHELASTIC_RUN_ID" not in os.environ and count > torch.cuda.device_count():
+        raise ValueError(f"{count} processes need a GPU each, and this machine has {torch.cuda.device_count()}")
+    return "nccl"
+
+
+def _start(count: int, device: torch.device, collectives: str) -> ProcessGroup:
+    store = distributed.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False, timeout=START)
+    command = [sys.executable, "-m", "infer.parallel.processes", str(store.port), str(count), device.type, collectives]
+    where = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    # In a session of their own: Ctrl-C is for this process, which ends them.
+    children = {
+        rank: Popen([*command, str(rank)], env=where, stdin=DEVNULL, stdout=DEVNULL, start_new_session=True)
+        for rank in range(1, count)
+    }
+    try:
+        own = _numbered(device.type, 0, collectives)
+        group = ProcessGroup(store, 0, count, own, collectives=collectives, local=True)
+    except BaseException:
+        for child in children.values():
+            child.kill()
+        raise
+    group.adopt(children)
+    return group
+
+
+def _join(count: int, device: torch.device, collectives: str) -> ProcessGroup:
+    store, rank, started = next(distributed.rendezvous("env://", timeout=START))
+    if started != count:
+        raise ValueError(f"torchrun has started {started} processes, but {count} were asked for")
+    own = _numbered(device.type, int(os.environ.get("LOCAL_RANK", rank)), collectives)
+    local = os.environ.get("LOCAL_WORLD_SIZE") == str(count)
+    return ProcessGroup(store, rank, count, own, collectives=collectives, local=local)
+
+
+def _numbered(kind: str, local_rank: int, collectives: str) -> torch.device:
+    """The device of a process."""
+    if kind != "cuda":
+        return torch.device(kind)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count() if collectives == "gloo" else local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _share_threads(group: ProcessGroup) -> int | None:
+    """Each process computes on its share of the threads that this one would; None: on a device of its own."""
+    if group.device.type != "cpu":
+        return None
+    use_threads()
+    threads = max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", group.count)))
+    use_threads(threads)
+    return threads
+
+
+def main(port: str, count: str, kind: str, collectives: str, rank: str) -> int:
+    """Of a process that was started to follow."""
+    try:
+        store = distributed.TCPStore("127.0.0.1", int(port), int(count), is_master=False, timeout=START)
+        device = _numbered(kind, int(rank), collectives)
+        follower.follow(ProcessGroup(store, int(rank), int(count), device, collectives=collectives, local=True))
+    except ProcessLost:
+        return 1  # the leader says why, or is gone
+    except Exception as error:
+        print(f"process {rank} of {count} has failed: {error!r}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
