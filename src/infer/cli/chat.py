@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @sampling_options
-@loading_options
+@functools.partial(loading_options, split=True)
 def chat(
     *,
     model: ModelOption = DEFAULT_MODEL,

@@ -37,6 +37,13 @@ ThreadsOption = Annotated[
         help="Threads to compute on, on a CPU.", show_default="OMP_NUM_THREADS, or as many as there are cores for it"
     ),
 ]
+TensorParallelOption = Annotated[
+    int,
+    typer.Option(
+        help="Run in so many processes, each with a part of the model and, on GPUs, a device of its own. The same bits.",
+        min=1,
+    ),
+]
 CACHE_DTYPES = ("auto", "int8")
 CacheDtypeOption = Annotated[
     str,
@@ -132,6 +139,7 @@ class Loading:
     device: DeviceOption = "auto"
     quantize: QuantizeOption = None
     threads: ThreadsOption = None
+    tensor_parallel: TensorParallelOption = 1
 
     def __post_init__(self) -> None:
         if self.quantize not in (None, "int4", "int8"):  # before a model is fetched
@@ -154,13 +162,22 @@ class Loading:
             dtype = resolve_weights(self.dtype, resolve_device(self.device), self.quantize)
             positions = min(positions, config.max_position_embeddings)
             needed = cache_bytes(config, positions, resolve_cache_dtype(cache_dtype, dtype))
-        with reserved(needed):
+        with reserved(needed // self.tensor_parallel):
+            if self.tensor_parallel > 1:
+                from infer.parallel.processes import load_split
+
+                count, kept = self.tensor_parallel, self.quantize
+                return load_split(model, count, dtype=self.dtype, device=self.device, quantize=kept)[0]
             return load_model(model, dtype=self.dtype, device=self.device, quantize=self.quantize)[0]
 
 
-def loading_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each field of Loading, and hand it the whole as `loading`."""
-    options = [keyword(field.name, field.type, field.default) for field in fields(Loading)]
+def loading_options(command: Callable[..., None], *, split: bool = False) -> Callable[..., None]:
+    """Give a command an option for each field of Loading, and hand it the whole as `loading`.
+
+    split: also for those of several processes.
+    """
+    chosen = [field for field in fields(Loading) if split or field.name != "tensor_parallel"]
+    options = [keyword(field.name, field.type, field.default) for field in chosen]
     return replaced("loading", command, options, Loading)
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @functools.partial(sampling_options, and_more=True)
-@loading_options
+@functools.partial(loading_options, split=True)
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)

@@ -1,5 +1,6 @@
 """`infer bench` and `infer perplexity`: how fast it is, and how good."""
 
+import functools
 import json
 import sys
 import time
@@ -89,7 +90,7 @@ def bench(
         bencher.plot(results, plot, model, machine)
 
 
-@loading_options
+@functools.partial(loading_options, split=True)
 def perplexity(
     model: ModelArgument = DEFAULT_MODEL,
     *,

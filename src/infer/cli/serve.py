@@ -1,5 +1,6 @@
 """`infer serve`: the OpenAI-compatible API of a model."""
 
+import functools
 import os
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +25,7 @@ from infer.cli.streams import say
 LENGTH = 4096  # tokens of a conversation, to tell how many fit
 
 
-@loading_options
+@functools.partial(loading_options, split=True)
 def serve(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
     *,

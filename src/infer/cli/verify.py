@@ -1,8 +1,10 @@
 """`infer verify`: is it the same on every path?"""
 
+import functools
 import json
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 MOST_THREADS = 256  # OpenMP ends the process where it cannot start as many as it is asked for
 
 
-@loading_options
+@functools.partial(loading_options, split=True)
 def verify(
     model: ModelArgument = DEFAULT_MODEL,
     *,
@@ -44,11 +46,12 @@ def verify(
     """Check that the cache changes nothing: compare the logits of every path with those of one pass without a cache.
 
     Every kind of cache, chunks, truncation, traces, batches, and texts sampled with a seed. Through kernels all bits
-    must be equal; in plain torch, the likeliest tokens.
+    must be equal; in plain torch, the likeliest tokens. With --tensor-parallel, also in several processes.
     """
     from infer import ModelConfig, Tokenizer
     from infer.evaluate.verify import check, own_prompts, why_plain_torch, with_long_prompt
     from infer.machine import resolve_device
+    from infer.models.split import check_split
 
     check_cache_dtype(cache_dtype)
     SamplingParams(seed=seed)  # refused now, not after the weights have been read
@@ -72,12 +75,14 @@ def verify(
     else:
         prompt_ids = [tokenizer.encode(text) for text in texts]
     check(config, prompt_ids, max_new_tokens)  # before the weights are read
+    check_split(config, loading.tensor_parallel)
     if config.has_windows and max(map(len, prompt_ids)) <= (config.sliding_window or 0):
         say(f"note: no prompt is longer than the window of {config.sliding_window}: what windows forget goes untested")
-    network = loading.load(model)
+    network = replace(loading, tensor_parallel=1).load(model)
+    split = loading.load(model) if loading.tensor_parallel > 1 else None
     table = Table(texts, why_plain_torch(network), quiet=as_json)
     settings = {"seed": seed, "cache_dtype": cache_dtype, "threads": also_threads or []}
-    found = table.fill(network, tokenizer, prompt_ids, max_new_tokens, settings)
+    found = table.fill(network, split, tokenizer, prompt_ids, max_new_tokens, settings)
     if as_json:
         print(json.dumps({"model": model, **found}))
     if not found["passed"]:
@@ -95,12 +100,15 @@ class Table:
     def fill(
         self,
         network: "Decoder",
+        split: "Decoder | None",
         tokenizer: "Tokenizer",
         prompts: list[list[int]],
         max_new_tokens: int,
         settings: dict[str, Any],
     ) -> dict[str, Any]:
+        """split: the same model in several processes."""
         from infer.evaluate.paths import compare, number_of_paths
+        from infer.evaluate.processes import compare_split, number_of_split_paths
 
         rounds = "" if settings["cache_dtype"] == "auto" else f" that rounds as {settings['cache_dtype']} caches do"
         reference = f"one pass without a cache{rounds}"
@@ -108,11 +116,20 @@ class Table:
             self.show("kernels: every path must give the same bits")
         else:
             self.show(f"plain torch ({self.plain}): paths agree within rounding")
-        say(f"{number_of_paths(prompts, settings['threads'])} paths to come, each compared with {reference}")
+        paths_to_come = number_of_paths(prompts, settings["threads"])
+        if split is not None:
+            paths_to_come += number_of_split_paths(prompts, settings["cache_dtype"])
+        say(f"{paths_to_come} paths to come, each compared with {reference}")
         self.show(f"{'path':<38} {'prompts':>7} {'positions':>9}")
+
+        def found() -> "Iterator[PathResult]":
+            yield from compare(network, tokenizer, prompts, max_new_tokens, diagnose=self.plain is None, **settings)
+            if split is not None:
+                same = {name: settings[name] for name in ("seed", "cache_dtype")}
+                yield from compare_split(network, split, tokenizer, prompts, max_new_tokens, **same)
+
         results = []
-        diagnose = self.plain is None
-        for result in compare(network, tokenizer, prompts, max_new_tokens, diagnose=diagnose, **settings):
+        for result in found():
             results.append(result)
             self.show(self.line(result))
         equal = sum(result.equal for result in results)

@@ -83,7 +83,9 @@ class LLM:
         elif isinstance(model, tuple):
             raise TypeError("the model is a tuple: load_model gives the model and its config; pass the first of them")
         elif tensor_parallel != 1:
-            raise TypeError("a model that is loaded cannot be split: give its name, and LLM loads a part in each process")
+            raise TypeError(
+                "a model that is loaded cannot be split: give its name, and LLM loads a part in each process"
+            )
         elif tokenizer is None:
             raise TypeError("a model that is loaded needs its tokenizer beside it: LLM(model, tokenizer)")
         check_mode(model)

@@ -136,7 +136,7 @@ def compare(
 def number_of_paths(prompts: Sequence[Sequence[int]], threads: Sequence[int] = ()) -> int:
     """How many `compare` will go."""
     together = 6 if len(prompts) > 1 else 1
-    return len(_chunkings(prompts)) * len(CACHES) + 2 * len(CACHES) + 11 + len(threads) + together
+    return len(chunkings(prompts)) * len(CACHES) + 2 * len(CACHES) + 11 + len(threads) + together
 
 
 class Runs:
@@ -159,7 +159,7 @@ class Runs:
         everything = list(range(len(self.texts)))
         yield Path("no cache, stopped early", self.uncached, everything)
         for kind in CACHES:
-            for chunk in _chunkings([text.tokens[: text.prompt_len] for text in self.texts]):
+            for chunk in chunkings([text.tokens[: text.prompt_len] for text in self.texts]):
                 name = kind.__name__ if chunk is None else f"{kind.__name__}, chunks of {chunk}"
                 longer = [i for i in everything if chunk is None or self.texts[i].prompt_len > chunk]
                 yield Path(name, self.cached(kind, chunk), longer)
@@ -543,7 +543,7 @@ def _rewound(cache: Cache, length: int) -> bool:
     return True
 
 
-def _chunkings(prompts: Sequence[Sequence[int]]) -> list[int | None]:
+def chunkings(prompts: Sequence[Sequence[int]]) -> list[int | None]:
     longest = max(map(len, prompts))
     return [None, *(size for size in CHUNKS if size < longest)]
 

@@ -24,6 +24,7 @@ from torch import Tensor, distributed
 FOREVER = timedelta(days=3650)  # that a follower waits for something to do
 PASS = timedelta(minutes=10)  # that a process waits for the others within a pass
 MESSAGE, ANSWER = 1 << 14, 1 << 10  # bytes of what is told at once, and of an answer
+END_S = 5.0  # for a process to end once it is told to
 LAST_WORDS_S = 3.0  # for a process that has failed to end, so that it can be named
 
 
@@ -153,7 +154,7 @@ class ProcessGroup:
             self.failure = ProcessLost(reason)
             _abort(self._data)
             _abort(self._talk)
-            _end(list(self.children.values()), patience=0.0)
+            _end(list(self.children.values()))
             if not self._ended:
                 for watcher in self._watchers:
                     watcher(self.failure)
@@ -167,7 +168,7 @@ class ProcessGroup:
             with suppress(ProcessLost):
                 self.tell("end")
         self._ended = True
-        _end(list(self.children.values()))
+        _end(list(self.children.values()), END_S)
 
     def _broadcast(self, buffer: Tensor) -> None:
         options = distributed.BroadcastOptions()
@@ -220,8 +221,8 @@ def _epitaph(rank: int, count: int, status: int) -> str:
     return f"process {rank} of {count} {how}: the model cannot be run any more"
 
 
-def _end(children: Sequence[Popen[bytes]], patience: float = 5.0) -> None:
-    """Wait for processes that were told to end, and end those that do not."""
+def _end(children: Sequence[Popen[bytes]], patience: float = 0.0) -> None:
+    """End processes, once those that were told to have had so many seconds for it."""
     until = time.monotonic() + patience
     for child in children:
         try:

@@ -11,6 +11,7 @@ from subprocess import DEVNULL, Popen
 import torch
 from torch import distributed
 
+from infer.backend import cpu
 from infer.config import ModelConfig
 from infer.machine import resolve_device, use_threads
 from infer.models.common import Decoder
@@ -18,6 +19,7 @@ from infer.models.split import check_split
 from infer.parallel import follower
 from infer.parallel.group import ProcessGroup, ProcessLost
 
+BITS_KEPT = {"int4": {4, 8}, "int8": {8}}  # by `quantize`, that weights may have then
 START = timedelta(minutes=5)  # for all processes to have come
 COLLECTIVES = "INFER_COLLECTIVES"  # "gloo": through the hosts' memory, so that processes may share a GPU
 
@@ -48,6 +50,8 @@ def load_split(
         follower.follow(group)
         sys.exit(0)
     try:
+        if device.type == "cpu" and cpu.kernels() is not None:  # by one process, for all
+            cpu.kernels().prepare(BITS_KEPT.get(quantize or "", set()), split=True)
         group.tell("load", settings, _share_threads(group))
         return follower.load_part(group, settings), config
     except BaseException:

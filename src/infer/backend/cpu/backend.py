@@ -81,9 +81,7 @@ class CpuBackend:
             return None
         return tables[0] if len(tables) == 1 else np.concatenate(tables, 1)
 
-    def _by_table(
-        self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, tables: Record, wanted: Record
-    ) -> Tensor:
+    def _by_table(self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, tables: Record, wanted: Record) -> Tensor:
         """Kernels store keys and values themselves. Returns the logits of the wanted tokens."""
         made = self._kernels
         ropes, tokens, parts = self._places(packed, rope_cos_sin)
@@ -132,9 +130,7 @@ class CpuBackend:
 class SplitCpuBackend(CpuBackend):
     """Has some rows of each matrix, and gathers what the others have computed around the products that need all."""
 
-    def _by_table(
-        self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, tables: Record, wanted: Record
-    ) -> Tensor:
+    def _by_table(self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, tables: Record, wanted: Record) -> Tensor:
         ropes, tokens, parts = self._places(packed, rope_cos_sin)
         for i, block in enumerate(self.parts.blocks):
             attended, one = empty(len(x), block.o.in_features), slice(i, i + 1)

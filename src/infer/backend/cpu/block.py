@@ -442,12 +442,13 @@ def product_of(kind: int) -> Unit:
     return units.get(kind, product_floats.float_product)
 
 
-def prepare(bits: set[int]) -> None:
-    """Compile what such weights need, if need be; of none, floats."""
-    for kind in bits or {FLOAT32}:
-        product_of(kind).address  # noqa: B018
-    if bits:
-        look_up.address  # noqa: B018
+def prepare(bits: set[int], split: bool = False) -> None:
+    """Compile what such weights need, if need be; of none, floats. split: for a model of which others have a part."""
+    needed = [product_of(kind) for kind in bits or {FLOAT32}]
+    needed += [look_up] * bool(bits)
+    needed += [attention.attend, _up_to_attention, _before_down, _behind_down, _norm_rows] * split
+    for each in needed:
+        each.address  # noqa: B018
 
 
 def linear(weight: tuple[int, ...], x: Any, out: Any) -> None:
