@@ -84,7 +84,7 @@ def _plain(model: Decoder, why: str) -> Backend:
 
 def _led(model: Decoder, backend: Backend) -> Backend:
     """Where other processes have a part of the model, they run along."""
-    return backend if model.group is None else model.group.led(model, backend)  # type: ignore[no-any-return]
+    return backend if model.group is None else model.group.led(model, backend)
 
 
 def _plan(model: Decoder) -> _Planned:

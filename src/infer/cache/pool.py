@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -101,7 +101,7 @@ class PagePool:
         dtype: torch.dtype,
         device: torch.device,
         page: int = PAGE,
-    ) -> PagePool:
+    ) -> Self:
         """As many pages as so many bytes hold."""
         groups = layer_groups([config.window(i) for i in range(config.num_hidden_layers)])
         layers, heads, head_dim = len(groups[0].layers), config.num_key_value_heads, config.computed_head_dim

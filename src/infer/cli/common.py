@@ -40,7 +40,7 @@ ThreadsOption = Annotated[
 TensorParallelOption = Annotated[
     int,
     typer.Option(
-        help="Run in so many processes, each with a part of the model and, on GPUs, a device of its own. The same bits.",
+        help="Run in so many processes, each with a part of the model, and a GPU of its own where there are some.",
         min=1,
     ),
 ]

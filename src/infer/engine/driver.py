@@ -65,6 +65,15 @@ class Driver:
         self._post(run)
         return future
 
+    def fail(self, error: BaseException) -> None:
+        """Something is gone without which nothing can go on: end now, not at the next step. From any thread."""
+
+        def end() -> None:
+            raise error
+
+        with suppress(RuntimeError):  # it has ended
+            self._post(end)
+
     def close(self) -> None:
         with self._changed:
             self._closed = True

@@ -20,6 +20,7 @@ from infer.engine.request import check_chunk, samples
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.session import Encode, Session
 from infer.engine.text import TextStream
+from infer.models.common import Decoder
 from infer.nn.split import Group
 from infer.trace.record import Trace
 
@@ -97,6 +98,8 @@ class LLM:
             raise ValueError("memory was given: leave cache_memory, cache_dtype and prefix_store out")
         self.memory = memory
         self._driver = Driver(Loop(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk))
+        if isinstance(model, Decoder) and model.group is not None:
+            model.group.watch(self._driver.fail)
         self._finalizer = weakref.finalize(self, _close, self._driver, group)
 
     def __enter__(self) -> Self:

@@ -46,18 +46,17 @@ class CacheMemory:
         store: a folder in which pages of long prompts outlive this process.
         """
         dtype, device = resolve_cache_dtype(cache_dtype, model_dtype(model) or torch.float32), model_device(model)
-        group = model.group if isinstance(model, Decoder) else None
         if size is None:
             free = available_memory(device)
             if free is None:
                 raise ValueError(f"{device} does not say how much memory is free: say how much caches may take")
-            free //= 1 if group is None else group.sharing
+            free //= _sharing(model)
             size = min(int(free * SHARE), MANY * bytes_for(model.config, LENGTH, dtype.itemsize, page))
         self.model = model
-        if group is None:
-            self.pool = PagePool.for_model(model.config, size, dtype=dtype, device=device, page=page)
+        if isinstance(model, Decoder) and model.group is not None:
+            self.pool: PagePool = SplitPool.of(model, size, dtype, page)
         else:
-            self.pool = SplitPool.of(model, size, dtype, page)
+            self.pool = PagePool.for_model(model.config, size, dtype=dtype, device=device, page=page)
         self.windows = [model.config.window(i) for i in range(model.config.num_hidden_layers)]
         self.index = PrefixIndex(self.pool, [group.window for group in layer_groups(self.windows)])
         self.store = PrefixStore(store) if isinstance(store, str | Path) else store
@@ -212,6 +211,11 @@ class CacheMemory:
 
     def _release(self, pages: Sequence[tuple[int, ...]]) -> None:
         self.pool.release(page for some in pages for page in some if page >= 0)
+
+
+def _sharing(model: Model) -> int:
+    """How many processes take memory where this one does."""
+    return 1 if not isinstance(model, Decoder) or model.group is None else model.group.sharing
 
 
 def pass_tokens(config: ModelConfig, prefill_chunk: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""The paths of `infer verify` in several processes, each of which has a part of the model, compared with one process."""
+"""The paths of `infer verify` in several processes that have a part of the model each, compared with one process."""
 
 from __future__ import annotations
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 from infer.config import ModelConfig
-from infer.models.common import Decoder
+from infer.models.common import Block, Decoder
 from infer.models.registry import build_model
 from infer.nn.split import Group, SplitEmbedding, SplitLinear, shares
 
@@ -74,7 +75,7 @@ class Part:
         model = build_model(self.config)
         hidden, inner = _lengths(self.hidden), _lengths(self.inner)
         queries = [len(heads.query) * head_dim for heads in self.heads]
-        for layer in model.layers:
+        for layer in cast(Sequence[Block], model.layers):
             layer.self_attn.o_proj = SplitLinear(group, queries, hidden, bias=config.attention_bias)
             layer.mlp.down_proj = SplitLinear(group, inner, hidden, bias=config.mlp_bias)
         model.embed_tokens = SplitEmbedding(group, config.vocab_size, config.hidden_size)

@@ -7,7 +7,7 @@ matrix would give partial sums, and their total would depend on how many there a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -23,9 +23,13 @@ class Group(Protocol):
     rank: int  # of this process
     count: int
 
+    @property
+    def sharing(self) -> int: ...  # how many processes take memory where this one does
+
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor: ...  # [T, sizes[rank]] of each -> [T, sum(sizes)]
     def combine(self, x: Tensor, own: Tensor) -> Tensor: ...  # of x [T, C], each row from the process where own [T]
     def led(self, model: Any, backend: Any) -> Any: ...  # a backend that has the others run along
+    def watch(self, watcher: Callable[[BaseException], None]) -> None: ...  # hears of a process that is lost
     def close(self) -> None: ...
 
 

@@ -1,1 +1,1 @@
-"""Tensor parallel: a model in several processes, each of which has a part of it. One leads, the others follow its rows."""
+"""Tensor parallel: several processes have a part of a model each. One leads, the others follow its rows."""

@@ -69,10 +69,11 @@ class Follower:
     def run(self, rows: list[Any]) -> None:
         backend_for(self._model).run([Row(self._cache(*cache), torch.tensor(ids), at) for ids, cache, at in rows])
 
-    def _cache(self, pool: int | None, *more: Any) -> FollowedCache | NoCache:
+    def _cache(self, pool: int | None, size: int, pages: Any = None) -> FollowedCache | NoCache:
+        """size: positions filled; where nothing is kept, rows."""
         if pool is None:
-            return NoCache(*more, self._model.device)
-        return FollowedCache(self._pools[pool], windows_of(self._model.config), *more)
+            return NoCache(size, self._model.device)
+        return FollowedCache(self._pools[pool], windows_of(self._model.config), size, pages)
 
 
 @torch.inference_mode()

@@ -18,9 +18,11 @@ from typing import Any
 from weakref import finalize, ref
 
 import torch
+import torch.distributed
 import torch.nn.functional as F
-from torch import Tensor, distributed
+from torch import Tensor
 
+distributed: Any = torch.distributed  # which does not say what it exports
 FOREVER = timedelta(days=3650)  # that a follower waits for something to do
 PASS = timedelta(minutes=10)  # that a process waits for the others within a pass
 MESSAGE, ANSWER = 1 << 14, 1 << 10  # bytes of what is told at once, and of an answer

@@ -24,11 +24,14 @@ class SplitPool(PagePool):
     """The leader's: which page is whose is decided here, and what is done to a page is done in all processes."""
 
     group: ProcessGroup
+    number: int  # by which the others know it
+    heads: list[int]  # key/value heads of each process
 
     @classmethod
     def of(cls, model: Decoder, memory: int, dtype: torch.dtype, page: int = PAGE) -> SplitPool:
         """As many pages as so many bytes of this process hold; as many in the others. Refused if one has no room."""
-        group = group_of(model)
+        group = model.group
+        assert isinstance(group, ProcessGroup)
         pool = cls.for_model(model.config, memory, dtype=dtype, device=model.device, page=page)
         pool.group, pool.number = group, next(_numbers)
         group.tell("pool", pool.number, pool.count, pool.layers, dtype, page)
@@ -103,8 +106,3 @@ def split_cache(model: Decoder, max_seq_len: int, dtype: torch.dtype) -> PagedCa
 
 def windows_of(config: ModelConfig) -> list[int | None]:
     return [config.window(i) for i in range(config.num_hidden_layers)]
-
-
-def group_of(model: Decoder) -> ProcessGroup:
-    assert isinstance(model.group, ProcessGroup)
-    return model.group

@@ -7,9 +7,10 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from subprocess import DEVNULL, Popen
+from typing import Any
 
 import torch
-from torch import distributed
+import torch.distributed
 
 from infer.backend import cpu
 from infer.config import ModelConfig
@@ -20,6 +21,7 @@ from infer.parallel import follower
 from infer.parallel.group import ProcessGroup, ProcessLost
 
 BITS_KEPT = {"int4": {4, 8}, "int8": {8}}  # by `quantize`, that weights may have then
+distributed: Any = torch.distributed  # which does not say what it exports
 START = timedelta(minutes=5)  # for all processes to have come
 COLLECTIVES = "INFER_COLLECTIVES"  # "gloo": through the hosts' memory, so that processes may share a GPU
 

@@ -1,0 +1,188 @@
+"""Parts of a model: what each process has, and that together they compute what one does, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from amount import amount
+from checkpoints import Quant, random_ids, reference_model, save_folder, save_gguf, save_nanogpt
+from ranks import ThreadGroup, on_ranks
+from tiny import make_tiny_config
+
+from infer.backend import Row, backend_for
+from infer.cache import KVCache, PagedCache
+from infer.loader import load_model
+from infer.models.common import Decoder
+from infer.models.rows import ALL
+from infer.models.split import check_split, share_heads
+from infer.nn.split import shares
+
+WEIGHTS = {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int4": {"quantize": "int4"}, "int8": {"quantize": "int8"}}
+
+
+class TestShares:
+    @pytest.mark.parametrize(("total", "count"), [(9, 2), (7, 7), (8, 3), (50257, 4), (1, 1)])
+    def test_all_is_shared_evenly(self, total: int, count: int) -> None:
+        found = shares(total, count)
+        assert [i for each in found for i in each] == list(range(total))
+        sizes = [len(each) for each in found]
+        assert len(sizes) == count
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes == sorted(sizes, reverse=True)  # the first, which leads, has the most
+
+    @pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 2), (4, 1), (32, 8)])
+    def test_heads(self, heads: tuple[int, int]) -> None:
+        query, key = heads
+        config = make_tiny_config(num_attention_heads=query, num_key_value_heads=key, head_dim=8)
+        for count in range(1, query + 1):
+            found = share_heads(config, count)
+            assert [h for each in found for h in each.query] == list(range(query))
+            assert {h for each in found for h in each.key} == set(range(key))
+            for each in found:
+                assert len(each.query) > 0
+                assert len(each.query) % len(each.key) == 0  # as kernels count on
+                group = len(each.query) // len(each.key)
+                for at, head in enumerate(each.query):
+                    assert head // (query // key) == each.key[at // group]
+
+    def test_refused(self) -> None:
+        config = make_tiny_config()
+        for count, match in [(5, "4 attention heads cannot be split into 5"), (0, "1 or more"), (2.0, "whole number")]:
+            with pytest.raises(ValueError, match=match):
+                check_split(config, count)  # type: ignore[arg-type]
+
+
+def logits(model: Decoder, make: Callable[[Decoder], Any]) -> torch.Tensor:
+    """Of a prompt in two chunks, then three single tokens."""
+    ids = random_ids(1, 40)
+    cache = make(model)
+    backend, found = backend_for(model), []
+    for chunk in torch.split(ids, [20, 17, 1, 1, 1], 1):
+        found.append(backend.run([Row(cache, chunk, ALL)])[0][0])
+    return torch.cat(found)
+
+
+def paged(model: Decoder) -> PagedCache:
+    return PagedCache.from_model_config(model.config, 64, dtype=model.dtype, page=16)
+
+
+def contiguous(model: Decoder) -> KVCache:
+    return KVCache.from_model_config(model.config, 64, dtype=model.dtype)
+
+
+def check_same(path: Path, count: int, make: Callable[[Decoder], Any] = paged, **options: Any) -> None:
+    with torch.inference_mode():
+        whole = logits(load_model(path, device="cpu", **options)[0], make)
+
+    def part(group: ThreadGroup) -> torch.Tensor:
+        with torch.inference_mode():
+            return logits(load_model(path, device="cpu", group=group, **options)[0], make)
+
+    for found in on_ranks(count, part):
+        assert torch.equal(found, whole)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            more = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72} if family == "llama" else {}
+            where = tmp_path_factory.mktemp(family)
+            made[family] = save_folder(reference_model(family, vocab_size=131, **more), where)
+        return made[family]
+
+    return folder
+
+
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt2")
+# Each family with each number of processes and each kind of weights, in pairs.
+PAIRS = [
+    ("llama", 2, "int4"),
+    ("llama", 4, "float32"),
+    ("llama", 9, "int8"),
+    ("qwen3", 2, "bfloat16"),
+    ("qwen3", 3, "int4"),
+    ("gemma3", 2, "float32"),
+    ("gemma3", 4, "bfloat16"),
+    ("gpt2", 3, "float32"),
+    ("gpt2", 4, "int8"),
+]
+
+
+class TestSameBits:
+    @pytest.mark.parametrize(("family", "count", "weights"), amount(list(product(FAMILIES, (2, 3, 4), WEIGHTS)), PAIRS))
+    def test_families(self, folders: Callable[[str], Path], family: str, count: int, weights: str) -> None:
+        check_same(folders(family), count, **WEIGHTS[weights])
+
+    def test_without_a_table(self, folders: Callable[[str], Path]) -> None:
+        """A cache that is asked to attend: a page of another size than kernels take on a GPU, and KVCache."""
+        check_same(folders("llama"), 3, contiguous)
+
+    def test_plain_torch(self, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Within rounding: torch's products depend on shapes."""
+        path = folders("qwen3")
+        whole = load_model(path, device="cpu")[0]
+        ids = random_ids(1, 12)
+        with torch.no_grad():
+            expected = whole(ids)
+
+        def part(group: ThreadGroup) -> torch.Tensor:
+            model = load_model(path, device="cpu", group=group)[0].float()
+            with torch.no_grad():
+                cache = contiguous(model)
+                return model.run([Row(cache, ids, ALL)])[0]
+
+        for found in on_ranks(2, part):
+            torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+class TestFormats:
+    """Each process reads its rows alone."""
+
+    @pytest.mark.parametrize(("quant", "options"), [(Quant.F32, {}), (Quant.Q8_0, {"quantize": "int8"})])
+    def test_gguf(self, tmp_path: Path, quant: Quant, options: dict[str, Any]) -> None:
+        path = save_gguf(reference_model("llama", vocab_size=130), tmp_path / "model.gguf", quant)
+        check_same(path, 3, **options)
+
+    def test_gguf_that_keeps_blocks(self, tmp_path: Path) -> None:
+        path = save_gguf(reference_model("llama"), tmp_path / "model.gguf", Quant.Q4_1)
+        check_same(path, 4, quantize="int4")
+
+    def test_nanogpt(self, tmp_path: Path) -> None:
+        check_same(save_nanogpt(reference_model("gpt2", n_inner=None), tmp_path / "ckpt.pt"), 3)
+
+    def test_a_part_is_small(self, folders: Callable[[str], Path]) -> None:
+        """Of all that is split, each process has its share."""
+        path = folders("qwen3")
+        whole = load_model(path, device="cpu")[0]
+        parts = on_ranks(4, lambda group: load_model(path, device="cpu", group=group)[0])
+        for name, weight in whole.named_parameters():
+            sizes = [dict(part.named_parameters())[name].numel() for part in parts]
+            if "norm" in name:
+                assert sizes == [weight.numel()] * 4
+            elif "qkv_proj" in name:  # of two key/value heads, each is in two processes
+                assert max(sizes) < weight.numel() / 2
+            else:
+                assert sum(sizes) == weight.numel()
+
+    def test_a_part_is_not_called(self, folders: Callable[[str], Path]) -> None:
+        def part(group: ThreadGroup) -> None:
+            with pytest.raises(TypeError, match="a part of the model: run it by"):
+                load_model(folders("qwen3"), device="cpu", group=group)[0](random_ids(1, 3))
+
+        on_ranks(2, part)
+
+    def test_no_such_token(self, folders: Callable[[str], Path]) -> None:
+        def part(group: ThreadGroup) -> None:
+            model = load_model(folders("qwen3"), device="cpu", group=group)[0]
+            with pytest.raises(IndexError, match="no such token"), torch.inference_mode():
+                backend_for(model).run([Row(paged(model), torch.tensor([[500]]), ALL)])
+
+        on_ranks(2, part)
