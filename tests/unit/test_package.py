@@ -55,13 +55,18 @@ LAYERS = {
     "backend": {"machine", "values", "config", "nn", "cache", "models"},
     "loader": {"machine", "values", "config", "nn", "cache", "models", "backend"},
     "trace": {"machine", "values", "config", "nn", "cache"},
-    "engine": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "loader"},
+    "parallel": {"machine", "values", "config", "nn", "cache", "models", "backend", "loader"},
+    "engine": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "loader", "parallel"},
     "evaluate": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine"},
-    "server": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
+    "server": {
+        *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"),
+        "parallel",
+    },
     "cli": {
         *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"),
-        "server",
+        *("parallel", "server"),
     },
+    "__main__": {"cli"},
     "compat": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
 }
 # Compilers of kernels, and who may use them.

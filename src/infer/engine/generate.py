@@ -17,7 +17,7 @@ from infer.cache.base import Cache, NoCache
 from infer.cache.debug import debugged
 from infer.cache.traced import TracedCache
 from infer.engine.caches import check_cache_dtype, check_fits, check_keeps, keep_prefix, make_cache
-from infer.engine.model import Model, check_mode, configured, model_device
+from infer.engine.model import Model, check_mode, check_traceable, configured, model_device
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
@@ -141,6 +141,7 @@ def _prepare(
     if trace is not None:
         if not isinstance(trace, Trace):
             raise TypeError(f"trace must be a Trace, not {type(trace).__name__}")
+        check_traceable(model)
         trace.check(model.config, len(request.tokens), request.params.max_new_tokens)
     check_keeps(options.use_kv_cache and not isinstance(cache, NoCache), chunk)
     if cache is None:

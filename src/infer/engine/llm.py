@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar, overload
@@ -14,14 +15,13 @@ from infer.engine.driver import Driver, News
 from infer.engine.logprobs import TokenLogprobs
 from infer.engine.loop import Event, Loop, Stats, Task
 from infer.engine.memory import CacheMemory
-from infer.engine.model import Model, check_mode
+from infer.engine.model import Model, check_mode, check_traceable
 from infer.engine.params import SamplingParams
 from infer.engine.request import check_chunk, samples
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.session import Encode, Session
 from infer.engine.text import TextStream
 from infer.models.common import Decoder
-from infer.nn.split import Group
 from infer.trace.record import Trace
 
 T = TypeVar("T")
@@ -89,18 +89,22 @@ class LLM:
             )
         elif tokenizer is None:
             raise TypeError("a model that is loaded needs its tokenizer beside it: LLM(model, tokenizer)")
-        check_mode(model)
-        check_chunk(prefill_chunk)
         self.model, self.tokenizer = model, tokenizer
-        if memory is None:
-            memory = CacheMemory(model, cache_memory, cache_dtype=cache_dtype, store=prefix_store)
-        elif cache_memory is not None or prefix_store is not None or cache_dtype != "auto":
-            raise ValueError("memory was given: leave cache_memory, cache_dtype and prefix_store out")
-        self.memory = memory
-        self._driver = Driver(Loop(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk))
-        if isinstance(model, Decoder) and model.group is not None:
-            model.group.watch(self._driver.fail)
-        self._finalizer = weakref.finalize(self, _close, self._driver, group)
+        with ExitStack() as opened:
+            if group is not None:
+                opened.callback(group.close)
+            check_mode(model)
+            check_chunk(prefill_chunk)
+            if memory is None:
+                memory = CacheMemory(model, cache_memory, cache_dtype=cache_dtype, store=prefix_store)
+            elif cache_memory is not None or prefix_store is not None or cache_dtype != "auto":
+                raise ValueError("memory was given: leave cache_memory, cache_dtype and prefix_store out")
+            self.memory = memory
+            self._driver = Driver(Loop(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk))
+            opened.callback(self._driver.close)
+            if isinstance(model, Decoder) and model.group is not None:
+                model.group.watch(self._driver.fail)
+            self._finalizer = weakref.finalize(self, opened.pop_all().close)
 
     def __enter__(self) -> Self:
         return self
@@ -140,6 +144,7 @@ class LLM:
         if trace is not None:
             if not isinstance(trace, Trace):
                 raise TypeError(f"trace must be a Trace, not {type(trace).__name__}")
+            check_traceable(self.model)
             if len(requests) > 1:
                 raise ValueError(f"a trace records one text, not n={len(requests)}")
             trace.check(self.model.config, len(requests[0].tokens), params.max_new_tokens)
@@ -258,12 +263,6 @@ class LLM:
     def between_steps(self, function: Callable[[Loop], T]) -> Future[T]:
         """Let a function look at the loop in the engine's own thread, between two steps: nothing changes meanwhile."""
         return self._driver.between_steps(lambda: function(self._driver.loop))
-
-
-def _close(driver: Driver, group: Group | None) -> None:
-    driver.close()
-    if group is not None:
-        group.close()
 
 
 class Handle:

@@ -88,6 +88,12 @@ def check_mode(model: Model) -> None:
         raise ValueError("the model is in training mode, where dropout makes each run another: call model.eval()")
 
 
+def check_traceable(model: Model) -> None:
+    """Refuse to look into a model of which this process has a part."""
+    if isinstance(model, Decoder) and model.group is not None:
+        raise ValueError("a trace looks at all heads, of which each process has some: trace in one process")
+
+
 def model_dtype(model: Model) -> torch.dtype | None:
     """What a model computes in; None where it does not say, and has no weights."""
     if isinstance(model, Decoder):

@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
+import torch
+
 from infer.config import ModelConfig
 from infer.models.common import Block, Decoder
 from infer.models.registry import build_model
+from infer.nn.linear import Linear
 from infer.nn.split import Group, SplitEmbedding, SplitLinear, shares
 
 
@@ -75,12 +78,17 @@ class Part:
         model = build_model(self.config)
         hidden, inner = _lengths(self.hidden), _lengths(self.inner)
         queries = [len(heads.query) * head_dim for heads in self.heads]
+        with torch.device("meta"):
+            whole = dict(build_model(config).named_parameters())
         for layer in cast(Sequence[Block], model.layers):
             layer.self_attn.o_proj = SplitLinear(group, queries, hidden, bias=config.attention_bias)
             layer.mlp.down_proj = SplitLinear(group, inner, hidden, bias=config.mlp_bias)
         model.embed_tokens = SplitEmbedding(group, config.vocab_size, config.hidden_size)
         model.lm_head = SplitLinear(group, config.hidden_size, _lengths(self.vocabulary))
         model.tie_weights()
+        for name, module in model.named_modules():
+            if isinstance(module, Linear):
+                module.whole_rows = len(whole.get(f"{name}.weight", whole["embed_tokens.weight"]))  # a tied head's
         model.group = group
         return model
 

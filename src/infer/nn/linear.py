@@ -38,6 +38,7 @@ class Linear(Module):
     weight: nn.Parameter | QuantizedWeight
     bias: Tensor | None
     slices: int | None = None  # into which a GPU cuts the columns for its sums; None: as the shape asks for
+    whole_rows: int | None = None  # of the whole weight, where this is a part of it
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -51,6 +52,14 @@ class Linear(Module):
     @property
     def out_features(self) -> int:
         return self.weight.shape[0]
+
+    def input(self, x: Tensor) -> Tensor:
+        """What the weight is multiplied with, of what this process has."""
+        return x
+
+    def output(self, own: Tensor) -> Tensor:
+        """What comes out, of what this process has computed."""
+        return own
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out], or any other dimensions in front."""

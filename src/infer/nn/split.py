@@ -63,11 +63,9 @@ class SplitLinear(Linear):
         return out if residual is None else out.add_(residual)
 
     def input(self, x: Tensor) -> Tensor:
-        """All of x, of which this process has what it has computed."""
         return x if isinstance(self.inputs, int) else self.group.gather(x, self.inputs)
 
     def output(self, own: Tensor) -> Tensor:
-        """All that the processes have computed."""
         return self.group.gather(own, self.outputs)
 
 

@@ -6,6 +6,7 @@ each has computed. Nothing is summed by a collective: in which order that adds d
 
 from __future__ import annotations
 
+import atexit
 import pickle
 import threading
 import time
@@ -47,6 +48,7 @@ class ProcessGroup:
         self._later: deque[tuple[Any, ...]] = deque()
         self._watchers: list[Callable[[BaseException], None]] = []
         self._ended = False
+        atexit.register(_close, ref(self))
         self._talk = _gloo(distributed.PrefixStore("talk", store), rank, count, FOREVER, local)
         if collectives == "nccl":
             options = distributed.ProcessGroupNCCL.Options()
@@ -193,6 +195,11 @@ class ProcessGroup:
             time.sleep(0.05)
         reason = str(error).partition("\n")[0]
         return self.fail(f"another process of {self.count} has ended, or cannot be reached: {reason:.200}")
+
+
+def _close(group_of: ref[ProcessGroup]) -> None:
+    if (group := group_of()) is not None:
+        group.close()
 
 
 def _gloo(store: Any, rank: int, count: int, timeout: timedelta, local: bool) -> Any:

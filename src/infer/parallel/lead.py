@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -29,16 +32,33 @@ class LedBackend:
         learned = None if model.embed_positions is None else model.embed_positions.weight.shape[0]
         pack(rows, model.device, learned, model.embed_tokens)  # refuses what cannot be run before the others begin
         said = [(_tokens(row), _described(group, row.cache), row.logits) for row in rows]
-        group.tell("run", said)
-        try:
-            return self._backend.run(rows)  # type: ignore[no-any-return]
-        except BaseException as error:
-            if group.failure is None:
-                group.fail(f"a pass was interrupted, and the processes are no longer in step: {error!r:.200}")
-            raise
+        with uninterrupted():
+            group.tell("run", said)
+            try:
+                return self._backend.run(rows)  # type: ignore[no-any-return]
+            except BaseException as error:
+                if group.failure is None:
+                    group.fail(f"a pass has failed, and the processes are no longer in step: {error!r:.200}")
+                raise
 
     def decoding(self, lazy: bool = False) -> None:
         return None
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of a pass: the others are in the middle of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *given: asked.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if asked and callable(before):
+            before(*asked[0])
 
 
 def _tokens(row: Row) -> list[list[int]]:

@@ -20,6 +20,7 @@ from infer.engine.llm import LLM, Handle
 from infer.engine.loop import EngineFailed
 from infer.engine.params import SamplingParams
 from infer.engine.request import CacheExceeded, ContextExceeded, NoToken, NoTokenAllowed
+from infer.parallel.group import ProcessLost
 from infer.server import spans
 from infer.server.bodies import B, read_body
 from infer.server.errors import ApiError, refused
@@ -180,6 +181,9 @@ def log_error(error: BaseException) -> None:
     """What nobody has expected, for whoever runs the server. Paths and texts are left out unless they are asked for."""
     if os.environ.get("INFER_TRACEBACK") == "1":
         logger.error("something unexpected", exc_info=error)
+        return
+    if isinstance(error, ProcessLost):  # which tells nothing of anybody
+        logger.error("%s", error)
         return
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].name}, line {frames[-1].lineno}" if frames else ""

@@ -18,17 +18,15 @@ from infer.cache.table import Table
 from infer.nn.linear import Embedding, Linear
 from infer.nn.norm import Norm
 from infer.nn.quantized import QuantizedWeight
-from infer.nn.split import SplitEmbedding, SplitLinear
+from infer.nn.split import SplitEmbedding
 
 
 def linear(x: Tensor, part: Linear) -> Tensor:
     """x [T, in] -> [T, out]"""
-    if isinstance(part, SplitLinear):
-        x = part.input(x)
+    x = part.input(x)
     bias, out = None if part.bias is None else _floats(part.bias), empty(x.shape[0], part.weight.shape[0])
     running().linear(weight_record(part.weight, bias), _floats(x).numpy(), out.numpy())
-    out = out.to(x.dtype)
-    return part.output(out) if isinstance(part, SplitLinear) else out
+    return part.output(out.to(x.dtype))
 
 
 def norm(x: Tensor, part: Norm) -> Tensor:

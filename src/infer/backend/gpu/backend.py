@@ -24,6 +24,7 @@ from infer.cache.base import Cache
 from infer.cache.table import PAGES, SLOTS
 from infer.machine import to_device
 from infer.models.rows import Packed, Row, pack, record, reserve
+from infer.nn.split import SplitLinear
 
 ATTENTION = GpuAttention()
 
@@ -37,6 +38,7 @@ class GpuBackend:
         self.device = parts.head.norm.weight.device
         self.captured = CapturedSteps(parts.config, plan, self.device, parts.embedding.tokens)
         self.passes = CapturedPasses(parts.config.num_hidden_layers, self.device)
+        self._split = isinstance(parts.head.linear, SplitLinear)  # then processes meet between kernels
         block = plan.blocks[0]
         self._queries = queries_of(block.heads, block.kv_heads, block.head_dim, dtype, self.device)
         self._nothing = torch.empty(1, 0, parts.config.vocab_size, dtype=dtype, device=self.device)
@@ -47,7 +49,7 @@ class GpuBackend:
         return GpuBackend(parts, plan_of(parts), dtype)
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
-        if self.passes.could_take(rows) and self._filled(rows):
+        if not self._split and self.passes.could_take(rows) and self._filled(rows):
             return [self._nothing] * len(rows)
         packed = pack(rows, self.device, self.parts.positions_learned, self.parts.embedding.tokens)
         x = self._embed(packed.ids, packed.positions)
@@ -56,7 +58,7 @@ class GpuBackend:
         tables = None if lines is None else to_device(torch.from_numpy(lines), self.device)
         with on(self.device):
             ropes = self._ropes(positions)
-            if tables is not None and all(span.n == 1 for span in packed.spans):
+            if tables is not None and not self._split and all(span.n == 1 for span in packed.spans):
                 fed = Fed(x, positions, ropes)
                 logits = launch(self.plan, fed, tables, counters(self.plan, len(x)))
                 logits = packed.choose(logits)
@@ -139,8 +141,8 @@ class GpuBackend:
             table = None if tables is None else tables[i]
             rope_cos_sin = None if kind is None else ropes[kind]
             attended = self._attended(packed, i, block, qkv, positions, rope_cos_sin, table, tiles)
-            added, _ = product(block.o, Normed(attended), None, joined=False, pdl=pdl)
-            normed, x = normed_rows(x, block.before_mlp, added, block.after_attention, pdl=pdl)
+            added, _ = product(block.o, Normed(block.o.input(attended)), None, joined=False, pdl=pdl)
+            normed, x = normed_rows(x, block.before_mlp, block.o.output(added), block.after_attention, pdl=pdl)
             inner, _ = product(
                 block.up,
                 normed,
@@ -150,8 +152,8 @@ class GpuBackend:
                 gated=block.gated,
                 pdl=pdl,
             )
-            added, _ = product(block.down, Normed(inner), None, joined=False, pdl=pdl)
-            normed, x = normed_rows(x, norms[i + 1], added, block.after_mlp, pdl=pdl)
+            added, _ = product(block.down, Normed(block.down.input(inner)), None, joined=False, pdl=pdl)
+            normed, x = normed_rows(x, norms[i + 1], block.down.output(added), block.after_mlp, pdl=pdl)
         return normed
 
     def _head(self, packed: Packed, normed: Normed) -> Tensor:
@@ -159,7 +161,7 @@ class GpuBackend:
         head = self.plan.head
         squares = None if normed.squares is None else aligned(packed.choose(normed.squares))
         normed = Normed(aligned(packed.choose(normed.x)), squares)
-        return product(head.linear, normed, None, eps=head.norm.eps, pdl=self.plan.pdl)[0]
+        return head.linear.output(product(head.linear, normed, None, eps=head.norm.eps, pdl=self.plan.pdl)[0])
 
     def _attended(
         self,

@@ -51,7 +51,7 @@ def slices_of(linear: Linear) -> int:
     Where a matrix has few rows, reading it would take less than that. `Linear.slices` overrules the shape.
     """
     if linear.slices is None:
-        return _slices(*linear.weight.shape)
+        return _slices(linear.whole_rows or linear.weight.shape[0], linear.weight.shape[1])
     if linear.slices not in (1, 2, 4, MOST_SLICES):
         raise ValueError(f"a matrix is cut into 1, 2, 4 or {MOST_SLICES} slices, not {linear.slices!r}")
     return linear.slices

@@ -1,0 +1,5 @@
+"""`python -m infer` is `infer`."""
+
+from infer.cli import main
+
+main()

@@ -1,0 +1,232 @@
+"""Tensor parallel for real: a model in several processes, against the same in one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import reference_model, save_folder
+from serving import until
+
+from infer import LLM, KVCache, SamplingParams, Trace, generate
+from infer.engine.loop import EngineFailed
+from infer.parallel.group import ProcessGroup
+
+PROMPTS = ["hello there", "the quick brown fox", "a", "she sells sea shells by the sea shore, and he does too"]
+PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With 9 heads, which neither 2 nor 4 processes share evenly."""
+    model = reference_model(
+        "llama", num_attention_heads=9, num_key_value_heads=3, hidden_size=72, max_position_embeddings=512
+    )
+    return save_folder(model, tmp_path_factory.mktemp("split"))
+
+
+def make(folder: Path, count: int, **options: object) -> LLM:
+    return LLM(folder, device="cpu", tensor_parallel=count, cache_memory=4_000_000, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Iterator[LLM]:
+    with make(folder, 1) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[LLM]:
+    with make(folder, 2) as llm:
+        yield llm
+
+
+def group_of(llm: LLM) -> ProcessGroup:
+    group = llm.model.group  # type: ignore[attr-defined]
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
+class TestSameTexts:
+    def test_many_requests(self, one: LLM, two: LLM) -> None:
+        for params in (PARAMS, SamplingParams(max_new_tokens=9, temperature=1.2, seed=5, logprobs=1)):
+            for a, b in zip(one.generate(PROMPTS, params), two.generate(PROMPTS, params), strict=True):
+                assert (a.token_ids, a.logprobs, a.text) == (b.token_ids, b.logprobs, b.text)
+
+    def test_score(self, one: LLM, two: LLM) -> None:
+        assert one.score(PROMPTS[3], top=2) == two.score(PROMPTS[3], top=2)
+
+    def test_prefix_hits(self, one: LLM, two: LLM) -> None:
+        text = PROMPTS[3] * 2
+        expected = one.generate(text + " so", PARAMS)
+        two.generate(text + " and", PARAMS)
+        found = two.generate(text + " so", PARAMS)
+        assert found.known_tokens >= 64
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+
+    def test_sessions(self, one: LLM, two: LLM, tmp_path: Path) -> None:
+        """Saved and loaded with their pages, which lie in both processes."""
+        encode = lambda messages: one.encode(" ".join(each["content"] for each in messages))  # noqa: E731
+        replies = []
+        for llm in (one, two):
+            session = llm.session(params=PARAMS, encode=encode)
+            replies.append([session.send("hello there, how are you").token_ids])
+            session.save(tmp_path / "session")
+            llm.memory.index.evict(llm.memory.pool.count)
+            replies[-1].append(llm.load_session(tmp_path / "session", encode=encode).send("well").token_ids)
+        assert replies[0] == replies[1]
+
+    def test_generate(self, one: LLM, two: LLM) -> None:
+        """One request, with the cache that it makes, and without any."""
+        prompt = one.encode(PROMPTS[1])
+        expected = generate(one.model, one.tokenizer, prompt, PARAMS)
+        for options in ({}, {"use_kv_cache": False}, {"cache_dtype": "int8"}):
+            found = generate(two.model, two.tokenizer, prompt, PARAMS, **options)
+            if "cache_dtype" in options:
+                expected = generate(one.model, one.tokenizer, prompt, PARAMS, **options)
+            assert found.token_ids == expected.token_ids
+
+    def test_preemption(self, folder: Path, one: LLM) -> None:
+        """In four processes, and so little memory that rows have to give theirs up."""
+        texts = [f"{i}, {PROMPTS[3]}" for i in range(5)]
+        params = SamplingParams(max_new_tokens=80, ignore_eos=True)
+        with LLM(folder, device="cpu", tensor_parallel=4, cache_memory=100_000) as four:
+            found = four.generate(texts, params)
+            assert four.stats().preemptions > 0
+        assert [each.token_ids for each in found] == [each.token_ids for each in one.generate(texts, params)]
+
+
+class TestRefusals:
+    """Before any process has begun, and with nothing lost."""
+
+    def test_trace(self, two: LLM) -> None:
+        with pytest.raises(ValueError, match="trace in one process"):
+            two.submit("hello", PARAMS, trace=Trace()).result()
+
+    def test_cache_of_one_process(self, two: LLM) -> None:
+        cache = KVCache.from_model_config(two.model.config, 64, dtype="float32", device="cpu")
+        with pytest.raises(ValueError, match="caches with pages in all of them"):
+            generate(two.model, two.tokenizer, [5, 6, 7], PARAMS, cache=cache)
+
+    def test_goes_on(self, one: LLM, two: LLM) -> None:
+        assert two.generate("still here", PARAMS).token_ids == one.generate("still here", PARAMS).token_ids
+
+    def test_too_many(self, folder: Path) -> None:
+        with pytest.raises(ValueError, match="9 attention heads cannot be split into 10 parts"):
+            make(folder, 10)
+
+    def test_a_model_that_is_loaded(self, one: LLM) -> None:
+        with pytest.raises(TypeError, match="cannot be split: give its name"):
+            LLM(one.model, one.tokenizer, tensor_parallel=2)
+
+    def test_no_memory(self, folder: Path) -> None:
+        with pytest.raises(ValueError, match="bytes of cache hold no 64 positions"):
+            LLM(folder, device="cpu", tensor_parallel=2, cache_memory=10)
+
+
+class TestLoss:
+    def test_under_way(self, folder: Path) -> None:
+        """A process that is killed ends the run, with an error that names it, and no process stays behind."""
+        llm = make(folder, 3)
+        group = group_of(llm)
+        handle = llm.submit("hello", max_new_tokens=400, ignore_eos=True)
+        pieces = iter(handle)
+        next(pieces)
+        os.kill(group.children[2].pid, signal.SIGKILL)
+        with pytest.raises(EngineFailed, match="process 2 of 3 was ended by signal 9"):
+            list(pieces)
+        with pytest.raises(RuntimeError, match="this LLM has failed, make another: process 2 of 3"):
+            llm.generate("again", PARAMS)
+        until(lambda: all(child.poll() is not None for child in group.children.values()))
+        llm.close()
+
+    def test_at_rest(self, folder: Path) -> None:
+        """Nobody asks for anything, and the failure is known all the same."""
+        with make(folder, 2) as llm:
+            os.kill(group_of(llm).children[1].pid, signal.SIGKILL)
+            until(lambda: llm.failure is not None)
+            assert "process 1 of 2" in str(llm.failure)
+
+    def test_of_the_leader(self, folder: Path) -> None:
+        script = (
+            "import os, signal, sys\nfrom infer import LLM\n"
+            f"llm = LLM({str(folder)!r}, device='cpu', tensor_parallel=2, cache_memory=4_000_000)\n"
+            "print(llm.model.group.children[1].pid, flush=True)\n"
+            "os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == -signal.SIGKILL
+        follower = int(done.stdout)
+        until(lambda: not _runs(follower))
+
+    def test_let_go_of(self, folder: Path) -> None:
+        llm = make(folder, 2)
+        child = group_of(llm).children[1]
+        llm.close()
+        assert child.poll() == 0
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class TestCommands:
+    def test_generate(self, folder: Path) -> None:
+        found = [
+            subprocess.run([*command, "hello"], capture_output=True, text=True, timeout=180, check=True).stdout
+            for command in self.commands(folder)
+        ]
+        assert found[0] == found[1] == found[2]
+        assert found[0].strip()
+
+    def commands(self, folder: Path) -> list[list[str]]:
+        options = ["generate", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "8"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        return [
+            [sys.executable, "-m", "infer", *options],
+            [sys.executable, "-m", "infer", *options, "--tensor-parallel", "2"],
+            [*torchrun, "-m", "infer", *options, "--tensor-parallel", "2"],
+        ]
+
+    def test_verify(self, folder: Path, tmp_path: Path) -> None:
+        prompts = tmp_path / "prompts"
+        prompts.write_text("hello there\nthe quick brown fox\n")
+        command = [sys.executable, "-m", "infer", "verify", str(folder), "--device", "cpu", "--max-new-tokens", "4"]
+        command += ["--prompts", str(prompts), "--tensor-parallel", "2"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "2 processes, prefix hit" in done.stdout
+        assert "DIFFERS" not in done.stdout
+        announced = next(line for line in done.stderr.splitlines() if "paths to come" in line).split()[0]
+        assert f"{announced} of {announced} paths give the same bits" in done.stderr
+
+    def test_serve(self, folder: Path) -> None:
+        """It answers, and ends by itself when a process is lost."""
+        import httpx2 as httpx
+
+        command = [sys.executable, "-m", "infer", "serve", str(folder), "--device", "cpu", "--port", "0"]
+        command += ["--tensor-parallel", "2", "--cache-memory", "4MB"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+            assert server.stderr is not None
+            line = next(line for line in server.stderr if "/v1" in line)
+            url = line.split(" at ")[1].split("/v1")[0]
+            body = {"model": folder.name, "prompt": "hello", "max_tokens": 5}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert answer.json()["usage"]["completion_tokens"] <= 5
+            children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+            followers = [int(pid) for pid in children if b"infer.parallel" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            assert len(followers) == 1
+            os.kill(followers[0], signal.SIGKILL)
+            started = time.monotonic()
+            assert server.wait(60) == 1
+            assert time.monotonic() - started < 60
+            assert "process 1 of 2 was ended by signal 9" in server.stderr.read()
