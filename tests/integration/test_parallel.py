@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed
+from amount import ALL
 from checkpoints import reference_model, save_folder
 from serving import until
 
@@ -170,6 +173,76 @@ class TestLoss:
         child = group_of(llm).children[1]
         llm.close()
         assert child.poll() == 0
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from infer import LLM
+from infer.backend import cpu
+folder, count, more = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+cpu.kernels().prepare(set(), split=True)
+used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (int(used.split()[1]) * 1024 + more,) * 2)
+with LLM(folder, device="cpu", tensor_parallel=count, cache_memory=20_000_000) as llm:
+    print(llm.generate("hello", max_new_tokens=4).token_ids)
+"""
+
+
+class TestMemory:
+    @pytest.mark.skipif(not ALL, reason="writes a model of 500 MB: a part of make test-all")
+    def test_what_one_process_may_not_hold(self, tmp_path: Path) -> None:
+        """A model that a limit on memory keeps out of one process is loaded by three, each within that limit."""
+        model = reference_model("llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
+        folder = save_folder(model, tmp_path, max_shard_size="60MB")  # files are mapped whole, and count meanwhile
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        assert size > 450e6
+
+        def run(count: int) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-c", LIMITED, str(folder), str(count), str(int(size * 0.8))]
+            return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+        refused = run(1)
+        assert refused.returncode != 0
+        assert "the weights need 0." in refused.stderr
+        loaded = run(3)
+        assert loaded.returncode == 0, loaded.stderr
+        with LLM(folder, device="cpu", cache_memory=20_000_000) as llm:
+            assert loaded.stdout.strip() == str(llm.generate("hello", max_new_tokens=4).token_ids)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+class TestGPU:
+    @pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("gemma3", "float32"), ("gpt2", "bfloat16")])
+    def test_processes_that_share_a_gpu(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
+    ) -> None:
+        """Through the host's memory, as NCCL refuses to: the same kernels, and the same bits as in captured steps."""
+        monkeypatch.setenv("INFER_COLLECTIVES", "gloo")
+        path = save_folder(reference_model(family, max_position_embeddings=512), tmp_path)
+        found = []
+        for count in (1, 2):
+            with LLM(path, device="cuda", dtype=dtype, tensor_parallel=count, cache_memory=8_000_000) as llm:
+                texts = [(each.token_ids, each.logprobs) for each in llm.generate(PROMPTS, PARAMS)]
+                found.append((texts, llm.score(PROMPTS[3] * 2)))
+        assert found[0] == found[1]
+
+    def test_too_few_gpus(self, folder: Path) -> None:
+        count = torch.cuda.device_count() + 1
+        with pytest.raises(ValueError, match=f"{count} processes need a GPU each"):
+            LLM(folder, device="cuda", tensor_parallel=count)
+
+    def test_nccl(self) -> None:
+        """As far as one GPU goes: one process, whose collectives are copies."""
+        store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+        device = torch.device("cuda", 0)
+        group = ProcessGroup(store, 0, 1, device, collectives="nccl", local=True)
+        x = torch.randn(5, 7, device=device, dtype=torch.bfloat16)
+        assert torch.equal(group.gather(x, [7]), x)
+        assert torch.equal(group.combine(x, torch.ones(5, dtype=torch.bool, device=device)), x)
+        group.finish()
+        assert group.agree(3) == [3]
+        group.close()
 
 
 def _runs(pid: int) -> bool:

@@ -85,6 +85,13 @@ class ProcessGroup:
         self._wait(lambda: self._data.allreduce([summed]))  # whole numbers, all but one of which are 0
         return summed.to(x.device).view(x.dtype)
 
+    def finish(self) -> None:
+        """Wait for what a device has been given to do: what it computed while a process was lost is worth nothing."""
+        if self.collectives == "nccl":
+            torch.cuda.synchronize(self.device)
+            if self.failure is not None:
+                raise self.failure
+
     def led(self, model: Any, backend: Any) -> Any:
         from infer.parallel.lead import LedBackend
 
