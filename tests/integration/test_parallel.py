@@ -104,6 +104,31 @@ class TestSameTexts:
             assert four.stats().preemptions > 0
         assert [each.token_ids for each in found] == [each.token_ids for each in one.generate(texts, params)]
 
+    @pytest.mark.skipif(not ALL, reason="starts many processes: a part of make test-all")
+    @pytest.mark.parametrize("count", [2, 4])
+    @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
+    @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantize": "int4"}], ids=str)
+    def test_families(self, tmp_path: Path, family: str, options: dict[str, str], count: int) -> None:
+        path = save_folder(reference_model(family), tmp_path)
+        found = []
+        for processes in (1, count):
+            with make(path, processes, **options) as llm:
+                texts = llm.generate([*PROMPTS, *PROMPTS], PARAMS)
+                found.append([(each.token_ids, each.logprobs) for each in texts])
+        assert found[0] == found[1]
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(not ALL, reason="starts many processes: a part of make test-all")
+    @pytest.mark.parametrize(("count", "options"), [(2, {"quantize": "int4"}), (4, {}), (2, {"dtype": "bfloat16"})])
+    def test_smollm2(self, count: int, options: dict[str, str]) -> None:
+        found = []
+        params = SamplingParams(max_new_tokens=8 if options.get("dtype") else 24, logprobs=2)
+        for processes in (1, count):
+            with LLM("smollm2-135m", tensor_parallel=processes, cache_memory=100_000_000, **options) as llm:  # type: ignore[arg-type]
+                texts = llm.generate(["The capital of France is", "Once upon a time", "水は"], params)
+                found.append([(each.token_ids, each.logprobs) for each in texts])
+        assert found[0] == found[1]
+
 
 class TestRefusals:
     """Before any process has begun, and with nothing lost."""
@@ -169,10 +194,17 @@ class TestLoss:
         until(lambda: not _runs(follower))
 
     def test_let_go_of(self, folder: Path) -> None:
+        threads = torch.get_num_threads()
         llm = make(folder, 2)
         child = group_of(llm).children[1]
         llm.close()
         assert child.poll() == 0
+        assert torch.get_num_threads() == threads
+
+    def test_before_it_is_ready(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "executable", "false")
+        with pytest.raises(RuntimeError, match="process 1 of 2 has ended before it was ready"):
+            make(folder, 2)
 
 
 LIMITED = """

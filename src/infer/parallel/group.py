@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from subprocess import Popen, TimeoutExpired
 from typing import Any
@@ -44,6 +44,8 @@ class ProcessGroup:
         """store: torch's, which all can reach. collectives: "nccl" or "gloo". local: all are on this machine."""
         self.rank, self.count, self.device, self.collectives = rank, count, device, collectives
         self.failure: BaseException | None = None
+        self.turn = threading.RLock()  # of a thread that tells something, until all have done it
+        self.at_end = ExitStack()  # what is undone when it is closed
         self.children: dict[int, Popen[bytes]] = {}  # by rank, where this process has started the others
         self._later: deque[tuple[Any, ...]] = deque()
         self._watchers: list[Callable[[BaseException], None]] = []
@@ -180,6 +182,7 @@ class ProcessGroup:
                 self.tell("end")
         self._ended = True
         _end(list(self.children.values()), END_S)
+        self.at_end.close()
 
     def _broadcast(self, buffer: Tensor) -> None:
         options = distributed.BroadcastOptions()

@@ -32,7 +32,7 @@ class LedBackend:
         learned = None if model.embed_positions is None else model.embed_positions.weight.shape[0]
         pack(rows, model.device, learned, model.embed_tokens)  # refuses what cannot be run before the others begin
         said = [(_tokens(row), _described(group, row.cache), row.logits) for row in rows]
-        with uninterrupted():
+        with group.turn, uninterrupted():
             group.tell("run", said)
             try:
                 logits: list[Tensor] = self._backend.run(rows)

@@ -34,9 +34,10 @@ class SplitPool(PagePool):
         assert isinstance(group, ProcessGroup)
         pool = cls.for_model(model.config, memory, dtype=dtype, device=model.device, page=page)
         pool.group, pool.number = group, next(_numbers)
-        group.tell("pool", pool.number, pool.count, pool.layers, dtype, page)
-        finalize(pool, group.later, "drop", pool.number).atexit = False
-        pool.heads = group.agree(pool.num_kv_heads)
+        with group.turn:
+            group.tell("pool", pool.number, pool.count, pool.layers, dtype, page)
+            finalize(pool, group.later, "drop", pool.number).atexit = False
+            pool.heads = group.agree(pool.num_kv_heads)
         return pool
 
     def close(self) -> None:
@@ -49,11 +50,13 @@ class SplitPool(PagePool):
 
     def read(self, pages: Sequence[int]) -> Tensor:
         """[pages, *page_shape]: the heads of all processes."""
-        self.group.tell("read", self.number, list(pages), self.heads)
-        return gathered_heads(self.group, super().read(pages), self.heads)
+        with self.group.turn:
+            self.group.tell("read", self.number, list(pages), self.heads)
+            return gathered_heads(self.group, super().read(pages), self.heads)
 
     def write(self, pages: Sequence[int], contents: Tensor) -> None:
-        self.group.tell("write", self.number, list(pages), contents.cpu(), self.heads)
+        with self.group.turn:
+            self.group.tell("write", self.number, list(pages), contents.cpu(), self.heads)
         super().write(pages, own_heads(self.group, contents, self.heads))
 
     @property

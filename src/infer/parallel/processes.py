@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from subprocess import DEVNULL, Popen
@@ -23,6 +25,7 @@ from infer.parallel.group import ProcessGroup, ProcessLost
 BITS_KEPT = {"int4": {4, 8}, "int8": {8}}  # by `quantize`, that weights may have then
 distributed: Any = torch.distributed  # which does not say what it exports
 START = timedelta(minutes=5)  # for all processes to have come
+READY = "ready "  # a key of the store, behind which comes a rank
 COLLECTIVES = "INFER_COLLECTIVES"  # "gloo": through the hosts' memory, so that processes may share a GPU
 
 
@@ -80,6 +83,7 @@ def _start(count: int, device: torch.device, collectives: str) -> ProcessGroup:
         for rank in range(1, count)
     }
     try:
+        _await(children, store)
         own = _numbered(device.type, 0, collectives)
         group = ProcessGroup(store, 0, count, own, collectives=collectives, local=True)
     except BaseException:
@@ -88,6 +92,18 @@ def _start(count: int, device: torch.device, collectives: str) -> ProcessGroup:
         raise
     group.adopt(children)
     return group
+
+
+def _await(children: Mapping[int, Popen[bytes]], store: Any) -> None:
+    """Until all processes have come, or one has ended without."""
+    until = time.monotonic() + START.total_seconds()
+    while not store.check([f"{READY}{rank}" for rank in children]):
+        for rank, child in children.items():
+            if child.poll() is not None:
+                raise ProcessLost(f"process {rank} of {len(children) + 1} has ended before it was ready")
+        if time.monotonic() > until:
+            raise ProcessLost(f"the other processes have not come within {START}")
+        time.sleep(0.01)
 
 
 def _join(count: int, device: torch.device, collectives: str) -> ProcessGroup:
@@ -113,7 +129,9 @@ def _share_threads(group: ProcessGroup) -> int | None:
     if group.device.type != "cpu":
         return None
     use_threads()
-    threads = max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", group.count)))
+    before = torch.get_num_threads()
+    group.at_end.callback(torch.set_num_threads, before)
+    threads = max(1, before // int(os.environ.get("LOCAL_WORLD_SIZE", group.count)))
     use_threads(threads)
     return threads
 
@@ -123,6 +141,7 @@ def main(port: str, count: str, kind: str, collectives: str, rank: str) -> int:
     try:
         store = distributed.TCPStore("127.0.0.1", int(port), int(count), is_master=False, timeout=START)
         device = _numbered(kind, int(rank), collectives)
+        store.set(f"{READY}{rank}", "")
         follower.follow(ProcessGroup(store, int(rank), int(count), device, collectives=collectives, local=True))
     except ProcessLost:
         return 1  # the leader says why, or is gone
