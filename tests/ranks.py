@@ -32,6 +32,7 @@ class ThreadGroup:
     """An `nn.split.Group`."""
 
     sharing = 1
+    capturable = False
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.count, self._meeting = rank, len(meeting.given), meeting

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx2 as httpx
 from openai import OpenAI
+from waiting import WAIT, until
 
 from infer import LLM
 from infer.server.run import Server, listen
 from infer.server.service import Service
 from infer.server.settings import Settings
-
-WAIT = 30.0  # seconds: longer than anything takes
 
 
 class Running:
@@ -52,13 +50,6 @@ class Running:
         """Whether nothing runs, and no page is held but for later."""
         stats = self.service.llm.stats()
         return not (stats.running or stats.waiting or self.service.texts)
-
-
-def until(holds: Callable[[], bool], seconds: float = WAIT) -> None:
-    ends = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < ends, "it does not come to pass"
-        time.sleep(0.01)
 
 
 @contextmanager

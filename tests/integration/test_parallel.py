@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 from amount import ALL
 from checkpoints import reference_model, save_folder
-from serving import until
+from waiting import until
 
 from infer import LLM, KVCache, SamplingParams, Trace, generate
 from infer.engine.loop import EngineFailed

@@ -26,6 +26,8 @@ class Group(Protocol):
     @property
     def sharing(self) -> int: ...  # how many processes take memory where this one does
 
+    @property
+    def capturable(self) -> bool: ...  # whether what is exchanged can be captured in a CUDA graph
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor: ...  # [T, sizes[rank]] of each -> [T, sum(sizes)]
     def combine(self, x: Tensor, own: Tensor) -> Tensor: ...  # of x [T, C], each row from the process where own [T]
     def led(self, model: Any, backend: Any) -> Any: ...  # a backend that has the others run along

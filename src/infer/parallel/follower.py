@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from infer.backend import backend_for
-from infer.cache.base import NoCache
+from infer.cache.base import Cache, NoCache
+from infer.cache.wrapped import WrappedCache
 from infer.loader import load_model
 from infer.machine import use_threads
 from infer.models.common import Decoder
@@ -67,13 +68,15 @@ class Follower:
         self._pools[number].write(pages, own_heads(self._group, contents, heads))
 
     def run(self, rows: list[Any]) -> None:
-        backend_for(self._model).run([Row(self._cache(*cache), torch.tensor(ids), at) for ids, cache, at in rows])
+        backend_for(self._model).run([Row(self._cache(*cache), tokens, wanted) for tokens, cache, wanted in rows])
 
-    def _cache(self, pool: int | None, size: int, pages: Any = None) -> FollowedCache | NoCache:
-        """size: positions filled; where nothing is kept, rows."""
+    def _cache(self, watched: bool, pool: int | None, size: int, pages: Any = None) -> Cache:
+        """watched: the leader's has another around it, so a pass asks it to attend. size: positions filled, or rows."""
         if pool is None:
-            return NoCache(size, self._model.device)
-        return FollowedCache(self._pools[pool], windows_of(self._model.config), size, pages)
+            cache: Cache = NoCache(size, self._model.device)
+        else:
+            cache = FollowedCache(self._pools[pool], windows_of(self._model.config), size, pages)
+        return WrappedCache(cache) if watched else cache
 
 
 @torch.inference_mode()

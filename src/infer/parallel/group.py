@@ -51,11 +51,11 @@ class ProcessGroup:
         self._watchers: list[Callable[[BaseException], None]] = []
         self._ended = False
         atexit.register(_close, ref(self))
-        self._talk = _gloo(distributed.PrefixStore("talk", store), rank, count, FOREVER, local)
+        self._talk: Any = _gloo(distributed.PrefixStore("talk", store), rank, count, FOREVER, local)
         if collectives == "nccl":
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = PASS
-            self._data = distributed.ProcessGroupNCCL(distributed.PrefixStore("data", store), rank, count, options)
+            self._data: Any = distributed.ProcessGroupNCCL(distributed.PrefixStore("data", store), rank, count, options)
         else:
             self._data = _gloo(distributed.PrefixStore("data", store), rank, count, PASS, local)
 
@@ -67,6 +67,10 @@ class ProcessGroup:
     def sharing(self) -> int:
         """How many processes take memory where this one does."""
         return self.count if self.device.type == "cpu" or self.collectives == "gloo" else 1
+
+    @property
+    def capturable(self) -> bool:
+        return self.collectives == "nccl"
 
     # What a pass needs.
 
@@ -183,6 +187,7 @@ class ProcessGroup:
         self._ended = True
         _end(list(self.children.values()), END_S)
         self.at_end.close()
+        self._talk = self._data = None  # while there are threads that their own can be joined with
 
     def _broadcast(self, buffer: Tensor) -> None:
         options = distributed.BroadcastOptions()

@@ -31,7 +31,8 @@ class LedBackend:
         model, group = self._model, self._group
         learned = None if model.embed_positions is None else model.embed_positions.weight.shape[0]
         pack(rows, model.device, learned, model.embed_tokens)  # refuses what cannot be run before the others begin
-        said = [(_tokens(row), _described(group, row.cache), row.logits) for row in rows]
+        rows = [row._replace(tokens=_tokens(row)) for row in rows]
+        said = [(row.tokens, _described(group, row.cache), row.logits) for row in rows]
         with group.turn, uninterrupted():
             group.tell("run", said)
             try:
@@ -63,8 +64,11 @@ def uninterrupted() -> Iterator[None]:
             before(*asked[0])
 
 
-def _tokens(row: Row) -> list[list[int]]:
-    return row.tokens.tolist() if isinstance(row.tokens, Tensor) else [list(row.tokens)]
+def _tokens(row: Row) -> list[int] | Tensor:
+    """As all processes are told them: how a pass is run may go by their type."""
+    if isinstance(row.tokens, Tensor):
+        return row.tokens[0].tolist() if len(row.tokens) == 1 else row.tokens.cpu()
+    return list(row.tokens)
 
 
 def _described(group: ProcessGroup, cache: Cache) -> tuple[Any, ...]:
@@ -72,10 +76,11 @@ def _described(group: ProcessGroup, cache: Cache) -> tuple[Any, ...]:
     if _is_traced(cache):
         raise ValueError("a trace looks at all heads, of which each process has some: trace in one process")
     inner = innermost(cache)
+    watched = inner is not cache
     if isinstance(inner, PagedCache) and isinstance(inner.pool, SplitPool) and inner.pool.group is group:
-        return described(inner)
+        return watched, *described(inner)
     if type(inner) is NoCache:
-        return (None, inner.shape.batch_size)
+        return watched, None, inner.shape.batch_size
     raise ValueError(
         f"a model in several processes takes caches with pages in all of them, as `LLM` and `generate` make them, "
         f"and no {type(inner).__name__}"

@@ -53,6 +53,7 @@ def load_split(
         group = _start(count, device, collectives)
     if not group.leads:
         follower.follow(group)
+        group.close()
         sys.exit(0)
     try:
         if device.type == "cpu" and cpu.kernels() is not None:  # by one process, for all
@@ -142,7 +143,9 @@ def main(port: str, count: str, kind: str, collectives: str, rank: str) -> int:
         store = distributed.TCPStore("127.0.0.1", int(port), int(count), is_master=False, timeout=START)
         device = _numbered(kind, int(rank), collectives)
         store.set(f"{READY}{rank}", "")
-        follower.follow(ProcessGroup(store, int(rank), int(count), device, collectives=collectives, local=True))
+        group = ProcessGroup(store, int(rank), int(count), device, collectives=collectives, local=True)
+        follower.follow(group)
+        group.close()
     except ProcessLost:
         return 1  # the leader says why, or is gone
     except Exception as error:

@@ -17,7 +17,7 @@ from torch import Tensor
 from infer.backend.gpu.attention import GpuAttention, Tiles, attend_rows, prepare, queries_of, reach_of, tiles_of
 from infer.backend.gpu.captured import CapturedSteps, Decoding
 from infer.backend.gpu.products import Normed, aligned, normed_rows, on, product
-from infer.backend.gpu.prompts import CapturedPasses, Inputs, Reach
+from infer.backend.gpu.prompts import CapturedPasses, Inputs, Reach, SplitSteps
 from infer.backend.gpu.step import Fed, Plan, counters, launch, plan_of, rope_tables
 from infer.backend.parts import BlockParts, ModelParts
 from infer.cache.base import Cache
@@ -38,9 +38,13 @@ class GpuBackend:
         self.device = parts.head.norm.weight.device
         self.captured = CapturedSteps(parts.config, plan, self.device, parts.embedding.tokens)
         self.passes = CapturedPasses(parts.config.num_hidden_layers, self.device)
-        self._split = isinstance(parts.head.linear, SplitLinear)  # then processes meet between kernels
-        block = plan.blocks[0]
+        block, layers = plan.blocks[0], parts.config.num_hidden_layers
         self._queries = queries_of(block.heads, block.kv_heads, block.head_dim, dtype, self.device)
+        self._split, self._steps = False, None
+        if isinstance(parts.head.linear, SplitLinear):  # then processes meet between kernels
+            self._split = True
+            if parts.head.linear.group.capturable:
+                self._steps = SplitSteps(layers, self._queries, self.device, self._step)
         self._nothing = torch.empty(1, 0, parts.config.vocab_size, dtype=dtype, device=self.device)
 
     @staticmethod
@@ -51,6 +55,8 @@ class GpuBackend:
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
         if not self._split and self.passes.could_take(rows) and self._filled(rows):
             return [self._nothing] * len(rows)
+        if self._steps is not None and self._steps.could_take(rows) and (stepped := self._stepped(rows)) is not None:
+            return stepped
         packed = pack(rows, self.device, self.parts.positions_learned, self.parts.embedding.tokens)
         x = self._embed(packed.ids, packed.positions)
         positions = packed.positions.to(torch.int32)
@@ -73,26 +79,54 @@ class GpuBackend:
 
     def _filled(self, rows: Sequence[Row]) -> bool:
         """Feed rows of which no logits are wanted through a captured pass, if there is one."""
-        model, counts = self.parts.embedding.tokens, [len(row.tokens) for row in rows]
-        lines, page = self.tables([row.cache for row in rows], counts)
-        if lines is None or lines.shape[1] != len(rows) or len({id(row.cache) for row in rows}) < len(rows):
+        counts = [len(row.tokens) for row in rows]
+        lines, page = self._reserved(rows)
+        if lines is None:
             return False
-        for row, n in zip(rows, counts, strict=True):
-            reserve(row.cache, n, self.parts.positions_learned, model)
         end = max(row.cache.seq_len + n for row, n in zip(rows, counts, strict=True))
         reach = reach_of(end, self.plan.blocks[0], self.dtype, self.device)
         if not self.passes.launch(rows, lines, Reach(self._queries, reach, page), self._fill):
             return False
-        for row, n in zip(rows, counts, strict=True):
-            at = row.cache.seq_len
-            row.cache.advance(n)
-            record(row.cache, at, row.tokens, model)
+        self._advance(rows)
         return True
+
+    def _stepped(self, rows: Sequence[Row]) -> list[Tensor] | None:
+        """One token of each row, through a captured step, where several processes have a part of the model."""
+        assert self._steps is not None
+        lines, page = self._reserved(rows)
+        if lines is None:
+            return None
+        logits = self._steps.launch(rows, lines, page)
+        self._advance(rows)
+        return [logits[i : i + 1, None][:, row.logits] for i, row in enumerate(rows)]
+
+    def _reserved(self, rows: Sequence[Row]) -> tuple[Any, int]:
+        """As `tables`, of rows of one sequence each, with memory for their tokens."""
+        counts = [len(row.tokens) for row in rows]
+        lines, page = self.tables([row.cache for row in rows], counts)
+        if lines is None or lines.shape[1] != len(rows) or len({id(row.cache) for row in rows}) < len(rows):
+            return None, 0
+        for row, n in zip(rows, counts, strict=True):
+            reserve(row.cache, n, self.parts.positions_learned, self.parts.embedding.tokens)
+        return lines, page
+
+    def _advance(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            at = row.cache.seq_len
+            row.cache.advance(len(row.tokens))
+            record(row.cache, at, row.tokens, self.parts.embedding.tokens)
 
     def _fill(self, inputs: Inputs) -> None:
         """A pass that fills caches, kernel by kernel."""
         ids, positions, tables, tiles = inputs
         self._blocks(None, self._embed(ids, positions.clamp(min=0)), positions, self._ropes(positions), tables, tiles)
+
+    def _step(self, inputs: Inputs) -> Tensor:
+        """A pass over single tokens, kernel by kernel: the logits of all."""
+        ids, positions, tables, tiles = inputs
+        x = self._embed(ids, positions.clamp(min=0))
+        normed = self._blocks(None, x, positions, self._ropes(positions), tables, tiles)
+        return self._logits(normed)
 
     def decoding(self, lazy: bool = False) -> Decoding | None:
         """Captured steps, for rows that have one token to feed. lazy: as for `Decoding`."""
@@ -158,9 +192,11 @@ class GpuBackend:
 
     def _head(self, packed: Packed, normed: Normed) -> Tensor:
         """The logits that are wanted."""
-        head = self.plan.head
         squares = None if normed.squares is None else aligned(packed.choose(normed.squares))
-        normed = Normed(aligned(packed.choose(normed.x)), squares)
+        return self._logits(Normed(aligned(packed.choose(normed.x)), squares))
+
+    def _logits(self, normed: Normed) -> Tensor:
+        head = self.plan.head
         return head.linear.output(product(head.linear, normed, None, eps=head.norm.eps, pdl=self.plan.pdl)[0])
 
     def _attended(

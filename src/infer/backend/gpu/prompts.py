@@ -18,13 +18,15 @@ from torch import Tensor
 
 from infer.backend.gpu import captured
 from infer.backend.gpu.attention import Tiles, as_tiles
-from infer.backend.gpu.products import on
+from infer.backend.gpu.products import next_power, on
 from infer.backend.gpu.tuned import FEW, PASSES
 from infer.cache.paged import PagedCache
 from infer.cache.table import COLUMNS
 from infer.models.rows import NONE, Row
 
 ROW = 32  # tokens that rows have on average, at least
+MOST_ROWS = 256  # of a captured step
+FAR = 2**30  # a position that no row goes beyond
 USED = 2  # times that a size is needed before it is captured
 
 
@@ -46,10 +48,10 @@ class Reach(NamedTuple):
 
 
 class CapturedPass:
-    """A pass of up to `size` tokens, on buffers of its own."""
+    """A pass of up to `size` tokens of up to `most` rows, on buffers of its own."""
 
-    def __init__(self, size: int, layers: int, reach: Reach, device: torch.device) -> None:
-        self._device, most = device, rows_of(size)
+    def __init__(self, size: int, most: int, layers: int, reach: Reach, device: torch.device) -> None:
+        self._device = device
         count = -(-size // reach.queries) + 2 * most  # of tiles, at most
         self._wide = torch.zeros(size + layers * most * COLUMNS, dtype=torch.int64, device=device)
         self._narrow = torch.zeros(2 * size + 5 * count, dtype=torch.int32, device=device)
@@ -58,12 +60,16 @@ class CapturedPass:
         by_tile = Tiles(rows, tiles.view(count, 5), reach.end, reach.queries, reach.page)
         self.inputs = Inputs(ids, positions, tables.view(layers, most, COLUMNS), by_tile)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self.output: Tensor | None = None  # what `run` gives, of the last launch
 
-    def capture(self, run: Callable[[Inputs], None], pool: Any) -> None:
+    def capture(self, run: Callable[[Inputs], Tensor | None], pool: Any) -> None:
+        def keep() -> None:
+            self.output = run(self.inputs)
+
         self.inputs.positions.fill_(-1)
         with on(self._device):
             run(self.inputs)  # loads the kernels
-            self._graph = captured.record_graph(lambda: run(self.inputs), pool)
+            self._graph = captured.record_graph(keep, pool)
 
     def launch(self, rows: Sequence[Row], tables: np.ndarray[Any, Any], tiles: np.ndarray[Any, Any]) -> None:
         """tables: of the rows, [layers, rows, COLUMNS]. tiles: [tiles, 5]."""
@@ -138,12 +144,42 @@ class CapturedPasses:
     def _made(self, size: int, reach: Reach, run: Callable[[Inputs], None]) -> CapturedPass | None:
         """None where there is no memory for it."""
         try:
-            made = CapturedPass(size, self._layers, reach, self._device)
+            made = CapturedPass(size, rows_of(size), self._layers, reach, self._device)
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             made.capture(run, self._pool)
         except torch.OutOfMemoryError:
             return None
         return made
+
+
+class SplitSteps:
+    """Decode steps of a model that several processes have: captured with what these exchange.
+
+    All are told the same rows, so all capture a step at the same time.
+    """
+
+    def __init__(self, layers: int, queries: int, device: torch.device, run: Callable[[Inputs], Tensor]) -> None:
+        """run: launches a step, kernel by kernel, and returns its logits."""
+        self._layers, self._queries, self._device, self._run = layers, queries, device, run
+        self._steps: dict[tuple[int, int], CapturedPass] = {}
+        self._pool: Any = None  # the memory of what steps compute: only one of them runs at a time
+
+    def could_take(self, rows: Sequence[Row]) -> bool:
+        single = all(not isinstance(row.tokens, Tensor) and len(row.tokens) == 1 for row in rows)
+        return captured.capturing() and single and len(rows) <= MOST_ROWS
+
+    def launch(self, rows: Sequence[Row], tables: np.ndarray[Any, Any], page: int) -> Tensor:
+        """The logits [rows, V]. tables: as caches give them, whose memory is there."""
+        size = next_power(len(rows))
+        if (size, page) not in self._steps:
+            made = CapturedPass(size, size, self._layers, Reach(self._queries, FAR, page), self._device)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            made.capture(self._run, self._pool)
+            self._steps[size, page] = made
+        step = self._steps[size, page]
+        step.launch(rows, tables, as_tiles([(row.cache.seq_len, 1) for row in rows], self._queries))
+        assert step.output is not None
+        return step.output[: len(rows)].clone()
 
 
 def _only_fills(row: Row) -> bool:
