@@ -1,0 +1,83 @@
+"""The application: `import_path: infer.deploy.app:build` in a Serve config, with the fields of DeployOptions as args."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from infer.deploy.engine import Engine
+from infer.deploy.ingress import Ingress
+from infer.deploy.options import DeployOptions
+from infer.server.settings import Settings
+
+HEALTH_S = 2.0  # between two health checks
+
+
+def build(options: DeployOptions) -> Application:
+    place = placed(options, ray.nodes())
+    return _ingress(options).bind(_engines(options, place).bind(options, place.threads, place.neighbours), _settings(options))
+
+
+class Place(NamedTuple):
+    """What a replica gets of a machine."""
+
+    threads: int
+    gpus: int
+    neighbours: int  # replicas that share the machine's memory for caches, this one too
+
+
+def placed(options: DeployOptions, nodes: list[dict[str, Any]]) -> Place:
+    """Replicas of one machine share its cores evenly, unless the options say how many threads each has."""
+    resources = [node["Resources"] for node in nodes if node["Alive"]]
+    on_gpus = options.device.startswith("cuda") or (options.device == "auto" and any(each.get("GPU") for each in resources))
+    together = math.ceil(options.most_replicas / len(resources))
+    cores = int(min(each.get("CPU", 1) for each in resources))
+    threads = options.threads or max(1, cores // together)
+    if threads > cores:
+        raise ValueError(f"threads is {threads}, but a machine of this cluster has {cores} CPUs for Ray")
+    return Place(threads, options.tensor_parallel if on_gpus else 0, 1 if on_gpus else together)
+
+
+def _engines(options: DeployOptions, place: Place) -> serve.Deployment:
+    devices = {"num_cpus": place.threads, "num_gpus": place.gpus}
+    more: dict[str, Any] = {"num_replicas": options.replicas}
+    if options.max_replicas is not None:
+        more = {
+            "autoscaling_config": {
+                "min_replicas": options.replicas,
+                "max_replicas": options.max_replicas,
+                "target_ongoing_requests": options.target_requests,
+            }
+        }
+    if options.tensor_parallel > 1:  # one bundle: the ranks are processes of one machine
+        more["placement_group_bundles"] = [{"CPU": place.threads, "GPU": place.gpus}]
+    if options.prefix_routing:
+        router = RequestRouterConfig(request_router_class="infer.deploy.router:PrefixRouter")
+        more["request_router_config"] = router
+    return serve.deployment(Engine).options(
+        ray_actor_options=devices,
+        max_ongoing_requests=options.max_rows,
+        max_queued_requests=options.max_waiting,
+        graceful_shutdown_timeout_s=options.drain_seconds,
+        graceful_shutdown_wait_loop_s=0.1,
+        health_check_period_s=HEALTH_S,
+        **more,
+    )
+
+
+def _ingress(options: DeployOptions) -> serve.Deployment:
+    return serve.deployment(serve.ingress()(Ingress)).options(
+        name="Ingress",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=1 << 16,  # it only hands on: what waits, waits for a replica
+        graceful_shutdown_timeout_s=options.drain_seconds,
+    )
+
+
+def _settings(options: DeployOptions) -> Settings:
+    return Settings(options.model_id, api_keys=options.api_keys, cors=options.cors, hosts=options.hosts)
