@@ -58,9 +58,12 @@ LAYERS = {
     "engine": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "loader"},
     "evaluate": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine"},
     "server": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
+    "deploy": {
+        *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader", "server"),
+    },
     "cli": {
         *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"),
-        "server",
+        *("server", "deploy"),
     },
     "compat": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
 }

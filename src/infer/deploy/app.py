@@ -1,4 +1,4 @@
-"""The application: `import_path: infer.deploy.app:build` in a Serve config, with the fields of DeployOptions as args."""
+"""The application: `import_path: infer.deploy.app:build` in a Serve config; its `args` are the DeployOptions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from infer.deploy.options import DeployOptions
 from infer.server.settings import Settings
 
 HEALTH_S = 2.0  # between two health checks
+LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
 
 def build(options: DeployOptions) -> Application:
     place = placed(options, ray.nodes())
-    return _ingress(options).bind(_engines(options, place).bind(options, place.threads, place.neighbours), _settings(options))
+    engines = _engines(options, place).bind(options, place.threads, place.neighbours)
+    door = None if options.port is None else (options.host, options.port)
+    return _ingress(options).bind(engines, _settings(options), door)
 
 
 class Place(NamedTuple):
@@ -34,7 +37,9 @@ class Place(NamedTuple):
 def placed(options: DeployOptions, nodes: list[dict[str, Any]]) -> Place:
     """Replicas of one machine share its cores evenly, unless the options say how many threads each has."""
     resources = [node["Resources"] for node in nodes if node["Alive"]]
-    on_gpus = options.device.startswith("cuda") or (options.device == "auto" and any(each.get("GPU") for each in resources))
+    on_gpus = options.device.startswith("cuda")
+    if options.device == "auto":
+        on_gpus = any(each.get("GPU") for each in resources)
     together = math.ceil(options.most_replicas / len(resources))
     cores = int(min(each.get("CPU", 1) for each in resources))
     threads = options.threads or max(1, cores // together)
@@ -66,6 +71,7 @@ def _engines(options: DeployOptions, place: Place) -> serve.Deployment:
         graceful_shutdown_timeout_s=options.drain_seconds,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=HEALTH_S,
+        logging_config=LOGGING,
         **more,
     )
 
@@ -74,10 +80,20 @@ def _ingress(options: DeployOptions) -> serve.Deployment:
     return serve.deployment(serve.ingress()(Ingress)).options(
         name="Ingress",
         ray_actor_options={"num_cpus": 0},
+        num_replicas=options.ingresses,
+        max_replicas_per_node=None if options.port is None else 1,
+        max_surge_percent=100,  # in an update, the next one listens before this one ends
         max_ongoing_requests=1 << 16,  # it only hands on: what waits, waits for a replica
         graceful_shutdown_timeout_s=options.drain_seconds,
+        logging_config=LOGGING,
     )
 
 
 def _settings(options: DeployOptions) -> Settings:
-    return Settings(options.model_id, api_keys=options.api_keys, cors=options.cors, hosts=options.hosts)
+    return Settings(
+        options.model_id,
+        api_keys=options.api_keys,
+        cors=options.cors,
+        hosts=options.hosts,
+        drain_seconds=options.drain_seconds,
+    )

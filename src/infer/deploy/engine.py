@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
-from starlette.types import Message, Scope
+from starlette.types import Message
 
+from infer.deploy.channel import Line, Lines
 from infer.deploy.forward import ForwardedRequest
 from infer.deploy.options import DeployOptions
 from infer.engine.llm import LLM
@@ -18,15 +20,13 @@ from infer.server.app import make_app
 from infer.server.service import Service
 from infer.server.settings import Settings
 
-Head = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, what there is of the body
-
 
 class Engine:
     def __init__(self, options: DeployOptions, threads: int, neighbours: int) -> None:
         """threads: to compute on, on a CPU. neighbours: replicas that share the machine's memory, this one too."""
         use_threads(threads)
         free = available_memory(resolve_device(options.device)) or 0
-        several = {"tensor_parallel": options.tensor_parallel} if options.tensor_parallel > 1 else {}
+        several: dict[str, Any] = {"tensor_parallel": options.tensor_parallel} if options.tensor_parallel > 1 else {}
 
         def engine() -> LLM:
             with reserved(free - free // neighbours):
@@ -47,7 +47,7 @@ class Engine:
         settings = Settings(options.model_id, max_waiting=options.max_waiting, log_prompts=options.log_prompts)
         self._service = Service(engine, settings)
         self._service.warm_up()
-        self._app = make_app(self._service)
+        self._app, self._lines = make_app(self._service), Lines()
 
     def check_health(self) -> None:
         """Asked by Ray, which replaces a replica that raises."""
@@ -57,63 +57,51 @@ class Engine:
     def metrics(self) -> list[Metric]:
         return list(self._service.metrics.registry.collect())
 
-    async def __call__(self, request: ForwardedRequest) -> AsyncIterator[Head | bytes]:
-        """The answer: first its head, with what there is of the body, then the rest, piece by piece.
+    async def __call__(self, request: ForwardedRequest) -> None:
+        """Answer by the channel.
 
         Nothing is told before there is text: until then another replica can still answer in this one's place.
         """
-        scope, answer, told = request.scope(), _Answer(request.body), False
-        running = asyncio.ensure_future(self._app(scope, answer.receive, answer.send))
-        running.add_done_callback(lambda _: answer.news.set())
-        try:
-            over = False
-            while not over:
-                await answer.news.wait()
-                answer.news.clear()
-                over = running.done()
-                if told and (piece := answer.taken()):
-                    yield piece
-                elif not told and (over or _has_begun(scope)):
-                    self.check_health()
-                    told = True
-                    yield answer.status, answer.headers, answer.taken()
-            if not answer.complete:
-                raise running.exception() or RuntimeError("the answer has no end")
-        finally:
-            running.cancel()
+        self.check_health()
+        exchange = _Exchange(request, await self._lines.to(request.reply_to))
+        with suppress(Exception):  # the application has logged it, and told of it as far as it could
+            await self._app(exchange.scope, exchange.receive, exchange.send)
+        if not exchange.told:
+            self.check_health()
+        exchange.tell()
+        if not exchange.complete:
+            raise RuntimeError("the answer has no end")
 
 
-def _has_begun(scope: Scope) -> bool:
-    handle = scope.get(HANDLE)
-    return handle is not None and handle.begun
+class _Exchange:
+    """The other side of the application: hands it a request, and its answer on."""
 
-
-class _Answer:
-    """The other side of an ASGI application: hands it the body, and keeps what it says until that is taken."""
-
-    def __init__(self, body: bytes) -> None:
-        self._body: bytes | None = body
-        self._pieces: list[bytes] = []
-        self.status, self.headers = 500, list[tuple[bytes, bytes]]()
-        self.complete = False
-        self.news = asyncio.Event()
+    def __init__(self, request: ForwardedRequest, line: Line) -> None:
+        self.scope, self.told, self.complete = request.scope(), False, False
+        self._line, self._name, self._body = line, request.reply_to.name, [request.body]
+        self._held: list[Message] = []
 
     async def receive(self) -> Message:
-        """A client that goes away ends the call: there is nothing to be told of it here."""
-        if self._body is None:
-            await asyncio.get_running_loop().create_future()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+        if self._body:
+            return {"type": "http.request", "body": self._body.pop(), "more_body": False}
+        await asyncio.shield(self._line.lost)  # a client that goes away cancels the call
+        return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status, self.headers = message["status"], list(message["headers"])
-        else:
-            self._pieces.append(message.get("body", b""))
-            self.complete = not message.get("more_body", False)
-        self.news.set()
+        self._held.append(message)
+        handle = self.scope.get(HANDLE)
+        if self.told or (handle is not None and handle.begun):
+            self.tell()
 
-    def taken(self) -> bytes:
-        data = b"".join(self._pieces)
-        self._pieces.clear()
-        return data
+    def tell(self) -> None:
+        self.told = True
+        for message in self._held:
+            if message["type"] == "http.response.start":
+                self._line.start(self._name, message["status"], list(message["headers"]))
+                continue
+            if body := message.get("body"):
+                self._line.body(self._name, body)
+            if not message.get("more_body"):
+                self._line.end(self._name)
+                self.complete = True
+        self._held.clear()

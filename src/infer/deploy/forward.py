@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from infer.deploy.channel import Address, Headers
 from infer.deploy.prefixes import prompt_keys
 
 
+@dataclass
 class ForwardedRequest:
-    """What a client has sent. The router's notes stay in the ingress: they are not sent along."""
-
-    def __init__(self, method: str, path: str, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        self.method, self.path, self.query, self.headers, self.body = method, path, query, headers, body
-        self.tried: list[str] = []  # replicas that have failed to answer it
+    method: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+    reply_to: Address
+    tried: list[str] = field(default_factory=list)  # replicas that it was sent to
 
     def __reduce__(self) -> Any:
-        return ForwardedRequest, (self.method, self.path, self.query, self.headers, self.body)
+        """Without the router's notes: those stay in the ingress."""
+        return ForwardedRequest, (self.method, self.path, self.query, self.headers, self.body, self.reply_to)
 
     @cached_property
     def prefix(self) -> list[int]:

@@ -12,9 +12,9 @@ from infer.deploy.forward import ForwardedRequest
 from infer.deploy.prefixes import PrefixTable
 
 
-class PrefixRouter(RequestRouter):
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     def initialize_state(self, slack: int = 8) -> None:
-        """slack: how many more requests than the least busy replica one may have, and still be sent prefixes it knows."""
+        """slack: requests that a replica may have more than the least busy one, and still be sent what it knows."""
         self._slack, self._table = slack, PrefixTable()
 
     def update_replicas(self, replicas: Sequence[RunningReplica]) -> None:
@@ -28,7 +28,8 @@ class PrefixRouter(RequestRouter):
         request = _request(pending_request)
         known = self._table.matches(request.prefix) if request is not None else {}
         tried = request.tried if request is not None else ()
-        queues = {each.replica_id: self.replica_queue_len_cache.get(each.replica_id) or 0 for each in candidate_replicas}
+        length = self.replica_queue_len_cache.get
+        queues = {each.replica_id: length(each.replica_id) or 0 for each in candidate_replicas}
         most = min(queues.values(), default=0) + self._slack
 
         def rank(replica: RunningReplica) -> Any:
