@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray import serve
@@ -13,6 +12,7 @@ from ray.serve.config import RequestRouterConfig
 from infer.deploy.engine import Engine
 from infer.deploy.ingress import Ingress
 from infer.deploy.options import DeployOptions
+from infer.deploy.placement import Place, placed
 from infer.server.settings import Settings
 
 HEALTH_S = 2.0  # between two health checks
@@ -24,28 +24,6 @@ def build(options: DeployOptions) -> Application:
     engines = _engines(options, place).bind(options, place.threads, place.neighbours)
     door = None if options.port is None else (options.host, options.port)
     return _ingress(options).bind(engines, _settings(options), door)
-
-
-class Place(NamedTuple):
-    """What a replica gets of a machine."""
-
-    threads: int
-    gpus: int
-    neighbours: int  # replicas that share the machine's memory for caches, this one too
-
-
-def placed(options: DeployOptions, nodes: list[dict[str, Any]]) -> Place:
-    """Replicas of one machine share its cores evenly, unless the options say how many threads each has."""
-    resources = [node["Resources"] for node in nodes if node["Alive"]]
-    on_gpus = options.device.startswith("cuda")
-    if options.device == "auto":
-        on_gpus = any(each.get("GPU") for each in resources)
-    together = math.ceil(options.most_replicas / len(resources))
-    cores = int(min(each.get("CPU", 1) for each in resources))
-    threads = options.threads or max(1, cores // together)
-    if threads > cores:
-        raise ValueError(f"threads is {threads}, but a machine of this cluster has {cores} CPUs for Ray")
-    return Place(threads, options.tensor_parallel if on_gpus else 0, 1 if on_gpus else together)
 
 
 def _engines(options: DeployOptions, place: Place) -> serve.Deployment:

@@ -82,10 +82,16 @@ class Inbox:
         """host: by which replicas reach this machine."""
         self._host, self._port = host, 0
         self._answers: dict[bytes, Answer] = {}
+        self._lines: set[asyncio.StreamWriter] = set()
 
     async def open(self) -> None:
-        server = await asyncio.start_server(self._read, self._host, 0)
-        self._port = server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(self._read, self._host, 0)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        self._server.close()
+        for line in self._lines:
+            line.close()
 
     @contextmanager
     def answer(self) -> Iterator[Answer]:
@@ -97,6 +103,7 @@ class Inbox:
             del self._answers[name]
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._lines.add(writer)
         try:
             with suppress(asyncio.IncompleteReadError, OSError):
                 while True:
@@ -108,6 +115,7 @@ class Inbox:
                         answer.source = writer
                         answer.put((kind, data))
         finally:
+            self._lines.discard(writer)
             writer.close()
             for answer in self._answers.values():
                 if answer.source is writer:
@@ -119,7 +127,13 @@ class Line:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer, self._waiting = writer, list[bytes]()
-        self.lost = asyncio.ensure_future(reader.read())  # nothing is ever said on it
+        self.lost = asyncio.ensure_future(self._hear(reader))
+
+    async def _hear(self, reader: asyncio.StreamReader) -> None:
+        """Nothing is ever said on it: whatever is heard is its end."""
+        with suppress(OSError):
+            await reader.read(1)
+        self.close()
 
     def start(self, name: bytes, status: int, headers: Headers) -> None:
         told = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
@@ -130,6 +144,9 @@ class Line:
 
     def end(self, name: bytes) -> None:
         self._write(name, END, b"")
+
+    def close(self) -> None:
+        self._writer.close()
 
     def _write(self, name: bytes, kind: int, data: bytes) -> None:
         if not self._waiting:  # what others write before the loop comes round goes with it

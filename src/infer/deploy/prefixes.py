@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from infer.server.text import as_json
 
@@ -62,3 +63,20 @@ class PrefixTable:
             holders.intersection_update(replicas)
             if not holders:
                 del self._holders[key]
+
+
+def ordered(
+    queues: Mapping[str, int], known: Mapping[str, int], tried: Collection[str] = (), slack: int = 0
+) -> list[str]:
+    """Replicas, the best for a prompt first: who knows most of it, of those that are not much busier than others.
+
+    queues: how many requests each has. known: how many chunks of the prompt. tried: those that have failed.
+    slack: requests that one may have more than the least busy, and still be preferred for what it knows.
+    """
+    most = min(queues.values(), default=0) + slack
+
+    def rank(name: str) -> tuple[bool, bool, int, int, float]:
+        busy = queues[name] > most
+        return name in tried, busy, -known.get(name, 0), queues[name], random.random()
+
+    return sorted(queues, key=rank)
