@@ -59,7 +59,6 @@ def _ingress(options: DeployOptions) -> serve.Deployment:
         name="Ingress",
         ray_actor_options={"num_cpus": 0},
         num_replicas=options.ingresses,
-        max_replicas_per_node=None if options.port is None else 1,
         max_surge_percent=100,  # in an update, the next one listens before this one ends
         max_ongoing_requests=1 << 16,  # it only hands on: what waits, waits for a replica
         graceful_shutdown_timeout_s=options.drain_seconds,
