@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import threading
 from collections.abc import Iterator
@@ -97,6 +98,13 @@ def client(deployed: Deployed) -> Iterator[OpenAI]:
     with deployed.openai() as client:
         yield client
     until(lambda: not sum(deployed.metric("num_requests_running")), WAIT)
+
+
+def test_arguments_of_a_config_are_checked() -> None:
+    """Ray makes the options of a config's `args` where the builder says so by its type."""
+    from infer.deploy.app import build
+
+    assert inspect.signature(build).parameters["options"].annotation is DeployOptions
 
 
 class TestClient:

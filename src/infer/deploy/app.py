@@ -1,7 +1,5 @@
 """The application: `import_path: infer.deploy.app:build` in a Serve config; its `args` are the DeployOptions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ray
@@ -20,6 +18,7 @@ LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
 
 def build(options: DeployOptions) -> Application:
+    """Ray reads the type of its argument, which must not be a string: no `from __future__ import annotations` here."""
     place = placed(options, ray.nodes())
     engines = _engines(options, place).bind(options, place.threads, place.neighbours)
     door = None if options.port is None else (options.host, options.port)
