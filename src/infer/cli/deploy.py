@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from infer.cli.chat import counted
 from infer.cli.common import (
     DEFAULT_MODEL,
     MODEL_HELP,
@@ -77,7 +78,7 @@ def deploy(
         from pydantic import ValidationError
 
         from infer.deploy.options import DeployOptions
-        from infer.deploy.run import deployed, wait_for_signal
+        from infer.deploy.run import deployed, signalled
         from infer.server.run import listen, names
     except ImportError as error:
         raise ImportError(f"{error}: replicas need more packages: pip install 'infer[ray]'") from None
@@ -122,10 +123,10 @@ def deploy(
     Tokenizer(model), ModelConfig.from_pretrained(model)  # what cannot be loaded is found here, once for all replicas
     if not os.environ.get("RAY_ADDRESS"):
         resolve_device(loading.device)
-    with deployed(options):
+    with deployed(options), signalled() as told:
         at = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        say(f"{options.model_id} at {at}/v1, from {replicas} replicas: curl {at}/v1/models")
-        wait_for_signal()
+        say(f"{options.model_id} at {at}/v1, from {counted(replicas, 'replica')}: curl {at}/v1/models")
+        told.wait()
 
 
 def _absolute(model: str) -> str:

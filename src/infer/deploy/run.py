@@ -47,15 +47,22 @@ def connected() -> Iterator[None]:
 
     local = {"include_dashboard": False, "object_store_memory": OBJECTS, "_node_ip_address": "127.0.0.1"}
     ray.init("local" if alone else None, namespace="serve", logging_level="WARNING", **(local if alone else {}))
+    # Ray would end the process at once, and leave its own behind.
+    usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:
         ray.shutdown()
+        signal.signal(signal.SIGTERM, usual)
 
 
-def wait_for_signal() -> None:
-    """Ctrl-C, or SIGTERM."""
+@contextmanager
+def signalled() -> Iterator[threading.Event]:
+    """Set by Ctrl-C and SIGTERM."""
     told = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: told.set())
-    told.wait()
+    usual = {number: signal.signal(number, lambda *_: told.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield told
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
