@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'infer[ray]'"),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
-WAIT = 60.0  # seconds: longer than anything takes
+WAIT = 120.0  # seconds: longer than anything takes
 KEY = "secret"
 
 

@@ -26,7 +26,7 @@ def build(options: DeployOptions) -> Application:
 
 
 def _engines(options: DeployOptions, place: Place) -> serve.Deployment:
-    devices = {"num_cpus": place.threads, "num_gpus": place.gpus}
+    devices = {"CPU": place.threads} | ({"GPU": place.gpus} if place.gpus else {})
     more: dict[str, Any] = {"num_replicas": options.replicas}
     if options.max_replicas is not None:
         more = {
@@ -37,12 +37,12 @@ def _engines(options: DeployOptions, place: Place) -> serve.Deployment:
             }
         }
     if options.tensor_parallel > 1:  # one bundle: the ranks are processes of one machine
-        more["placement_group_bundles"] = [{"CPU": place.threads, "GPU": place.gpus}]
+        more["placement_group_bundles"] = [devices]
     if options.prefix_routing:
         router = RequestRouterConfig(request_router_class="infer.deploy.router:PrefixRouter")
         more["request_router_config"] = router
     return serve.deployment(Engine).options(
-        ray_actor_options=devices,
+        ray_actor_options={"num_cpus": place.threads, "num_gpus": place.gpus},
         max_ongoing_requests=options.max_rows,
         max_queued_requests=options.max_waiting,
         graceful_shutdown_timeout_s=options.drain_seconds,

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,7 +28,7 @@ from infer.server.errors import ApiError
 from infer.server.run import http_config, listen
 from infer.server.service import log_error
 from infer.server.settings import Settings
-from infer.server.streams import read_all, while_connected
+from infer.server.streams import quietly_closed, read_all, while_connected
 from infer.server.text import as_event
 
 ATTEMPTS = 4  # to have a request answered
@@ -52,7 +52,7 @@ class Ingress:
         self._app = Starlette(
             routes=[Route("/metrics", self._metrics), Mount("/", self._forward)],
             middleware=guards(settings),
-            exception_handlers={ApiError: _told, Exception: _told},
+            exception_handlers={ApiError: _told, ClientDisconnect: _told, Exception: _told},
         )
         self._server = uvicorn.Server(http_config(self._app, settings))
         self._serving: asyncio.Future[None] | None = None
@@ -148,6 +148,8 @@ async def _hand_on(answer: Answer, headers: Headers, send: Send) -> None:
 
 
 async def _told(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return quietly_closed()
     if not isinstance(error, ApiError):
         log_error(error)
         error = ApiError(500, "something unexpected has happened", code="internal_error")

@@ -25,7 +25,7 @@ def placed(options: DeployOptions, nodes: Sequence[Mapping[str, Any]]) -> Place:
         on_gpus = any(each.get("GPU") for each in resources)
     together = math.ceil(options.most_replicas / len(resources))
     cores = int(min(each.get("CPU", 1) for each in resources))
-    threads = options.threads or max(1, cores // together)
+    threads = options.threads or max(options.tensor_parallel, cores // together)
     if threads > cores:
         raise ValueError(f"threads is {threads}, but a machine of this cluster has {cores} CPUs for Ray")
     return Place(threads, options.tensor_parallel if on_gpus else 0, 1 if on_gpus else together)

@@ -60,6 +60,9 @@ class TestPlaces:
         )
         assert (place.gpus, place.neighbours) == (2, 1)
 
+    def test_a_core_for_each_rank(self) -> None:
+        assert placed(DeployOptions(model="m", replicas=2, tensor_parallel=2), nodes({"CPU": 2})).threads == 2
+
     def test_a_cpu_beside_gpus(self) -> None:
         assert placed(DeployOptions(model="m", device="cpu"), nodes({"CPU": 8, "GPU": 4})).gpus == 0
 
