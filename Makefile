@@ -15,7 +15,7 @@ test: $(VENV)/.dev  ## Run the tests, in a process for each of up to four cores.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-all: export INFER_TEST_ALL = 1
-test-all: test  ## The same with more prompts, longer ones, and all products of choices.
+test-all: $(VENV)/.ray test  ## The same with more prompts, longer ones, all products of choices, and Ray.
 
 check: $(VENV)/.dev  ## Lint, format and types.
 	$(BIN)/ruff check .
@@ -33,6 +33,10 @@ $(VENV)/.server: $(VENV)/.demo
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/.ray: $(VENV)/.dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	touch $@
 
 clean:  ## Remove the virtual environment and caches.

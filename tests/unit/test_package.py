@@ -62,9 +62,12 @@ LAYERS = {
         *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"),
         "parallel",
     },
+    "deploy": {
+        *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader", "server"),
+    },
     "cli": {
         *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"),
-        *("parallel", "server"),
+        *("parallel", "server", "deploy"),
     },
     "__main__": {"cli"},
     "compat": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},

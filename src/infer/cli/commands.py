@@ -2,7 +2,7 @@
 
 import typer
 
-from infer.cli import catalogue, chat, explain, generate, measure, serve, trace, verify
+from infer.cli import catalogue, chat, deploy, explain, generate, measure, serve, trace, verify
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -14,6 +14,7 @@ for command in (
     generate.generate,
     chat.chat,
     serve.serve,
+    deploy.deploy,
     trace.trace,
     explain.explain,
     catalogue.pull,

@@ -24,36 +24,45 @@ from infer.cli.streams import say
 
 LENGTH = 4096  # tokens of a conversation, to tell how many fit
 
+# Those that `infer deploy` has too.
+HostOption = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is every network.")]
+PortOption = Annotated[int, typer.Option(help="0 is any free one.", min=0, max=65535)]
+NameOption = Annotated[str | None, typer.Option(help="What clients call the model.", show_default="its own name")]
+ApiKeyOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Answer only who sends this key; may be repeated. INFER_API_KEY holds some too."),
+]
+ApiKeyFileOption = Annotated[Path | None, typer.Option(help="A file with a key on each line.", metavar="FILE")]
+CorsOption = Annotated[
+    list[str] | None, typer.Option(help="Let pages of this origin ask; may be repeated. * is every page.")
+]
+AllowedHostOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Answer those too who call the server by this name, as a proxy may; may be repeated.", metavar="NAME"
+    ),
+]
+DrainOption = Annotated[float, typer.Option(help="On SIGTERM, how long texts may take to their end.", min=1)]
+LogPromptsOption = Annotated[bool, typer.Option(help="Write prompts to standard error.")]
+
 
 @functools.partial(loading_options, split=True)
 def serve(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
     *,
-    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is every network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 is any free one.", min=0, max=65535)] = 8000,
-    name: Annotated[str | None, typer.Option(help="What clients call the model.", show_default="its own name")] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="Answer only who sends this key; may be repeated. INFER_API_KEY holds some too."),
-    ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="A file with a key on each line.", metavar="FILE")] = None,
-    cors: Annotated[
-        list[str] | None, typer.Option(help="Let pages of this origin ask; may be repeated. * is every page.")
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Answer those too who call the server by this name, as a proxy may; may be repeated.", metavar="NAME"
-        ),
-    ] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    name: NameOption = None,
+    api_key: ApiKeyOption = None,
+    api_key_file: ApiKeyFileOption = None,
+    cors: CorsOption = None,
+    allowed_host: AllowedHostOption = None,
     max_rows: Annotated[int | None, typer.Option(help="Texts that run at once.", show_default="256", min=1)] = None,
     max_waiting: Annotated[
         int, typer.Option(help="Texts that may wait; further ones are refused with 429.", min=0)
     ] = 512,
-    drain_seconds: Annotated[
-        float, typer.Option(help="On SIGTERM, how long texts may take to their end.", min=1)
-    ] = 30.0,
-    log_prompts: Annotated[bool, typer.Option(help="Write prompts to standard error.")] = False,
+    drain_seconds: DrainOption = 30.0,
+    log_prompts: LogPromptsOption = False,
     restart_engine: Annotated[bool, typer.Option(help="Make the engine anew if it fails, instead of ending.")] = False,
     otlp_traces_endpoint: Annotated[
         str | None,

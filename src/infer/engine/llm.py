@@ -281,6 +281,11 @@ class Handle:
     def done(self) -> bool:
         return all(task.done for task in self._tasks)
 
+    @property
+    def begun(self) -> bool:
+        """Whether a token has been read."""
+        return any(reader.seen for reader in self._readers)
+
     def abort(self) -> None:
         """It is not wanted any more: its row and its pages go to others."""
         self._llm._driver.abort(self._tasks)

@@ -20,6 +20,8 @@ from infer.server.service import Service
 from infer.server.streams import EventStream, quietly_closed, result_of
 from infer.server.text import as_event, as_json
 
+HANDLE = "infer.handle"  # of a request's scope: who runs the application can see there how far it is
+
 
 def by_text(pieces: Iterable[GeneratedToken]) -> Iterator[tuple[int, list[GeneratedToken]]]:
     """Of what has come, the pieces of each text."""
@@ -61,7 +63,7 @@ async def answered(
     """
     with ExitStack() if held is None else held.pop_all() as stack:
         stack.enter_context(service.room_for(len(prompts) * params.n))
-        handle = await service.submit(prompts, params, body.priority)
+        handle = request.scope[HANDLE] = await service.submit(prompts, params, body.priority)
         answer = answer_of()
         if body.stream:
             return EventStream(answer.events(handle), handle, stack.pop_all(), answer.failed)

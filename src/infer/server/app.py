@@ -29,6 +29,7 @@ from infer.server.openapi import document
 from infer.server.responses import Responses
 from infer.server.service import Service
 from infer.server.sessions import Sessions
+from infer.server.settings import Settings
 from infer.server.spans import Spans
 from infer.server.streams import quietly_closed
 from infer.server.text import json_response
@@ -37,18 +38,23 @@ OPEN = "/health"  # needs no key
 KEY_WANTED = {"WWW-Authenticate": 'Basic realm="infer", charset="UTF-8"'}  # a browser then asks for the key
 
 
-def make_app(service: Service) -> Starlette:
-    settings = service.settings
+def guards(settings: Settings) -> list[Middleware]:
+    """Who may ask: what stands in front of an application."""
     middleware = []
     if settings.cors:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
         )
-    middleware += [
+    return [
+        *middleware,
         Middleware(Origins, allowed=settings.cors, hosts=settings.hosts),
         Middleware(Keys, keys=settings.api_keys),
     ]
 
+
+def make_app(service: Service) -> Starlette:
+    settings = service.settings
+    middleware = guards(settings)
     if service.tracer is not None:
         middleware.append(Middleware(Spans, tracer=service.tracer, model=settings.model_id))
 

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from ipaddress import ip_address
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from infer.server.app import make_app
@@ -27,13 +28,15 @@ MAX_HEAD = 1 << 16  # bytes of a request's path and headers
 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that clients can connect to from now on. port: 0 for any."""
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket that clients can connect to from now on. port: 0 for any. shared: with others of this user."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Named TCP, so that asyncio sends what is written at once: it would take 40 ms to wait for an acknowledgement.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listening.bind((host, port))
         listening.listen(2048)
     except OSError as error:
@@ -52,26 +55,27 @@ def names(listening: socket.socket, host: str, others: Sequence[str]) -> tuple[s
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 
 
+def http_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=_protocol(settings),
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+    )
+
+
 class Server(uvicorn.Server):
     """Answers until it is told to end, or its engine fails."""
 
     def __init__(self, service: Service) -> None:
-        settings = service.settings
         self.service = service
-        super().__init__(
-            uvicorn.Config(
-                make_app(service),
-                http=_protocol(settings),
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=30,
-                timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
-            )
-        )
+        super().__init__(http_config(make_app(service), service.settings))
 
     def run_on(self, listening: socket.socket) -> int:
         """The exit status: 0 if it was told to end, 1 if the engine has failed."""

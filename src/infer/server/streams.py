@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -63,6 +63,17 @@ async def result_of(
         await _cancelled(waiting, gone)
 
 
+async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do something for a client, unless it goes away."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        await _cancelled(working, gone)
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -87,16 +98,11 @@ class EventStream(Response):
         self._events, self._handle, self._held, self._failed = events, handle, held, failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_disconnected(receive))
-        writing = asyncio.ensure_future(self._write(send))
         with self._held:
             try:
-                await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if writing.done():
-                    writing.result()
+                await while_connected(self._write(send), receive)
             finally:
                 self._handle.abort()
-                await _cancelled(writing, gone)
 
     async def _write(self, send: Send) -> None:
         """A client that does not read is cut off by the connection: then `send` ends."""

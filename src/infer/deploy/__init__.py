@@ -1,0 +1,1 @@
+"""The server as replicas on Ray Serve, which places, restarts, scales and drains them."""
