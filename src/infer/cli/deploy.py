@@ -86,6 +86,7 @@ def deploy(
         raise ImportError("replicas need Ray: pip install 'infer[ray]'")
     from infer import ModelConfig, Tokenizer
     from infer.machine import resolve_device
+    from infer.models.split import check_split
 
     check_cache_dtype(cache_dtype)
     with listen(host, port) as listening:  # a port that is taken is found before anything is started
@@ -120,7 +121,8 @@ def deploy(
         options = DeployOptions.model_validate(given)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-    Tokenizer(model), ModelConfig.from_pretrained(model)  # what cannot be loaded is found here, once for all replicas
+    # What cannot be loaded is found here, once for all replicas.
+    Tokenizer(model), check_split(ModelConfig.from_pretrained(model), tensor_parallel)
     if not os.environ.get("RAY_ADDRESS"):
         resolve_device(loading.device)
     with deployed(options), signalled() as told:

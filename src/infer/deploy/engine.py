@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Any
 
 from prometheus_client.metrics_core import Metric
 from starlette.types import Message
@@ -26,7 +25,6 @@ class Engine:
         """threads: to compute on, on a CPU. neighbours: replicas that share the machine's memory, this one too."""
         use_threads(threads)
         free = available_memory(resolve_device(options.device)) or 0
-        several: dict[str, Any] = {"tensor_parallel": options.tensor_parallel} if options.tensor_parallel > 1 else {}
 
         def engine() -> LLM:
             with reserved(free - free // neighbours):
@@ -35,12 +33,12 @@ class Engine:
                     dtype=options.dtype,
                     device=options.device,
                     quantize=options.quantize,
+                    tensor_parallel=options.tensor_parallel,
                     cache_memory=options.cache_memory,
                     cache_dtype=options.cache_dtype,
                     prefix_store=options.prefix_store,
                     max_rows=options.max_rows,
                     prefill_chunk=options.prefill_chunk,
-                    **several,
                 )
 
         # Who may ask is the ingress's business.

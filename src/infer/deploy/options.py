@@ -8,35 +8,29 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from infer.engine.request import check_chunk
 
+Positive = Annotated[int, Field(ge=1)]
+
 
 class DeployOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str
     name: str | None = None  # what clients call the model; None: its own name
-    replicas: Annotated[int, Field(ge=1)] = 1
+    replicas: Positive = 1
     max_replicas: int | None = None  # autoscale up to this many; None: their number stays
-    target_requests: Annotated[int, Field(ge=1)] = (
-        16  # requests of a replica, on average, above which another one is started
-    )
-    tensor_parallel: Annotated[int, Field(ge=1)] = 1  # devices of a replica
-    threads: Annotated[int | None, Field(ge=1)] = (
-        None  # of a replica on CPUs; None: the machine's cores, shared by its replicas
-    )
+    target_requests: Positive = 16  # of a replica, on average, above which another one is started
+    tensor_parallel: Positive = 1  # devices of a replica
+    threads: Positive | None = None  # of a replica on CPUs; None: the machine's cores, shared by its replicas
     prefix_routing: bool = True
-    ingresses: Annotated[int, Field(ge=1)] = (
-        1  # processes that take requests; each knows only what it has routed itself
-    )
+    ingresses: Positive = 1  # processes that take requests; each knows only what it has routed itself
 
     dtype: str = "auto"
     device: str = "auto"  # auto: GPUs if the cluster has any
     quantize: str | None = None
-    cache_memory: Annotated[int | None, Field(ge=1)] = (
-        None  # bytes of a replica; None: its share of half of what is free
-    )
+    cache_memory: Positive | None = None  # bytes of a replica; None: its share of half of what is free
     cache_dtype: str = "auto"
     prefix_store: str | None = None
-    max_rows: Annotated[int, Field(ge=1)] = 256  # texts that run at once in a replica
+    max_rows: Positive = 256  # texts that run at once in a replica
     prefill_chunk: int | None = None
 
     host: str = "127.0.0.1"
@@ -44,9 +38,7 @@ class DeployOptions(BaseModel):
     api_keys: frozenset[str] = frozenset()  # none: everybody may ask
     cors: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = None
-    max_waiting: Annotated[int, Field(ge=0)] = (
-        512  # requests that wait for a replica; further ones are refused with 429
-    )
+    max_waiting: Annotated[int, Field(ge=0)] = 512  # requests that wait; further ones are refused with 429
     drain_seconds: Annotated[float, Field(gt=0)] = 30.0  # for what a replica runs to end, once it is to stop
     log_prompts: bool = False
 
