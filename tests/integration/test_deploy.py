@@ -161,6 +161,14 @@ class TestRouting:
         after = sum(deployed.metric("prefix_cache_hits_total")), sum(deployed.metric("prefix_cache_queries_total"))
         return (after[0] - before[0]) / (after[1] - before[1])
 
+    def test_requests_at_once_are_shared_evenly(self, deployed: Deployed, client: OpenAI) -> None:
+        settings: Any = {"model": DEFAULT_MODEL, "max_tokens": 32, "extra_body": {"ignore_eos": True}}
+        before = deployed.metric("generation_tokens_total")
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda i: client.completions.create(prompt=f"Number {i}", **settings), range(16)))
+        after = deployed.metric("generation_tokens_total")
+        assert sorted((b - a) / 32 for a, b in zip(before, after, strict=True))[0] >= 7
+
     def test_an_update_without_a_failed_request_then_without_routing(self, deployed: Deployed, client: OpenAI) -> None:
         with_routing = self.hit_rate(deployed, client, "first")
         over, answered = threading.Event(), []
