@@ -1,4 +1,4 @@
-"""The processes that run one model, and how they talk: through torch.distributed.
+"""The processes that run one model, and how they talk: through torch.distributed, or memory that they share.
 
 Rank 0 leads: it says what is done next (`tell`), and the others follow (`hear`). While a pass runs, all gather what
 each has computed. Nothing is summed by a collective: in which order that adds depends on sizes.
@@ -7,21 +7,27 @@ each has computed. Nothing is summed by a collective: in which order that adds d
 from __future__ import annotations
 
 import atexit
+import os
 import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from subprocess import Popen, TimeoutExpired
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize, ref
 
 import torch
 import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
+
+from infer.backend import cpu
+
+if TYPE_CHECKING:
+    from infer.parallel.shared import SharedMemory
 
 distributed: Any = torch.distributed  # which does not say what it exports
 FOREVER = timedelta(days=3650)  # that a follower waits for something to do
@@ -52,12 +58,16 @@ class ProcessGroup:
         self._ended = False
         atexit.register(_close, ref(self))
         self._talk: Any = _gloo(distributed.PrefixStore("talk", store), rank, count, FOREVER, local)
+        data = distributed.PrefixStore("data", store)
+        self._data: Any  # through which passes exchange what they compute
         if collectives == "nccl":
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = PASS
-            self._data: Any = distributed.ProcessGroupNCCL(distributed.PrefixStore("data", store), rank, count, options)
+            self._data = Collectives(distributed.ProcessGroupNCCL(data, rank, count, options))
+        elif device.type == "cpu" and local and cpu.kernels() is not None:
+            self._data = self._share_memory(data)
         else:
-            self._data = _gloo(distributed.PrefixStore("data", store), rank, count, PASS, local)
+            self._data = Collectives(_gloo(data, rank, count, PASS, local), on_host=True)
 
     @property
     def leads(self) -> bool:
@@ -76,20 +86,32 @@ class ProcessGroup:
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """x [..., sizes[rank]] of each process -> [..., sum(sizes)], in the order of ranks."""
-        lines, most = x.reshape(-1, x.shape[-1]), max(sizes)
-        own = lines if lines.shape[1] == most else F.pad(lines, (0, most - lines.shape[1]))
-        own = (own.cpu() if self.collectives == "gloo" else own).contiguous()
-        pieces = [torch.empty_like(own) for _ in sizes]
-        self._wait(lambda: self._data.allgather([pieces], [own]))
-        joined = torch.cat([piece[:, :size] for piece, size in zip(pieces, sizes, strict=True)], 1)
-        return joined.to(x.device).view(*x.shape[:-1], joined.shape[1])
+        with self._together():
+            joined = self._data.gather(x.reshape(-1, x.shape[-1]), sizes)
+        return joined.view(*x.shape[:-1], joined.shape[1])
 
     def combine(self, x: Tensor, own: Tensor) -> Tensor:
         """Of each row of x [T, C], what the one process has where own [T] is true."""
         own_bytes = torch.where(own[:, None], x, 0).contiguous().view(torch.uint8)
-        summed = own_bytes.cpu() if self.collectives == "gloo" else own_bytes
-        self._wait(lambda: self._data.allreduce([summed]))  # whole numbers, all but one of which are 0
-        return summed.to(x.device).view(x.dtype)
+        everything = self.gather(own_bytes, [own_bytes.shape[1]] * self.count).view(len(x), self.count, -1)
+        return everything.sum(1, dtype=torch.uint8).view(x.dtype)  # whole numbers, all but one of which are 0
+
+    def _share_memory(self, store: Any) -> SharedMemory:
+        from infer.parallel.shared import SharedMemory, make_file
+
+        if self.leads:
+            store.set("file", make_file(self.count))
+        path, error = store.get("file").decode(), None
+        try:
+            memory = SharedMemory(path, self.rank, self.count, PASS)
+        except OSError as problem:
+            error = problem
+        try:
+            self.agree(error=error)
+        finally:
+            if self.leads:
+                os.unlink(path)
+        return memory
 
     def finish(self) -> None:
         """Wait for what a device has been given to do: what it computed while a process was lost is worth nothing."""
@@ -143,7 +165,8 @@ class ProcessGroup:
         mine = torch.zeros(ANSWER, dtype=torch.uint8)
         mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         pieces = [torch.empty_like(mine) for _ in range(self.count)]
-        self._wait(lambda: self._talk.allgather([pieces], [mine]))
+        with self._together():
+            self._talk.allgather([pieces], [mine]).wait()
         found = [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
         if self.leads and error is not None:
             raise error
@@ -169,7 +192,7 @@ class ProcessGroup:
         """The first reason is what counts: no pass can be run any more, and who waits for one stops waiting."""
         if self.failure is None:
             self.failure = ProcessLost(reason)
-            _abort(self._data)
+            self._data.abort()
             _abort(self._talk)
             _end(list(self.children.values()))
             if not self._ended:
@@ -192,11 +215,14 @@ class ProcessGroup:
     def _broadcast(self, buffer: Tensor) -> None:
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._wait(lambda: self._talk.broadcast([buffer], options))
+        with self._together():
+            self._talk.broadcast([buffer], options).wait()
 
-    def _wait(self, start: Callable[[], Any]) -> None:
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """With all others: a failure is that of one of them."""
         try:
-            start().wait()
+            yield
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -210,6 +236,26 @@ class ProcessGroup:
             time.sleep(0.05)
         reason = str(error).partition("\n")[0]
         return self.fail(f"another process of {self.count} has ended, or cannot be reached: {reason:.200}")
+
+
+class Collectives:
+    """Those of torch.distributed."""
+
+    def __init__(self, made: Any, *, on_host: bool = False) -> None:
+        """on_host: they take tensors of the CPU alone."""
+        self._made, self._on_host = made, on_host
+
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """x [T, sizes[rank]] of each process -> [T, sum(sizes)]"""
+        most = max(sizes)
+        own = x if x.shape[1] == most else F.pad(x, (0, most - x.shape[1]))
+        own = (own.cpu() if self._on_host else own).contiguous()
+        pieces = [torch.empty_like(own) for _ in sizes]
+        self._made.allgather([pieces], [own]).wait()
+        return torch.cat([piece[:, :size] for piece, size in zip(pieces, sizes, strict=True)], 1).to(x.device)
+
+    def abort(self) -> None:
+        _abort(self._made)
 
 
 def _close(group_of: ref[ProcessGroup]) -> None:

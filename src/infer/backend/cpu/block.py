@@ -20,6 +20,7 @@ from numba import types
 
 from infer.backend.cpu import attention, product_codes, product_floats
 from infer.backend.cpu.attention import attend_at, write
+from infer.backend.cpu.meeting import gather_rows
 from infer.backend.cpu.memory import address, keep, records
 from infer.backend.cpu.pool import use_threads as use_threads
 from infer.backend.cpu.product import FLOAT32, INT4, INT8, WEIGHT, product
@@ -446,7 +447,7 @@ def prepare(bits: set[int], split: bool = False) -> None:
     """Compile what such weights need, if need be; of none, floats. split: for a model of which others have a part."""
     needed = [product_of(kind) for kind in bits or {FLOAT32}]
     needed += [look_up] * bool(bits)
-    needed += [attention.attend, _up_to_attention, _before_down, _behind_down, _norm_rows] * split
+    needed += [attention.attend, _up_to_attention, _before_down, _behind_down, _norm_rows, gather_rows] * split
     for each in needed:
         each.address  # noqa: B018
 
