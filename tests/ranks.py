@@ -52,7 +52,8 @@ class ThreadGroup:
     def led(self, model: Any, backend: Any) -> Any:
         return backend
 
-    def watch(self, watcher: Any) -> None: ...
+    def watch(self, watcher: Any) -> Callable[[], None]:
+        return lambda: None
 
     def close(self) -> None: ...
 

@@ -189,14 +189,14 @@ def reserved_bytes() -> int:
     return _reserved
 
 
-def available_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on the device; None where the system does not say."""
+def available_memory(device: torch.device, processes: int = 1) -> int | None:
+    """Bytes that can still be allocated on the device by each of so many processes; None where nobody says."""
     if device.type == "cuda":
-        return max(0, torch.cuda.mem_get_info(device)[0] - _reserved)
+        return max(0, torch.cuda.mem_get_info(device)[0] // processes - _reserved)
     if device.type != "cpu":
         return None
     unwritten = sum(promise.unwritten_bytes for promise in list(promises))
-    limits = [limit - unwritten for limit in (_system_memory(), *_cgroup_memory()) if limit is not None]
+    limits = [(limit - unwritten) // processes for limit in (_system_memory(), *_cgroup_memory()) if limit is not None]
     limits += _rlimits()
     return max(0, min(limits) - _reserved) if limits else None
 

@@ -1,5 +1,6 @@
 """The `infer` command: what happens around every command of `commands.py`."""
 
+import atexit
 import math
 import os
 import signal
@@ -25,6 +26,8 @@ def main(args: list[str] | None = None) -> None:
     try:
         open_streams()
         with _noting_interrupts():
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                _share_among_processes()
             from infer.cli.commands import app  # here, so that Ctrl-C is caught
 
             app(args)
@@ -38,6 +41,15 @@ def main(args: list[str] | None = None) -> None:
         status = 130 if time.monotonic() - _interrupted_at < SOON else _report(error)
     close_streams()
     sys.exit(status)
+
+
+def _share_among_processes() -> None:
+    """Of those that torchrun has started, the first runs the command. The others follow, and ask for nothing."""
+    from infer.parallel import torchrun
+
+    if torchrun.rank():
+        torchrun.follow()
+    atexit.register(torchrun.say_over)
 
 
 _interrupted_at = -math.inf
@@ -83,6 +95,9 @@ def _report(error: BaseException) -> int:
         say_error(f"this is not text in UTF-8: {error}")
     elif isinstance(error, ValueError | OSError | ImportError):
         say_error(str(error) or type(error).__name__)
+    elif any(getattr(each, "says_all", False) for each in (error, error.__cause__)):
+        say_error(str(error))
+        return 1
     else:
         hint = "it does not fit into memory" if isinstance(error, MemoryError) else "INFER_TRACEBACK=1 shows where"
         say_error(f"{type(error).__name__}: {error} ({hint})" if str(error) else f"{type(error).__name__} ({hint})")

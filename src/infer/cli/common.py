@@ -40,7 +40,7 @@ ThreadsOption = Annotated[
 TensorParallelOption = Annotated[
     int,
     typer.Option(
-        help="Run in so many processes, each with a part of the model, and a GPU of its own where there are some.",
+        help="Number of processes to split the model over; on GPUs, one GPU each.",
         min=1,
     ),
 ]

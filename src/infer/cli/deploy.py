@@ -122,7 +122,8 @@ def deploy(
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
     # What cannot be loaded is found here, once for all replicas.
-    Tokenizer(model), check_split(ModelConfig.from_pretrained(model), tensor_parallel)
+    Tokenizer(model)
+    check_split(ModelConfig.from_pretrained(model), tensor_parallel)
     if not os.environ.get("RAY_ADDRESS"):
         resolve_device(loading.device)
     with deployed(options), signalled() as told:

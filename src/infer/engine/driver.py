@@ -21,8 +21,9 @@ LEAST_REST_S, MOST_REST_S = 0.001, 0.05  # timers of event loops know no less th
 class Driver:
     """The thread that drives a loop, from the first request on."""
 
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
+    def __init__(self, loop: Loop, patience: float | None = None) -> None:
+        """patience: seconds that `close` waits for the step that runs; None: until it is over."""
+        self.loop, self._patience = loop, patience
         self.wakeups = Wakeups()
         self._changed = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
@@ -80,7 +81,7 @@ class Driver:
             self._changed.notify()
         atexit.unregister(self.close)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(self._patience)
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._changed:

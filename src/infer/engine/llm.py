@@ -26,6 +26,7 @@ from infer.trace.record import Trace
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
+SPLIT_PATIENCE_S = 10.0  # for a step of several processes, one of which may hang, before they are ended
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or the messages of a chat
 
 
@@ -65,9 +66,9 @@ class LLM:
     ) -> None:
         """model: a name, a folder, a file or a hub id; or a model that is loaded, with its tokenizer.
 
-        tensor_parallel: in so many processes, each with a part of the model and, on GPUs, a device of its own: the same
-        texts to the bit. cache_memory: bytes for all caches; None: half of what is free, and of each process with
-        several. memory: instead of it, one that is there.
+        tensor_parallel: number of processes to split the model over, on GPUs one GPU each; texts stay the same to the
+        bit. cache_memory: bytes for all caches, in each process; None: half of what is free, which processes on one
+        device share. memory: instead of it, one that is there.
         max_rows: requests that run at once. prefill_chunk: tokens of prompts in one pass, beside those that decode.
         """
         group = None
@@ -100,10 +101,12 @@ class LLM:
             elif cache_memory is not None or prefix_store is not None or cache_dtype != "auto":
                 raise ValueError("memory was given: leave cache_memory, cache_dtype and prefix_store out")
             self.memory = memory
-            self._driver = Driver(Loop(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk))
+            shared = model.group if isinstance(model, Decoder) else None
+            loop = Loop(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk)
+            self._driver = Driver(loop, None if shared is None else SPLIT_PATIENCE_S)
             opened.callback(self._driver.close)
-            if isinstance(model, Decoder) and model.group is not None:
-                model.group.watch(self._driver.fail)
+            if shared is not None:
+                opened.callback(shared.watch(self._driver.fail))
             self._finalizer = weakref.finalize(self, opened.pop_all().close)
 
     def __enter__(self) -> Self:

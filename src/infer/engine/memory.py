@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from infer.backend.fingerprint import fingerprint
 from infer.cache.base import first_seen, resolve_cache_dtype
 from infer.cache.paged import NONE, PagedCache
 from infer.cache.pool import PAGE, NoPages, PagePool, bytes_for, layer_groups, pages_for
@@ -16,7 +17,7 @@ from infer.cache.ring import PREFILL_CHUNK
 from infer.config import ModelConfig
 from infer.engine.caches import keep_prefix
 from infer.engine.model import Model, model_device, model_dtype
-from infer.engine.store import PrefixStore, fingerprint, page_keys
+from infer.engine.store import PrefixStore, page_keys
 from infer.machine import available_memory
 from infer.models.common import Decoder
 from infer.parallel.pages import SplitPool
@@ -47,10 +48,9 @@ class CacheMemory:
         """
         dtype, device = resolve_cache_dtype(cache_dtype, model_dtype(model) or torch.float32), model_device(model)
         if size is None:
-            free = available_memory(device)
+            free = available_memory(device, _sharing(model))
             if free is None:
                 raise ValueError(f"{device} does not say how much memory is free: say how much caches may take")
-            free //= _sharing(model)
             size = min(int(free * SHARE), MANY * bytes_for(model.config, LENGTH, dtype.itemsize, page))
         self.model = model
         if isinstance(model, Decoder) and model.group is not None:
@@ -67,7 +67,9 @@ class CacheMemory:
     def key(self) -> str:
         """Names all that pages depend on beside their tokens."""
         if self._key is None:
-            self._key = f"{fingerprint(self.model)} {self.pool.dtype} {self.pool.page}"
+            model, pool = self.model, self.pool
+            named = pool.fingerprint(model) if isinstance(pool, SplitPool) else fingerprint(model)
+            self._key = f"{named} {pool.dtype} {pool.page}"
         return self._key
 
     def cache(self, max_seq_len: int) -> PagedCache:

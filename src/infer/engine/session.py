@@ -168,7 +168,8 @@ class Session:
         header, tensors = read(path, KIND)
         if header.get("model") != call(lambda: memory.key):
             raise ValueError(
-                f"{path} is a session with another model, dtype, page size, processor or version of torch: load it "
+                f"{path} is a session with another model, dtype, page size, processor, number of processes or version "
+                "of torch: load it "
                 "with the same"
             )
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -18,39 +17,15 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
-
-from infer.backend import backend_for
-from infer.engine.model import Model
+from torch import Tensor
 
 VERSION = "1"
-SAMPLED = 64  # values of each tensor
 STALE = 3600.0  # seconds after which a file that was never completed is nobody's any more
 STORE_BYTES = 8 * 10**9
 
 
 class Damaged(ValueError):
     """A file that is not as it was written."""
-
-
-def fingerprint(model: Model) -> str:
-    """Names a model by its config, its weights, and what runs it: keys and values depend on these, to the last bit.
-
-    Weights by their shapes, sums over all of their bits, and some of their values: no more than a read.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a {type(model).__name__} has no weights to be known by")
-    found = hashlib.blake2b(
-        f"{model.config} {backend_for(model).name} {torch.__version__} {platform.machine()}".encode(), digest_size=16
-    )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        flat = tensor.detach().flatten()
-        some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].cpu().contiguous()
-        bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-        sums = [int(part.sum(dtype=torch.int64)) for part in (bits, bits[::2], bits[::3])]
-        found.update(f"{name} {list(tensor.shape)} {tensor.dtype} {sums}".encode())
-        found.update(_bytes(some))
-    return found.hexdigest()
 
 
 def page_keys(start: str, tokens: Sequence[int], page: int) -> list[str]:

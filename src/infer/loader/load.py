@@ -150,13 +150,29 @@ def check_finite(checkpoint: Checkpoint, name: str, weights: Tensor) -> None:
         raise ValueError(f"{checkpoint.path}: {name} holds a NaN, an infinity, or a number too large for {dtype}")
 
 
-def check_memory(needed: int, form: str, device: torch.device) -> None:
-    free = available_memory(device)
+def check_memory(needed: int, form: str, device: torch.device, processes: int = 1) -> None:
+    """Refuse weights for which there is no room. processes: of which each needs so much."""
+    free = available_memory(device, processes)
     if free is not None and needed > free:
         cache = f", beside {reserved_bytes() / 1e9:.2f} GB for the cache" if reserved_bytes() else ""
+        each = f" for each of {processes} processes" if processes > 1 else ""
         raise ValueError(
-            f"the weights need {needed / 1e9:.2f} GB in {form}, but {free / 1e9:.2f} GB are free on {device}{cache}"
+            f"the weights need {needed / 1e9:.2f} GB{each} in {form}, but {free / 1e9:.2f} GB are free on "
+            f"{device}{cache}"
         )
+
+
+def check_split_memory(
+    name_or_path: str | Path, dtype: torch.dtype | str, device: torch.device, quantize: str | None, processes: int
+) -> None:
+    """As `load_model` checks, before several processes that share the device's memory load a part each."""
+    dtype = resolve_weights(dtype, device, quantize)
+    checkpoint = open_checkpoint(name_or_path)
+    with torch.device("meta"):
+        model = build_model(checkpoint.config)
+    widths = choose_widths(model, checkpoint, quantize, narrow=quantize is None and may_be_narrow(dtype, device))
+    needed = weight_bytes(model, widths, dtype) // processes
+    check_memory(needed, form(widths, quantize, dtype), device, processes)
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:

@@ -9,7 +9,7 @@ only attention cares which token belongs to which row. How a model runs fast is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -198,6 +198,11 @@ class Decoder(Module):
             dropout = self.config.dropout if self.training else 0.0
             kv_cache, all_logits = NoCache(batch, input_ids.device, dropout), True
         return self.run([Row(debugged(kv_cache), input_ids, ALL if all_logits else LAST)])[0]
+
+    def _apply(self, *how: Any, **more: Any) -> Any:
+        if self.group is not None:
+            raise TypeError("this process has a part of the model: load it again in another dtype or on another device")
+        return super()._apply(*how, **more)
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
         """One forward pass over rows of any lengths. Returns the logits of each, [B, wanted, V]."""

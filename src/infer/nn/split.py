@@ -31,7 +31,7 @@ class Group(Protocol):
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor: ...  # [T, sizes[rank]] of each -> [T, sum(sizes)]
     def combine(self, x: Tensor, own: Tensor) -> Tensor: ...  # of x [T, C], each row from the process where own [T]
     def led(self, model: Any, backend: Any) -> Any: ...  # a backend that has the others run along
-    def watch(self, watcher: Callable[[BaseException], None]) -> None: ...  # hears of a process that is lost
+    def watch(self, watcher: Callable[[BaseException], None]) -> Callable[[], None]: ...  # hears of a lost process
     def close(self) -> None: ...
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from infer.backend import backend_for
+from infer.backend.fingerprint import fingerprint
 from infer.cache.base import Cache, NoCache
 from infer.cache.wrapped import WrappedCache
 from infer.loader import load_model
@@ -42,6 +43,9 @@ class Follower:
         if threads is not None:
             use_threads(threads)
         self._model = load_part(self._group, settings)
+
+    def fingerprint(self) -> None:
+        self._group.agree(fingerprint(self._model))
 
     def pool(self, number: int, count: int, layers: int, dtype: torch.dtype, page: int) -> None:
         model, error = self._model, None

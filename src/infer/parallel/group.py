@@ -1,6 +1,6 @@
 """The processes that run one model, and how they talk: through torch.distributed, or memory that they share.
 
-Rank 0 leads: it says what is done next (`tell`), and the others follow (`hear`). While a pass runs, all gather what
+Rank 0 leads: it says what is done next (`doing`), and the others follow (`hear`). While a pass runs, all gather what
 each has computed. Nothing is summed by a collective: in which order that adds depends on sizes.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import signal
 import threading
 import time
 from collections import deque
@@ -31,14 +32,17 @@ if TYPE_CHECKING:
 
 distributed: Any = torch.distributed  # which does not say what it exports
 FOREVER = timedelta(days=3650)  # that a follower waits for something to do
+CONNECT = timedelta(minutes=1)  # for processes that are there to connect to each other
 PASS = timedelta(minutes=10)  # that a process waits for the others within a pass
-MESSAGE, ANSWER = 1 << 14, 1 << 10  # bytes of what is told at once, and of an answer
-END_S = 5.0  # for a process to end once it is told to
-LAST_WORDS_S = 3.0  # for a process that has failed to end, so that it can be named
+END = timedelta(seconds=5)  # for a process to end once it is told to
+EXIT_WAIT_S = 3.0  # for a process that has failed to end, so that it can be named
+MESSAGE, ANSWER = 1 << 14, 1 << 12  # bytes of what is told at once, and of an answer
 
 
 class ProcessLost(RuntimeError):
     """Another process of the group has ended, or this one has left it: the model cannot be run any more."""
+
+    says_all = True  # a user needs no more than its text
 
 
 class ProcessGroup:
@@ -50,16 +54,19 @@ class ProcessGroup:
         """store: torch's, which all can reach. collectives: "nccl" or "gloo". local: all are on this machine."""
         self.rank, self.count, self.device, self.collectives = rank, count, device, collectives
         self.failure: BaseException | None = None
-        self.turn = threading.RLock()  # of a thread that tells something, until all have done it
         self.at_end = ExitStack()  # what is undone when it is closed
         self.children: dict[int, Popen[bytes]] = {}  # by rank, where this process has started the others
+        self._turn = threading.RLock()  # of a thread that says something, until all have done it
+        self._in_step = True  # whether the others wait to be told something
+        self._failing = threading.Lock()
         self._later: deque[tuple[Any, ...]] = deque()
         self._watchers: list[Callable[[BaseException], None]] = []
-        self._ended = False
+        self._ended, self._process = False, os.getpid()
+        self._talk: Any = None
+        self._data: Any = None  # through which passes exchange what they compute
         atexit.register(_close, ref(self))
-        self._talk: Any = _gloo(distributed.PrefixStore("talk", store), rank, count, FOREVER, local)
+        self._talk = _gloo(distributed.PrefixStore("talk", store), rank, count, FOREVER, local)
         data = distributed.PrefixStore("data", store)
-        self._data: Any  # through which passes exchange what they compute
         if collectives == "nccl":
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = PASS
@@ -86,8 +93,8 @@ class ProcessGroup:
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """x [..., sizes[rank]] of each process -> [..., sum(sizes)], in the order of ranks."""
-        with self._together():
-            joined = self._data.gather(x.reshape(-1, x.shape[-1]), sizes)
+        with self._naming_who_is_lost():
+            joined: Tensor = self._data.gather(x.reshape(-1, x.shape[-1]), sizes)
         return joined.view(*x.shape[:-1], joined.shape[1])
 
     def combine(self, x: Tensor, own: Tensor) -> Tensor:
@@ -95,23 +102,6 @@ class ProcessGroup:
         own_bytes = torch.where(own[:, None], x, 0).contiguous().view(torch.uint8)
         everything = self.gather(own_bytes, [own_bytes.shape[1]] * self.count).view(len(x), self.count, -1)
         return everything.sum(1, dtype=torch.uint8).view(x.dtype)  # whole numbers, all but one of which are 0
-
-    def _share_memory(self, store: Any) -> SharedMemory:
-        from infer.parallel.shared import SharedMemory, make_file
-
-        if self.leads:
-            store.set("file", make_file(self.count))
-        path, error = store.get("file").decode(), None
-        try:
-            memory = SharedMemory(path, self.rank, self.count, PASS)
-        except OSError as problem:
-            error = problem
-        try:
-            self.agree(error=error)
-        finally:
-            if self.leads:
-                os.unlink(path)
-        return memory
 
     def finish(self) -> None:
         """Wait for what a device has been given to do: what it computed while a process was lost is worth nothing."""
@@ -127,21 +117,26 @@ class ProcessGroup:
 
     # What the leader says, and what it is answered.
 
+    @contextmanager
+    def doing(self, *message: Any) -> Iterator[None]:
+        """Have the others do something, and this process its own part of it within. One thread at a time.
+
+        Ctrl-C waits for the end of it: the others are in the middle. Pressed again, it ends them.
+        """
+        with self._turn, self._uninterrupted():
+            self.tell(*message)
+            yield
+            self._in_step = True
+
     def tell(self, *message: Any) -> None:
         """Say what is to be done next, behind what `later` was given."""
         if self.failure is not None:
             raise self.failure
         if self._ended:
             raise ProcessLost("the other processes of this model have ended")
+        self._in_step = False
         later = [self._later.popleft() for _ in range(len(self._later))]
-        said = pickle.dumps([*later, message])
-        buffer = torch.zeros(MESSAGE, dtype=torch.uint8)
-        buffer[:8] = torch.frombuffer(bytearray(len(said).to_bytes(8, "little")), dtype=torch.uint8)
-        first = said[: MESSAGE - 8]
-        buffer[8 : 8 + len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
-        self._broadcast(buffer)
-        if rest := said[len(first) :]:
-            self._broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+        self._say([*later, message])
 
     def later(self, *message: Any) -> None:
         """Have something done before what is told next. From any thread."""
@@ -161,12 +156,14 @@ class ProcessGroup:
 
     def agree(self, own: Any = None, error: BaseException | None = None) -> list[Any]:
         """What each process has to say; for the leader an error, where one has."""
-        said = pickle.dumps((own, None if error is None else f"{error!s:.400}"))
+        problem = None if error is None else str(error).encode()[: ANSWER // 2].decode(errors="ignore")
+        said = pickle.dumps((own, problem))
         mine = torch.zeros(ANSWER, dtype=torch.uint8)
         mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         pieces = [torch.empty_like(mine) for _ in range(self.count)]
-        with self._together():
+        with self._naming_who_is_lost():
             self._talk.allgather([pieces], [mine]).wait()
+        self._in_step = True
         found = [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
         if self.leads and error is not None:
             raise error
@@ -180,62 +177,142 @@ class ProcessGroup:
     def adopt(self, children: dict[int, Popen[bytes]]) -> None:
         """Watch over processes that were started for this group, and end them with it."""
         self.children = children
-        finalize(self, _end, list(children.values()))
+        finalize(self, _end, list(children.values()), self._process)
         for rank, child in children.items():
             threading.Thread(target=_watch, args=(ref(self), rank, child), daemon=True).start()
 
-    def watch(self, watcher: Callable[[BaseException], None]) -> None:
-        """Have a function called when a process is lost, from a thread of its own."""
+    def watch(self, watcher: Callable[[BaseException], None]) -> Callable[[], None]:
+        """Have a function called when a process is lost, from a thread of its own; returns what ends that."""
         self._watchers.append(watcher)
+
+        def end() -> None:
+            with suppress(ValueError):
+                self._watchers.remove(watcher)
+
+        return end
 
     def fail(self, reason: str) -> BaseException:
         """The first reason is what counts: no pass can be run any more, and who waits for one stops waiting."""
-        if self.failure is None:
+        with self._failing:
+            if self.failure is not None:
+                return self.failure
             self.failure = ProcessLost(reason)
-            self._data.abort()
-            _abort(self._talk)
-            _end(list(self.children.values()))
-            if not self._ended:
-                for watcher in self._watchers:
-                    watcher(self.failure)
+        for each in (self._data, self._talk):
+            with suppress(AttributeError, RuntimeError):
+                each.abort()
+        _end(list(self.children.values()), self._process)
+        if not self._ended:
+            for watcher in list(self._watchers):
+                watcher(self.failure)
         return self.failure
 
     def close(self) -> None:
-        """Let the others go."""
-        if self._ended:
+        """Let the others go; end those that are in the middle of something."""
+        if self._ended or os.getpid() != self._process:  # a forked process has none of this
             return
-        if self.leads and self.failure is None:
-            with suppress(ProcessLost):
-                self.tell("end")
-        self._ended = True
-        _end(list(self.children.values()), END_S)
+        self._ended, patience = True, 0.0
+        can_hear = self._talk is not None and self.failure is None and self._in_step
+        if self.leads and can_hear and self._turn.acquire(timeout=END.total_seconds()):
+            try:
+                with suppress(ProcessLost):
+                    self._say([("end",)], END)
+                    patience = END.total_seconds()
+            finally:
+                self._turn.release()
+        _end(list(self.children.values()), self._process, patience)
         self.at_end.close()
         self._talk = self._data = None  # while there are threads that their own can be joined with
 
-    def _broadcast(self, buffer: Tensor) -> None:
+    def __del__(self) -> None:
+        self.close()
+
+    def _say(self, messages: list[tuple[Any, ...]], patience: timedelta | None = None) -> None:
+        said = pickle.dumps(messages)
+        buffer = torch.zeros(MESSAGE, dtype=torch.uint8)
+        buffer[:8] = torch.frombuffer(bytearray(len(said).to_bytes(8, "little")), dtype=torch.uint8)
+        first = said[: MESSAGE - 8]
+        buffer[8 : 8 + len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+        self._broadcast(buffer, patience)
+        if rest := said[len(first) :]:
+            self._broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), patience)
+
+    def _broadcast(self, buffer: Tensor, patience: timedelta | None = None) -> None:
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        with self._together():
+        if patience is not None:
+            options.timeout = patience
+        with self._naming_who_is_lost():
             self._talk.broadcast([buffer], options).wait()
 
+    def _share_memory(self, store: Any) -> SharedMemory:
+        from infer.parallel.shared import SharedMemory, make_file
+
+        if self.leads:
+            store.set("file", make_file(self.count))
+        path = store.get("file").decode()
+        memory, error = None, None
+        try:
+            memory = SharedMemory(path, self.rank, self.count, PASS)
+        except OSError as problem:
+            error = problem
+        try:
+            self.agree(error=error)
+        finally:
+            if self.leads:
+                os.unlink(path)
+        if memory is None:
+            raise ProcessLost(f"memory cannot be shared: {error}")
+        return memory
+
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """With all others: a failure is that of one of them."""
+    def _uninterrupted(self) -> Iterator[None]:
+        """Let Ctrl-C wait."""
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGINT) if main else None
+        if not callable(before):
+            yield
+            return
+        asked: list[Any] = []
+
+        def ask(*given: Any) -> None:
+            asked.append(given)
+            if len(asked) > 1:
+                self.fail("interrupted")
+
+        signal.signal(signal.SIGINT, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+            if asked:
+                before(*asked[0])
+
+    @contextmanager
+    def _naming_who_is_lost(self) -> Iterator[None]:
+        """Around what all processes do together: a failure there is that of one of them."""
         try:
             yield
         except RuntimeError as error:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> BaseException:
-        """Who is not there any more."""
-        until = time.monotonic() + LAST_WORDS_S
+        until = time.monotonic() + EXIT_WAIT_S
         while self.children and self.failure is None and time.monotonic() < until:
             for rank, child in self.children.items():
                 if child.poll() is not None:
-                    return self.fail(_epitaph(rank, self.count, child.returncode))
+                    return self.fail(_exit_message(rank, self.count, child.returncode))
             time.sleep(0.05)
         reason = str(error).partition("\n")[0]
         return self.fail(f"another process of {self.count} has ended, or cannot be reached: {reason:.200}")
+
+
+def own_device(kind: str, local_rank: int, collectives: str) -> torch.device:
+    """That of a process, among those of its machine."""
+    if kind != "cuda":
+        return torch.device(kind)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count() if collectives == "gloo" else local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 class Collectives:
@@ -255,7 +332,7 @@ class Collectives:
         return torch.cat([piece[:, :size] for piece, size in zip(pieces, sizes, strict=True)], 1).to(x.device)
 
     def abort(self) -> None:
-        _abort(self._made)
+        self._made.abort()
 
 
 def _close(group_of: ref[ProcessGroup]) -> None:
@@ -268,14 +345,10 @@ def _gloo(store: Any, rank: int, count: int, timeout: timedelta, local: bool) ->
     made = distributed.ProcessGroupGloo
     # On one machine by this address, whatever its name resolves to.
     options._devices = [made.create_device(hostname="127.0.0.1") if local else made.create_default_device()]
-    options._timeout = timeout
-    return made(store, rank, count, options)
-
-
-def _abort(group: Any) -> None:
-    """Let go of who waits in a collective, as far as the library can."""
-    with suppress(AttributeError, RuntimeError):
-        group.abort()
+    options._timeout = CONNECT
+    group = made(store, rank, count, options)
+    group._set_default_timeout(timeout)
+    return group
 
 
 def _watch(group_of: ref[ProcessGroup], rank: int, child: Popen[bytes]) -> None:
@@ -283,16 +356,18 @@ def _watch(group_of: ref[ProcessGroup], rank: int, child: Popen[bytes]) -> None:
     status = child.wait()
     group = group_of()
     if group is not None and not group._ended:
-        group.fail(_epitaph(rank, group.count, status))
+        group.fail(_exit_message(rank, group.count, status))
 
 
-def _epitaph(rank: int, count: int, status: int) -> str:
+def _exit_message(rank: int, count: int, status: int) -> str:
     how = f"was ended by signal {-status}" if status < 0 else f"has ended with status {status}"
     return f"process {rank} of {count} {how}: the model cannot be run any more"
 
 
-def _end(children: Sequence[Popen[bytes]], patience: float = 0.0) -> None:
+def _end(children: Sequence[Popen[bytes]], parent: int, patience: float = 0.0) -> None:
     """End processes, once those that were told to have had so many seconds for it."""
+    if os.getpid() != parent:
+        return
     until = time.monotonic() + patience
     for child in children:
         try:
@@ -300,3 +375,5 @@ def _end(children: Sequence[Popen[bytes]], patience: float = 0.0) -> None:
         except TimeoutExpired:
             child.kill()
             child.wait()
+        if child.stdin is not None:
+            child.stdin.close()

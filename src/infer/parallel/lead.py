@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,16 +22,16 @@ class LedBackend:
 
     def __init__(self, group: ProcessGroup, model: Decoder, backend: Any) -> None:
         self.name, self.why = backend.name, f"{backend.why}, in {group.count} processes"
-        self._group, self._model, self._backend = group, model, backend
+        learned = None if model.embed_positions is None else model.embed_positions.weight.shape[0]
+        self._group, self._backend = group, backend
+        self._packed_for = model.device, learned, model.embed_tokens  # not the model, which owns this
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
-        model, group = self._model, self._group
-        learned = None if model.embed_positions is None else model.embed_positions.weight.shape[0]
-        pack(rows, model.device, learned, model.embed_tokens)  # refuses what cannot be run before the others begin
+        group = self._group
+        pack(rows, *self._packed_for)  # refuses what cannot be run before the others begin
         rows = [row._replace(tokens=_tokens(row)) for row in rows]
         said = [(row.tokens, _described(group, row.cache), row.logits) for row in rows]
-        with group.turn, uninterrupted():
-            group.tell("run", said)
+        with group.doing("run", said):
             try:
                 logits: list[Tensor] = self._backend.run(rows)
                 group.finish()
@@ -46,22 +43,6 @@ class LedBackend:
 
     def decoding(self, lazy: bool = False) -> None:
         return None
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of a pass: the others are in the middle of it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *given: asked.append(given))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if asked and callable(before):
-            before(*asked[0])
 
 
 def _tokens(row: Row) -> list[int] | Tensor:

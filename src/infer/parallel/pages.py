@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.backend.fingerprint import fingerprint
 from infer.cache.paged import PagedCache
 from infer.cache.pool import PAGE, PagePool, bytes_for
 from infer.config import ModelConfig
+from infer.machine import available_memory
 from infer.models.common import Decoder
 from infer.parallel.group import ProcessGroup
 
@@ -32,13 +34,23 @@ class SplitPool(PagePool):
         """As many pages as so many bytes of this process hold; as many in the others. Refused if one has no room."""
         group = model.group
         assert isinstance(group, ProcessGroup)
+        free = available_memory(model.device, group.sharing)
+        if free is not None and memory > free:
+            raise ValueError(
+                f"{memory / 1e9:.2f} GB of cache were asked for in each of {group.count} processes, but "
+                f"{free / 1e9:.2f} GB are free for each on {model.device}"
+            )
         pool = cls.for_model(model.config, memory, dtype=dtype, device=model.device, page=page)
         pool.group, pool.number = group, next(_numbers)
-        with group.turn:
-            group.tell("pool", pool.number, pool.count, pool.layers, dtype, page)
+        with group.doing("pool", pool.number, pool.count, pool.layers, dtype, page):
             finalize(pool, group.later, "drop", pool.number).atexit = False
             pool.heads = group.agree(pool.num_kv_heads)
         return pool
+
+    def fingerprint(self, model: Any) -> str:
+        """Of the parts of all processes."""
+        with self.group.doing("fingerprint"):
+            return " ".join(self.group.agree(fingerprint(model)))
 
     def close(self) -> None:
         super().close()
@@ -50,14 +62,12 @@ class SplitPool(PagePool):
 
     def read(self, pages: Sequence[int]) -> Tensor:
         """[pages, *page_shape]: the heads of all processes."""
-        with self.group.turn:
-            self.group.tell("read", self.number, list(pages), self.heads)
+        with self.group.doing("read", self.number, list(pages), self.heads):
             return gathered_heads(self.group, super().read(pages), self.heads)
 
     def write(self, pages: Sequence[int], contents: Tensor) -> None:
-        with self.group.turn:
-            self.group.tell("write", self.number, list(pages), contents.cpu(), self.heads)
-        super().write(pages, own_heads(self.group, contents, self.heads))
+        with self.group.doing("write", self.number, list(pages), contents.cpu(), self.heads):
+            super().write(pages, own_heads(self.group, contents, self.heads))
 
     @property
     def page_shape(self) -> tuple[int, ...]:

@@ -1,14 +1,16 @@
-"""A model in several processes: start them, or join those that torchrun has started, and load a part in each."""
+"""A model in several processes: start them, or lead those that torchrun has started, and load a part in each."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from subprocess import DEVNULL, Popen
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import torch
@@ -16,16 +18,18 @@ import torch.distributed
 
 from infer.backend import cpu
 from infer.config import ModelConfig
+from infer.loader.load import check_split_memory
 from infer.machine import resolve_device, use_threads
 from infer.models.common import Decoder
 from infer.models.split import check_split
-from infer.parallel import follower
-from infer.parallel.group import ProcessGroup, ProcessLost
+from infer.parallel import follower, torchrun
+from infer.parallel.group import ProcessGroup, ProcessLost, own_device
 
 BITS_KEPT = {"int4": {4, 8}, "int8": {8}}  # by `quantize`, that weights may have then
 distributed: Any = torch.distributed  # which does not say what it exports
 START = timedelta(minutes=5)  # for all processes to have come
 READY = "ready "  # a key of the store, behind which comes a rank
+_threads: list[int] = []  # that torch had before each model that is split now
 COLLECTIVES = "INFER_COLLECTIVES"  # "gloo": through the hosts' memory, so that processes may share a GPU
 
 
@@ -44,17 +48,19 @@ def load_split(
     """
     config = ModelConfig.from_pretrained(str(name_or_path))
     check_split(config, count)
+    if ":" in str(device):
+        raise ValueError(f"each process takes a GPU of its own, from the first on: {device} cannot be chosen")
     device = resolve_device(device)
     collectives = _collectives(device, count)
     settings = {"name_or_path": str(name_or_path), "dtype": dtype, "quantize": quantize}
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        group = _join(count, device, collectives)
+    if torchrun.rank():
+        torchrun.follow()
+    if collectives == "gloo":
+        check_split_memory(name_or_path, dtype, device, quantize, count)
+    if torchrun.rank() is not None:
+        group = torchrun.lead(count, device, collectives)
     else:
         group = _start(count, device, collectives)
-    if not group.leads:
-        follower.follow(group)
-        group.close()
-        sys.exit(0)
     try:
         if device.type == "cpu" and cpu.kernels() is not None:  # by one process, for all
             cpu.kernels().prepare(BITS_KEPT.get(quantize or "", set()), split=True)
@@ -69,27 +75,38 @@ def _collectives(device: torch.device, count: int) -> str:
     """How processes exchange what they compute."""
     if device.type != "cuda" or os.environ.get(COLLECTIVES) == "gloo":
         return "gloo"
-    if "TORCHELASTIC_RUN_ID" not in os.environ and count > torch.cuda.device_count():
+    if torchrun.rank() is None and count > torch.cuda.device_count():
         raise ValueError(f"{count} processes need a GPU each, and this machine has {torch.cuda.device_count()}")
     return "nccl"
 
 
 def _start(count: int, device: torch.device, collectives: str) -> ProcessGroup:
-    store = distributed.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False, timeout=START)
-    command = [sys.executable, "-m", "infer.parallel.processes", str(store.port), str(count), device.type, collectives]
+    listening = socket.create_server(("127.0.0.1", 0))  # torch's own would be open to all networks
+    port = listening.getsockname()[1]
+    store = distributed.TCPStore(
+        "127.0.0.1",
+        port,
+        count,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=START,
+        master_listen_fd=listening.detach(),
+    )
+    # -P: not what happens to lie in the current folder.
+    command = [sys.executable, "-P", "-m", "infer.parallel.processes", str(port), str(count), device.type, collectives]
     where = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    # In a session of their own: Ctrl-C is for this process, which ends them.
-    children = {
-        rank: Popen([*command, str(rank)], env=where, stdin=DEVNULL, stdout=DEVNULL, start_new_session=True)
-        for rank in range(1, count)
-    }
+    children: dict[int, Popen[bytes]] = {}
     try:
+        for rank in range(1, count):
+            # In a session of their own: Ctrl-C is for this process, which ends them. They end when their stdin does.
+            children[rank] = Popen([*command, str(rank)], env=where, stdin=PIPE, stdout=DEVNULL, start_new_session=True)
         _await(children, store)
-        own = _numbered(device.type, 0, collectives)
+        own = own_device(device.type, 0, collectives)
         group = ProcessGroup(store, 0, count, own, collectives=collectives, local=True)
     except BaseException:
         for child in children.values():
             child.kill()
+            child.communicate()
         raise
     group.adopt(children)
     return group
@@ -107,41 +124,39 @@ def _await(children: Mapping[int, Popen[bytes]], store: Any) -> None:
         time.sleep(0.01)
 
 
-def _join(count: int, device: torch.device, collectives: str) -> ProcessGroup:
-    store, rank, started = next(distributed.rendezvous("env://", timeout=START))
-    if started != count:
-        raise ValueError(f"torchrun has started {started} processes, but {count} were asked for")
-    own = _numbered(device.type, int(os.environ.get("LOCAL_RANK", rank)), collectives)
-    local = os.environ.get("LOCAL_WORLD_SIZE") == str(count)
-    return ProcessGroup(store, rank, count, own, collectives=collectives, local=local)
-
-
-def _numbered(kind: str, local_rank: int, collectives: str) -> torch.device:
-    """The device of a process."""
-    if kind != "cuda":
-        return torch.device(kind)
-    device = torch.device("cuda", local_rank % torch.cuda.device_count() if collectives == "gloo" else local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _share_threads(group: ProcessGroup) -> int | None:
     """Each process computes on its share of the threads that this one would; None: on a device of its own."""
     if group.device.type != "cpu":
         return None
     use_threads()
     before = torch.get_num_threads()
-    group.at_end.callback(torch.set_num_threads, before)
-    threads = max(1, before // int(os.environ.get("LOCAL_WORLD_SIZE", group.count)))
+    _threads.append(before)
+    group.at_end.callback(_give_threads_back)
+    threads = max(1, _threads[0] // int(os.environ.get("LOCAL_WORLD_SIZE", group.count)))
     use_threads(threads)
     return threads
 
 
+def _give_threads_back() -> None:
+    """When no model is left that is split."""
+    before = _threads.pop()
+    if not _threads:
+        torch.set_num_threads(before)
+
+
+def _end_with(pipe: int) -> None:
+    """End this process when its parent has, in whatever way."""
+    while os.read(pipe, 1):
+        pass
+    os._exit(1)
+
+
 def main(port: str, count: str, kind: str, collectives: str, rank: str) -> int:
     """Of a process that was started to follow."""
+    threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
     try:
         store = distributed.TCPStore("127.0.0.1", int(port), int(count), is_master=False, timeout=START)
-        device = _numbered(kind, int(rank), collectives)
+        device = own_device(kind, int(rank), collectives)
         store.set(f"{READY}{rank}", "")
         group = ProcessGroup(store, int(rank), int(count), device, collectives=collectives, local=True)
         follower.follow(group)

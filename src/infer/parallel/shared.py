@@ -42,7 +42,7 @@ class SharedMemory:
         self._rank, self._count, self._patience = rank, count, patience.total_seconds()
         self._file = os.open(path, os.O_RDWR)
         finalize(self, os.close, self._file)  # a lock lasts as long as its file is open
-        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, rank)
         self._memory = torch.frombuffer(mmap.mmap(self._file, 0), dtype=torch.uint8)
         self._met = torch.zeros(1, dtype=torch.int64)
         self._at = self._memory.data_ptr(), self._memory.data_ptr() + WORDS, rank, count

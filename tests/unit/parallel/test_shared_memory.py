@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import until
 
 from infer.backend import cpu
 
@@ -55,9 +56,14 @@ def others(path: str, what: str) -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
+def meet(memory: SharedMemory) -> None:
+    until(lambda: all(map(memory._lives, range(3))))
+    memory.gather(torch.zeros(1, 1), [1] * 3)
+
+
 def work(path: str, what: str, rank: int) -> None:
     memory = SharedMemory(path, rank, 3, WAIT)
-    memory.gather(torch.zeros(1, 1), [1] * 3)
+    meet(memory)
     if what == "exchange":
         exchange_all(memory, rank)
     elif rank == 1:
@@ -75,24 +81,21 @@ def path() -> Iterator[str]:
 
 
 @pytest.fixture
-def memory(path: str, monkeypatch: pytest.MonkeyPatch) -> SharedMemory:
-    memory = SharedMemory(path, 0, 3, WAIT)
-    lives = memory._lives
-    monkeypatch.setattr(memory, "_lives", lambda rank: memory._number < 2 or lives(rank))  # until all have come
-    return memory
+def memory(path: str) -> SharedMemory:
+    return SharedMemory(path, 0, 3, WAIT)
 
 
 def test_gathers_of_all_sizes(memory: SharedMemory, path: str) -> None:
     assert any(rows * max(sizes) > shared.AREA // 4 for rows, sizes in SHAPES)  # in several pieces
     with others(path, "exchange") as processes:
-        memory.gather(torch.zeros(1, 1), [1] * 3)
+        meet(memory)
         exchange_all(memory, 0)
         assert [process.wait(60) for process in processes] == [0, 0]
 
 
 def test_all_see_that_one_has_ended(memory: SharedMemory, path: str) -> None:
     with others(path, "end") as (ends, stays):
-        memory.gather(torch.zeros(1, 1), [1] * 3)
+        meet(memory)
         ends.kill()
         with pytest.raises(RuntimeError, match="left"):
             memory.gather(torch.zeros(1, 1), [1] * 3)

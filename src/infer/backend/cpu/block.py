@@ -447,7 +447,9 @@ def prepare(bits: set[int], split: bool = False) -> None:
     """Compile what such weights need, if need be; of none, floats. split: for a model of which others have a part."""
     needed = [product_of(kind) for kind in bits or {FLOAT32}]
     needed += [look_up] * bool(bits)
-    needed += [attention.attend, _up_to_attention, _before_down, _behind_down, _norm_rows, gather_rows] * split
+    if split:
+        needed += [attention.attend, _before_attention, _up_to_attention, _before_down, _behind_down, _norm_rows]
+        needed += [gather_rows]
     for each in needed:
         each.address  # noqa: B018
 

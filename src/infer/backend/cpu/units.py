@@ -49,7 +49,7 @@ class Unit:
         where = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         with suppress(OSError):  # then it is compiled here
             self._helper = Popen(
-                [sys.executable, "-c", program], env=where, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL
+                [sys.executable, "-P", "-c", program], env=where, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL
             )
 
     @property
