@@ -235,7 +235,7 @@ class TestLoss:
 
     def test_after_it_was_ready(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Before the processes have met."""
-        monkeypatch.setattr("infer.parallel.group.CONNECT", timedelta(seconds=2))
+        monkeypatch.setattr("infer.parallel.collectives.CONNECT", timedelta(seconds=2))
         await_children = processes._await
 
         def then_kill(children: Any, store: Any) -> None:

@@ -21,18 +21,15 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize, ref
 
 import torch
-import torch.distributed
-import torch.nn.functional as F
 from torch import Tensor
 
 from infer.backend import cpu
+from infer.parallel.collectives import Collectives, distributed, gloo, nccl
 
 if TYPE_CHECKING:
     from infer.parallel.shared import SharedMemory
 
-distributed: Any = torch.distributed  # which does not say what it exports
 FOREVER = timedelta(days=3650)  # that a follower waits for something to do
-CONNECT = timedelta(minutes=1)  # for processes that are there to connect to each other
 PASS = timedelta(minutes=10)  # that a process waits for the others within a pass
 END = timedelta(seconds=5)  # for a process to end once it is told to
 EXIT_WAIT_S = 3.0  # for a process that has failed to end, so that it can be named
@@ -65,16 +62,14 @@ class ProcessGroup:
         self._talk: Any = None
         self._data: Any = None  # through which passes exchange what they compute
         atexit.register(_close, ref(self))
-        self._talk = _gloo(distributed.PrefixStore("talk", store), rank, count, FOREVER, local)
+        self._talk = gloo(distributed.PrefixStore("talk", store), rank, count, FOREVER, local=local)
         data = distributed.PrefixStore("data", store)
         if collectives == "nccl":
-            options = distributed.ProcessGroupNCCL.Options()
-            options._timeout = PASS
-            self._data = Collectives(distributed.ProcessGroupNCCL(data, rank, count, options))
+            self._data = Collectives(nccl(data, rank, count, PASS))
         elif device.type == "cpu" and local and cpu.kernels() is not None:
             self._data = self._share_memory(data)
         else:
-            self._data = Collectives(_gloo(data, rank, count, PASS, local), on_host=True)
+            self._data = Collectives(gloo(data, rank, count, PASS, local=local), on_host=True)
 
     @property
     def leads(self) -> bool:
@@ -306,49 +301,9 @@ class ProcessGroup:
         return self.fail(f"another process of {self.count} has ended, or cannot be reached: {reason:.200}")
 
 
-def own_device(kind: str, local_rank: int, collectives: str) -> torch.device:
-    """That of a process, among those of its machine."""
-    if kind != "cuda":
-        return torch.device(kind)
-    device = torch.device("cuda", local_rank % torch.cuda.device_count() if collectives == "gloo" else local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-class Collectives:
-    """Those of torch.distributed."""
-
-    def __init__(self, made: Any, *, on_host: bool = False) -> None:
-        """on_host: they take tensors of the CPU alone."""
-        self._made, self._on_host = made, on_host
-
-    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """x [T, sizes[rank]] of each process -> [T, sum(sizes)]"""
-        most = max(sizes)
-        own = x if x.shape[1] == most else F.pad(x, (0, most - x.shape[1]))
-        own = (own.cpu() if self._on_host else own).contiguous()
-        pieces = [torch.empty_like(own) for _ in sizes]
-        self._made.allgather([pieces], [own]).wait()
-        return torch.cat([piece[:, :size] for piece, size in zip(pieces, sizes, strict=True)], 1).to(x.device)
-
-    def abort(self) -> None:
-        self._made.abort()
-
-
 def _close(group_of: ref[ProcessGroup]) -> None:
     if (group := group_of()) is not None:
         group.close()
-
-
-def _gloo(store: Any, rank: int, count: int, timeout: timedelta, local: bool) -> Any:
-    options = distributed.ProcessGroupGloo._Options()
-    made = distributed.ProcessGroupGloo
-    # On one machine by this address, whatever its name resolves to.
-    options._devices = [made.create_device(hostname="127.0.0.1") if local else made.create_default_device()]
-    options._timeout = CONNECT
-    group = made(store, rank, count, options)
-    group._set_default_timeout(timeout)
-    return group
 
 
 def _watch(group_of: ref[ProcessGroup], rank: int, child: Popen[bytes]) -> None:

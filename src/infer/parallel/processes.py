@@ -14,7 +14,6 @@ from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import torch
-import torch.distributed
 
 from infer.backend import cpu
 from infer.config import ModelConfig
@@ -23,10 +22,10 @@ from infer.machine import resolve_device, use_threads
 from infer.models.common import Decoder
 from infer.models.split import check_split
 from infer.parallel import follower, torchrun
-from infer.parallel.group import ProcessGroup, ProcessLost, own_device
+from infer.parallel.collectives import distributed, own_device
+from infer.parallel.group import ProcessGroup, ProcessLost
 
 BITS_KEPT = {"int4": {4, 8}, "int8": {8}}  # by `quantize`, that weights may have then
-distributed: Any = torch.distributed  # which does not say what it exports
 START = timedelta(minutes=5)  # for all processes to have come
 READY = "ready "  # a key of the store, behind which comes a rank
 _threads: list[int] = []  # that torch had before each model that is split now

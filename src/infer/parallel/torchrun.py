@@ -13,12 +13,11 @@ from itertools import count
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed
 
 from infer.parallel import follower
-from infer.parallel.group import ProcessGroup, own_device
+from infer.parallel.collectives import distributed, own_device
+from infer.parallel.group import ProcessGroup
 
-distributed: Any = torch.distributed  # which does not say what it exports
 START = timedelta(minutes=5)  # for all processes to have come
 OVER = "over"  # what the first one says at its end, instead of what the next group is
 _numbers = count()  # of groups
