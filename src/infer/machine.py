@@ -243,10 +243,3 @@ def _page_cache(stat: Path) -> int:
     except (OSError, ValueError):
         return 0
     return sum(int(counters.get(name, 0)) for name in ("inactive_file", "active_file"))
-
-
-def cache_folder() -> Path:
-    """Where fetched models and compiled kernels are kept: $INFER_CACHE, or `infer` in the user's cache folder."""
-    if folder := os.environ.get("INFER_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infer"

@@ -13,9 +13,9 @@ from infer.cli.common import (
     DeviceOption,
     DtypeOption,
     JsonOption,
-    ModelArgument,
     QuantizeOption,
     check_cache_dtype,
+    model_option,
 )
 
 NAME_HELP = "A built-in name, or a hub id: owner/name or owner/name/FILE.gguf, with @revision if you like."
@@ -60,8 +60,9 @@ def models(as_json: JsonOption = False) -> None:
         print(f"{name:<24} {size / 1e6:>8.0f} MB   {'cached' if cached else 'not yet fetched':<16} {source}")
 
 
+@model_option
 def info(
-    model: ModelArgument = DEFAULT_MODEL,
+    model: str = DEFAULT_MODEL,
     context: Annotated[
         int | None, typer.Option(help="Positions to count the cache for.", show_default="all the model has")
     ] = None,

@@ -25,7 +25,7 @@ from infer.cli.common import (
     sampling_options,
 )
 from infer.cli.generate import Pages, encode_chat, show
-from infer.cli.streams import say
+from infer.cli.streams import counted, say
 from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -195,10 +195,6 @@ class Chat:
 
 def turns(session: "Session") -> str:
     return counted(session.turns, "turn")
-
-
-def counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
 def megabytes(count: int) -> str:

@@ -1,15 +1,33 @@
 """The commands of `infer`. Torch and the rest are imported by those that need them: `--help` answers at once."""
 
+from typing import Annotated
+
 import typer
 
-from infer.cli import catalogue, chat, deploy, explain, generate, measure, serve, trace, verify
+from infer.cli import catalogue, chat, compare, deploy, explain, generate, measure, score, serve, trace, verify
+from infer.cli.help import GroupedCommand
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="KV-cached generation with language models: exact, readable, visible, fast.",
-)
+WIDTH = {"max_content_width": 100}  # of help
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=WIDTH)
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        from infer import __version__
+
+        print(f"infer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def infer(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """KV-cached generation with language models: exact, readable, visible, fast."""
+
+
 for command in (
     generate.generate,
     chat.chat,
@@ -17,6 +35,8 @@ for command in (
     deploy.deploy,
     trace.trace,
     explain.explain,
+    score.score,
+    compare.compare,
     catalogue.pull,
     catalogue.rm,
     catalogue.models,
@@ -25,4 +45,4 @@ for command in (
     measure.bench,
     measure.perplexity,
 ):
-    app.command()(command)
+    app.command(cls=GroupedCommand, context_settings=WIDTH)(command)

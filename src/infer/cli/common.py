@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infer.cli.help import CACHE, MODEL, OUTPUT, SAMPLING
 from infer.engine.params import CONSTRAINTS, SamplingParams
 
 if TYPE_CHECKING:
@@ -17,24 +18,34 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "A folder, a .gguf file, nanoGPT's .pt file, a built-in name (see `infer models`), or a hub id."
-ModelArgument = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
-ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
+ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP, rich_help_panel=MODEL)]
 DtypeOption = Annotated[
-    str, typer.Option(help="What it computes in: auto, float32, bfloat16, float16 or float64. auto: float32 on a CPU.")
+    str,
+    typer.Option(
+        help="What it computes in: auto, float32, bfloat16, float16 or float64. auto: float32 on a CPU.",
+        rich_help_panel=MODEL,
+    ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or another of torch's (mps, xpu).")]
+DeviceOption = Annotated[
+    str, typer.Option(help="auto, cpu, cuda, cuda:N, or another of torch's (mps, xpu).", rich_help_panel=MODEL)
+]
 QuantizeOption = Annotated[
     str | None,
     typer.Option(
         help="Keep the weights in 4 or 8 bits, on a CPU: less to read for each token. See `infer perplexity`.",
         metavar="int4|int8",
         show_default="none",
+        rich_help_panel=MODEL,
     ),
 ]
 ThreadsOption = Annotated[
     int | None,
     typer.Option(
-        help="Threads to compute on, on a CPU.", show_default="OMP_NUM_THREADS, or as many as there are cores for it"
+        "--threads",
+        "-t",
+        help="Threads to compute on, on a CPU.",
+        show_default="OMP_NUM_THREADS, or as many as there are cores for it",
+        rich_help_panel=MODEL,
     ),
 ]
 TensorParallelOption = Annotated[
@@ -42,8 +53,10 @@ TensorParallelOption = Annotated[
     typer.Option(
         help="Number of processes to split the model over; on GPUs, one GPU each.",
         min=1,
+        rich_help_panel=MODEL,
     ),
 ]
+SHORT = {"max_new_tokens": ("--max-new-tokens", "-n")}  # names of options that have a short form
 CACHE_DTYPES = ("auto", "int8")
 CacheDtypeOption = Annotated[
     str,
@@ -51,12 +64,14 @@ CacheDtypeOption = Annotated[
         help="What the cache keeps keys and values in. auto: the model's dtype. int8: 8 bits, and a scale for every "
         "32 values.",
         metavar="auto|int8",
+        rich_help_panel=CACHE,
     ),
 ]
 PrefillChunkOption = Annotated[
     int | None,
     typer.Option(
-        help="Feed the prompt in passes of at most this many tokens, say 512: a long one then takes less memory."
+        help="Feed the prompt in passes of at most this many tokens, say 512: a long one then takes less memory.",
+        rich_help_panel=CACHE,
     ),
 ]
 OnFullOption = Annotated[
@@ -65,6 +80,7 @@ OnFullOption = Annotated[
         help="What to do beyond the model's context. error: refuse. recompute: go on with the last tokens that fit, "
         "without the cache's help.",
         metavar="error|recompute",
+        rich_help_panel=CACHE,
     ),
 ]
 CacheMemoryOption = Annotated[
@@ -73,6 +89,7 @@ CacheMemoryOption = Annotated[
         help="Memory for all caches, in pages that conversations share: 800MB, 2GB.",
         metavar="SIZE",
         show_default="half of what is free",
+        rich_help_panel=CACHE,
     ),
 ]
 PrefixStoreOption = Annotated[
@@ -82,9 +99,12 @@ PrefixStoreOption = Annotated[
         "also after a restart.",
         metavar="DIR",
         show_default="none",
+        rich_help_panel=CACHE,
     ),
 ]
-KVCacheOption = Annotated[bool, typer.Option(help="Without it every step recomputes the whole sequence.")]
+KVCacheOption = Annotated[
+    bool, typer.Option(help="Without it every step recomputes the whole sequence.", rich_help_panel=CACHE)
+]
 PromptArgument = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
 ChatOption = Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")]
 SystemOption = Annotated[str | None, typer.Option(help="A system message to begin with.")]
@@ -94,7 +114,7 @@ ThinkingOption = Annotated[
         "--thinking/--no-thinking", help="Whether a model that can think first should.", show_default="as it likes"
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.", rich_help_panel=OUTPUT)]
 
 
 def read_utf8(path: Path) -> str:
@@ -203,7 +223,12 @@ def sampling_options(command: Callable[..., None], *, and_more: bool = False, **
             field.name,
             Annotated[
                 kind := types.get(field.name, type(field.default)),
-                typer.Option(help=field.metadata["help"], metavar="FILE" if kind == Path | None else None),
+                typer.Option(
+                    *SHORT.get(field.name, ()),
+                    help=field.metadata["help"],
+                    metavar="FILE" if kind == Path | None else None,
+                    rich_help_panel=SAMPLING,
+                ),
             ],
             [] if types.get(field.name) == list[str] else defaults.get(field.name, field.default),
         )
@@ -216,6 +241,28 @@ def sampling_options(command: Callable[..., None], *, and_more: bool = False, **
         return SamplingParams(logit_bias=dict(map(parse_bias, logit_bias)), **values | files)
 
     return replaced("params", command, options, make)
+
+
+def model_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take its model either way: `infer info MODEL`, or `infer info -m MODEL`."""
+    default = inspect.signature(command).parameters["model"].default
+    shown = default if isinstance(default, str) else False
+    argument = typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=shown)
+    option = typer.Option("--model", "-m", help="The same.", show_default=False, rich_help_panel=MODEL)
+    options = [
+        keyword("model", Annotated[str | None, argument], None),
+        keyword("named", Annotated[str | None, option], None),
+    ]
+
+    def make(model: str | None, named: str | None) -> str:
+        if model is not None and named is not None:
+            raise ValueError(f"two models were given, {model} and -m {named}: leave one out")
+        found = model or named or default
+        if not isinstance(found, str):
+            raise ValueError("there is no model: name one")
+        return found
+
+    return replaced("model", command, options, make)
 
 
 def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -6,10 +6,8 @@ from typing import Annotated
 
 import typer
 
-from infer.cli.chat import counted
 from infer.cli.common import (
     DEFAULT_MODEL,
-    MODEL_HELP,
     CacheDtypeOption,
     CacheMemoryOption,
     Loading,
@@ -17,6 +15,7 @@ from infer.cli.common import (
     PrefixStoreOption,
     check_cache_dtype,
     loading_options,
+    model_option,
     parse_size,
 )
 from infer.cli.serve import (
@@ -31,12 +30,13 @@ from infer.cli.serve import (
     PortOption,
     read_keys,
 )
-from infer.cli.streams import say
+from infer.cli.streams import counted, say
 
 
+@model_option
 @loading_options
 def deploy(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
+    model: str = DEFAULT_MODEL,
     *,
     replicas: Annotated[int, typer.Option(help="Engines, each with devices of its own.", min=1)] = 2,
     max_replicas: Annotated[

@@ -1,7 +1,6 @@
 """`infer explain`: what the KV cache saves, shown on a run of the user's own."""
 
 import json
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infer.cli.common import DEFAULT_MODEL, JsonOption, Loading, ModelOption, loading_options
+from infer.cli.generate import read_prompt
 from infer.cli.streams import on_stdout, say
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def explain(
     from infer.evaluate import explain as explaining
     from infer.trace.text import token_texts
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_prompt(prompt)
     tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
     prompt_ids = tokenizer.encode(text)
     explaining.check(config, prompt_ids, max_new_tokens)  # before the weights are read

@@ -29,7 +29,7 @@ from infer.cli.common import (
     parse_size,
     sampling_options,
 )
-from infer.cli.streams import on_stdout, say
+from infer.cli.streams import counted, on_stdout, say
 from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def prepare(
     from infer import ModelConfig, Tokenizer
     from infer.engine.request import ContextExceeded, Request, check_chunk
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_prompt(prompt)
     if prefill_chunk is not None and not kv_cache:
         raise ValueError("--prefill-chunk needs the cache: leave --no-kv-cache out")
     if not chat and (system is not None or thinking is not None):
@@ -235,6 +235,11 @@ def prepare(
     except ContextExceeded as error:
         raise ValueError(f"{error}, or go on beyond it with --on-full recompute") from None
     return tokenizer, config, prompt_ids
+
+
+def read_prompt(prompt: str) -> str:
+    """What was typed, or standard input without the newline at its end, which is no part of what was meant."""
+    return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
 
 
 def cache_for(
@@ -362,8 +367,8 @@ def figures(result: "GenerationResult") -> str:
     cache = result.cache_memory_bytes
     size = f"{cache / 1e6:.1f} MB" if cache >= 1e5 or not cache else f"{cache / 1e3:.1f} kB"
     return (
-        f"{result.prompt_tokens} prompt tokens, prefill {timing.prefill_time_s:.2f} s · "
-        f"{result.generated_tokens} new tokens{speed} · cache {size}"
+        f"{counted(result.prompt_tokens, 'prompt token')}, prefill {timing.prefill_time_s:.2f} s · "
+        f"{counted(result.generated_tokens, 'new token')}{speed} · cache {size}"
         f"{' · interrupted' if result.finish_reason == 'interrupted' else ''}"
     )
 

@@ -15,23 +15,26 @@ from infer.cli.common import (
     CacheDtypeOption,
     JsonOption,
     Loading,
-    ModelArgument,
-    ModelOption,
     OnFullOption,
     PrefillChunkOption,
     check_cache_dtype,
     loading_options,
+    model_option,
     read_utf8,
 )
 from infer.cli.streams import say
 
 
+@model_option
 @loading_options
 def bench(
     *,
-    model: ModelOption = DEFAULT_MODEL,
+    model: str = DEFAULT_MODEL,
     prompt_tokens: Annotated[int | None, typer.Option(help="Tokens to prefill.", show_default="64")] = None,
-    new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate.", show_default="128")] = None,
+    new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", "-n", "--new-tokens", help="Tokens to generate.", show_default="128"),
+    ] = None,
     suite: Annotated[bool, typer.Option("--suite", help="Measure a short, a medium and a long setting.")] = False,
     kv_cache: Annotated[bool, typer.Option(help="Measure with the cache or without it.")] = True,
     prefill_chunk: PrefillChunkOption = None,
@@ -51,7 +54,7 @@ def bench(
     from infer.evaluate import bench as bencher
 
     if suite and (prompt_tokens, new_tokens) != (None, None):
-        raise ValueError("--suite has lengths of its own: leave --prompt-tokens and --new-tokens out")
+        raise ValueError("--suite has lengths of its own: leave --prompt-tokens and --max-new-tokens out")
     if compare and not kv_cache:
         raise ValueError("--compare measures with the cache and without it: leave --no-kv-cache out")
     usual = 64 if prompt_tokens is None else prompt_tokens, 128 if new_tokens is None else new_tokens
@@ -86,13 +89,16 @@ def bench(
     print(json.dumps(everything) if as_json else bencher.format_table(results, model, machine))
     if report is not None:
         report.write_text(json.dumps(everything, indent=1) + "\n")
+        say(f"wrote {report}")
     if plot is not None:
         bencher.plot(results, plot, model, machine)
+        say(f"wrote {plot}")
 
 
+@model_option
 @functools.partial(loading_options, split=True)
 def perplexity(
-    model: ModelArgument = DEFAULT_MODEL,
+    model: str = DEFAULT_MODEL,
     *,
     text: Annotated[Path, typer.Option(help="A text file, in UTF-8.")],
     context: Annotated[

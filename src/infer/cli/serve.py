@@ -7,10 +7,8 @@ from typing import Annotated
 
 import typer
 
-from infer.cli.chat import counted
 from infer.cli.common import (
     DEFAULT_MODEL,
-    MODEL_HELP,
     CacheDtypeOption,
     CacheMemoryOption,
     Loading,
@@ -18,9 +16,10 @@ from infer.cli.common import (
     PrefixStoreOption,
     check_cache_dtype,
     loading_options,
+    model_option,
     parse_size,
 )
-from infer.cli.streams import say
+from infer.cli.streams import counted, say
 
 LENGTH = 4096  # tokens of a conversation, to tell how many fit
 
@@ -46,9 +45,10 @@ DrainOption = Annotated[float, typer.Option(help="On SIGTERM, how long texts may
 LogPromptsOption = Annotated[bool, typer.Option(help="Write prompts to standard error.")]
 
 
+@model_option
 @functools.partial(loading_options, split=True)
 def serve(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
+    model: str = DEFAULT_MODEL,
     *,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,

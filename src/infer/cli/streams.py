@@ -58,3 +58,7 @@ def escaped(text: str) -> str:
 def on_stdout(text: str) -> str:
     """A model's text, as it may be printed: a terminal obeys none of it, a file or a pipe gets it as it is."""
     return escaped(text) if sys.stdout.isatty() else text
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"

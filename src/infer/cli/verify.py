@@ -15,9 +15,9 @@ from infer.cli.common import (
     CacheDtypeOption,
     JsonOption,
     Loading,
-    ModelArgument,
     check_cache_dtype,
     loading_options,
+    model_option,
     read_utf8,
 )
 from infer.cli.streams import say
@@ -31,15 +31,19 @@ if TYPE_CHECKING:
 MOST_THREADS = 256  # OpenMP ends the process where it cannot start as many as it is asked for
 
 
+@model_option
 @functools.partial(loading_options, split=True)
 def verify(
-    model: ModelArgument = DEFAULT_MODEL,
+    model: str = DEFAULT_MODEL,
     *,
     prompts: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Tokens to generate for each prompt.")
+    ] = 32,
     seed: Annotated[int, typer.Option(help="For the sampled runs.")] = 0,
     also_threads: Annotated[list[int] | None, typer.Option(help="On a CPU: on so many threads as well.")] = None,
     cache_dtype: CacheDtypeOption = "auto",
+    every: Annotated[bool, typer.Option("--all", help="Show each path, not only those that differ.")] = False,
     as_json: JsonOption = False,
     loading: Loading,
 ) -> None:
@@ -80,7 +84,7 @@ def verify(
         say(f"note: no prompt is longer than the window of {config.sliding_window}: what windows forget goes untested")
     network = replace(loading, tensor_parallel=1).load(model)
     split = loading.load(model) if loading.tensor_parallel > 1 else None
-    table = Table(texts, why_plain_torch(network), quiet=as_json)
+    table = Table(texts, why_plain_torch(network), quiet=as_json, every=every)
     settings = {"seed": seed, "cache_dtype": cache_dtype, "threads": also_threads or []}
     found = table.fill(network, split, tokenizer, prompt_ids, max_new_tokens, settings)
     if as_json:
@@ -96,6 +100,7 @@ class Table:
     texts: list[str]  # the prompts
     plain: str | None  # why plain torch runs; None: kernels do
     quiet: bool
+    every: bool  # a line for paths that agree, too
 
     def fill(
         self,
@@ -120,7 +125,8 @@ class Table:
         if split is not None:
             paths_to_come += number_of_split_paths(prompts, settings["cache_dtype"])
         say(f"{paths_to_come} paths to come, each compared with {reference}")
-        self.show(f"{'path':<38} {'prompts':>7} {'positions':>9}")
+        if self.every:
+            self.show(f"{'path':<38} {'prompts':>7} {'positions':>9}")
 
         def found() -> "Iterator[PathResult]":
             yield from compare(network, tokenizer, prompts, max_new_tokens, diagnose=self.plain is None, **settings)
@@ -131,7 +137,10 @@ class Table:
         results = []
         for result in found():
             results.append(result)
-            self.show(self.line(result))
+            self.count(len(results), paths_to_come)
+            if self.every or result.difference is not None:
+                self.show(self.line(result))
+        self.count(0, 0)
         equal = sum(result.equal for result in results)
         say(f"{equal} of {len(results)} paths give the same bits as {reference}")
         tokens_equal = not any(result.other_tokens for result in results)
@@ -171,4 +180,11 @@ class Table:
 
     def show(self, line: str) -> None:
         if not self.quiet:
+            self.count(0, 0)
             print(line, flush=True)
+
+    def count(self, done: int, all_paths: int) -> None:
+        """On a terminal, how many paths are done; 0: erase that."""
+        if sys.stderr.isatty():
+            told = f"  {done} of {all_paths} paths" if done else ""
+            print(f"\r\033[K{told}", end="", file=sys.stderr, flush=True)

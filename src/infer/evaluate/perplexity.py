@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from infer.config import ModelConfig
@@ -110,14 +112,50 @@ def perplexity(
     (`tokenizer.encode("")`). The text itself is then encoded without it.
     progress: hears after each window how many tokens have been scored, and their perplexity.
     """
+    nats, tokens, windows = 0.0, 0, 0
+    for window in scored_windows(
+        model, token_ids, context=context, stride=stride, prefix=prefix, cache_dtype=cache_dtype
+    ):
+        nats += sum(negative_log_likelihood(logits, targets) for logits, targets in window.logits())
+        if math.isnan(nats):
+            raise ValueError(
+                f"the model's logits hold a NaN between tokens {window.scored:,} and {window.end:,} of the text"
+            )
+        tokens, windows = tokens + window.end - window.scored, windows + 1
+        if progress is not None:
+            progress(tokens, exponential(nats / tokens))
+    mean = nats / tokens
+    return Perplexity(exponential(mean), mean, tokens, windows, window.plan.context, window.plan.stride)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a text, of which the tokens from `scored` to `end` are scored."""
+
+    plan: Plan
+    scored: int
+    end: int
+    logits: Callable[[], Iterator[tuple[Tensor, Tensor]]]  # [n, V] and the tokens [n] that they predict, in chunks
+
+
+def scored_windows(
+    model: Model,
+    token_ids: Sequence[int],
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    prefix: Sequence[int] = (),
+    cache_dtype: str = "auto",
+) -> Iterator[Window]:
+    """The windows of a text, as `perplexity` describes them. All share one cache: go through one before the next."""
     token_ids, prefix = as_token_ids(token_ids), as_token_ids(prefix)
     layout = plan(model.config, token_ids, context=context, stride=stride, prefix=prefix)
     check_mode(model)
     device = model_device(model)
     longest = min(layout.context, len(prefix) + len(token_ids))
     cache = make_cache(model, longest, device, prefill_chunk=CHUNK, cache_dtype=cache_dtype)
-    nats, tokens, windows = 0.0, 0, 0
-    for start, end, scored in layout.windows():
+
+    def logits(start: int, end: int, scored: int) -> Iterator[tuple[Tensor, Tensor]]:
         window = torch.tensor([[*prefix, *token_ids[start:end]]], device=device)
         first = len(prefix) + scored - start  # of the scored ones, in the window
         fed, targets = window[:, :-1], window[0, 1:]
@@ -125,17 +163,17 @@ def perplexity(
         if first > 1:  # logits of what comes before are not needed
             step(model, cache, fed[:, : first - 1], CHUNK)
         for at in range(first - 1, len(targets), CHUNK):
-            logits = all_logits(model, cache, fed[:, at : at + CHUNK])[0]  # [n, V]
-            losses = cross_entropy(logits.float(), targets[at : at + CHUNK], reduction="none")
-            nats += losses.cpu().double().sum().item()  # some devices have no float64
-        if math.isnan(nats):
-            raise ValueError(f"the model's logits hold a NaN between tokens {scored:,} and {end:,} of the text")
-        tokens, windows = tokens + end - scored, windows + 1
-        if progress is not None:
-            progress(tokens, _exp(nats / tokens))
-    return Perplexity(_exp(nats / tokens), nats / tokens, tokens, windows, layout.context, layout.stride)
+            yield all_logits(model, cache, fed[:, at : at + CHUNK])[0].float(), targets[at : at + CHUNK]
+
+    for start, end, scored in layout.windows():
+        yield Window(layout, scored, end, partial(logits, start, end, scored))
 
 
-def _exp(value: float) -> float:
+def negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
+    """Of tokens [n], in nats, by logits [n, V]."""
+    return cross_entropy(logits, targets, reduction="none").cpu().double().sum().item()  # some devices have no float64
+
+
+def exponential(value: float) -> float:
     """Infinity where it is beyond what a float holds."""
     return torch.tensor(value, dtype=torch.float64).exp().item()

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from infer.folders import cache_folder
 from infer.loader.checked import has_hash
-from infer.machine import cache_folder
 
 PIP_SECONDS = 3600.0  # for a file; pip itself gives up on a connection that is silent for 15
 # pip, and a thread that ends it when the other end of a pipe closes: however our process ends.

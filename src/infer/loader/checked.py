@@ -6,7 +6,7 @@ import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-from infer.machine import cache_folder
+from infer.folders import cache_folder
 
 
 def has_hash(file: Path, sha256: str, *, again: bool = False) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from infer.config import ModelConfig
 from infer.loader.builtin import BUILTIN, pull
 from infer.loader.checkpoint import Checkpoint
 from infer.loader.files import is_there
@@ -30,6 +31,14 @@ def open_checkpoint(name_or_path: str | Path, *, weights: bool = True) -> Checkp
     if path.suffix in (".pt", ".pth"):
         return NanoGPTFile(path)
     raise ValueError(f"{path} is not a checkpoint: expected a folder with config.json, a .gguf file, or nanoGPT's .pt")
+
+
+def read_config(name_or_path: str) -> ModelConfig:
+    """The config of a checkpoint, without its weights."""
+    return open_checkpoint(name_or_path, weights=False).config
+
+
+ModelConfig.reader = staticmethod(read_config)
 
 
 def locate(name: str, *, weights: bool, check: bool = False, force: bool = False) -> Path:

@@ -16,18 +16,16 @@ from infer.loader import gpt2_names
 from infer.loader.checkpoint import Checkpoint, TokenizerParts
 from infer.loader.files import is_there, read_json, read_text
 from infer.loader.hf_config import config_from_hf
+from infer.loader.shards import INDEX, SINGLE, read_index
 from infer.loader.text_tokenizers import gpt2_tokenizer, read_tokenizer
 from infer.models.registry import check_supported
-from infer.values import OBJECT, TEXT, Kind, shown
+from infer.values import TEXT
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 TEXT_PREFIX = re.compile(r"^((model|language_model)\.)+")
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 BLOCK_WEIGHTS = 1 << 20  # read at a time: at most 4 MB
 FLOATS = ("F64", "F32", "F16", "BF16")
 MAX_HEADER = 16 << 20  # bytes of a safetensors file that name its tensors: real ones have at most 1 MB
-FILE_NAME = Kind("the name of a file beside it", lambda value: TEXT.accepts(value) and is_file_name(value))
 
 
 class HFFolder(Checkpoint):
@@ -154,22 +152,6 @@ def open_safetensors(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut short: {error!s:.200}") from None
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """Which file holds which tensor: names of files in the same folder, never elsewhere."""
-    names = read_json(path).get("weight_map", {})
-    try:
-        OBJECT.check("weight_map", names)
-        for tensor, file in names.items():
-            FILE_NAME.check(f"weight_map of {shown(tensor)}", file)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return dict(names)
-
-
-def is_file_name(name: str) -> bool:
-    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"} and len(name) < 256
 
 
 def _content(config: dict[str, Any], name: str, path: Path) -> str | None:

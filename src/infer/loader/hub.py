@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.loader.checked import has_hash
-from infer.loader.hf_folder import INDEX, SINGLE, read_index
+from infer.loader.shards import INDEX, SINGLE, read_index
 
 # owner/name, /FILE.gguf, @revision
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?(?:@([\w./-]+))?")
@@ -152,6 +153,8 @@ def remove(name: str) -> int:
 
 def cached_models() -> list[tuple[str, int]]:
     """Hub ids that the hub's cache holds weights of, with their bytes on disk."""
+    if not _cache_exists():
+        return []
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -160,6 +163,14 @@ def cached_models() -> list[tuple[str, int]]:
     except CacheNotFound:
         return []
     return sorted((repo.repo_id, repo.size_on_disk) for repo in repos if _has_weights(repo))
+
+
+def _cache_exists() -> bool:
+    """Where the hub's package would look, without the time that it takes to import."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return os.path.isdir(os.path.expanduser(os.path.expandvars(folder)))
 
 
 def _has_weights(repo: Any) -> bool:

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from numba import config
 
-from infer.machine import cache_folder
+from infer.folders import cache_folder
 
 SEAL = "compiled"
 T = TypeVar("T")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from infer.backend.gpu import precompile
-from infer.machine import cache_folder
+from infer.folders import cache_folder
 from infer.nn.linear import Linear
 
 _asking = RLock()  # others wait for an answer; who asks may need one meanwhile

@@ -1,0 +1,68 @@
+"""`infer score`: how likely a model finds a text, token by token."""
+
+import functools
+import json
+import math
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from infer.cli.common import DEFAULT_MODEL, JsonOption, Loading, ModelOption, loading_options
+from infer.cli.generate import read_prompt
+from infer.cli.streams import counted, on_stdout
+
+if TYPE_CHECKING:
+    from infer import Tokenizer
+    from infer.engine.llm import Score
+
+
+@functools.partial(loading_options, split=True)
+def score(
+    text: Annotated[str, typer.Argument(help="The text; - reads it from standard input.")],
+    *,
+    model: ModelOption = DEFAULT_MODEL,
+    as_json: JsonOption = False,
+    loading: Loading,
+) -> None:
+    """Print the log-probability of each token of a text, and their total."""
+    from infer import LLM, ModelConfig, Tokenizer
+
+    text = read_prompt(text)
+    tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
+    ids = tokenizer.encode(text)
+    if len(ids) < 2:
+        raise ValueError("the text is too short: a token is scored by what comes before it, so two are needed")
+    if len(ids) > config.max_position_embeddings:
+        raise ValueError(
+            f"the text has {len(ids):,} tokens, and the model's context {config.max_position_embeddings:,}: "
+            "`infer perplexity` reads longer ones in windows"
+        )
+    with LLM(loading.load(model), tokenizer) as llm:
+        found = llm.score(ids)
+    if as_json:
+        print(json.dumps({"model": model, **as_dict(tokenizer, found)}))
+        return
+    for line in lines(tokenizer, found):
+        print(line)
+
+
+def as_dict(tokenizer: "Tokenizer", found: "Score") -> dict[str, object]:
+    scored = len(found.token_ids) - 1
+    tokens = [
+        {"id": token, "text": tokenizer.decode([token]), "logprob": None if given is None else given.logprob}
+        for token, given in zip(found.token_ids, found.logprobs, strict=True)
+    ]
+    return {"tokens": tokens, "total": found.total, "perplexity": math.exp(-found.total / scored)}
+
+
+def lines(tokenizer: "Tokenizer", found: "Score") -> list[str]:
+    texts = [json.dumps(tokenizer.decode([token]), ensure_ascii=False) for token in found.token_ids]
+    width = max(map(len, texts))
+    told = [f"{'token':<{width}}   log-probability   probability"]
+    for text, given in zip(texts, found.logprobs, strict=True):
+        row = f"{on_stdout(text):<{width}}"
+        told.append(row if given is None else f"{row} {given.logprob:>17.4f} {math.exp(given.logprob):>13.2%}")
+    scored = len(texts) - 1
+    told.append(f"{'total':<{width}} {found.total:>17.4f}")
+    told.append(f"perplexity {math.exp(-found.total / scored):.3f} over {counted(scored, 'token')}")
+    return told
