@@ -753,7 +753,7 @@ class TestInfo:
     @pytest.fixture
     def free(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
         """Choose how much memory the machine has left."""
-        return lambda count: monkeypatch.setattr(describe, "available_memory", lambda device: count)
+        return lambda count: monkeypatch.setattr(describe, "available_memory", lambda device, processes=1: count)
 
     def test_json(self, run: Run, folder: Path, free: Callable[[int | None], None]) -> None:
         weights = 4 * self.PARAMETERS
@@ -1273,7 +1273,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("command", ["generate", "chat"])
     def test_out_of_memory(self, run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(load, "available_memory", lambda device: 1000)
+        monkeypatch.setattr(load, "available_memory", lambda device, processes=1: 1000)
         words = ["hi"] if command == "generate" else []
         assert_refused(run(command, *words, "--max-new-tokens", "5"), "the weights need 0.00 GB")
 

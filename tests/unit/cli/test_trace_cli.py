@@ -335,7 +335,7 @@ class TestRefused:
         assert_refused(run("trace", "hi", "--save", tmp_path / "trace.npz"), "is a folder")
 
     def test_more_rows_than_memory(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(record, "available_memory", lambda device: 1000)
+        monkeypatch.setattr(record, "available_memory", lambda device, processes=1: 1000)
         assert_refused(run("trace", "hi"), "trace fewer layers or heads")
 
 

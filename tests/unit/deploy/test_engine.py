@@ -152,7 +152,7 @@ class TestEngine:
     def test_memory_is_shared(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
         """Each of four replicas sees a quarter of what is free."""
         left: list[int] = []
-        monkeypatch.setattr(engine_module, "available_memory", lambda device: 1000)
+        monkeypatch.setattr(engine_module, "available_memory", lambda device, processes=1: 1000)
 
         def noted(*args: Any, **options: Any) -> None:
             left.append(1000 - reserved_bytes())

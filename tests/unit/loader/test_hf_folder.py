@@ -295,20 +295,20 @@ def test_unknown_parts_are_refused(tmp_path: Path, refuse: Refuse) -> None:
 
 
 def test_weights_beyond_memory(folder: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(load_module, "available_memory", lambda device, processes=1: 1000)
     refuse(folder, r"the weights need 0\.00 GB in float32, but 0\.00 GB are free on cpu")
 
 
 def test_memory_need_follows_the_dtype(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = sum(parameter.numel() for parameter in load(folder).parameters())
-    monkeypatch.setattr(load_module, "available_memory", lambda device: 3 * count)
+    monkeypatch.setattr(load_module, "available_memory", lambda device, processes=1: 3 * count)
     load_model(folder, dtype="bfloat16", device="cpu")
     with pytest.raises(ValueError, match="in float32"):
         load(folder)
 
 
 def test_unknown_memory_is_no_obstacle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "available_memory", lambda device: None)
+    monkeypatch.setattr(load_module, "available_memory", lambda device, processes=1: None)
     load(folder)
 
 

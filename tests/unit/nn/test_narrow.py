@@ -224,7 +224,7 @@ class TestWithoutKernels:
 
     def test_not_to_be_compiled_and_then_too_large(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         needed = describe(str(path), device="cpu").weight_bytes
-        monkeypatch.setattr(loader, "available_memory", lambda _: needed)
+        monkeypatch.setattr(loader, "available_memory", lambda *_: needed)
         load(path)
         monkeypatch.setattr(cpu, "kernels", lambda: None)
         with pytest.raises(ValueError, match="in float32, but"):

@@ -709,7 +709,7 @@ def test_what_is_refused(folders: dict[str, Path], monkeypatch: pytest.MonkeyPat
         assert "\n" not in str(error.value)
     from infer.loader import load as module
 
-    monkeypatch.setattr(module, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(module, "available_memory", lambda device, processes=1: 1000)
     with pytest.raises(ValueError, match=r"the weights need .* GB in int4, but 0.00 GB are free"):
         load(folders["llama"], "int4")
 
