@@ -99,12 +99,9 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `infer --help` should not wait for torch."""
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        from infer.version import version
 
-        try:
-            return version(__name__)
-        except PackageNotFoundError:  # run from a folder, without being installed
-            return "unknown"
+        return version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -13,9 +13,9 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_mar
 
 def show_version(asked: bool) -> None:
     if asked:
-        from infer import __version__
+        from infer.version import version
 
-        print(f"infer {__version__}")
+        print(f"infer {version()}")
         raise typer.Exit
 
 

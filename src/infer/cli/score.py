@@ -10,6 +10,7 @@ import typer
 from infer.cli.common import DEFAULT_MODEL, JsonOption, Loading, ModelOption, loading_options
 from infer.cli.generate import read_prompt
 from infer.cli.streams import counted, on_stdout
+from infer.trace.text import token_texts
 
 if TYPE_CHECKING:
     from infer import Tokenizer
@@ -48,15 +49,16 @@ def score(
 
 def as_dict(tokenizer: "Tokenizer", found: "Score") -> dict[str, object]:
     scored = len(found.token_ids) - 1
+    texts = token_texts(tokenizer, found.token_ids)
     tokens = [
-        {"id": token, "text": tokenizer.decode([token]), "logprob": None if given is None else given.logprob}
-        for token, given in zip(found.token_ids, found.logprobs, strict=True)
+        {"id": token, "text": text, "logprob": None if given is None else given.logprob}
+        for token, text, given in zip(found.token_ids, texts, found.logprobs, strict=True)
     ]
     return {"tokens": tokens, "total": found.total, "perplexity": math.exp(-found.total / scored)}
 
 
 def lines(tokenizer: "Tokenizer", found: "Score") -> list[str]:
-    texts = [json.dumps(tokenizer.decode([token]), ensure_ascii=False) for token in found.token_ids]
+    texts = [json.dumps(text, ensure_ascii=False) for text in token_texts(tokenizer, found.token_ids)]
     width = max(map(len, texts))
     told = [f"{'token':<{width}}   log-probability   probability"]
     for text, given in zip(texts, found.logprobs, strict=True):

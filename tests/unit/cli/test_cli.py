@@ -109,7 +109,7 @@ class TestGenerate:
     def test_one_token(self, run: Run) -> None:
         done = run("generate", "hello", "--json", "--max-new-tokens", "1")
         assert json.loads(done.out)["timing"]["decode_tokens_per_s"] == 0
-        assert "1 new tokens ·" in done.err
+        assert "1 new token ·" in done.err
 
     def test_no_kv_cache(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         args = ("generate", "hello", "--json", "--max-new-tokens", "8")
@@ -370,7 +370,7 @@ class TestCacheDtype:
         file = tmp_path / "prompts.txt"
         file.write_text(f"hello\n{'once upon a time ' * 4}\n")
         options = ("--prompts", file, "--max-new-tokens", "6", "--cache-dtype", "int8")
-        done = run("verify", *options, model=request.getfixturevalue(model))
+        done = run("verify", *options, "--all", model=request.getfixturevalue(model))
         assert done.status == 0
         paths = len(done.out.splitlines()) - 2
         reference = "one pass without a cache that rounds as int8 caches do"
@@ -920,7 +920,7 @@ class TestVerify:
         monkeypatch.setattr(verify, "PROMPTS", self.DEFAULT)
 
     def test_equal(self, run: Run) -> None:
-        done = run("verify", "--max-new-tokens", "3")
+        done = run("verify", "--max-new-tokens", "3", "--all")
         assert done.status == 0
         promise, header, *lines = done.out.splitlines()
         assert promise == "kernels: every path must give the same bits"
@@ -1130,7 +1130,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "lengths beside a suite's": (
         ["bench", "--suite", "--new-tokens", "9"],
-        "--suite has lengths of its own: leave --prompt-tokens and --new-tokens out",
+        "--suite has lengths of its own: leave --prompt-tokens and --max-new-tokens out",
     ),
     "a comparison without the cache": (
         ["bench", "--compare", "--no-kv-cache"],
