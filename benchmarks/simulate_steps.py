@@ -1,0 +1,350 @@
+"""How long a pass of the engine takes: measured on the real `LLM`, kept in a report, and fitted.
+
+The time of a pass is counted from the end of the one before, so it includes the host's share. What it depends on: rows
+that decode, the positions they attend to, tokens of prompts and the positions these attend to, and rows that are new.
+
+On a CPU one pass takes all of that together. On a GPU rows that decode go through captured steps: the number of rows is
+rounded up, prompts are passes of their own, and the engine launches a step ahead of the tokens it reads. So what a call
+of the engine launches for prompts is waited for in the next call.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from serving_load import PATIENCE_S, Passes, make_asks
+
+from infer.engine.llm import LLM, Handle
+from infer.engine.loop import Event, Task
+
+Array = NDArray[np.float64]
+ROW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of captured steps
+TOKEN_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # of captured passes of prompts
+KNOTS = (1, 2, 3, 4, 6, 8, 12, 15, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 512, 1024)  # tokens of other passes
+MERGED = 8  # passes in a row that are alike and become one sample, their median
+UNUSUAL = 0.5  # that a sample may be off, else it is left out: the machine did something else
+HELD_OUT = 5  # one sample of so many is not fitted
+
+
+class Pass(NamedTuple):
+    """What a pass is made of."""
+
+    rows: int = 0  # that decode: each feeds one token
+    positions: int = 0  # that these attend to, all rows together
+    tokens: int = 0  # of prompts
+    pairs: int = 0  # of a prompt's token and a position that it attends to
+    prompts: int = 0  # rows that feed these tokens
+    begun: int = 0  # rows that were not in the pass before
+
+
+class Sample(NamedTuple):
+    made_of: Pass
+    seconds: float  # since the end of the pass before
+    host: float  # of these, between the two passes
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a replica's schedule depends on."""
+
+    max_rows: int = 256
+    prefill_chunk: int = 128
+    captured: bool = False  # rows decode in captured steps, one of which is launched ahead
+    page: int = 64
+    pages: int = 4096
+    context: int = 8192
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured."""
+
+    stairs: tuple[tuple[int, int], ...]  # rows, and tokens of their prompts: rows end until one is left
+    levels: tuple[int, ...]  # rows to stop at on the way
+    passes: int  # at each
+    beside: tuple[int, ...]  # rows that decode while prompts come
+    prompts: tuple[int, ...]  # tokens of each prompt
+    repeats: int
+
+
+CPU = Grid(
+    ((24, 64), (12, 256), (4, 1000)), (24, 20, 16, 14, 12, 10, 8, 6, 5, 4, 3, 2, 1), 16,
+    (1, 4, 8), (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512), 2,
+)  # fmt: skip
+GPU = Grid(
+    ((256, 128), (256, 1000), (64, 4000), (16, 16_000), (1, 32_000)), ROW_SIZES[::-1], 24,
+    (4, 64), (16, *TOKEN_SIZES, 16_384), 4,
+)  # fmt: skip
+QUICK = Grid(((4, 8), (2, 40)), (4, 2, 1), 8, (1, 2), (4, 8, 40), 2)
+
+
+def engine_of(llm: LLM) -> Engine:
+    def look(loop: Any) -> Engine:
+        scheduler, pool = loop.scheduler, loop.memory.pool
+        pages = pool.count // len(loop.memory.index.windows)
+        return Engine(scheduler.max_rows, scheduler.prefill_chunk, scheduler.last_alone, pool.page, pages, loop.context)
+
+    return llm.between_steps(look).result()
+
+
+class Recorded(Passes):
+    """Notes what each pass is made of when it ends: tasks change afterwards."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(llm)
+        self.held: list[dict[Task, int]] = []
+        self.begin = 0  # the first pass that counts
+
+    def __enter__(self) -> Recorded:
+        def listen(event: Event) -> None:
+            if event.kind == "pass":
+                self.held.append({task: task.held for task in event.fed})
+                self.events.append(event)
+
+        self._end = self._llm.watch(listen)
+        return self
+
+    def wait(self, rows: int, passes: int) -> None:
+        """Until there are so many passes in which so many rows decode, and nothing else happens."""
+        begin, until = len(self.events), time.perf_counter() + PATIENCE_S
+        while time.perf_counter() < until:
+            if sum(list(event.fed.values()) == [1] * rows for event in self.events[begin:]) >= passes:
+                return
+            time.sleep(0.005)
+        raise TimeoutError(f"{rows} rows do not decode after {PATIENCE_S:.0f} seconds")
+
+    def samples(self, captured: bool) -> list[Sample]:
+        """One for each pass but the first; with captured steps, for those that waited for one launched before."""
+        found = []
+        for i in range(self.begin + 1, len(self.events)):
+            event, before = self.events[i], self.events[i - 1]
+            decoding = {task for task, n in event.fed.items() if n == 1}
+            prompts = event.fed, self.held[i]
+            if captured:
+                decoding &= {task for task, n in before.fed.items() if n == 1}
+                prompts = before.fed, self.held[i - 1]
+                if not decoding:
+                    continue
+            fed = [(n, prompts[1][task]) for task, n in prompts[0].items() if n > 1]
+            made_of = Pass(
+                len(decoding),
+                sum(self.held[i][task] for task in decoding),
+                sum(n for n, _ in fed),
+                sum(pairs(n, held) for n, held in fed),
+                len(fed),
+                len(event.fed.keys() - before.fed.keys()),
+            )
+            seconds = event.time - before.time
+            found.append(Sample(made_of, seconds, seconds - event.seconds))
+        return found
+
+
+def pairs(n: int, held: int) -> int:
+    """Of a prompt's n tokens, the last of `held`, and the positions they attend to."""
+    return n * (held - n) + n * (n + 1) // 2
+
+
+def measure(llm: LLM, grid: Grid) -> Iterator[tuple[str, list[Sample]]]:
+    """Samples of each load, and what it was. Where steps are captured when first needed, a first load is not counted."""
+    engine, vocabulary = engine_of(llm), llm.model.config.vocab_size
+    seeds = iter(range(10_000, 20_000))
+    most = (engine.pages - engine.max_rows) * engine.page
+
+    def submit(tokens: int, new: int) -> Handle:
+        [ask] = make_asks(vocabulary, 1, (tokens, tokens), (new, new), seed=next(seeds))
+        return llm.submit(ask.prompt, ask.params)
+
+    def new_tokens(prompt: int) -> int:
+        return min(engine.context - prompt, 4096)
+
+    def end(handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            handle.abort()
+        for handle in handles:
+            handle.result(PATIENCE_S)
+
+    for i, (rows, context) in enumerate([*grid.stairs[: engine.captured], *grid.stairs]):
+        rows = min(rows, engine.max_rows, most // (context + 512))
+        levels = [level for level in grid.levels if level <= rows]
+        if not levels or context >= engine.context:
+            continue
+        with Recorded(llm) as passes:
+            handles = [submit(context, new_tokens(context)) for _ in range(levels[0])]
+            for level in levels:
+                end(handles[level:])
+                del handles[level:]
+                passes.wait(level, grid.passes)
+        end(handles)
+        if i or not engine.captured:
+            yield f"{levels[0]} rows of {context:,} tokens, down to 1", passes.samples(engine.captured)
+    for rows in grid.beside:
+        handles = [submit(16, new_tokens(16)) for _ in range(rows)]
+        with Recorded(llm) as passes:
+            passes.wait(rows, 1)
+            for repeat in range(grid.repeats + 2 * engine.captured):
+                if repeat == 2 * engine.captured:  # each size is captured by now
+                    passes.begin = len(passes.events)
+                for tokens in grid.prompts:
+                    if tokens + 1 < min(engine.context, most):
+                        submit(tokens + engine.captured, 1).result(PATIENCE_S)
+        end(handles)
+        yield f"prompts beside {rows} rows", passes.samples(engine.captured)
+
+
+def merged(samples: Sequence[Sample]) -> list[Sample]:
+    """Up to MERGED passes in a row that feed the same become one."""
+    found = []
+    for _, group in groupby(samples, key=lambda sample: sample.made_of._replace(positions=0, pairs=0)):
+        alike = list(group)
+        for at in range(0, len(alike), MERGED):
+            some = alike[at : at + MERGED]
+            middle = sorted(some, key=lambda sample: sample.seconds)[len(some) // 2]
+            found.append(Sample(some[len(some) // 2].made_of, middle.seconds, middle.host))
+    return found
+
+
+class Steps:
+    """Seconds of a pass, fitted to samples: more of anything never takes less time."""
+
+    def __init__(self, engine: Engine, samples: Sequence[Sample]) -> None:
+        self.engine = engine
+        most = max((sample.made_of.rows + sample.made_of.tokens for sample in samples), default=1)
+        if engine.captured:
+            self._knots = [ROW_SIZES, TOKEN_SIZES]
+        else:
+            self._knots = [[knot for knot in KNOTS if knot <= most], [1]]
+        wanted = np.array([sample.seconds for sample in samples])
+        lines = np.array([self._features(sample.made_of) for sample in samples]) / wanted[:, None]
+        self._weights = least_squares(lines, np.ones(len(samples)))
+        usual = np.abs(lines @ self._weights - 1) < UNUSUAL
+        self._weights = least_squares(lines[usual], np.ones(int(usual.sum())))
+        *_, self.per_position, self.per_pair, self.per_prompt, self.per_begun = self._weights.tolist()
+        self._fixed: dict[tuple[int, int], float] = {}
+
+    def _features(self, made_of: Pass) -> list[float]:
+        rows, tokens = made_of.rows, made_of.tokens
+        first = rounded_up(rows, ROW_SIZES) if self.engine.captured else rows + tokens
+        second = rounded_up(tokens, TOKEN_SIZES) if self.engine.captured else rows
+        climbs = [*climb(first, self._knots[0]), *climb(second, self._knots[1])]
+        return [*climbs, made_of.positions, made_of.pairs, made_of.prompts, made_of.begun]
+
+    def fixed(self, rows: int, tokens: int) -> float:
+        """Of a pass, before attention."""
+        if (rows, tokens) not in self._fixed:
+            self._fixed[rows, tokens] = float(np.dot(self._features(Pass(rows, 0, tokens)), self._weights))
+        return self._fixed[rows, tokens]
+
+    def seconds(self, made_of: Pass) -> float:
+        rows, positions, tokens, pairs, prompts, begun = made_of
+        more = self.per_position * positions + self.per_pair * pairs
+        return self.fixed(rows, tokens) + more + self.per_prompt * prompts + self.per_begun * begun
+
+    def errors(self, samples: Sequence[Sample]) -> list[float]:
+        return [abs(self.seconds(sample.made_of) / sample.seconds - 1) for sample in samples]
+
+
+def rounded_up(value: int, sizes: Sequence[int]) -> int:
+    return next((size for size in sizes if size >= value > 0), value)
+
+
+def climb(value: float, knots: Sequence[int]) -> list[float]:
+    """Shares of the way from each knot to the next; what lies behind the last goes on as before it.
+
+    A weighted sum of them is a line from knot to knot. Nothing, if the value is 0.
+    """
+    if not value:
+        return [0.0] * len(knots)
+    if len(knots) == 1:
+        return [float(value)]
+    steps = [(value - low) / (high - low) for low, high in pairwise(knots)]
+    return [1.0, *(min(max(step, 0.0), 1.0) for step in steps[:-1]), max(steps[-1], 0.0)]
+
+
+def least_squares(lines: Array, wanted: Array) -> Array:
+    """Weights, none negative, that bring lines @ weights closest to what is wanted (Lawson and Hanson, 1974)."""
+    scale = np.linalg.norm(lines, axis=0)
+    scale[scale == 0] = 1
+    lines = lines / scale
+    weights = np.zeros(lines.shape[1])
+    used = np.zeros(lines.shape[1], bool)
+    for _ in range(10 * lines.shape[1]):
+        gradient = lines.T @ (wanted - lines @ weights)
+        gradient[used] = -np.inf
+        if gradient.max(initial=-np.inf) < 1e-9:
+            break
+        used[gradient.argmax()] = True
+        while used.any():
+            best = np.zeros_like(weights)
+            best[used] = np.linalg.lstsq(lines[:, used], wanted, rcond=None)[0]
+            if best[used].min() > 0:
+                weights = best
+                break
+            falling = used & (best <= 0)
+            share = (weights[falling] / np.maximum(weights[falling] - best[falling], 1e-300)).min()
+            weights = weights + share * (best - weights)
+            used &= weights > 1e-12
+            weights[~used] = 0
+    return np.asarray(weights / scale)
+
+
+class Fit(NamedTuple):
+    steps: Steps
+    held_out: list[Sample]
+
+    def line(self) -> str:
+        """How far off it is where it was not fitted."""
+        errors = sorted(self.steps.errors(self.held_out))
+        seconds = sum(self.steps.seconds(sample.made_of) for sample in self.held_out)
+        ratio = seconds / sum(sample.seconds for sample in self.held_out)
+        return (
+            f"of {len(errors)} samples that were not fitted: off by {statistics.median(errors):.1%} (median), "
+            f"{errors[int(0.9 * (len(errors) - 1))]:.1%} (90 % of them); all together {ratio:.3f} x"
+        )
+
+
+def fit(engine: Engine, samples: Sequence[Sample]) -> Fit:
+    """To all but some, which are there to be compared."""
+    if len(samples) < 2 * HELD_OUT:
+        raise ValueError(f"there are {len(samples)} samples of passes: at least {2 * HELD_OUT} are needed")
+    mixed = list(samples)
+    random.Random(0).shuffle(mixed)
+    held_out, fitted = mixed[::HELD_OUT], [sample for i, sample in enumerate(mixed) if i % HELD_OUT]
+    return Fit(Steps(engine, fitted), held_out)
+
+
+def report_values(engine: Engine, model: str, samples: Sequence[Sample]) -> dict[str, Any]:
+    """For a report file."""
+    rows = [[*sample.made_of, round(sample.seconds, 7), round(sample.host, 7)] for sample in samples]
+    return {"model": model, "engine": asdict(engine), "columns": [*Pass._fields, "seconds", "host"], "passes": rows}
+
+
+class StepReport(NamedTuple):
+    model: str
+    machine: Mapping[str, Any]
+    engine: Engine
+    samples: list[Sample]
+    front_s: float  # that the server adds to the first token; 0: not measured
+
+
+def read_report(path: Path) -> StepReport:
+    try:
+        values = json.loads(path.read_text())
+        if values["benchmark"] != "steps":
+            raise ValueError
+        samples = [Sample(Pass(*row[:6]), *row[6:]) for row in values["passes"]]
+        engine = Engine(**values["engine"])
+        return StepReport(values["model"], values["machine"], engine, samples, values.get("front_s", 0.0))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is no report of step times: make one with `simulate.py measure`") from None
