@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Protocol
@@ -92,7 +92,7 @@ class PrefixRouter(Least):
         return int(best)
 
 
-ROUTERS = {
+ROUTERS: dict[str, Callable[[int, random.Random], Router]] = {
     "random": RandomRouter,
     "round-robin": RoundRobin,
     "least": Least,
@@ -149,7 +149,7 @@ class Outcome:
         output = np.array([row.arrival.output for row in self.rows])
         mean_gap = (ended - first) / np.maximum(output - 1, 1)
         good = (first - arrival <= first_s) & (mean_gap <= between_s)
-        window = max(arrival[-1] - arrival[0], 1e-9)
+        window = max(float(arrival[-1] - arrival[0]), 1e-9)
         # A row makes its tokens evenly enough to say how many were there by the last arrival.
         by_then = np.clip((arrival[-1] - first) / np.maximum(ended - first, 1e-9), 0, 1)
         made = float((output * by_then).sum())
@@ -189,12 +189,9 @@ def run(cluster: Cluster, arrivals: Sequence[Arrival]) -> Outcome:
     """Every request to its end."""
     random.seed(cluster.seed)  # `ordered` draws from it
     draw = random.Random(cluster.seed)
-    kind = ROUTERS[cluster.router]
-    router: Router
-    if kind is PrefixRouter:
+    router = ROUTERS[cluster.router](cluster.replicas, draw)
+    if isinstance(router, PrefixRouter):
         router = PrefixRouter(cluster.replicas, draw, cluster.chunks)
-    else:
-        router = kind(cluster.replicas, draw)
     replicas = [Replica(cluster.steps, cluster.prefixes) for _ in range(cluster.replicas)]
     queues = np.zeros(cluster.replicas, np.int64)
     most, waiting, rows, refused = cluster.steps.engine.max_rows, deque[Row](), list[Row](), 0

@@ -290,7 +290,8 @@ class Replica:
         if not fed:
             raise RuntimeError(f"a request of {scheduler.waiting[0].length} tokens fits no replica: give it more pages")
         captured = self.engine.captured
-        takers, joining, decoding, lengths, begun = [], [], [], [], 0
+        takers, joining = list[Row](), list[Row]()  # who gets a token, and who will from the next pass on
+        decoding, lengths, begun = list[int](), list[tuple[int, int]](), 0
         for row, n in fed.items():
             if row.new:
                 row.new, begun = False, begun + 1

@@ -155,7 +155,7 @@ def pairs(n: int, held: int) -> int:
 
 
 def measure(llm: LLM, grid: Grid) -> Iterator[tuple[str, list[Sample]]]:
-    """Samples of each load, and what it was. Where steps are captured when first needed, a first load is not counted."""
+    """Samples of each load, and what it was. A first load is not counted where steps are captured when needed."""
     engine, vocabulary = engine_of(llm), llm.model.config.vocab_size
     seeds = iter(range(10_000, 20_000))
     most = (engine.pages - engine.max_rows) * engine.page
@@ -219,16 +219,15 @@ class Steps:
     def __init__(self, engine: Engine, samples: Sequence[Sample]) -> None:
         self.engine = engine
         most = max((sample.made_of.rows + sample.made_of.tokens for sample in samples), default=1)
-        if engine.captured:
-            self._knots = [ROW_SIZES, TOKEN_SIZES]
-        else:
-            self._knots = [[knot for knot in KNOTS if knot <= most], [1]]
+        self._knots: tuple[Sequence[int], Sequence[int]] = ROW_SIZES, TOKEN_SIZES
+        if not engine.captured:
+            self._knots = [knot for knot in KNOTS if knot <= most], [1]
         wanted = np.array([sample.seconds for sample in samples])
         lines = np.array([self._features(sample.made_of) for sample in samples]) / wanted[:, None]
         self._weights = least_squares(lines, np.ones(len(samples)))
         usual = np.abs(lines @ self._weights - 1) < UNUSUAL
         self._weights = least_squares(lines[usual], np.ones(int(usual.sum())))
-        *_, self.per_position, self.per_pair, self.per_prompt, self.per_begun = self._weights.tolist()
+        self.per_position, self.per_pair, self.per_prompt, self.per_begun = map(float, self._weights[-4:])
         self._fixed: dict[tuple[int, int], float] = {}
 
     def _features(self, made_of: Pass) -> list[float]:

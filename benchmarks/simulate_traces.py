@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +72,9 @@ class Bursts(NamedTuple):
     seconds: float = 10.0  # of a burst, on average
 
 
+BURSTS, SHAPE = Bursts(), Shape()
+
+
 def poisson_times(rate: float, draw: random.Random) -> Iterator[float]:
     now = 0.0
     while True:
@@ -79,7 +82,7 @@ def poisson_times(rate: float, draw: random.Random) -> Iterator[float]:
         yield now
 
 
-def burst_times(rate: float, draw: random.Random, bursts: Bursts = Bursts()) -> Iterator[float]:
+def burst_times(rate: float, draw: random.Random, bursts: Bursts = BURSTS) -> Iterator[float]:
     """Poisson arrivals in bursts and between them; the mean rate is as asked for."""
     quiet = max(0.0, (1 - bursts.factor * bursts.share) / (1 - bursts.share))
     quiet_s = bursts.seconds * (1 - bursts.share) / bursts.share
@@ -106,15 +109,16 @@ class _Chat(NamedTuple):
     parts: tuple[Part, ...]  # so far, the last answer included
 
 
-def synthetic(kind: str, rate: float, requests: int, shape: Shape = Shape(), seed: int = 0) -> list[Arrival]:
-    """rate: requests per second, all together."""
-    times, lengths = SYNTHETIC[kind](rate, random.Random(seed)), random.Random(seed + 1)
+def synthetic(kind: str, rate: float, requests: int, shape: Shape = SHAPE, seed: int = 0) -> list[Arrival]:
+    """rate: requests per second, all together: over the whole trace exactly so many."""
+    times, lengths = list(islice(SYNTHETIC[kind](rate, random.Random(seed)), requests)), random.Random(seed + 1)
+    share = requests / rate / times[-1]
     keys, found, chats = count(1), list[Arrival](), list[_Chat]()
     number = max(1, round(requests * shape.documents / shape.asked))
     most = shape.context * 3 // 4
     documents = [Part(next(keys), _length(lengths, shape.document, most)) for _ in range(number)]
-    for _ in range(requests):
-        now, kind_of = next(times), lengths.random()
+    for time in times:
+        now, kind_of = time * share, lengths.random()
         output = _length(lengths, shape.output, shape.context // 4)
         own = Part(next(keys), _length(lengths, shape.prompt, most))
         parts: tuple[Part, ...] = (own,)
@@ -149,7 +153,7 @@ def read_trace(path: Path) -> list[Arrival]:
     arrivals = list(_mooncake(path, lines) if path.suffix == ".jsonl" else _azure(path, lines))
     if not arrivals:
         raise BadTrace(f"{path} has no requests")
-    for number, (before, after) in enumerate(zip(arrivals, arrivals[1:], strict=False), 2):
+    for number, (before, after) in enumerate(pairwise(arrivals), 2):
         if after.time < before.time:
             raise BadTrace(f"{path}, request {number}: it comes before the one in front of it")
     first = arrivals[0].time
