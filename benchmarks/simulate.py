@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from gpu_report import Column, Report, Row, Table
 from gpu_shapes import SHAPES, NoText, build
+from simulate_check import CHECKED, Check, rows_of
 from simulate_cluster import ROUTERS, Cluster, run
 from simulate_steps import (
     CPU,
@@ -217,8 +218,38 @@ def make_parser() -> argparse.ArgumentParser:
     steps.add_argument("--cache-memory", type=int, metavar="BYTES", help="(half of what is free)")
     steps.add_argument("--quick", action="store_true", help="a few passes, to see that everything runs")
     steps.add_argument("--out", type=Path, metavar="FILE", help="the report")
+    add_check(commands.add_parser("check", help="compare with real servers", allow_abbrev=False))
     add_run(commands.add_parser("run", help="simulate replicas", allow_abbrev=False))
     return parser
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", default=MODEL, help="(%(default)s)")
+    add("--quantize", default="int4", help="empty for none (%(default)s)")
+    add("--threads", type=positive(int), default=1, help="of a replica (%(default)s)")
+    add("--replicas", type=positive(int), nargs="+", default=[1, 2], help="(%(default)s)")
+    add("--trace", choices=SYNTHETIC, default="poisson", help="(%(default)s)")
+    add("--router", choices=ROUTERS, default="prefix", help="(%(default)s)")
+    add("--shares", type=positive(float), nargs="+", default=[0.35, 0.7], help="of what is possible (%(default)s)")
+    add("--seconds", type=positive(float), default=40.0, help="of each trace (%(default)s)")
+    add("--quick", action="store_true", help="few step times, to see that everything runs")
+    add("--json", type=Path, metavar="FILE", help="keep the figures in FILE, with those it has already")
+
+
+def run_check(args: argparse.Namespace, command: Sequence[str]) -> None:
+    machine = describe_machine(torch.device("cpu")) | {"load_average": os.getloadavg()[0], "threads": args.threads}
+    report = Report(machine, command, args.json, "simulate-check")
+    print(f"{machine_line(machine)}, load average before: {machine['load_average']:.2f}\n$ {shlex.join(command)}")
+    names = ("model", "quantize", "threads", "seconds", "shares", "trace", "router", "quick")
+    check = Check(**{name: getattr(args, name) for name in names})
+    for replicas in args.replicas:
+        found = rows_of(check, replicas)
+        for i, row in enumerate(found):
+            if not i:
+                print(CHECKED.header())
+            report.add("check", row)
+            print(CHECKED.line(row), flush=True)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -316,6 +347,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     if args.command == "measure":
         run_measure(args, command_line(argv))
+    elif args.command == "check":
+        run_check(args, command_line(argv))
     else:
         run_simulation(args, command_line(argv), report, read)
 

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
 
-from simulate_steps import Engine, Pass, Steps, pairs
+from simulate_steps import SHORT, Engine, Pass, Steps, pairs
 from simulate_traces import Arrival, Part
 
 from infer.engine.scheduler import Job, Scheduler
@@ -322,10 +322,11 @@ class Replica:
     def _captured(self, takers: Sequence[Row], joining: Sequence[Row], prompts: Pass, begun: int) -> float:
         """Rows that join those of a step that is launched get their token from the next one."""
         stepping = takers or joining
-        made_of = Pass(len(stepping), sum(row.held for row in stepping), begun=begun)
+        held = [row.held for row in stepping]
+        made_of = Pass(len(held), sum(held), begun=begun, longest=max(held, default=0))
         seconds = self._behind + self.steps.seconds(made_of)
         self._behind = self.steps.seconds(prompts)
-        if not takers:  # nothing was launched before: it is waited for at once
+        if not takers or prompts.tokens <= SHORT:  # nothing was launched before, or the host launches it meanwhile
             seconds, self._behind = seconds + self._behind, 0.0
         for row in joining:
             row.captured = True

@@ -4,8 +4,9 @@ The time of a pass is counted from the end of the one before, so it includes the
 that decode, the positions they attend to, tokens of prompts and the positions these attend to, and rows that are new.
 
 On a CPU one pass takes all of that together. On a GPU rows that decode go through captured steps: the number of rows is
-rounded up, prompts are passes of their own, and the engine launches a step ahead of the tokens it reads. So what a call
-of the engine launches for prompts is waited for in the next call.
+rounded up, a row that is longer than the others keeps them waiting, prompts are passes of their own, and the engine
+launches a step ahead of the tokens it reads. So what a call of the engine launches for prompts is waited for in the
+next call. Only short prompts, which are launched kernel by kernel, are the host's time in the same call.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from serving_load import PATIENCE_S, Passes, make_asks
+from serving_load import PATIENCE_S, Ask, Passes, make_asks
 
 from infer.engine.llm import LLM, Handle
 from infer.engine.loop import Event, Task
 
 Array = NDArray[np.float64]
 ROW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of captured steps
-TOKEN_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # of captured passes of prompts
+SHORT = 32  # tokens of prompts that are launched kernel by kernel
+TOKEN_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # of captured passes of prompts
+MANY = 32  # rows from which on a captured step attends to each row with one program for each head
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 15, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 512, 1024)  # tokens of other passes
 MERGED = 8  # passes in a row that are alike and become one sample, their median
 UNUSUAL = 0.5  # that a sample may be off, else it is left out: the machine did something else
@@ -45,6 +48,12 @@ class Pass(NamedTuple):
     pairs: int = 0  # of a prompt's token and a position that it attends to
     prompts: int = 0  # rows that feed these tokens
     begun: int = 0  # rows that were not in the pass before
+    longest: int = 0  # positions that a row which decodes attends to, at most
+
+    @property
+    def uneven(self) -> float:
+        """How much longer the longest row is than the mean."""
+        return self.longest - self.positions / self.rows if self.rows else 0.0
 
 
 class Sample(NamedTuple):
@@ -78,12 +87,12 @@ class Grid:
 
 
 CPU = Grid(
-    ((24, 64), (12, 256), (4, 1000)), (24, 20, 16, 14, 12, 10, 8, 6, 5, 4, 3, 2, 1), 16,
-    (1, 4, 8), (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512), 2,
+    ((24, 48), (10, 200), (3, 800)), (24, 20, 16, 12, 10, 8, 6, 5, 4, 3, 2, 1), 8,
+    (1, 6), (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 300), 2,
 )  # fmt: skip
 GPU = Grid(
     ((256, 128), (256, 1000), (64, 4000), (16, 16_000), (1, 32_000)), ROW_SIZES[::-1], 24,
-    (4, 64), (16, *TOKEN_SIZES, 16_384), 4,
+    (4, 64), (16, SHORT, *TOKEN_SIZES, 16_384), 4,
 )  # fmt: skip
 QUICK = Grid(((4, 8), (2, 40)), (4, 2, 1), 8, (1, 2), (4, 8, 40), 2)
 
@@ -129,24 +138,35 @@ class Recorded(Passes):
         for i in range(self.begin + 1, len(self.events)):
             event, before = self.events[i], self.events[i - 1]
             decoding = {task for task, n in event.fed.items() if n == 1}
-            prompts = event.fed, self.held[i]
+            fed = self._prompts(i)
             if captured:
                 decoding &= {task for task, n in before.fed.items() if n == 1}
-                prompts = before.fed, self.held[i - 1]
+                fed = [
+                    each for at in (i - 1, i) for each in self._prompts(at) if is_short(self._prompts(at)) == (at == i)
+                ]
                 if not decoding:
                     continue
-            fed = [(n, prompts[1][task]) for task, n in prompts[0].items() if n > 1]
+            held = [self.held[i][task] for task in decoding]
             made_of = Pass(
-                len(decoding),
-                sum(self.held[i][task] for task in decoding),
+                len(held),
+                sum(held),
                 sum(n for n, _ in fed),
-                sum(pairs(n, held) for n, held in fed),
+                sum(pairs(*each) for each in fed),
                 len(fed),
                 len(event.fed.keys() - before.fed.keys()),
+                max(held, default=0),
             )
             seconds = event.time - before.time
             found.append(Sample(made_of, seconds, seconds - event.seconds))
         return found
+
+    def _prompts(self, i: int) -> list[tuple[int, int]]:
+        """Of each prompt in a pass: tokens that it feeds, and that it holds then."""
+        return [(n, self.held[i][task]) for task, n in self.events[i].fed.items() if n > 1]
+
+
+def is_short(prompts: Sequence[tuple[int, int]]) -> bool:
+    return sum(n for n, _ in prompts) <= SHORT
 
 
 def pairs(n: int, held: int) -> int:
@@ -160,12 +180,13 @@ def measure(llm: LLM, grid: Grid) -> Iterator[tuple[str, list[Sample]]]:
     seeds = iter(range(10_000, 20_000))
     most = (engine.pages - engine.max_rows) * engine.page
 
-    def submit(tokens: int, new: int) -> Handle:
-        [ask] = make_asks(vocabulary, 1, (tokens, tokens), (new, new), seed=next(seeds))
-        return llm.submit(ask.prompt, ask.params)
+    def ask(tokens: int, new: int = 4096) -> Ask:
+        """Made before anything is timed: that takes the interpreter from the engine."""
+        new = min(new, engine.context - tokens)
+        return make_asks(vocabulary, 1, (tokens, tokens), (new, new), seed=next(seeds))[0]
 
-    def new_tokens(prompt: int) -> int:
-        return min(engine.context - prompt, 4096)
+    def submit(asks: Sequence[Ask]) -> list[Handle]:
+        return [llm.submit(each.prompt, each.params) for each in asks]
 
     def end(handles: Sequence[Handle]) -> None:
         for handle in handles:
@@ -178,8 +199,9 @@ def measure(llm: LLM, grid: Grid) -> Iterator[tuple[str, list[Sample]]]:
         levels = [level for level in grid.levels if level <= rows]
         if not levels or context >= engine.context:
             continue
+        asks = [ask(context) for _ in range(levels[0])]
         with Recorded(llm) as passes:
-            handles = [submit(context, new_tokens(context)) for _ in range(levels[0])]
+            handles = submit(asks)
             for level in levels:
                 end(handles[level:])
                 del handles[level:]
@@ -188,15 +210,16 @@ def measure(llm: LLM, grid: Grid) -> Iterator[tuple[str, list[Sample]]]:
         if i or not engine.captured:
             yield f"{levels[0]} rows of {context:,} tokens, down to 1", passes.samples(engine.captured)
     for rows in grid.beside:
-        handles = [submit(16, new_tokens(16)) for _ in range(rows)]
+        handles = submit([ask(16) for _ in range(rows)])
+        repeats = grid.repeats + 2 * engine.captured
+        lengths = [tokens for tokens in grid.prompts if tokens + 1 < min(engine.context, most)]
+        asks = [ask(tokens + engine.captured, 1) for _ in range(repeats) for tokens in lengths]
         with Recorded(llm) as passes:
             passes.wait(rows, 1)
-            for repeat in range(grid.repeats + 2 * engine.captured):
-                if repeat == 2 * engine.captured:  # each size is captured by now
+            for i, each in enumerate(asks):
+                if i == 2 * engine.captured * len(lengths):  # each size is captured by now
                     passes.begin = len(passes.events)
-                for tokens in grid.prompts:
-                    if tokens + 1 < min(engine.context, most):
-                        submit(tokens + engine.captured, 1).result(PATIENCE_S)
+                submit([each])[0].result(PATIENCE_S)
         end(handles)
         yield f"prompts beside {rows} rows", passes.samples(engine.captured)
 
@@ -204,7 +227,7 @@ def measure(llm: LLM, grid: Grid) -> Iterator[tuple[str, list[Sample]]]:
 def merged(samples: Sequence[Sample]) -> list[Sample]:
     """Up to MERGED passes in a row that feed the same become one."""
     found = []
-    for _, group in groupby(samples, key=lambda sample: sample.made_of._replace(positions=0, pairs=0)):
+    for _, group in groupby(samples, key=lambda sample: sample.made_of._replace(positions=0, pairs=0, longest=0)):
         alike = list(group)
         for at in range(0, len(alike), MERGED):
             some = alike[at : at + MERGED]
@@ -219,23 +242,25 @@ class Steps:
     def __init__(self, engine: Engine, samples: Sequence[Sample]) -> None:
         self.engine = engine
         most = max((sample.made_of.rows + sample.made_of.tokens for sample in samples), default=1)
-        self._knots: tuple[Sequence[int], Sequence[int]] = ROW_SIZES, TOKEN_SIZES
-        if not engine.captured:
-            self._knots = [knot for knot in KNOTS if knot <= most], [1]
+        self._knots = [knot for knot in KNOTS if knot <= most]  # of passes that are not captured
         wanted = np.array([sample.seconds for sample in samples])
         lines = np.array([self._features(sample.made_of) for sample in samples]) / wanted[:, None]
         self._weights = least_squares(lines, np.ones(len(samples)))
         usual = np.abs(lines @ self._weights - 1) < UNUSUAL
         self._weights = least_squares(lines[usual], np.ones(int(usual.sum())))
         self.per_position, self.per_pair, self.per_prompt, self.per_begun = map(float, self._weights[-4:])
+        self._per_uneven = [float(weight) for weight in self._weights[-6:-4]]
         self._fixed: dict[tuple[int, int], float] = {}
 
     def _features(self, made_of: Pass) -> list[float]:
         rows, tokens = made_of.rows, made_of.tokens
-        first = rounded_up(rows, ROW_SIZES) if self.engine.captured else rows + tokens
-        second = rounded_up(tokens, TOKEN_SIZES) if self.engine.captured else rows
-        climbs = [*climb(first, self._knots[0]), *climb(second, self._knots[1])]
-        return [*climbs, made_of.positions, made_of.pairs, made_of.prompts, made_of.begun]
+        attention = [made_of.positions, made_of.pairs, made_of.prompts, made_of.begun]
+        if not self.engine.captured:
+            return [*climb(rows + tokens, self._knots), rows, 0.0, 0.0, *attention]
+        short, long = 0 < tokens <= SHORT, tokens if tokens > SHORT else 0
+        climbs = [*climb(rounded_up(rows, ROW_SIZES), ROW_SIZES), *climb(rounded_up(long, TOKEN_SIZES), TOKEN_SIZES)]
+        uneven = [0.0, made_of.uneven] if rows > MANY // 2 else [made_of.uneven, 0.0]
+        return [*climbs, short, *uneven, *attention]
 
     def fixed(self, rows: int, tokens: int) -> float:
         """Of a pass, before attention."""
@@ -244,9 +269,11 @@ class Steps:
         return self._fixed[rows, tokens]
 
     def seconds(self, made_of: Pass) -> float:
-        rows, positions, tokens, pairs, prompts, begun = made_of
-        more = self.per_position * positions + self.per_pair * pairs
-        return self.fixed(rows, tokens) + more + self.per_prompt * prompts + self.per_begun * begun
+        rows, positions, tokens, pairs, prompts, begun, _ = made_of
+        more = self.per_position * positions + self.per_pair * pairs + self.per_prompt * prompts
+        if self.engine.captured:
+            more += self._per_uneven[rows > MANY // 2] * made_of.uneven
+        return self.fixed(rows, tokens) + more + self.per_begun * begun
 
     def errors(self, samples: Sequence[Sample]) -> list[float]:
         return [abs(self.seconds(sample.made_of) / sample.seconds - 1) for sample in samples]
@@ -263,8 +290,6 @@ def climb(value: float, knots: Sequence[int]) -> list[float]:
     """
     if not value:
         return [0.0] * len(knots)
-    if len(knots) == 1:
-        return [float(value)]
     steps = [(value - low) / (high - low) for low, high in pairwise(knots)]
     return [1.0, *(min(max(step, 0.0), 1.0) for step in steps[:-1]), max(steps[-1], 0.0)]
 
@@ -340,7 +365,7 @@ def read_report(path: Path) -> StepReport:
         values = json.loads(path.read_text())
         if values["benchmark"] != "steps":
             raise ValueError
-        samples = [Sample(Pass(*row[:6]), *row[6:]) for row in values["passes"]]
+        samples = [Sample(Pass(*row[:-2]), *row[-2:]) for row in values["passes"]]
         engine = Engine(**values["engine"])
         return StepReport(values["model"], values["machine"], engine, samples, values.get("front_s", 0.0))
     except OSError as error:

@@ -43,6 +43,7 @@ def made_up(sim: SimpleNamespace, fixed: float = 1.0, per_position: float = 0.0,
     steps = sim.Steps.__new__(sim.Steps)
     steps.engine = sim.Engine(**{"page": 4, "pages": 10_000} | engine)
     steps.per_position, steps.per_pair, steps.per_prompt, steps.per_begun = per_position, 0.0, 0.0, 0.0
+    steps._per_uneven = [0.0, 0.0]
     steps.fixed = lambda rows, tokens: fixed if rows or tokens else 0.0
     return steps
 
@@ -218,7 +219,7 @@ def test_chats_find_their_pages(sim: SimpleNamespace, model: Any) -> None:
 def test_captured_steps_run_ahead(sim: SimpleNamespace) -> None:
     """A row that joins others waits for the step that is launched already; the prompt goes before the next one."""
     steps = made_up(sim, captured=True, prefill_chunk=100)
-    outcome = served(sim, steps, arrivals(sim, (0.0, 10, 20), (5.5, 10, 3)))
+    outcome = served(sim, steps, arrivals(sim, (0.0, 60, 20), (5.5, 60, 3)))
     first, second = outcome.rows
     assert first.first == 2.0  # the prompt, and a step
     # Comes while the step to 6 runs. The step to 7 was launched; then the prompt, to 8; a step, to 9, and its own.
@@ -443,11 +444,17 @@ class TestSteps:
         for _ in range(400):
             rows, tokens = draw.randrange(1, 257), draw.choice([0, draw.randrange(2, 4097)])
             padded = sim.rounded_up(rows, sim.ROW_SIZES), sim.rounded_up(tokens, sim.TOKEN_SIZES)
-            found.append(sim.Sample(sim.Pass(rows, 0, tokens), 0.01 + 1e-5 * padded[0] + 2e-5 * padded[1], 0.0))
+            padded = padded if tokens == 0 or tokens > sim.SHORT else (padded[0], 1000)
+            made_of = sim.Pass(rows, 10 * rows, tokens, longest=10 + draw.choice([0, 2000]))
+            seconds = 0.01 + 1e-5 * padded[0] + 2e-5 * padded[1]
+            found.append(sim.Sample(made_of, seconds + (1e-6 if rows > 16 else 1e-7) * made_of.uneven, 0.0))
         steps = sim.fit(sim.Engine(captured=True, prefill_chunk=4096), found).steps
         assert steps.seconds(sim.Pass(5)) == pytest.approx(0.01008, rel=0.01)
         assert steps.seconds(sim.Pass(tokens=1025)) == pytest.approx(2e-5 * 1536, rel=0.05)
         assert steps.seconds(sim.Pass()) == 0.0
+        longer = [steps.seconds(sim.Pass(n, 10 * n + 990, longest=1000)) for n in (16, 17)]
+        even = [steps.seconds(sim.Pass(n, 10 * n + 990, longest=10 + 990 // n)) for n in (16, 17)]
+        assert np.subtract(longer, even) == pytest.approx([0.93e-4, 0.93e-3], rel=0.05)
 
     def test_least_squares(self, sim: SimpleNamespace) -> None:
         """Where the best weights would be negative, they are 0."""
