@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -35,9 +36,11 @@ from simulate_steps import Pass, Sample, Steps, fit, pairs, read_report
 from simulate_traces import Arrival, Part, Shape, synthetic
 
 GOAL = 0.15
-SHAPE = Shape((50, 0.7), (40, 0.6), chats=0.3, documents=0.3, document=(200, 0.4), think_s=5, asked=10, context=1024)
+SHAPE = Shape((16, 0.6), (24, 0.5), chats=0.3, documents=0.3, document=(80, 0.4), think_s=5, asked=10, context=1024)
 STREAMS, TOKENS, PROMPT, ROUNDS = 6, 40, 32, 3  # of the streams that the front is measured with
 PATH = "/v1/completions"
+CACHED = ("hits", "queries")  # of the metrics
+CACHE = 10**9  # bytes of a replica
 CHECKED = Table(
     "Simulated, and measured",
     (
@@ -70,7 +73,7 @@ class Check:
     @property
     def options(self) -> list[str]:
         quantize = ["--quantize", self.quantize] if self.quantize else []
-        return [self.model, *quantize, "--threads", str(self.threads), "--cache-memory", "300000000"]
+        return [self.model, *quantize, "--threads", str(self.threads), "--cache-memory", str(CACHE)]
 
 
 def rows_of(check: Check, replicas: int, say: Any = print) -> Iterator[Row]:
@@ -86,9 +89,11 @@ def rows_of(check: Check, replicas: int, say: Any = print) -> Iterator[Row]:
             rate = share * rates
             requests = max(8, round(rate * check.seconds))
             arrivals = own_answers(synthetic(check.trace, rate, requests, SHAPE, seed))
+            before = asyncio.run(servers.cached())
             answers = asyncio.run(servers.send(arrivals))
+            hits, tokens = np.subtract(asyncio.run(servers.cached()), before)
             simulated = run(Cluster(steps, replicas, check.router, front_s), arrivals).figures(1, 1)
-            yield from compared(replicas, rate, figures(arrivals, answers), simulated)
+            yield from compared(replicas, rate, figures(arrivals, answers) | {"hits": hits / tokens}, simulated)
 
 
 def measured_steps(check: Check, replicas: int, say: Any) -> Steps:
@@ -120,7 +125,6 @@ class Paced(Steps):
 
     def __init__(self, steps: Steps, pace: float) -> None:
         self.engine, self._steps, self._pace = steps.engine, steps, pace
-        self.per_position = steps.per_position * pace
 
     def seconds(self, made_of: Any) -> float:
         return self._steps.seconds(made_of) * self._pace
@@ -184,6 +188,14 @@ class Servers:
 
         return list(await asyncio.gather(*map(one, arrivals)))
 
+    async def cached(self) -> tuple[float, float]:
+        """Tokens of prompts that were in a cache, and all tokens of prompts, so far."""
+        text = "".join([(await ask_once(port, "/metrics")).body.decode() for port in self._ports])
+        found = [
+            re.findall(rf"^infer:prefix_cache_{name}_total(?:{{.*}})? (.*)$", text, re.MULTILINE) for name in CACHED
+        ]
+        return sum(map(float, found[0])), sum(map(float, found[1]))
+
     def _body(self, arrival: Arrival) -> dict[str, Any]:
         prompt = [token for part in arrival.parts for token in tokens_of(part)]
         settings = {"max_tokens": arrival.output, "temperature": 0.6, "seed": 1, "ignore_eos": True, "stream": True}
@@ -225,8 +237,9 @@ def compared(replicas: int, rate: float, measured: dict[str, float], simulated: 
         (f"{name.split('_')[0]} ms, {name.split('_')[1]}", measured[name] * 1e3, simulated[name] * 1e3)
         for name in names
     ]
-    real, paper = (each["tokens"] / each["seconds"] for each in (measured, simulated))
-    for what, real, paper in [*found, ("tokens/s", real, paper)]:
+    found.append(("tokens/s", measured["tokens"] / measured["seconds"], simulated["tokens"] / simulated["seconds"]))
+    found.append(("% of prompts cached", 100 * measured["hits"], 100 * simulated["hits"]))
+    for what, real, paper in found:
         ratio = paper / real
         yield {
             "shape": f"{replicas} at {rate:.2f}",

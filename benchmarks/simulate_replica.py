@@ -306,23 +306,24 @@ class Replica:
             if not row.left:
                 (joining if captured and not row.captured else takers).append(row)
         prompts = Pass(0, 0, sum(n for n, _ in lengths), sum(pairs(*each) for each in lengths), len(lengths))
-        passes = 1
+        alike = not (lengths or joining or begun or self._behind) and preempted == scheduler.preemptions
         if captured:
-            seconds = self._captured(takers, joining, prompts, begun)
+            seconds, made_of = self._captured(takers, joining, prompts, begun)
             takers = takers or joining
         else:
             made_of = prompts._replace(rows=len(decoding), positions=sum(decoding), begun=begun)
             seconds = self.steps.seconds(made_of)
-        if not lengths and not joining and not begun and preempted == scheduler.preemptions:
-            passes = self._alike(takers)
-        self._began, self._passes, self._seconds, self._fed, self._takers = now, passes, seconds, fed, takers
-        self._slope = self.steps.per_position * len(takers)
-        self.due = self._end_of(passes)
+        self._began, self._seconds, self._fed, self._takers = now, seconds, fed, takers
+        self._passes = self._alike(takers) if alike else 1
+        self._slope = self.steps.growth(made_of) if self._passes > 1 else 0.0
+        self.due = self._end_of(self._passes)
 
-    def _captured(self, takers: Sequence[Row], joining: Sequence[Row], prompts: Pass, begun: int) -> float:
-        """Rows that join those of a step that is launched get their token from the next one."""
-        stepping = takers or joining
-        held = [row.held for row in stepping]
+    def _captured(self, takers: Sequence[Row], joining: Sequence[Row], prompts: Pass, begun: int) -> tuple[float, Pass]:
+        """Seconds of a pass, and what its step is made of.
+
+        Rows that join those of a step that is launched get their token from the next one.
+        """
+        held = [row.held for row in takers or joining]
         made_of = Pass(len(held), sum(held), begun=begun, longest=max(held, default=0))
         seconds = self._behind + self.steps.seconds(made_of)
         self._behind = self.steps.seconds(prompts)
@@ -332,7 +333,7 @@ class Replica:
             row.captured = True
             if takers:
                 row.held -= 1
-        return seconds
+        return seconds, made_of
 
     def _alike(self, takers: Sequence[Row]) -> int:
         passes = min(row.left_to_make for row in takers)

@@ -12,6 +12,7 @@ next call. Only short prompts, which are launched kernel by kernel, are the host
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import time
@@ -33,6 +34,7 @@ ROW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of captured steps
 SHORT = 32  # tokens of prompts that are launched kernel by kernel
 TOKEN_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # of captured passes of prompts
 MANY = 32  # rows from which on a captured step attends to each row with one program for each head
+LONE = [(few, many) for few in (0.25, 0.5, 1.0) for many in (1, 8, 16, 24, 32, 40, 48, 64)]  # see `Steps`
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 15, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 512, 1024)  # tokens of other passes
 MERGED = 8  # passes in a row that are alike and become one sample, their median
 UNUSUAL = 0.5  # that a sample may be off, else it is left out: the machine did something else
@@ -49,11 +51,6 @@ class Pass(NamedTuple):
     prompts: int = 0  # rows that feed these tokens
     begun: int = 0  # rows that were not in the pass before
     longest: int = 0  # positions that a row which decodes attends to, at most
-
-    @property
-    def uneven(self) -> float:
-        """How much longer the longest row is than the mean."""
-        return self.longest - self.positions / self.rows if self.rows else 0.0
 
 
 class Sample(NamedTuple):
@@ -87,7 +84,7 @@ class Grid:
 
 
 CPU = Grid(
-    ((24, 48), (10, 200), (3, 800)), (24, 20, 16, 12, 10, 8, 6, 5, 4, 3, 2, 1), 8,
+    ((24, 48), (10, 200), (3, 800)), (24, 18, 12, 10, 8, 6, 5, 4, 3, 2, 1), 6,
     (1, 6), (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 300), 2,
 )  # fmt: skip
 GPU = Grid(
@@ -178,7 +175,7 @@ def measure(llm: LLM, grid: Grid) -> Iterator[tuple[str, list[Sample]]]:
     """Samples of each load, and what it was. A first load is not counted where steps are captured when needed."""
     engine, vocabulary = engine_of(llm), llm.model.config.vocab_size
     seeds = iter(range(10_000, 20_000))
-    most = (engine.pages - engine.max_rows) * engine.page
+    most = engine.pages * engine.page * 3 // 4  # tokens at once
 
     def ask(tokens: int, new: int = 4096) -> Ask:
         """Made before anything is timed: that takes the interpreter from the engine."""
@@ -195,7 +192,7 @@ def measure(llm: LLM, grid: Grid) -> Iterator[tuple[str, list[Sample]]]:
             handle.result(PATIENCE_S)
 
     for i, (rows, context) in enumerate([*grid.stairs[: engine.captured], *grid.stairs]):
-        rows = min(rows, engine.max_rows, most // (context + 512))
+        rows = min(rows, engine.max_rows, most // (context + 256))
         levels = [level for level in grid.levels if level <= rows]
         if not levels or context >= engine.context:
             continue
@@ -237,46 +234,70 @@ def merged(samples: Sequence[Sample]) -> list[Sample]:
 
 
 class Steps:
-    """Seconds of a pass, fitted to samples: more of anything never takes less time."""
+    """Seconds of a pass, fitted to samples: more of anything never takes less time.
+
+    In a captured step a row that is much longer than the others is read at a share of the speed: it takes the time of
+    so many rows of its length. That number is fitted too, for few rows as a share of them, and for many.
+    """
 
     def __init__(self, engine: Engine, samples: Sequence[Sample]) -> None:
         self.engine = engine
         most = max((sample.made_of.rows + sample.made_of.tokens for sample in samples), default=1)
         self._knots = [knot for knot in KNOTS if knot <= most]  # of passes that are not captured
-        wanted = np.array([sample.seconds for sample in samples])
-        lines = np.array([self._features(sample.made_of) for sample in samples]) / wanted[:, None]
-        self._weights = least_squares(lines, np.ones(len(samples)))
-        usual = np.abs(lines @ self._weights - 1) < UNUSUAL
-        self._weights = least_squares(lines[usual], np.ones(int(usual.sum())))
-        self.per_position, self.per_pair, self.per_prompt, self.per_begun = map(float, self._weights[-4:])
-        self._per_uneven = [float(weight) for weight in self._weights[-6:-4]]
+        self._lone, self._weights, best = LONE[0], np.zeros(0), math.inf
+        for lone in LONE if engine.captured else LONE[:1]:
+            weights, error = fitted_weights(np.array([self._features(each.made_of, lone) for each in samples]), samples)
+            if error < best:
+                self._lone, self._weights, best = lone, weights, error
+        self._few, self._many, self._pair, self._prompt, self._begun = map(float, self._weights[-5:])
         self._fixed: dict[tuple[int, int], float] = {}
 
-    def _features(self, made_of: Pass) -> list[float]:
+    def _features(self, made_of: Pass, lone: tuple[float, float]) -> list[float]:
         rows, tokens = made_of.rows, made_of.tokens
-        attention = [made_of.positions, made_of.pairs, made_of.prompts, made_of.begun]
+        read = self._read(made_of, lone)
+        rest = [*((0.0, read) if rows > MANY // 2 else (read, 0.0)), made_of.pairs, made_of.prompts, made_of.begun]
         if not self.engine.captured:
-            return [*climb(rows + tokens, self._knots), rows, 0.0, 0.0, *attention]
+            return [*climb(rows + tokens, self._knots), rows, *rest]
         short, long = 0 < tokens <= SHORT, tokens if tokens > SHORT else 0
         climbs = [*climb(rounded_up(rows, ROW_SIZES), ROW_SIZES), *climb(rounded_up(long, TOKEN_SIZES), TOKEN_SIZES)]
-        uneven = [0.0, made_of.uneven] if rows > MANY // 2 else [made_of.uneven, 0.0]
-        return [*climbs, short, *uneven, *attention]
+        return [*climbs, short, *rest]
+
+    def _read(self, made_of: Pass, lone: tuple[float, float]) -> float:
+        """Positions, as if all rows were of one length."""
+        if not self.engine.captured:
+            return made_of.positions
+        few, many = lone
+        rows = many if made_of.rows > MANY // 2 else few * rounded_up(made_of.rows, ROW_SIZES)
+        return max(made_of.positions, rows * made_of.longest)
 
     def fixed(self, rows: int, tokens: int) -> float:
         """Of a pass, before attention."""
         if (rows, tokens) not in self._fixed:
-            self._fixed[rows, tokens] = float(np.dot(self._features(Pass(rows, 0, tokens)), self._weights))
+            features = self._features(Pass(rows, 0, tokens), self._lone)
+            self._fixed[rows, tokens] = float(np.dot(features, self._weights))
         return self._fixed[rows, tokens]
 
     def seconds(self, made_of: Pass) -> float:
-        rows, positions, tokens, pairs, prompts, begun, _ = made_of
-        more = self.per_position * positions + self.per_pair * pairs + self.per_prompt * prompts
-        if self.engine.captured:
-            more += self._per_uneven[rows > MANY // 2] * made_of.uneven
-        return self.fixed(rows, tokens) + more + self.per_begun * begun
+        rows, _, tokens, pairs, prompts, begun, _ = made_of
+        more = (self._many if rows > MANY // 2 else self._few) * self._read(made_of, self._lone)
+        return self.fixed(rows, tokens) + more + self._pair * pairs + self._prompt * prompts + self._begun * begun
+
+    def growth(self, made_of: Pass) -> float:
+        """Seconds that the next pass of the same rows takes more."""
+        later = made_of._replace(positions=made_of.positions + made_of.rows, longest=made_of.longest + 1)
+        return self.seconds(later) - self.seconds(made_of)
 
     def errors(self, samples: Sequence[Sample]) -> list[float]:
         return [abs(self.seconds(sample.made_of) / sample.seconds - 1) for sample in samples]
+
+
+def fitted_weights(features: Array, samples: Sequence[Sample]) -> tuple[Array, float]:
+    """And the mean error, relative to each sample. What is far off is left out of the second fit."""
+    lines = features / np.array([[sample.seconds] for sample in samples])
+    weights = least_squares(lines, np.ones(len(lines)))
+    usual = np.abs(lines @ weights - 1) < UNUSUAL
+    weights = least_squares(lines[usual], np.ones(int(usual.sum())))
+    return weights, float(np.minimum(np.abs(lines @ weights - 1), UNUSUAL).mean())
 
 
 def rounded_up(value: int, sizes: Sequence[int]) -> int:

@@ -42,9 +42,9 @@ def made_up(sim: SimpleNamespace, fixed: float = 1.0, per_position: float = 0.0,
     """Passes that take the same time, whatever they hold; or longer with the positions attended to."""
     steps = sim.Steps.__new__(sim.Steps)
     steps.engine = sim.Engine(**{"page": 4, "pages": 10_000} | engine)
-    steps.per_position, steps.per_pair, steps.per_prompt, steps.per_begun = per_position, 0.0, 0.0, 0.0
-    steps._per_uneven = [0.0, 0.0]
-    steps.fixed = lambda rows, tokens: fixed if rows or tokens else 0.0
+    steps.seconds = lambda made_of: (
+        (fixed if made_of.rows or made_of.tokens else 0.0) + per_position * made_of.positions
+    )
     return steps
 
 
@@ -265,7 +265,7 @@ def test_least_spreads_evenly(sim: SimpleNamespace) -> None:
     shape = sim.Shape(prompt=(30, 0.5), output=(20, 0.5), chats=0, documents=0)
     trace = sim.synthetic("poisson", 30.0, 1500, shape)
     steps = made_up(sim)
-    steps.fixed = lambda rows, tokens: 0.005 * (rows + tokens / 10)
+    steps.seconds = lambda made_of: 0.005 * (made_of.rows + made_of.tokens / 10)
     first, second, third = (
         served(sim, steps, trace, 8, router=router).figures(1, 1)["whole_p99_s"]
         for router in ("random", "two-choices", "least")
@@ -434,7 +434,7 @@ class TestSteps:
         read = sim.read_report(report)
         fit = sim.fit(read.engine, read.samples)
         assert max(fit.steps.errors(fit.held_out)) < 0.01
-        assert fit.steps.per_position == pytest.approx(1e-7, rel=0.01)
+        assert fit.steps.growth(sim.Pass(rows=10)) == pytest.approx(1e-6, rel=0.01)
         assert fit.steps.seconds(sim.Pass(rows=10)) == pytest.approx(0.002, rel=0.01)
         assert "not fitted: off by 0.0%" in fit.line()
 
@@ -445,16 +445,18 @@ class TestSteps:
             rows, tokens = draw.randrange(1, 257), draw.choice([0, draw.randrange(2, 4097)])
             padded = sim.rounded_up(rows, sim.ROW_SIZES), sim.rounded_up(tokens, sim.TOKEN_SIZES)
             padded = padded if tokens == 0 or tokens > sim.SHORT else (padded[0], 1000)
-            made_of = sim.Pass(rows, 10 * rows, tokens, longest=10 + draw.choice([0, 2000]))
-            seconds = 0.01 + 1e-5 * padded[0] + 2e-5 * padded[1]
-            found.append(sim.Sample(made_of, seconds + (1e-6 if rows > 16 else 1e-7) * made_of.uneven, 0.0))
+            longest = draw.choice([10, 2000])
+            made_of = sim.Pass(rows, 10 * rows + longest - 10, tokens, longest=longest)
+            read = max(made_of.positions, (32 if rows > 16 else padded[0] / 2) * longest)
+            found.append(sim.Sample(made_of, 0.01 + 1e-5 * padded[0] + 2e-5 * padded[1] + 1e-7 * read, 0.0))
         steps = sim.fit(sim.Engine(captured=True, prefill_chunk=4096), found).steps
         assert steps.seconds(sim.Pass(5)) == pytest.approx(0.01008, rel=0.01)
         assert steps.seconds(sim.Pass(tokens=1025)) == pytest.approx(2e-5 * 1536, rel=0.05)
         assert steps.seconds(sim.Pass()) == 0.0
-        longer = [steps.seconds(sim.Pass(n, 10 * n + 990, longest=1000)) for n in (16, 17)]
-        even = [steps.seconds(sim.Pass(n, 10 * n + 990, longest=10 + 990 // n)) for n in (16, 17)]
-        assert np.subtract(longer, even) == pytest.approx([0.93e-4, 0.93e-3], rel=0.05)
+        assert steps._lone == (0.5, 32)
+        longer = [steps.seconds(sim.Pass(n, 1200, longest=1000)) for n in (16, 17)]
+        even = [steps.seconds(sim.Pass(n, 1200)) for n in (16, 17)]
+        assert np.subtract(longer, even) == pytest.approx([6.8e-4, 30.8e-4], rel=0.02)
 
     def test_least_squares(self, sim: SimpleNamespace) -> None:
         """Where the best weights would be negative, they are 0."""
