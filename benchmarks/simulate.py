@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from gpu_report import Column, Report, Row, Table
 from gpu_shapes import SHAPES, NoText, build
-from simulate_check import CHECKED, Check, rows_of
+from serving_load import processor_seconds
+from simulate_check import CHECKED, Check, measured_steps, rows_of
 from simulate_cluster import ROUTERS, Cluster, run
 from simulate_steps import (
     CPU,
@@ -89,6 +90,7 @@ def run_measure(args: argparse.Namespace, command: Sequence[str]) -> None:
     grid = QUICK if args.quick else GPU if device.type == "cuda" else CPU
     print(f"{machine_line(machine)}, load average before: {machine['load_average']:.2f}\n$ {shlex.join(command)}\n")
     samples: list[Sample] = []
+    before = processor_seconds()
     with open_llm(args, device) as llm:
         engine = engine_of(llm)
         for what, found in measure(llm, grid):
@@ -100,7 +102,8 @@ def run_measure(args: argparse.Namespace, command: Sequence[str]) -> None:
             values["date"] = datetime.now(UTC).isoformat(timespec="seconds")
             if args.out is not None:  # after each load, so that an end by force loses little
                 args.out.write_text(compact(values))
-    print(f"\n{fit(engine, samples).line()}")
+    others_s, all_s = (b - a for a, b in zip(before, processor_seconds(), strict=True))
+    print(f"\n{fit(engine, samples).line()}; other programs took {others_s / max(all_s, 1e-9):.0%} of the processors")
 
 
 def compact(values: dict[str, Any]) -> str:
@@ -243,13 +246,12 @@ def run_check(args: argparse.Namespace, command: Sequence[str]) -> None:
     print(f"{machine_line(machine)}, load average before: {machine['load_average']:.2f}\n$ {shlex.join(command)}")
     names = ("model", "quantize", "threads", "seconds", "shares", "trace", "router", "quick")
     check = Check(**{name: getattr(args, name) for name in names})
+    steps = measured_steps(check)
     for replicas in args.replicas:
-        found = rows_of(check, replicas)
-        for i, row in enumerate(found):
-            if not i:
-                print(CHECKED.header())
+        for i, row in enumerate(rows_of(check, steps, replicas)):
             report.add("check", row)
-            print(CHECKED.line(row), flush=True)
+            print(CHECKED.line(row) if i else f"{CHECKED.header()}\n{CHECKED.line(row)}", flush=True)
+    print(CHECKED.note)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
