@@ -46,11 +46,12 @@ from infer.evaluate.bench import check_plot, describe_machine, machine_line
 from infer.machine import resolve_device
 
 MODEL = "smollm2-135m"
+WARM_UP = 0.2  # of a run, before which tokens are not counted
 RUNS = Table(
     "Simulated",
     (
+        Column("router", "router", 12),
         Column("replicas", "replicas", 9, ",d"),
-        Column("  router", "router", 15),
         Column("req/s", "rate", 9, ",.1f"),
         Column("requests", "requests", 10, ",d"),
         Column("tok/s", "tokens_per_s", 12, ",.0f"),
@@ -144,7 +145,7 @@ def run_rows(args: argparse.Namespace, report: StepReport, read: Sequence[Arriva
                 chunks=args.router_chunks,
                 seed=args.seed,
             )
-            figures = run(cluster, arrivals).figures(args.ttft, args.tpot, args.price)
+            figures = run(cluster, arrivals).figures(args.ttft, args.tpot, args.price, WARM_UP)
             rate = len(arrivals) / max(arrivals[-1].time, 1e-9)
             yield figures | {"shape": report.model, "rate": rate, "took_s": time.perf_counter() - began}
 

@@ -143,16 +143,24 @@ class Outcome:
             return np.array([row.arrival.time for row in self.rows])
         return np.array([getattr(row, name) for row in self.rows])
 
-    def figures(self, first_s: float, between_s: float, price: float = 0.0) -> dict[str, Any]:
-        """first_s, between_s: what is good enough. price: dollars for an hour of a replica."""
+    def figures(self, first_s: float, between_s: float, price: float = 0.0, warm_up: float = 0.0) -> dict[str, Any]:
+        """first_s, between_s: what is good enough. price: dollars for an hour of a replica.
+
+        Tokens per second, and their cost, are of the time from one arrival to another: from the first, or behind a
+        share of all that time, to the last.
+        """
         arrival, first, ended = (self.times(name) for name in ("arrival", "first", "ended"))
         output = np.array([row.arrival.output for row in self.rows])
         mean_gap = (ended - first) / np.maximum(output - 1, 1)
         good = (first - arrival <= first_s) & (mean_gap <= between_s)
-        window = max(float(arrival[-1] - arrival[0]), 1e-9)
-        # A row makes its tokens evenly enough to say how many were there by the last arrival.
-        by_then = np.clip((arrival[-1] - first) / np.maximum(ended - first, 1e-9), 0, 1)
-        made = float((output * by_then).sum())
+        span = float(arrival[-1] - arrival[0])
+        window = max(span * (1 - warm_up), 1e-9)
+
+        def made_by(time: float) -> float:
+            """A row makes its tokens evenly enough."""
+            return float((output * np.clip((time - first) / np.maximum(ended - first, 1e-9), 0, 1)).sum())
+
+        made = made_by(arrival[-1]) - made_by(arrival[0] + warm_up * span)
         count = len(self.rows)
         figures: dict[str, Any] = {
             "replicas": self.cluster.replicas,
@@ -163,7 +171,7 @@ class Outcome:
             "tokens": int(output.sum()),
             "tokens_per_s": made / window,
             "good": int(good.sum()) / (count + self.refused),
-            "goodput": int(good.sum()) / window,
+            "goodput": int(good.sum()) / max(span, 1e-9),
             "busy": self.busy,
             "hits": self.hits / max(1, self.prompt_tokens),
             "preemptions": self.preemptions,

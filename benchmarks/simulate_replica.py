@@ -299,11 +299,12 @@ class Replica:
                     row.known = row.held - n
                     self.hits += row.known
                     self.prompt_tokens += row.prompt
-            if n > 1 or row.left:
+            left = row.length - row.held  # tokens of the prompt
+            if n > 1 or left:
                 lengths.append((n, row.held))
             else:
                 decoding.append(row.held)
-            if not row.left:
+            if not left:
                 (joining if captured and not row.captured else takers).append(row)
         prompts = Pass(0, 0, sum(n for n, _ in lengths), sum(pairs(*each) for each in lengths), len(lengths))
         alike = not (lengths or joining or begun or self._behind) and preempted == scheduler.preemptions

@@ -69,7 +69,7 @@ class Bursts(NamedTuple):
 
     factor: float = 3.0  # while a burst lasts, to the mean rate
     share: float = 0.25  # of the time
-    seconds: float = 10.0  # of a burst, on average
+    seconds: float = 4.0  # of a burst, on average
 
 
 BURSTS, SHAPE = Bursts(), Shape()
@@ -83,12 +83,13 @@ def poisson_times(rate: float, draw: random.Random) -> Iterator[float]:
 
 
 def burst_times(rate: float, draw: random.Random, bursts: Bursts = BURSTS) -> Iterator[float]:
-    """Poisson arrivals in bursts and between them; the mean rate is as asked for."""
+    """Poisson arrivals in bursts and between them, at the mean rate. When bursts are, the seed alone decides."""
     quiet = max(0.0, (1 - bursts.factor * bursts.share) / (1 - bursts.share))
     quiet_s = bursts.seconds * (1 - bursts.share) / bursts.share
-    now, bursting = 0.0, draw.random() < bursts.share
+    now, switches = 0.0, random.Random(draw.random())
+    bursting = switches.random() < bursts.share
     while True:
-        end = now + draw.expovariate(1 / (bursts.seconds if bursting else quiet_s))
+        end = now + switches.expovariate(1 / (bursts.seconds if bursting else quiet_s))
         while rate_now := rate * (bursts.factor if bursting else quiet):
             now += draw.expovariate(rate_now)
             if now > end:
