@@ -29,7 +29,7 @@ def run_settings(
         "dtype": str(model_dtype(model) or torch.float32).removeprefix("torch."),
         "quantize": _quantized(model),
         "device": str(model_device(model)),
-        "backend": backend_for(model).name,
+        "backend": _backend(model),
         "kv_cache": not isinstance(inner, NoCache),
         "cache_dtype": "int8" if rounds else "auto",
         "prefill_chunk": prefill_chunk,
@@ -37,6 +37,11 @@ def run_settings(
         "params": _params(request),
         "versions": {"infer": _version("infer"), "torch": torch.__version__},
     }
+
+
+@torch.inference_mode()  # as it runs: elsewhere kernels give way to what has gradients
+def _backend(model: Model) -> str:
+    return backend_for(model).name
 
 
 def _params(request: Request) -> dict[str, Any]:

@@ -18,6 +18,8 @@ RUN = {
     "thinking": "thinking",
 }
 FIRST = ("temperature", "seed", "max_new_tokens")  # of the sampling settings
+LEFT_OUT = ("n", "logprobs", "prompt_logprobs")  # a trace is of one text, and these do not change it
+CONSTRAINTS = ("json_schema", "regex", "grammar")  # which few runs have
 CACHE = {
     "kv_cache": "KV cache",
     "cache_dtype": "cache dtype",
@@ -31,7 +33,11 @@ CACHE = {
 def shown_settings(trace: TraceData) -> list[tuple[str, str]]:
     """Names and values, as texts: a browser's numbers would round a seed of 64 bits."""
     settings = trace.settings
-    params = settings.get("params", {})
+    params = {
+        name: value
+        for name, value in settings.get("params", {}).items()
+        if name not in LEFT_OUT and (value is not None or name not in CONSTRAINTS)
+    }
     order = [name for name in FIRST if name in params] + [name for name in params if name not in FIRST]
     return [
         *((name, _shown(key, settings[key])) for key, name in RUN.items() if key in settings),
