@@ -170,11 +170,13 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
-    def press(self, key: str) -> None:
-        code = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35}[key]
-        text = {"text": "\r"} if key == "Enter" else {}
+    def press(self, key: str, *, shift: bool = False) -> None:
+        codes = {"Enter": 13, "Tab": 9, "Escape": 27, "Home": 36, "End": 35}
+        codes |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        more: dict[str, Any] = {"text": "\r"} if key == "Enter" else {}
+        more |= {"modifiers": 8} if shift else {}
         for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **more)
 
     def type(self, text: str) -> None:
         """Into what has the focus."""

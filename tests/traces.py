@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from infer.trace import Trace, TraceStep
-from infer.trace.record import Alternative, AttentionRows, Token
+from infer.trace.data import Alternative, AttentionRows, Token
 
 
 def make_trace(
@@ -48,6 +48,7 @@ def make_trace(
                 text=text,
                 probability=float(probabilities[0 if s % 2 == 0 else -1]),
                 entropy=float(random.uniform(0, 6)),
+                rank=1 if s % 2 == 0 else top_k + 1,
                 alternatives=tuple(alternatives),
                 attention=attention,
                 cache_positions=keys,

@@ -1,8 +1,9 @@
-"""A cache that shows where attention looks, and changes nothing."""
+"""Caches that show where attention looks, and change nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Protocol
 
 from torch import Tensor
 
@@ -43,6 +44,45 @@ class TracedCache(WrappedCache):
         out = super().attend(layer_idx, q, k, v, scale=scale, window=window, kernel=watching or kernel)
         if watching is not None:
             self.rows[layer_idx] = watching.kept if self.all_rows else watching.kept[:, :, -1]
+        return out
+
+
+class PromptRows(Protocol):
+    """What takes the rows of a prompt as they are computed."""
+
+    def wanted(self, start: int, stop: int) -> int: ...  # of the positions that a pass feeds, how many of the last
+    def add_rows(self, layer_idx: int, start: int, weights: Tensor) -> None: ...  # [Hq, n, keys], from start on
+
+
+class PromptTracedCache(TracedCache):
+    """Keeps the rows of a pass's last query, and hands those of the prompt's other queries on, layer by layer.
+
+    None of these are held here: all layers' together, in float32, would be many times what is kept of them.
+    """
+
+    def __init__(self, cache: Cache, layers: Collection[int], prompt: PromptRows) -> None:
+        super().__init__(cache, layers)
+        self.prompt = prompt
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        kernel: AttentionKernel | None = None,
+    ) -> Tensor:
+        stop = self.seq_len + q.shape[2]
+        wanted = self.prompt.wanted(self.seq_len, stop) if layer_idx in self.layers else 0
+        if not wanted:
+            return super().attend(layer_idx, q, k, v, scale=scale, window=window, kernel=kernel)
+        watching = _Watching(kernel, wanted)
+        out = self.cache.attend(layer_idx, q, k, v, scale=scale, window=window, kernel=watching)
+        self.prompt.add_rows(layer_idx, stop - wanted, watching.kept[0])
+        self.rows[layer_idx] = watching.kept[:, :, -1].clone()  # not a view of them all
         return out
 
 

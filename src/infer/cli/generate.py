@@ -105,7 +105,7 @@ def generate(
     if compare and params.seed is None:
         params = replace(params, seed=secrets.randbits(63))  # or the two runs would draw other tokens
     tokenizer, config, prompt_ids = prepare(
-        prompt,
+        read_prompt(prompt),
         model,
         params,
         chat=chat,
@@ -200,7 +200,7 @@ def generate_many(
 
 
 def prepare(
-    prompt: str,
+    prompt: str | list[int],
     model: str,
     params: SamplingParams,
     *,
@@ -212,11 +212,10 @@ def prepare(
     cache_dtype: str,
     on_full: str,
 ) -> tuple["Tokenizer", "ModelConfig", list[int]]:
-    """The prompt's tokens. What cannot be generated is refused, before the weights are read."""
+    """The prompt's tokens, unless it is these. What cannot be generated is refused, before the weights are read."""
     from infer import ModelConfig, Tokenizer
     from infer.engine.request import ContextExceeded, Request, check_chunk
 
-    text = read_prompt(prompt)
     if prefill_chunk is not None and not kv_cache:
         raise ValueError("--prefill-chunk needs the cache: leave --no-kv-cache out")
     if not chat and (system is not None or thinking is not None):
@@ -224,11 +223,13 @@ def prepare(
     check_chunk(prefill_chunk)
     check_cache_dtype(cache_dtype, kv_cache)
     tokenizer = Tokenizer(model)
-    if chat:
+    if isinstance(prompt, list):
+        prompt_ids = prompt
+    elif chat:
         messages = [{"role": "system", "content": system}] if system is not None else []
-        prompt_ids = encode_chat(tokenizer, thinking, [*messages, {"role": "user", "content": text}])
+        prompt_ids = encode_chat(tokenizer, thinking, [*messages, {"role": "user", "content": prompt}])
     else:
-        prompt_ids = tokenizer.encode(text)
+        prompt_ids = tokenizer.encode(prompt)
     config = ModelConfig.from_pretrained(model)
     try:
         Request(config, tokenizer, prompt_ids, params, on_full=on_full)

@@ -21,14 +21,14 @@ from infer.cli.common import (
     OnFullOption,
     PrefillChunkOption,
     PrefixStoreOption,
-    PromptArgument,
     SystemOption,
     ThinkingOption,
     loading_options,
     parse_size,
     sampling_options,
 )
-from infer.cli.generate import Pages, as_dict, cache_for, figures, prepare, show
+from infer.cli.generate import Pages, as_dict, cache_for, figures, prepare, read_prompt, show
+from infer.cli.repeat import TraceOptions, compared, overridden, repeated
 from infer.cli.streams import say
 from infer.engine.params import SamplingParams
 
@@ -36,17 +36,31 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from infer.trace import Trace
+    from infer.trace.repeat import SavedRun
 
 PIPED_WIDTH = 100
 DEFAULT_LAYERS = 4
+DEFAULT_PROMPT_ROWS = 256
 MOST_ALTERNATIVES = 2**31
 
 
 @functools.partial(sampling_options, max_new_tokens=32)
 @loading_options
 def trace(
-    prompt: PromptArgument,
+    context: typer.Context,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)
+    ] = None,
     *,
+    from_page: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="PAGE.html",
+            help="Repeat the run of a page that --html wrote, with its prompt and settings, and say whether the "
+            "tokens are the same. Options beside it replace the page's.",
+        ),
+    ] = None,
     model: ModelOption = DEFAULT_MODEL,
     layers: Annotated[
         str | None,
@@ -56,6 +70,10 @@ def trace(
     ] = None,
     heads: Annotated[str, typer.Option(help="Heads to trace: all, or some, like 0,5,-1.")] = "all",
     alternatives: Annotated[int, typer.Option(help="How many of the likeliest tokens to keep for each step.")] = 10,
+    prompt_rows: Annotated[
+        int,
+        typer.Option(help="Trace so many of the prompt's tokens too, the last ones; 0: none.", min=0),
+    ] = DEFAULT_PROMPT_ROWS,
     show_layer: Annotated[
         int | None, typer.Option(help="Draw the attention of this layer.", show_default="the mean of those traced")
     ] = None,
@@ -84,22 +102,15 @@ def trace(
 
     Probabilities and entropy are the model's own, before temperature and filters.
     """
-    files = [*(save or []), *([html] if html is not None else [])]
-    check_files(files, html)
-    if not 1 <= alternatives <= MOST_ALTERNATIVES:
-        raise ValueError(f"--alternatives must be 1 or more, up to {MOST_ALTERNATIVES:,}, not {alternatives}")
-    parse_step(show_step, params.max_new_tokens)
-    asked_layers = None if layers is None else parse_numbers("--layers", layers)
-    asked_heads = parse_numbers("--heads", heads)
-
     from infer import Trace
     from infer.engine.generate import stream
     from infer.engine.result import collect
 
-    tokenizer, config, prompt_ids = prepare(
-        prompt,
-        model,
-        params,
+    files = [*(save or []), *([html] if html is not None else [])]
+    check_files(files, html)
+    options = TraceOptions(
+        model=model,
+        prompt=None if prompt is None else read_prompt(prompt),
         chat=chat,
         system=system,
         thinking=thinking,
@@ -107,43 +118,96 @@ def trace(
         kv_cache=kv_cache,
         cache_dtype=cache_dtype,
         on_full=on_full,
+        layers=layers,
+        heads=heads,
+        alternatives=alternatives,
+        prompt_rows=prompt_rows,
+        loading=loading,
+        params=params,
     )
-    if layers is None:
+    saved, given, known_ids = None, set[str](), None
+    if from_page is not None:
+        from infer.trace.repeat import read_page
+
+        saved = read_page(from_page)
+        given = {name for name in context.params if is_given(context, name)}
+        options, known_ids = repeated(options, saved, given, from_page)
+        say(f"repeating {from_page} with {options.model}")
+    elif options.prompt is None:
+        raise ValueError("there is no prompt: give one, or a page to repeat with --from")
+    if not 1 <= options.alternatives <= MOST_ALTERNATIVES:
+        raise ValueError(f"--alternatives must be 1 or more, up to {MOST_ALTERNATIVES:,}, not {options.alternatives}")
+    params = options.params
+    parse_step(show_step, params.max_new_tokens)
+    asked_layers = None if options.layers is None else parse_numbers("--layers", options.layers)
+    asked_heads = parse_numbers("--heads", options.heads)
+
+    tokenizer, config, prompt_ids = prepare(
+        options.prompt or "" if known_ids is None else known_ids,
+        options.model,
+        params,
+        chat=options.chat,
+        system=options.system,
+        thinking=options.thinking,
+        prefill_chunk=options.prefill_chunk,
+        kv_cache=options.kv_cache,
+        cache_dtype=options.cache_dtype,
+        on_full=options.on_full,
+    )
+    if options.layers is None:
         asked_layers = spread(config.num_hidden_layers, DEFAULT_LAYERS) + ([] if show_layer is None else [show_layer])
-    trace = Trace(asked_layers, asked_heads, alternatives)
-    trace.title = model
+    trace = Trace(asked_layers, asked_heads, options.alternatives, options.prompt_rows)
+    trace.title = options.model
     trace.check(config, len(prompt_ids), params.max_new_tokens)  # before the weights are read
     layer = shown("layer", show_layer, config.num_hidden_layers, trace.layers)
     head = shown("head", show_head, config.num_attention_heads, trace.heads)
 
     pages = Pages(parse_size(cache_memory), prefix_store)
-    pages.check(kv_cache)
+    pages.check(options.kv_cache)
     positions = len(prompt_ids) + params.max_new_tokens
-    network = loading.load(model, config if kv_cache else None, positions, cache_dtype)
-    cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache, cache_dtype, pages)
-    prefill_chunk = pages.chunk(config, prefill_chunk)
+    network = options.loading.load(options.model, config if options.kv_cache else None, positions, options.cache_dtype)
+    cache = cache_for(network, prompt_ids, params, options.prefill_chunk, options.kv_cache, options.cache_dtype, pages)
+    chunk = pages.chunk(config, options.prefill_chunk)
     stepping = stream(
-        network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full, trace=trace
+        network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=chunk, on_full=options.on_full, trace=trace
     )
     steps = show(stepping, quiet=as_json)
     if not steps:
         sys.exit(130)
     del trace.steps[len(steps) :]  # a step that Ctrl-C kept from being printed
+    trace.settings |= options.settings()
     result = collect(prompt_ids, steps, cache.memory_bytes)
     pages.keep(cache)
     unsaved = save_all(trace, files)  # first: whoever reads the output may close it early
+    same, verdict = compare(trace, saved, from_page)
     if as_json:
-        print(json.dumps({"model": model, **as_dict(result), **summary(trace, layer, head)}))
+        about = {} if saved is None else {"from": str(from_page), "same_tokens": same}
+        print(json.dumps({"model": options.model, **as_dict(result), **about, **summary(trace, layer, head)}))
     else:
         print_trace(trace, layer, head, parse_step(show_step, params.max_new_tokens, len(steps)))
     for file in files:
         if file not in unsaved:
             say(f"wrote {file}")
-    say(f"[{figures(result)}]")
+    say(f"[{figures(result)}{verdict and f' · {verdict}'}]")
     for file, error in unsaved.items():
         raise OSError(f"{file} could not be written: {error}")
     if result.finish_reason == "interrupted":
         sys.exit(130)
+    if not same and not overridden(given):
+        sys.exit(1)
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def compare(trace: "Trace", saved: "SavedRun | None", page: Path | None) -> tuple[bool, str]:
+    """With the run that was repeated, if there is one."""
+    if saved is None or page is None:
+        return True, ""
+    return compared(saved, [step.token_id for step in trace.steps], [step.text for step in trace.steps], page)
 
 
 def save_all(trace: "Trace", files: "Sequence[Path]") -> dict[Path, OSError]:

@@ -21,7 +21,7 @@ from infer.engine.generate import Run, steps
 from infer.engine.model import Model, all_logits, check_mode, chunks, model_device, step
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk, token_ids
-from infer.trace.record import choice
+from infer.trace.predictions import choice
 
 AttentionTrace = dict[str, Any]  # "layer": its index; "attn_row": [B, H, keys], the last query's weights
 
@@ -153,8 +153,17 @@ class _StepDicts:
         self.layers = layers
         self.steps: list[dict[str, Any]] = []
 
+    def watch(self, cache: Cache) -> TracedCache:
+        return TracedCache(cache, self.layers)
+
+    def wanted(self, start: int, stop: int) -> int:
+        return 0  # of the prompt nothing
+
+    def add_logits(self, start: int, logits: Tensor) -> None:
+        pass
+
     def record(self, tokens: Sequence[int], logits: Tensor, cache: TracedCache, time_s: float) -> None:
-        _, entropy, best = choice(logits, self.top_k)
+        entropy, best = choice(logits, self.top_k)
         entry: dict[str, Any] = {"token_id": tokens[-1], "top_k": best, "entropy": entropy}
         for layer in self.layers:
             entry["attn_row"] = cache.rows[layer][0].tolist()

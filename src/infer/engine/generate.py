@@ -6,7 +6,7 @@ request through `Runner.step`, which feeds the model what the cache does not hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +21,8 @@ from infer.engine.model import Model, check_mode, check_traceable, configured, m
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
-from infer.engine.runner import Runner
+from infer.engine.runner import PromptLogits, Runner
+from infer.engine.settings import run_settings
 from infer.engine.text import Decodes
 from infer.trace.record import Trace
 
@@ -43,11 +44,10 @@ class RunOptions:
     cache_dtype: str = "auto"  # "int8" keeps keys and values in 8 bits; "auto": in the model's dtype
 
 
-class Recorder(Protocol):
-    """What watches a run, and of which layers it wants the attention rows."""
+class Recorder(PromptLogits, Protocol):
+    """What watches a run."""
 
-    @property
-    def layers(self) -> Collection[int]: ...
+    def watch(self, cache: Cache) -> TracedCache: ...  # with the rows that it wants
     def record(self, tokens: Sequence[int], logits: Tensor, cache: TracedCache, time_s: float) -> None: ...
 
 
@@ -101,7 +101,7 @@ def steps(run: Run) -> Iterator[GeneratedToken]:
     """Run it token by token."""
     model, request, cache, prefill_chunk, recorder = run
     with Runner(model) as runner:
-        flight = runner.admit(request, cache, prefill_chunk=prefill_chunk, watch=watching(recorder))
+        flight = runner.admit(request, cache, prefill_chunk=prefill_chunk, watch=watching(recorder), scores=recorder)
         while request.finish_reason is None:
             for _, chosen, logits, started in runner.step():
                 token = request.push(chosen, started)
@@ -114,7 +114,7 @@ def watching(recorder: Recorder | None = None) -> Callable[[Cache], Cache]:
     """What wraps a cache: what prints its events, and what records its rows, where these are asked for."""
     if recorder is None:
         return debugged
-    return lambda cache: TracedCache(debugged(cache), recorder.layers)
+    return lambda cache: recorder.watch(debugged(cache))
 
 
 def _prepare(
@@ -156,5 +156,6 @@ def _prepare(
     if len(request.tokens) <= min(cache.capacity, model.config.max_position_embeddings):
         keep_prefix(cache, request.tokens)
     if trace is not None:
-        trace.start(model.config, tokenizer, request.tokens, cache.seq_len)
+        settings = run_settings(model, request, cache, chunk, options.on_full)
+        trace.start(model.config, tokenizer, request.tokens, cache.seq_len, settings)
     return Run(model, request, cache, chunk, trace)

@@ -29,6 +29,7 @@ from infer.engine.request import NoToken, Request
 from infer.engine.result import GenerationResult, Timing
 from infer.engine.runner import Flight, Runner
 from infer.engine.scheduler import Job, Scheduler
+from infer.engine.settings import run_settings
 from infer.engine.store import page_keys
 from infer.trace.record import Trace
 
@@ -339,13 +340,20 @@ class Loop:
                 task.known = 0 if task.cache is None else task.cache.seq_len
                 self.hits += task.known
                 if isinstance(task.recorder, Trace):
-                    request = task.request
-                    task.recorder.start(self.model.config, request.tokenizer, request.tokens, task.known)
+                    self._start(task.recorder, task)
             cache = NoCache(1, self.device) if task.cache is None else task.cache
-            task.flight = self.runner.admit(task.request, cache, watch=watching(task.recorder), name=task.name)
+            task.flight = self.runner.admit(
+                task.request, cache, watch=watching(task.recorder), name=task.name, scores=task.recorder
+            )
             self._tasks[task.flight] = task
             self._tell("admitted", task)
         return task.flight
+
+    def _start(self, trace: Trace, task: Task) -> None:
+        request = task.request
+        cache = NoCache(1, self.device) if task.cache is None else task.cache
+        settings = run_settings(self.model, request, cache, self.scheduler.prefill_chunk)
+        trace.start(self.model.config, request.tokenizer, request.tokens, task.known, settings)
 
     def _take(self, task: Task, token: int, logits: Tensor | None, now: float) -> None:
         request = task.request

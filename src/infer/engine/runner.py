@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -26,13 +26,29 @@ PASS_TOKENS = 8192  # that prompts are packed into one pass up to
 Watch = Callable[[Cache], Cache]
 
 
+class PromptLogits(Protocol):
+    """What looks at a prompt's logits while they are computed."""
+
+    def wanted(self, start: int, stop: int) -> int: ...  # of the positions that a pass feeds, how many of the last
+    def add_logits(self, start: int, logits: Tensor) -> None: ...  # [n, V], from position start on
+
+
 class Flight:
     """A request on its way."""
 
-    __slots__ = ("cache", "captured", "full", "name", "prefill_chunk", "request", "room", "started", "watch")
+    __slots__ = ("cache", "captured", "full", "name", "prefill_chunk", "request", "room", "scores", "started", "watch")
 
-    def __init__(self, request: Request, cache: Cache, prefill_chunk: int | None, watch: Watch, name: str) -> None:
+    def __init__(
+        self,
+        request: Request,
+        cache: Cache,
+        prefill_chunk: int | None,
+        watch: Watch,
+        name: str,
+        scores: PromptLogits | None,
+    ) -> None:
         self.request, self.prefill_chunk, self.watch, self.name = request, prefill_chunk, watch, name
+        self.scores = scores
         self.cache = watch(cache)
         self.room = cache.capacity  # tokens that fit
         self.full = False  # whether the context is used up: each step then feeds the last tokens that fit, anew
@@ -82,13 +98,14 @@ class Runner:
         prefill_chunk: int | None = None,
         watch: Watch = debugged,
         name: str = "",
+        scores: PromptLogits | None = None,
     ) -> Flight:
         """Let a request take part from the next step on.
 
         prefill_chunk: feed the prompt in passes of at most so many tokens. watch: what wraps its caches. name: of the
-        request, for errors.
+        request, for errors. scores: what looks at the prompt's logits.
         """
-        flight = Flight(request, cache, prefill_chunk, watch, name)
+        flight = Flight(request, cache, prefill_chunk, watch, name, scores)
         flight.room = min(flight.room, self._context)
         self.flights[flight] = None
         self._decided_at = -1
@@ -182,7 +199,7 @@ class Runner:
         rows = []
         for flight, tokens, start, _ in fed:
             flight.started = flight.started or now
-            rows.append(Row(flight.cache, tokens, flight.request.wanted(start, start + len(tokens))))
+            rows.append(Row(flight.cache, tokens, _wanted(flight, start, start + len(tokens))))
         return backend.run(rows)
 
     def _leave(self, flight: Flight) -> None:
@@ -216,12 +233,25 @@ def _passes(rows: Sequence[Fed]) -> Iterator[list[Fed]]:
         yield together
 
 
+def _wanted(flight: Flight, start: int, stop: int) -> slice:
+    """Of the tokens that a row feeds, those whose logits are needed. start, stop: their positions."""
+    own = flight.request.wanted(start, stop)
+    last = 0 if flight.scores is None else flight.scores.wanted(start, stop)
+    if not last:
+        return own
+    n = stop - start
+    return slice(min([n - last, *range(n)[own]]), None)
+
+
 def _chosen(fed: Fed, logits: Tensor) -> Output | None:
-    """Let a request see the logits that it wanted."""
+    """Let a request, and what watches it, see the logits that they wanted."""
     flight, complete = fed.flight, fed.complete
     request = flight.request
+    first = fed.start + len(fed.tokens) - logits.shape[1]  # the position of the first logits
+    if flight.scores is not None:
+        flight.scores.add_logits(first, logits[0])
     if request.scored is not None:
-        request.score(logits[0])
+        request.score(logits[0, max(0, request.scored - 1 - first) :])
     if not complete or request.finish_reason is not None:
         return None
     started, flight.started = flight.started or time.perf_counter(), None

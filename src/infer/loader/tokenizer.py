@@ -82,11 +82,15 @@ class Tokenizer:
         inside = [pair.removeprefix(first[before]) for pair in pairs]
         return self._as_bytes(inside), self._as_bytes(first)
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token is at the beginning of a text, also where it is no whole character."""
+        return self._bytes(token_id, self.decode([token_id]))
+
     def _as_bytes(self, texts: Sequence[str]) -> list[bytes]:
-        return [
-            text.encode() if INCOMPLETE not in text else bytes_of(self.id_to_token(i) or "", text)
-            for i, text in enumerate(texts)
-        ]
+        return [self._bytes(i, text) for i, text in enumerate(texts)]
+
+    def _bytes(self, token_id: int, text: str) -> bytes:
+        return text.encode() if INCOMPLETE not in text else bytes_of(self.id_to_token(token_id) or "", text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if len(token_ids) == 1:  # asked for with each token of a stream

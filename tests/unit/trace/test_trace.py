@@ -191,8 +191,8 @@ class TestRefusals:
         assert len(trace.steps) == 7
 
     def test_memory(self, tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
-        """8 + 9 + ... + 14 positions, 2 layers, 4 heads, 2 bytes each; a window layer's 4 at most."""
-        for kind, needed in (("llama", 2 * 4 * 2 * 77), ("gemma3", 2 * 4 * (77 + 2 * 28))):
+        """1 + 2 + ... + 14 positions, 2 layers, 4 heads, 2 bytes each; a window layer's 4 at most."""
+        for kind, needed in (("llama", 2 * 4 * 2 * 105), ("gemma3", 2 * 4 * (105 + 2 * 50))):
             model = tiny_model(model_type=kind)
             monkeypatch.setattr(record, "available_memory", lambda device, free=needed: free)
             run(model, Trace())

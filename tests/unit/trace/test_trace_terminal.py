@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.text import Text
 
 from infer.trace import Trace, TraceStep
+from infer.trace.data import Alternative, AttentionRows, Token
 from infer.trace.looks import attention, looked_at
-from infer.trace.record import Alternative, AttentionRows, Token
 from infer.trace.terminal import HEAT, STRIP_ROWS, draw, heat, percent, strip, table, visible
 
 HOSTILE = [
@@ -77,6 +77,7 @@ def made_step(
         "text": text,
         "probability": 0.5,
         "entropy": 1.25,
+        "rank": 1,
         "alternatives": (Alternative(token_id, text, 0.5), *others),
         "attention": attention,
         "cache_positions": 7,
