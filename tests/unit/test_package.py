@@ -47,16 +47,19 @@ PUBLIC = [
 # What each part may import, itself apart: at module level or inside a function. A further part needs a line here.
 LAYERS = {
     "machine": set(),
+    "progress": set(),
     "values": set(),
     "config": {"values"},
     "nn": {"machine", "values", "config"},
     "cache": {"machine", "values", "config", "nn"},
     "models": {"machine", "values", "config", "nn", "cache"},
-    "backend": {"machine", "values", "config", "nn", "cache", "models"},
-    "loader": {"machine", "values", "config", "nn", "cache", "models", "backend"},
+    "backend": {"machine", "progress", "values", "config", "nn", "cache", "models"},
+    "loader": {"machine", "progress", "values", "config", "nn", "cache", "models", "backend"},
     "trace": {"machine", "values", "config", "nn", "cache"},
     "parallel": {"machine", "values", "config", "nn", "cache", "models", "backend", "loader"},
-    "engine": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "loader", "parallel"},
+    "engine": {
+        *("machine", "progress", "values", "config", "nn", "cache", "models", "backend", "trace", "loader", "parallel"),
+    },
     "evaluate": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine"},
     "server": {
         *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"),
@@ -67,7 +70,7 @@ LAYERS = {
     },
     "cli": {
         *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "evaluate", "loader"),
-        *("parallel", "server", "deploy"),
+        *("parallel", "server", "deploy", "progress"),
     },
     "__main__": {"cli"},
     "compat": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"},
