@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from infer.cli.chat import counted
 from infer.cli.common import (
     DEFAULT_MODEL,
     MODEL_HELP,
@@ -16,6 +15,7 @@ from infer.cli.common import (
     PrefillChunkOption,
     PrefixStoreOption,
     check_cache_dtype,
+    counted,
     loading_options,
     parse_size,
 )

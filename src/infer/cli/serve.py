@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from infer.cli.chat import counted
 from infer.cli.common import (
     DEFAULT_MODEL,
     MODEL_HELP,
@@ -17,6 +16,7 @@ from infer.cli.common import (
     PrefillChunkOption,
     PrefixStoreOption,
     check_cache_dtype,
+    counted,
     loading_options,
     parse_size,
 )
