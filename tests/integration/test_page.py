@@ -390,7 +390,17 @@ def test_hostile_text_is_shown_as_text(show: Open) -> None:
 
 
 def test_what_cannot_be_seen_is_shown(show: Open) -> None:
-    odd = ["\n", ".\n\n", "a\nb", "  ", "\t", "\u202e", "", "<|im_end|>", "\ufffd"]  # the last: no part of a character, but what it looks like
+    odd = [
+        "\n",
+        ".\n\n",
+        "a\nb",
+        "  ",
+        "\t",
+        "\u202e",
+        "",
+        "<|im_end|>",
+        "\ufffd",
+    ]  # the last: no part of a character, but what it looks like
     with show(make_trace(texts=odd)) as page:
         shown = [texts(page, token(step))[0] for step in range(len(odd))]
         assert shown == ["↵", ".↵↵", "a↵\nb", "··", "⇥", "U+202E", "∅", "<|im_end|>", "U+FFFD"]

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from infer import progress
+from infer.cli import status as status_line
 from infer.cli.streams import close_streams, open_streams, say_error
 
 SOON = 1.0  # seconds after Ctrl-C within which an error is taken for its doing
@@ -25,7 +27,7 @@ def main(args: list[str] | None = None) -> None:
     """
     try:
         open_streams()
-        with _noting_interrupts():
+        with _noting_interrupts(), status_line.shown(progress.FETCHING, progress.LOADING, progress.COMPILING):
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 _share_among_processes()
             from infer.cli.commands import app  # here, so that Ctrl-C is caught

@@ -1,8 +1,8 @@
-"""What the commands share: their options."""
+"""What the commands share: their options, and words for numbers."""
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infer.cli.help import CACHE, MODEL, OUTPUT, SAMPLING
+from infer.cli.sampling import SETTINGS, Asked
 from infer.engine.params import CONSTRAINTS, SamplingParams
 
 if TYPE_CHECKING:
@@ -117,6 +118,10 @@ ThinkingOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.", rich_help_panel=OUTPUT)]
 
 
+def megabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
 def read_utf8(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
@@ -201,10 +206,14 @@ def loading_options(command: Callable[..., None], *, split: bool = False) -> Cal
     return replaced("loading", command, options, Loading)
 
 
-def sampling_options(command: Callable[..., None], *, and_more: bool = False, **defaults: Any) -> Callable[..., None]:
+def sampling_options(
+    command: Callable[..., None], *, and_more: bool = False, usual: Mapping[str, float] | None = None, **defaults: Any
+) -> Callable[..., None]:
     """Give a command an option for each field of SamplingParams, and hand it the whole as `params`.
 
-    and_more: also for those that ask for more than a text. defaults: other ones than the fields have.
+    and_more: also for those that ask for more than a text. usual: the model's own files may say how to sample,
+    and these are the settings if they do not; such a command is handed an `Asked`. defaults: other ones than the fields
+    have.
     """
     more = {"n", "logprobs", "prompt_logprobs", *CONSTRAINTS}
     types: dict[str, Any] = {
@@ -218,27 +227,31 @@ def sampling_options(command: Callable[..., None], *, and_more: bool = False, **
         "regex": str | None,
         "grammar": Path | None,
     }
-    options = [
-        keyword(
-            field.name,
-            Annotated[
-                kind := types.get(field.name, type(field.default)),
-                typer.Option(
-                    *SHORT.get(field.name, ()),
-                    help=field.metadata["help"],
-                    metavar="FILE" if kind == Path | None else None,
-                    rich_help_panel=SAMPLING,
-                ),
-            ],
-            [] if types.get(field.name) == list[str] else defaults.get(field.name, field.default),
+    options = []
+    for field in fields(SamplingParams):
+        if field.name in more and not and_more:
+            continue
+        kind = types.get(field.name, type(field.default))
+        default = [] if kind == list[str] else defaults.get(field.name, field.default)
+        shown: bool | str = True
+        if usual is not None and field.name in SETTINGS:
+            otherwise = usual.get(field.name, default)
+            shown = f"the model's own, or {'off' if otherwise is None else otherwise}"
+            kind, default = kind | None, None
+        option = typer.Option(
+            *SHORT.get(field.name, ()),
+            help=field.metadata["help"],
+            metavar="FILE" if kind == Path | None else None,
+            show_default=shown,
+            rich_help_panel=SAMPLING,
         )
-        for field in fields(SamplingParams)
-        if and_more or field.name not in more
-    ]
+        options.append(keyword(field.name, Annotated[kind, option], default))
 
-    def make(logit_bias: list[str], **values: Any) -> SamplingParams:
+    def make(logit_bias: list[str], **values: Any) -> SamplingParams | Asked:
         files = {name: read_utf8(value) for name, value in values.items() if isinstance(value, Path)}
-        return SamplingParams(logit_bias=dict(map(parse_bias, logit_bias)), **values | files)
+        values = {name: value for name, value in (values | files).items() if value is not None}
+        params = SamplingParams(logit_bias=dict(map(parse_bias, logit_bias)), **values)
+        return params if usual is None else Asked(params, frozenset(values.keys() & SETTINGS))
 
     return replaced("params", command, options, make)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infer import progress
 from infer.cli.common import (
     DEFAULT_MODEL,
     CacheDtypeOption,
@@ -29,6 +30,8 @@ from infer.cli.common import (
     parse_size,
     sampling_options,
 )
+from infer.cli.sampling import Asked, resolve, tell
+from infer.cli.status import shown
 from infer.cli.streams import counted, on_stdout, say
 from infer.engine.params import SamplingParams
 
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from infer.models.common import Decoder
 
 
-@functools.partial(sampling_options, and_more=True)
+@functools.partial(sampling_options, and_more=True, usual={})
 @functools.partial(loading_options, split=True)
 def generate(
     prompt: Annotated[
@@ -69,13 +72,13 @@ def generate(
     compare: Annotated[bool, typer.Option("--compare", help="Generate again without the cache.")] = False,
     as_json: JsonOption = False,
     loading: Loading,
-    params: SamplingParams,
+    params: Asked,
 ) -> None:
     """Generate from a prompt, streaming; or from many at once, with --prompts."""
     from infer.engine.generate import stream
     from infer.engine.result import collect
 
-    pages = Pages(parse_size(cache_memory), prefix_store)
+    pages, asked = Pages(parse_size(cache_memory), prefix_store), params.params
     if prompts is not None:
         if prompt is not None:
             raise ValueError("a prompt and --prompts were both given: leave one out")
@@ -96,18 +99,20 @@ def generate(
         return
     if prompt is None:
         raise ValueError("there is no prompt: give one, or a file of them with --prompts")
-    if params.n != 1 or params.prompt_logprobs is not None:
+    if asked.n != 1 or asked.prompt_logprobs is not None:
         raise ValueError("--n and --prompt-logprobs go with --prompts: one prompt is streamed as one text")
-    if params.logprobs is not None and not as_json:
+    if asked.logprobs is not None and not as_json:
         raise ValueError("--logprobs are printed with --json")
     if compare and not kv_cache:
         raise ValueError("--compare needs the cache: leave --no-kv-cache out")
-    if compare and params.seed is None:
-        params = replace(params, seed=secrets.randbits(63))  # or the two runs would draw other tokens
+    settings = resolve(model, params)
+    chosen = settings.params
+    if compare and chosen.seed is None:
+        chosen = replace(chosen, seed=secrets.randbits(63))  # or the two runs would draw other tokens
     tokenizer, config, prompt_ids = prepare(
         read_prompt(prompt),
         model,
-        params,
+        chosen,
         chat=chat,
         system=system,
         thinking=thinking,
@@ -117,12 +122,13 @@ def generate(
         on_full=on_full,
     )
     pages.check(kv_cache)
-    positions = len(prompt_ids) + params.max_new_tokens
+    tell(settings)
+    positions = len(prompt_ids) + chosen.max_new_tokens
     network = loading.load(model, config if kv_cache else None, positions, cache_dtype)
-    cache = cache_for(network, prompt_ids, params, prefill_chunk, kv_cache, cache_dtype, pages)
+    cache = cache_for(network, prompt_ids, chosen, prefill_chunk, kv_cache, cache_dtype, pages)
     prefill_chunk = pages.chunk(config, prefill_chunk)
     known = cache.seq_len
-    stepping = stream(network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full)
+    stepping = stream(network, tokenizer, prompt_ids, chosen, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full)
     steps = show(stepping, quiet=as_json)
     if not steps:
         sys.exit(130)
@@ -135,7 +141,7 @@ def generate(
         output["prompt_tokens_known"] = known
         gain = f" · {known:,} of the prompt known"
     if compare and not interrupted:
-        reference = without_cache(network, tokenizer, prompt_ids, params, on_full, result)
+        reference = without_cache(network, tokenizer, prompt_ids, chosen, on_full, result)
         if reference is not None:
             same = reference.token_ids == result.token_ids
             speed_up = total_time(reference) / total_time(result)
@@ -143,7 +149,7 @@ def generate(
             why = "see `infer verify`" if cache_dtype == "auto" else f"{cache_dtype} rounds, see `infer perplexity`"
             tokens = "same tokens" if same else f"OTHER tokens: {why}"
             gain += f" · {speed_up:.1f}x faster than without the cache ({total_time(reference):.1f} s, {tokens})"
-    say(f"[{figures(result)}{gain}]")
+    say(f"[{figures(result)}{gain}]", dim=True)
     if as_json:
         print(json.dumps(output))
     if interrupted:
@@ -153,7 +159,7 @@ def generate(
 def generate_many(
     source: str,
     model: str,
-    params: SamplingParams,
+    params: Asked,
     *,
     chat: bool,
     system: str | None,
@@ -168,12 +174,14 @@ def generate_many(
     from infer.engine.guide import guide_for
     from infer.engine.request import check_chunk
 
-    lines = read_lines(source, params)
+    lines = read_lines(source, params.params)
     if not chat and (system is not None or thinking is not None):
         raise ValueError("--system and --thinking go with --chat: a raw prompt has neither")
     check_chunk(prefill_chunk)
     check_cache_dtype(cache_dtype)
     pages.check(kv_cache=True)
+    settings = resolve(model, params)
+    lines = [line._replace(params=replace(settings.params, **line.settings)) for line in lines]
     tokenizer = Tokenizer(model)
     first = [{"role": "system", "content": system}] if system is not None else []
 
@@ -186,6 +194,7 @@ def generate_many(
 
     for constrained in {line.params.constraint: line.params for line in lines if line.params.constraint}.values():
         guide_for(constrained, tokenizer, ModelConfig.from_pretrained(model))  # refused before the weights are read
+    tell(settings)
     network = loading.load(model)
     with LLM(
         network,
@@ -319,10 +328,11 @@ def show(tokens: Any, *, quiet: bool = False) -> list["GeneratedToken"]:
     """Print a stream as it comes. Ctrl-C ends it and keeps what is there."""
     steps = []
     try:
-        for token in tokens:
-            steps.append(token)
-            if not quiet:
-                print(on_stdout(token.text), end="", flush=True)
+        with shown(progress.PREFILL):
+            for token in tokens:
+                steps.append(token)
+                if not quiet:
+                    print(on_stdout(token.text), end="", flush=True)
     except KeyboardInterrupt:
         tokens.close()
     if not quiet:

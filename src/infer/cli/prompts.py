@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +27,7 @@ class Line(NamedTuple):
     id: Any  # the caller's own; None: it has none
     prompt: str | list[Message]
     params: SamplingParams
+    settings: Mapping[str, Any] = {}  # of these, those of this line
 
 
 def read_lines(source: str, params: SamplingParams) -> list[Line]:
@@ -77,7 +78,7 @@ def _line(index: int, line: str, params: SamplingParams, plain: bool, where: str
     if unknown := settings.keys() - SETTINGS:
         raise ValueError(f"{where}: there is no setting {shown(min(unknown))}")
     try:
-        return Line(index, value.get("id"), prompt, replace(params, **settings))
+        return Line(index, value.get("id"), prompt, replace(params, **settings), settings)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from None
 

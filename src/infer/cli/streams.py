@@ -38,9 +38,15 @@ def close_streams() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def say(message: str = "") -> None:
-    """Everything but the answer itself goes to stderr."""
-    print(escaped(message), file=sys.stderr, flush=True)
+def say(message: str = "", *, dim: bool = False) -> None:
+    """Everything but the answer itself goes to stderr. dim: figures, that stand behind what they are about."""
+    text = escaped(message)
+    print(f"\033[2m{text}\033[0m" if dim and in_colour() else text, file=sys.stderr, flush=True)
+
+
+def in_colour() -> bool:
+    """Whether stderr is a terminal that shows colours, whose user wants them (no-color.org)."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def say_error(message: str) -> None:

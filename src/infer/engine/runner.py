@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
+from infer import progress
 from infer.backend import Backend, Row, backend_for
 from infer.cache.base import Cache, NoCache
 from infer.cache.debug import debugged
@@ -200,7 +201,15 @@ class Runner:
         for flight, tokens, start, _ in fed:
             flight.started = flight.started or now
             rows.append(Row(flight.cache, tokens, _wanted(flight, start, start + len(tokens))))
-        return backend.run(rows)
+        prefilled = next((each for each in fed if len(each.tokens) > 1), None) if progress.is_heard() else None
+        if prefilled is None:
+            return backend.run(rows)
+        flight, tokens, start, _ = prefilled
+        count, total = len(tokens), len(flight.request.tokens)
+        progress.tell(progress.PREFILL, start, total, under_way=count)
+        logits = backend.run(rows)
+        progress.tell(progress.PREFILL, start + count, total)
+        return logits
 
     def _leave(self, flight: Flight) -> None:
         if flight.captured:

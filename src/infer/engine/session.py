@@ -1,23 +1,25 @@
-"""A chat with an LLM, turn by turn: it can be forked, rewound, saved and loaded."""
+"""A chat with an LLM, turn by turn: it can be forked, rewound, saved and loaded, and answers can be gone on with."""
 
 from __future__ import annotations
 
 import copy
 import json
+import secrets
 import threading
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from torch import Tensor
 
 from infer.cache.pool import NoPages, pages_for
 from infer.engine.params import SamplingParams
-from infer.engine.request import Request, check_chunk
+from infer.engine.request import CacheExceeded, Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.store import read, remove_leftovers, write
+from infer.engine.text import TextStream
 from infer.trace.record import Trace
 
 if TYPE_CHECKING:
@@ -28,6 +30,16 @@ KIND = "session"
 ANSWERING = "this session is answering: read that stream to its end, or close it, first"
 Message = dict[str, str]
 Encode = Callable[[list[Message]], list[int]]
+
+
+class Answer(NamedTuple):
+    """The last answer, as it was generated."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    params: SamplingParams  # with the seed that was drawn
+    finish_reason: str | None  # None: whoever read it stopped
+    given: int = 0  # of the tokens, those that a longer prompt has given before its first turns were dropped
 
 
 class Session:
@@ -63,6 +75,7 @@ class Session:
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.tokens: list[int] = []  # computed so far; the memory has their pages until others need them
         self._starts: list[int] = []  # how many there were before each turn
+        self.answer: Answer | None = None  # the last one, unless it was rewound or loaded
         self._answering = threading.Lock()
 
     @property
@@ -87,15 +100,32 @@ class Session:
 
         trace: records the turn.
         """
-        self._check_idle()
-        params = params or self.params
-        if params.n != 1:
-            raise ValueError(f"n={params.n}: a session goes on with one answer; `LLM.generate` gives several")
-        if params.prompt_logprobs is not None:
-            raise ValueError("a session has no place for prompt_logprobs: `LLM.generate` gives them")
-        prompt = self._prompt(text)
-        Request(self.llm.model.config, self.llm.tokenizer, prompt, params, self.context)  # refused here, if at all
-        return self._stream(text, prompt, params, trace)
+        return self._begin(text, params or self.params, trace)
+
+    def more(self, params: SamplingParams | None = None) -> Generator[GeneratedToken, None, GenerationResult]:
+        """Go on with the last answer, which a limit has cut, or whoever read it.
+
+        Its tokens are those of an answer that was not cut, presence and frequency penalties aside: these count anew.
+        """
+        if self.answer is None:
+            raise ValueError("there is no answer to go on with")
+        if self.answer.finish_reason in ("eos", "stop"):
+            raise ValueError("the last answer is whole: the model has ended it itself")
+        return self._begin(None, replace(params or self.params, seed=self.answer.params.seed), None)
+
+    def make_room(self, text: str | None, new_tokens: int) -> int:
+        """Forget the first turns until a message has room for so long an answer; returns how many were forgotten.
+
+        text: of the message; None: the last answer is to go on. Where not even forgetting all helps, nothing is.
+        """
+        for turns in range(self.turns + (text is not None)):
+            if len(self.prompt(text, turns)) + new_tokens <= self.context:
+                self.drop(turns)
+                return turns
+        length = len(self.prompt(text, max(0, self.turns - (text is None))))
+        raise CacheExceeded(
+            f"{length} tokens of this turn alone + {new_tokens} new tokens exceed the context of {self.context}"
+        )
 
     def fork(self) -> Self:
         """Another session that has heard the same. What they have in common is held once."""
@@ -120,10 +150,29 @@ class Session:
         del self.tokens[self._starts[turns] :]
         del self.messages[len(self.messages) - 2 * (self.turns - turns) :]
         del self._starts[turns:]
+        self.answer = None
 
     def reset(self) -> None:
         """Forget all turns."""
         self.truncate(0)
+
+    def drop(self, turns: int = 1) -> None:
+        """Forget the first turns. What follows them is computed again."""
+        if type(turns) is not int or not 0 <= turns <= self.turns:
+            raise ValueError(f"cannot drop {turns!r} of {self.turns} turns")
+        self._check_idle()
+        if turns:
+            first = len(self.messages) - 2 * self.turns
+            del self.messages[first : first + 2 * turns]
+            self.tokens, self._starts = [], [0] * (self.turns - turns)
+
+    def instruct(self, system: str | None) -> None:
+        """Give the chat another system message, or none. All turns stay, and are computed again."""
+        self._check_idle()
+        first = [] if system is None else [{"role": "system", "content": system}]
+        self.encode([*first, {"role": "user", "content": "hello"}])  # some templates refuse it
+        self.messages[: len(self.messages) - 2 * self.turns] = first
+        self.system, self.tokens, self._starts = system, [], [0] * self.turns
 
     def pages(self) -> set[int]:
         """The pages that hold its tokens, by their numbers in the pool, as far as they are remembered."""
@@ -186,41 +235,80 @@ class Session:
             raise ValueError(f"{path} is no session that can go on here: {error}") from None
         return session
 
-    def _prompt(self, text: str) -> list[int]:
-        return self.encode([*self.messages, {"role": "user", "content": text}])
+    def prompt(self, text: str | None, dropped: int = 0) -> list[int]:
+        """The tokens that a turn begins with. text: as for `make_room`. dropped: first turns to leave out."""
+        first = len(self.messages) - 2 * self.turns
+        messages = [*self.messages[:first], *self.messages[first + 2 * dropped :]]
+        if text is not None:
+            return self.encode([*messages, {"role": "user", "content": text}])
+        return [*self.encode(messages[:-1]), *(self.answer.token_ids if self.answer is not None else ())]
+
+    def _begin(
+        self, text: str | None, params: SamplingParams, trace: Trace | None
+    ) -> Generator[GeneratedToken, None, GenerationResult]:
+        """text: as for `make_room`."""
+        self._check_idle()
+        if params.n != 1:
+            raise ValueError(f"n={params.n}: a session goes on with one answer; `LLM.generate` gives several")
+        if params.prompt_logprobs is not None:
+            raise ValueError("a session has no place for prompt_logprobs: `LLM.generate` gives them")
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
+        prompt = self.prompt(text)
+        Request(self.llm.model.config, self.llm.tokenizer, prompt, params, self.context)  # refused here, if at all
+        return self._stream(text, prompt, params, trace)
 
     def _stream(
-        self, text: str, prompt: list[int], params: SamplingParams, trace: Trace | None
+        self, text: str | None, prompt: list[int], params: SamplingParams, trace: Trace | None
     ) -> Generator[GeneratedToken, None, GenerationResult]:
         if not self._answering.acquire(blocking=False):
             raise ValueError(ANSWERING)
         handle, said = None, list[GeneratedToken]()
+        pieces = None if text is not None or self.answer is None else TextStream(self.llm.tokenizer, params.stop)
+        before = "" if pieces is None or self.answer is None else "".join(map(pieces.push, self.answer.token_ids))
         try:
-            if self._prompt(text) != prompt:
+            if self.prompt(text) != prompt:
                 raise ValueError("something else was said since this stream was made: make another")
             handle = self.llm.submit(prompt, params, trace=trace)
             for token in handle:
-                said.append(token)
-                yield token
+                said.append(token if pieces is None else replace(token, text=_text(pieces, token)))
+                yield said[-1]
             result: GenerationResult = handle.result()
         except BaseException as error:
             if not isinstance(error, Exception):  # who stops early, or interrupts, keeps what was said
-                self._record(text, prompt, said)
+                self._record(text, before, prompt, said, params)
             raise
         else:
-            self._record(text, prompt, said)
+            self._record(text, before, prompt, said, params)
             return result
         finally:
             if handle is not None:
                 handle.abort()
             self._answering.release()
 
-    def _record(self, text: str, prompt: list[int], said: Sequence[GeneratedToken]) -> None:
-        answer = "".join(token.text for token in said)
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-        self._starts.append(len(self.tokens))
+    def _record(
+        self,
+        text: str | None,
+        before: str,
+        prompt: list[int],
+        said: Sequence[GeneratedToken],
+        params: SamplingParams,
+    ) -> None:
+        """before: the answer's text so far, where it went on."""
+        message = {"role": "assistant", "content": before + "".join(token.text for token in said)}
+        new, reason = [token.token_id for token in said], said[-1].finish_reason if said else None
+        if text is None and self.answer is not None:
+            self.messages[-1] = message
+            earlier = self.answer.token_ids
+            same = prompt[: len(prompt) - len(earlier)] == self.answer.prompt
+            given = self.answer.given if same else len(earlier)
+            self.answer = Answer(prompt[: len(prompt) - len(earlier)], [*earlier, *new], params, reason, given)
+        elif text is not None:
+            self.messages += [{"role": "user", "content": text}, message]
+            self._starts.append(len(self.tokens))
+            self.answer = Answer(prompt, new, params, reason)
         if said:  # then the prompt was computed, and all tokens but the last
-            self.tokens = [*prompt, *(token.token_id for token in said[:-1])]
+            self.tokens = [*prompt, *new[:-1]]
 
     def _check_idle(self) -> None:
         if self._answering.locked():
@@ -245,6 +333,12 @@ class Session:
         cache.reset()
         tokens: list[int] = dumped["tokens"].tolist()
         return tokens
+
+
+def _text(pieces: TextStream, token: GeneratedToken) -> str:
+    """Of a token behind others, of which the stream knows."""
+    piece = "" if token.finish_reason == "eos" else pieces.push(token.token_id)
+    return piece if token.finish_reason is None else piece + pieces.finish()
 
 
 def _check_memory(llm: LLM, context: int) -> None:

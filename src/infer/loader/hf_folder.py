@@ -33,7 +33,7 @@ class HFFolder(Checkpoint):
         self.path = path
         raw = read_json(path / "config.json")
         generation = path / "generation_config.json"
-        generated = read_json(generation) if is_there(generation) else None
+        generated = self._generation = read_json(generation) if is_there(generation) else {}
         try:
             check_supported(raw.get("model_type"))
             self.config = config_from_hf(raw, generated)
@@ -129,6 +129,9 @@ class HFFolder(Checkpoint):
         config = read_json(settings) if is_there(settings) else {}
         bos, eos = (_content(config, name, settings) for name in ("bos_token", "eos_token"))
         return TokenizerParts(read_tokenizer(path), self._chat_template(config, settings), bos, eos)
+
+    def sampling(self) -> tuple[str, dict[str, Any]]:
+        return "generation_config.json", self._generation
 
     def _chat_template(self, config: dict[str, Any], settings: Path) -> str | None:
         path = self.path / "chat_template.jinja"

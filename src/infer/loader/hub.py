@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -11,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from infer import progress
 from infer.loader.checked import has_hash
 from infer.loader.shards import INDEX, SINGLE, read_index
 
@@ -61,6 +63,8 @@ def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, 
 
     def download(files: list[str], *, cached: bool = False, anew: bool = False) -> Path:
         options: dict[str, Any] = {"local_files_only": cached, "force_download": anew}
+        if progress.is_heard():
+            options["tqdm_class"] = _told_bar(repo)
         return Path(str(snapshot_download(repo, revision=revision, allow_patterns=files, **options)))
 
     def is_complete(folder: Path) -> bool:
@@ -82,6 +86,33 @@ def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, 
         if damaged := _damaged(folder, damaged, again=False):
             raise OSError(f"{', '.join(damaged)} is not what the hub says it is")
     return folder
+
+
+def _told_bar(repo: str) -> type:
+    """Bars that draw nothing: that of all bytes is told to who listens."""
+    from huggingface_hub import utils
+
+    bar: Any = utils.tqdm  # type: ignore[attr-defined]  # which it does not say that it exports
+
+    class Told(bar):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._counts = options.get("name") == "huggingface_hub.snapshot_download"
+            super().__init__(*args, **options | {"disable": False, "file": io.StringIO()})
+
+        def display(self, *args: Any, **options: Any) -> None: ...
+
+        def update(self, n: float | None = 1) -> Any:
+            moved = super().update(n)
+            if self._counts and self.total:
+                progress.tell(progress.FETCHING, int(min(self.n, self.total)), int(self.total), repo)
+            return moved
+
+        def close(self) -> None:
+            super().close()
+            if self._counts:
+                progress.tell(progress.FETCHING, 1, 1, repo)
+
+    return Told
 
 
 def _parts(name: str) -> tuple[str, str | None, str | None]:

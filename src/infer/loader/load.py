@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from infer import progress
 from infer.backend import cpu
 from infer.config import ModelConfig
 from infer.loader.checkpoint import Checkpoint
@@ -74,9 +76,12 @@ def load_model(
         print("without compiled kernels quantised weights are slow: each product makes floats of them", file=sys.stderr)
     if ready:
         cpu.kernels().prepare({width for width in widths.values() if isinstance(width, int)})
+    needed, elements, filled = weight_bytes(model, widths, dtype), sum(slot.elements for slot in slots.values()), 0
     _materialise(model, dtype, device, widths)
     parameters = dict(model.named_parameters())
     for name, slot in slots.items():
+        progress.tell(progress.LOADING, needed * filled // max(1, elements), needed)
+        filled += slot.elements
         row = slot.start
         if isinstance(widths.get(slot.parameter), int):
             weight = model.get_submodule(slot.parameter)
@@ -91,6 +96,7 @@ def load_model(
         for block in (block for rows in slot.rows for block in checkpoint.blocks(name, rows)):
             check_finite(checkpoint, name, parameters[slot.parameter].data[row : row + len(block)].copy_(block))
             row += len(block)
+    progress.tell(progress.LOADING, needed, needed)
     return model.eval(), checkpoint.config
 
 
@@ -102,6 +108,10 @@ class Slot:
     start: int
     shape: tuple[int, ...]  # of the tensor
     rows: tuple[range, ...]  # of it that are wanted
+
+    @property
+    def elements(self) -> int:
+        return sum(map(len, self.rows)) * math.prod(self.shape[1:])
 
 
 def checkpoint_slots(model: Decoder, stored: Collection[str], part: Part | None = None) -> dict[str, Slot]:

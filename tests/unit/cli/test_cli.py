@@ -28,6 +28,7 @@ from infer.backend.cpu import backend as cpu_backend
 from infer.cache.pool import PAGE
 from infer.cli import main
 from infer.cli.common import DEFAULT_MODEL
+from infer.cli.sampling import CHAT
 from infer.cli.streams import say
 from infer.engine import generate as engine
 from infer.engine.llm import Handle
@@ -42,6 +43,7 @@ from infer.loader.hf_folder import HFFolder
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
 
+GREEDY = ("--temperature", "0")  # as all but chats are
 CACHES = ["KVCache", "GrowingCache", "SlidingCache", "PagedCache"]
 COMMANDS = ["generate", "chat", "trace", "explain", "pull", "models", "info", "verify", "perplexity", "bench"]
 
@@ -250,6 +252,8 @@ class TestSamplingOptions:
         words = ["hello"] if command == "generate" else []
         done = run(command, *words, *options, stdin="hello\n")
         assert (done.status, done.out) == (0, "x\n")
+        if command == "chat":  # which samples by itself, with a seed that it draws to go on with
+            values = CHAT | {"seed": seen[0].seed} | values
         assert seen == [SamplingParams(**values)]
 
     @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -265,7 +269,7 @@ class TestSamplingOptions:
         with monkeypatch.context() as patch:
             patch.setattr(SamplingParams, "__post_init__", note)
             run(command, *(["hello"] if command == "generate" else []))
-        assert made == [SamplingParams()]
+        assert made[:2] == [SamplingParams(), SamplingParams(**(CHAT if command == "chat" else {}))]
 
 
 # A command that loads a model, with what it takes to get there.
@@ -352,7 +356,7 @@ class TestCacheDtype:
             init(session, *args, **options)
 
         monkeypatch.setattr(Session, "__init__", note)
-        assert run("chat", "--cache-dtype", "int8", "--max-new-tokens", "8", stdin="hello\n").status == 0
+        assert run("chat", *GREEDY, "--cache-dtype", "int8", "--max-new-tokens", "8", stdin="hello\n").status == 0
         memory = made[0].llm.memory
         assert memory.index.pages == 1
         assert memory.pool.page_bytes == PAGE * self.INT8_BYTES_PER_TOKEN
@@ -486,9 +490,9 @@ class TestInterrupt:
         assert "Traceback" not in done.err
 
     def test_chat_goes_on(self, run: Run, interrupt_after: Callable[[int], None]) -> None:
-        whole = run("chat", "--max-new-tokens", "9", stdin="hello\n").out
+        whole = run("chat", *GREEDY, "--max-new-tokens", "9", stdin="hello\n").out
         interrupt_after(6)
-        done = run("chat", "--max-new-tokens", "9", stdin="hello\n/reset\nhello\n")
+        done = run("chat", *GREEDY, "--max-new-tokens", "9", stdin="hello\n/reset\nhello\n")
         assert done.status == 0
         first, second, end = done.out.split("\n")
         assert first == second
@@ -502,7 +506,7 @@ class TestInterrupt:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(io, "StringIO", type("Terminal", (io.StringIO,), {"readline": readline}))
-        done = run("chat", "--max-new-tokens", "9")
+        done = run("chat", *GREEDY, "--max-new-tokens", "9")
         assert (done.status, done.out) == (0, "")
 
 
@@ -516,7 +520,9 @@ class TestChat:
             answer = expect(folder, chat_ids(folder, *history), max_new_tokens=8).text
             history.append(("assistant", answer))
             answers.append(answer)
-        done = run("chat", "--max-new-tokens", "8", stdin="hello\n  go on \n\n/reset\nhello\n/exit\nnever read\n")
+        done = run(
+            "chat", *GREEDY, "--max-new-tokens", "8", stdin="hello\n  go on \n\n/reset\nhello\n/exit\nnever read\n"
+        )
         assert done.status == 0
         assert done.out == "".join(answer + "\n" for answer in (*answers, answers[0]))
         assert done.err.startswith(f"{folder}: {CONTEXT} positions, ")
@@ -526,7 +532,9 @@ class TestChat:
     def test_system(self, run: Run, folder: Path) -> None:
         expected = expect(folder, chat_ids(folder, ("system", "Be kind"), ("user", "hello")), max_new_tokens=8).text
         stdin = "hello\n/reset\nhello\n"
-        assert run("chat", "--system", "Be kind", "--max-new-tokens", "8", stdin=stdin).out == f"{expected}\n" * 2
+        assert (
+            run("chat", *GREEDY, "--system", "Be kind", "--max-new-tokens", "8", stdin=stdin).out == f"{expected}\n" * 2
+        )
 
     @pytest.mark.parametrize(
         ("options", "variables"),
@@ -534,10 +542,13 @@ class TestChat:
     )
     def test_thinking(self, run: Run, thinker: Path, options: list[str], variables: dict[str, bool]) -> None:
         expected = expect(thinker, chat_ids(thinker, ("user", "hello"), **variables), max_new_tokens=8).text
-        assert run("chat", *options, "--max-new-tokens", "8", model=thinker, stdin="hello\n").out == f"{expected}\n"
+        assert (
+            run("chat", *GREEDY, *options, "--max-new-tokens", "8", model=thinker, stdin="hello\n").out
+            == f"{expected}\n"
+        )
 
     def test_prefill_chunk(self, run: Run, folder: Path, passes: list[int]) -> None:
-        args = ("chat", "--max-new-tokens", "4")
+        args = ("chat", *GREEDY, "--max-new-tokens", "4")
         expected = run(*args, stdin="hello\n").out
         passes.clear()
         assert run(*args, "--prefill-chunk", "10", stdin="hello\n").out == expected
@@ -551,30 +562,30 @@ class TestChat:
             history.append(("user", text))
             history.append(("assistant", expect(windowed, chat_ids(windowed, *history), max_new_tokens=20).text))
         options = ("--max-new-tokens", "20", "--prefill-chunk", "8", "--context", "200")
-        done = run("chat", *options, model=windowed, stdin="hello\ngo on\n")
+        done = run("chat", *GREEDY, *options, model=windowed, stdin="hello\ngo on\n")
         assert done.out == "".join(text + "\n" for role, text in history if role == "assistant")
         assert done.err.startswith(f"{windowed}: 200 positions, ")
 
     @pytest.mark.parametrize("stdin", ["", "/exit\n", "hello", "hello\n"])
     def test_leaving(self, run: Run, stdin: str) -> None:
-        done = run("chat", "--max-new-tokens", "4", stdin=stdin)
+        done = run("chat", *GREEDY, "--max-new-tokens", "4", stdin=stdin)
         assert done.status == 0
         assert done.out.count("\n") == stdin.count("hello")
         assert "Traceback" not in done.err
 
     @pytest.mark.parametrize(("options", "limit"), [([], CONTEXT), (["--context", "100"], 100)])
     def test_a_turn_that_is_too_long(self, run: Run, options: list[str], limit: int) -> None:
-        first, second = run("chat", "--max-new-tokens", "8", stdin="hello\ngo on\n").out.splitlines()
-        done = run("chat", "--max-new-tokens", "8", *options, stdin=f"hello\n{'x' * limit}\ngo on\n")
+        first, second = run("chat", *GREEDY, "--max-new-tokens", "8", stdin="hello\ngo on\n").out.splitlines()
+        done = run("chat", *GREEDY, "--max-new-tokens", "8", *options, stdin=f"hello\n{'x' * limit}\ngo on\n")
         assert done.status == 0
         assert done.out.splitlines() == [first, second]
         complaints = [line for line in done.err.splitlines() if "exceed" in line]
         assert len(complaints) == 1
-        assert f"of {limit}: shorten the prompt or lower max_new_tokens (/rewind or /reset forgets" in complaints[0]
+        assert f"exceed the context of {limit} (shorten the message; /undo or /clear forgets" in complaints[0]
 
     def test_a_turn_that_the_template_refuses(self, run: Run) -> None:
-        expected = run("chat", "--max-new-tokens", "8", stdin="hello\n").out
-        done = run("chat", "--max-new-tokens", "8", stdin="forbidden\nhello\n")
+        expected = run("chat", *GREEDY, "--max-new-tokens", "8", stdin="hello\n").out
+        done = run("chat", *GREEDY, "--max-new-tokens", "8", stdin="forbidden\nhello\n")
         assert (done.status, done.out) == (0, expected)
         assert done.err.count("the chat template refuses these messages: not that\n") == 1  # and nothing to do about it
 
@@ -587,10 +598,10 @@ class TestChat:
             init(session, *args, **options)
 
         monkeypatch.setattr(Session, "__init__", note)
-        done = run("chat", "--max-new-tokens", "8", stdin="hello\ngo on\n")
+        done = run("chat", *GREEDY, "--max-new-tokens", "8", stdin="hello\ngo on\n")
         (session,) = made
         assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
-        assert f"cache holds {len(session.tokens)}]" in done.err
+        assert f"cache holds {len(session.tokens)}; cut, at 8 new tokens: /more goes on]" in done.err
         memory = session.llm.memory
         found = memory.index.match(session.tokens)
         assert found.length == len(session.tokens)
@@ -599,7 +610,7 @@ class TestChat:
 
     def test_fork_and_branch(self, run: Run) -> None:
         """Each branch goes on from what was said before the fork."""
-        args = ("chat", "--max-new-tokens", "8")
+        args = ("chat", *GREEDY, "--max-new-tokens", "8")
         one = run(*args, stdin="hello\ngo on\n").out
         other = run(*args, stdin="hello\nwhy\n").out
         hello, on = one.splitlines()
@@ -611,16 +622,16 @@ class TestChat:
         assert "/branch takes a number from 1 to 2, not '3'" in done.err
 
     def test_rewind(self, run: Run) -> None:
-        args = ("chat", "--max-new-tokens", "8")
+        args = ("chat", *GREEDY, "--max-new-tokens", "8")
         hello, on = run(*args, stdin="hello\ngo on\n").out.splitlines()
         done = run(*args, stdin="hello\ngo on\n/rewind\ngo on\n/rewind 2\nhello\n/rewind 5\n/rewind x\n")
         assert done.out.splitlines() == [hello, on, on, hello]
         assert "cannot rewind 5 of 1 turns" in done.err
-        assert "/rewind takes a number of turns, not 'x'" in done.err
+        assert "/undo takes a number of turns, not 'x'" in done.err
 
     def test_save_and_load(self, run: Run, tmp_path: Path, passes: list[int], folder: Path) -> None:
         """In another process, and nothing is prefilled again."""
-        args, file = ("chat", "--max-new-tokens", "8"), tmp_path / "a.session"
+        args, file = ("chat", *GREEDY, "--max-new-tokens", "8"), tmp_path / "a.session"
         hello, on = run(*args, stdin="hello\ngo on\n").out.splitlines()
         done = run(*args, stdin=f"hello\n/save {file}\n")
         assert f"[{file}: 1 turn, " in done.err
@@ -639,8 +650,10 @@ class TestChat:
             assert message in run(*args, stdin=f"{command}\n").err
 
     def test_commands(self, run: Run) -> None:
-        done = run("chat", "--max-new-tokens", "8", stdin="/help\n/pages\n/frok\n/zzz\n/pages now\nhello\n/pages\n")
-        for name in ("/rewind [N]", "/fork", "/branch N", "/save FILE", "/load FILE", "/pages", "/reset", "/exit"):
+        done = run(
+            "chat", *GREEDY, "--max-new-tokens", "8", stdin="/help\n/pages\n/frok\n/zzz\n/pages now\nhello\n/pages\n"
+        )
+        for name in ("/undo [N]", "/fork", "/branch N", "/save FILE", "/load FILE", "/stats", "/clear", "/exit"):
             assert f"  {name} " in done.err
         assert "there is no command /frok: did you mean /fork?" in done.err
         assert "there is no command /zzz: /help lists them" in done.err
@@ -649,7 +662,7 @@ class TestChat:
 
     def test_pages_of_branches(self, run: Run) -> None:
         stdin = f"{'hello ' * 12}\n/pages\n/fork\n/pages\ngo on\n/pages\n"
-        lines = run("chat", "--max-new-tokens", "8", stdin=stdin).err.splitlines()
+        lines = run("chat", *GREEDY, "--max-new-tokens", "8", stdin=stdin).err.splitlines()
         first, second, third = [line for line in lines if line.startswith("  conversation")]
         held, pages = (int(number) for number in re.findall(r"(\d+) (?:position|page)s", first))
         assert pages == -(-held // PAGE) == 2
@@ -668,7 +681,7 @@ class TestChat:
         ],
     )
     def test_cache_memory_is_checked(self, run: Run, size: str, message: str) -> None:
-        done = run("chat", "--max-new-tokens", "8", "--cache-memory", size, stdin="hello\n")
+        done = run("chat", *GREEDY, "--max-new-tokens", "8", "--cache-memory", size, stdin="hello\n")
         assert done.status == 2
         assert message in done.err
         assert "Traceback" not in done.err

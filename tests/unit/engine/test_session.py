@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from infer.backend.cpu.backend import CpuBackend
 from infer.cache.paged import PagedCache
 from infer.cache.pool import NoPages, pages_for
 from infer.engine.memory import CacheMemory
+from infer.engine.request import CacheExceeded
 from infer.engine.session import KIND, Encode, Message, Session
 from infer.engine.store import read, write
 from infer.models.common import Decoder
@@ -389,7 +391,7 @@ class TestChunks:
         """The chunks that were fed stay, and are not fed again."""
         chat = talk(model, another(llm, 2))
         say(chat, "HELLO")
-        held, prompt = len(chat.tokens), chat._prompt("AND SO ON")
+        held, prompt = len(chat.tokens), chat.prompt("AND SO ON")
         model.fed.clear()
         model.break_before = number
         monkeypatch.setattr(model, "interrupt", lambda _: Watched.interrupt(model, 0))  # there is nothing to read
@@ -793,7 +795,7 @@ class TestSave:
         for text in TURNS[:2]:
             say(chat, text)
         chat.save(path)
-        held, prompt = len(chat.tokens), chat._prompt("WHY")
+        held, prompt = len(chat.tokens), chat.prompt("WHY")
         answer = json.loads(python(ELSEWHERE, str(path)))
         expected = fresh(chat, "WHY")
         assert answer["tokens"] == expected
@@ -1193,7 +1195,7 @@ class TestBetweenTurns:
         llm = llm_of(model.model, page=page, size=size)
         chat = talk(model, llm, params=SEEDED)
         for number, text in enumerate(TURNS):
-            prompt, held = chat._prompt(text), len(chat.tokens)
+            prompt, held = chat.prompt(text), len(chat.tokens)
             model.fed.clear()
             answer = chat.send(text).token_ids
             assert answer == expected[number] == generate(llm.model, Letters(), prompt, SEEDED).token_ids
@@ -1355,7 +1357,7 @@ class TestOneLLM:
     def test_a_trace(self, model: Watched, llm: LLM) -> None:
         chat = talk(model, llm)
         say(chat, "HELLO")
-        trace, expected, prompt = Trace(), Trace(), chat._prompt("MORE")
+        trace, expected, prompt = Trace(), Trace(), chat.prompt("MORE")
         tokens = chat.send("MORE", GREEDY, trace=trace).token_ids
         settle(llm)
         dtype = "int8" if llm.memory.pool.dtype is torch.int8 else "auto"
@@ -1370,6 +1372,130 @@ class TestOneLLM:
         for chunk in (None, 100):
             tamper(path, header={"settings": json.dumps(settings | {"prefill_chunk": chunk})})
             assert_goes_on(fork(chat), load(model, path, another(llm)))
+
+
+class TestGoingOn:
+    """Answers that were cut go on; turns are forgotten from the beginning."""
+
+    @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+    def test_as_if_it_had_not_been_cut(self, model: Watched, llm: LLM, params: SamplingParams) -> None:
+        whole, chat = talk(model, llm), talk(model, another(llm))
+        for each in (whole, chat):
+            say(each, "HELLO")
+        expected = whole.send("MORE", replace(params, max_new_tokens=20))
+        chat.send("MORE", params)
+        pieces = [*chat.more(params), *chat.more(replace(params, max_new_tokens=4))]
+        assert len(pieces) == 12
+        assert chat.answer is not None
+        assert chat.answer.token_ids == expected.token_ids
+        assert (chat.messages, chat.tokens, chat.turns) == (whole.messages, whole.tokens, whole.turns)
+        assert whole.messages[-1]["content"].endswith("".join(piece.text for piece in pieces))
+        say(chat, "AND THEN?", params)
+        chat.rewind(2)
+        say(chat, "AND THEN?", params)
+
+    def test_a_drawn_seed_is_kept(self, model: Watched, llm: LLM) -> None:
+        """What was drawn without a seed goes on with the one that was."""
+        drawn = replace(SEEDED, seed=None)
+        chat = talk(model, llm)
+        chat.send("HELLO", drawn)
+        list(chat.more(drawn))
+        assert chat.answer is not None
+        prompt, tokens, params, *_ = chat.answer
+        assert tokens == llm.generate(prompt, replace(params, max_new_tokens=16)).token_ids
+
+    def test_after_whoever_read_stopped(self, model: Watched, llm: LLM) -> None:
+        whole, chat = talk(model, llm), talk(model, another(llm))
+        expected = whole.send("HELLO", GREEDY).token_ids
+        with closing(chat.stream("HELLO", GREEDY)) as stream:
+            next(stream)
+            next(stream)
+        list(chat.more(replace(GREEDY, max_new_tokens=6)))
+        assert chat.answer is not None
+        assert chat.answer.token_ids == expected
+        assert chat.messages == whole.messages
+
+    def test_nothing_to_go_on_with(self, model: Watched, llm: LLM) -> None:
+        chat = talk(model, llm)
+        with pytest.raises(ValueError, match="there is no answer to go on with"):
+            chat.more()
+        chat.send("HELLO", ENDING)
+        with pytest.raises(ValueError, match="the last answer is whole"):
+            chat.more()
+        chat.send("HELLO", GREEDY)
+        chat.rewind()
+        with pytest.raises(ValueError, match="there is no answer to go on with"):
+            chat.more()
+
+    @pytest.mark.parametrize("system", [None, "BE BRIEF"])
+    def test_the_first_turns_are_forgotten(self, model: Watched, llm: LLM, system: str | None) -> None:
+        chat = talk(model, llm, system=system)
+        for text in ("HELLO", "AND THEN?", "WHY IS THAT"):
+            say(chat, text)
+        first, messages = int(system is not None), list(chat.messages)
+        chat.drop(2)
+        assert chat.turns == 1
+        assert chat.messages == [*messages[:first], *messages[first + 4 :]]
+        say(chat, "HELLO")
+        chat.rewind()
+        assert chat.turns == 1
+        say(chat, "MORE")
+        with pytest.raises(ValueError, match="cannot drop 3 of 2 turns"):
+            chat.drop(3)
+
+    def test_room_for_an_answer(self, model: Watched, llm: LLM) -> None:
+        chat = talk(model, llm, context=80)
+        for text in ("HELLO", "WHY"):
+            say(chat, text)
+        assert chat.make_room("AND", 8) == 0
+        assert chat.turns == 2
+        before = list(chat.messages)
+        with pytest.raises(CacheExceeded, match=r"tokens of this turn alone \+ 8 new tokens exceed the context of 80"):
+            chat.make_room("X" * 80, 8)
+        assert chat.messages == before
+        dropped = chat.make_room("X" * 30, 8)
+        assert dropped == 1
+        assert chat.messages == before[2:]
+        say(chat, "X" * 30)
+
+    def test_going_on_with_room_made(self, model: Watched, llm: LLM) -> None:
+        """The answer stays, and goes on behind fewer turns."""
+        chat = talk(model, llm, context=48)
+        say(chat, "HELLO")
+        chat.send("WHY", GREEDY)
+        answer = chat.messages[-1]["content"]
+        assert chat.make_room(None, 16) == 1
+        list(chat.more(replace(GREEDY, max_new_tokens=16)))
+        assert chat.messages[-1]["content"].startswith(answer)
+        assert [message["content"] for message in chat.messages[:-1]] == ["WHY"]
+        assert chat.answer is not None
+        prompt, tokens, params, _, given = chat.answer
+        assert given == 8
+        again = chat.llm.generate([*prompt, *tokens[:given]], replace(params, max_new_tokens=16))
+        assert again.token_ids == tokens[given:]
+
+    def test_another_system_message(self, model: Watched, llm: LLM) -> None:
+        chat = talk(model, llm)
+        say(chat, "HELLO")
+        for system in ("BE KIND", "BE BRIEF", None):
+            chat.instruct(system)
+            assert chat.system == system
+            assert chat.turns == 1
+            say(fork(chat), "WHY")
+        assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+
+    def test_a_system_message_that_the_template_refuses(self, model: Watched, llm: LLM) -> None:
+        def refusing(messages: list[Message]) -> list[int]:
+            if messages[0]["role"] == "system":
+                raise ValueError("no system message here")
+            return rendered(messages)
+
+        chat = talk(model, llm, refusing)
+        say(chat, "HELLO")
+        before = list(chat.messages)
+        with pytest.raises(ValueError, match="no system message here"):
+            chat.instruct("BE KIND")
+        assert (chat.system, chat.messages) == (None, before)
 
 
 class TestOneAnswerAtATime:

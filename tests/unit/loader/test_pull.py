@@ -91,7 +91,7 @@ def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*args: Any, **kwargs: Any) -> None:
         pytest.fail("pip was called")
 
-    monkeypatch.setattr(builtin.subprocess, "run", run)
+    monkeypatch.setattr(builtin.subprocess, "Popen", run)
 
 
 @pytest.mark.parametrize("contents", [CONTENTS[:1], CONTENTS], ids=["one part", "two parts"])

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer import progress
 from infer.backend.cpu import kernels
 from infer.backend.cpu.functions import CpuAttention, activate, embed, empty, linear, norm
 from infer.backend.cpu.records import ACTIVATION_CODES, Record, block_record, head_record, readable
@@ -94,6 +95,7 @@ class CpuBackend:
             blocks = self.blocks[one]
             made.run(blocks, made.NO_HEADS, x.numpy(), ropes[one], tables[one], tokens, parts, wanted, done.numpy())
             x = done
+            progress.tell_part(i + 1, len(self.blocks))
         return self._logits(x, wanted)
 
     def _places(self, packed: Packed, rope_cos_sin: RopeTables) -> tuple[Record, Record, Record]:

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from numba import config
 
+from infer import progress
 from infer.folders import cache_folder
 
 SEAL = "compiled"
@@ -59,8 +60,10 @@ def load_cached(load: Callable[[], T], folder: Path) -> T:
                 _seal(folder)  # numba has added kernels, if another kind of CPU shares the folder
             return found
     kept = not problem and os.access(folder.parent, os.W_OK)
-    _say(f"compiling a kernel for this CPU{', once' if kept else ''}: {folder.name}")
-    with TemporaryDirectory(dir=folder.parent if kept else None, ignore_cleanup_errors=True) as fresh:
+    if not progress.is_heard():  # who hears of it says so
+        _say(f"compiling a kernel for this CPU{', once' if kept else ''}: {folder.name}")
+    scratch = TemporaryDirectory(dir=folder.parent if kept else None, ignore_cleanup_errors=True)
+    with scratch as fresh, progress.compiling(folder.name):
         built = Path(fresh, folder.name)
         built.mkdir(0o700)
         found = _load_from(load, built)

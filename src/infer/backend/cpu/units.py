@@ -23,6 +23,7 @@ from llvmlite.binding import Linkage
 from numba import types
 from numba.core import codegen, compiler
 
+from infer import progress
 from infer.backend.cpu.kernel_cache import is_missing, kernel_folder, load_cached
 
 make: Any = numba  # whose types lack some options
@@ -71,9 +72,11 @@ class Unit:
 
     @property
     def _folder(self) -> Path:
+        name = self._function.__name__.strip("_")
         if self._helper is not None:
-            self._helper.wait()
-        return kernel_folder(self._function.__name__.strip("_"))
+            with progress.compiling(name):
+                self._helper.wait()
+        return kernel_folder(name)
 
     def _compile(self) -> Any:
         """Or read it: numba knows where."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer import progress
 from infer.backend import AHEAD
 from infer.backend.gpu import precompile
 from infer.backend.gpu.likelihoods import likelihoods
@@ -199,8 +200,11 @@ class CapturedSteps:
                 self._made(rows, rows in (1, MANY)).run()  # tokens are chosen one way or another
 
         if precompile.possible() and compile_ahead(self.device, step.run):
-            print("compiling kernels for this GPU: seconds, once for each kind of model", file=sys.stderr, flush=True)
-            with suppress(torch.OutOfMemoryError):
+            if not progress.is_heard():
+                print(
+                    "compiling kernels for this GPU: seconds, once for each kind of model", file=sys.stderr, flush=True
+                )
+            with suppress(torch.OutOfMemoryError), progress.compiling("for this GPU"):
                 compile_ahead(self.device, others)
 
 
