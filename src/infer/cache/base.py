@@ -114,6 +114,13 @@ class BaseCache(ABC):
         self._masks: Masks = {}  # of this forward pass
         self._suited: tuple[ModelConfig, torch.dtype, bool] | None = None  # what `_suits` has last said
 
+    def __repr__(self) -> str:
+        shape, dtype = self.shape, str(self.dtype).removeprefix("torch.")
+        rows = f"{shape.batch_size} rows, " if shape.batch_size > 1 else ""
+        each = f"{shape.num_layers} layers of {shape.num_kv_heads} heads of {shape.head_dim}"
+        filled = f"{self.seq_len} of {self.capacity} positions"
+        return f"{type(self).__name__}({rows}{filled}, {each}, {dtype} on {self.device}, {self.memory_bytes:,} bytes)"
+
     @classmethod
     def allocate(
         cls,

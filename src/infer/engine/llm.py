@@ -109,6 +109,12 @@ class LLM:
                 opened.callback(shared.watch(self._driver.fail))
             self._finalizer = weakref.finalize(self, opened.pop_all().close)
 
+    def __repr__(self) -> str:
+        config, stats, pool = self.model.config, self.stats(), self.memory.pool
+        model = f"{config.model_type}, {config.num_hidden_layers} layers, context {config.max_position_embeddings:,}"
+        cache = f"{pool.memory_bytes / 1e6:,.0f} MB of cache"
+        return f"LLM({model}, {cache}, {stats.running} running, {stats.waiting} waiting)"
+
     def __enter__(self) -> Self:
         return self
 

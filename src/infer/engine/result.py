@@ -9,6 +9,9 @@ from typing import Any
 from infer.engine.logprobs import TokenLogprobs
 
 
+SHOWN = 60  # characters of a text
+
+
 @dataclass(frozen=True)
 class GeneratedToken:
     """One step of a stream. Text is what became certain with it: it may be empty, or belong to earlier tokens too."""
@@ -50,7 +53,7 @@ class Timing:
         return len(self.decode_times_s) / self.decode_time_s if self.decode_times_s else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GenerationResult:
     prompt_token_ids: list[int]
     token_ids: list[int]  # all that were generated, an end-of-sequence token included
@@ -66,6 +69,11 @@ class GenerationResult:
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= SHOWN else f"{self.text[: SHOWN - 1]}…"
+        speed = f", {self.timing.decode_tokens_per_s:.1f} tok/s" if self.timing.decode_times_s else ""
+        return f"GenerationResult({text!r}, {self.generated_tokens} tokens{speed}, ended by {self.finish_reason})"
 
     @property
     def prompt_tokens(self) -> int:

@@ -78,6 +78,9 @@ class Session:
         self.answer: Answer | None = None  # the last one, unless it was rewound or loaded
         self._answering = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"Session({self.turns} turns, {len(self.tokens)} of {self.context} positions)"
+
     @property
     def turns(self) -> int:
         """How often the user has spoken."""

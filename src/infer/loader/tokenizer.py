@@ -28,6 +28,10 @@ class Tokenizer:
         self.eos_token = parts.eos_token
         self._single: dict[tuple[int, bool], str] = {}  # texts of single tokens
 
+    def __repr__(self) -> str:
+        chat = "a chat template" if self.chat_template else "no chat template"
+        return f"Tokenizer({self.vocab_size:,} tokens, bos {self.bos_token!r}, eos {self.eos_token!r}, {chat})"
+
     @property
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)

@@ -199,6 +199,12 @@ class Decoder(Module):
             kv_cache, all_logits = NoCache(batch, input_ids.device, dropout), True
         return self.run([Row(debugged(kv_cache), input_ids, ALL if all_logits else LAST)])[0]
 
+    def extra_repr(self) -> str:
+        config, dtype = self.config, str(self.dtype).removeprefix("torch.")
+        part = "" if self.group is None else f", part {self.group.rank} of {self.group.count}"
+        size = f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}"
+        return f"{config.model_type}, {size}, computes in {dtype} on {self.device}{part}"
+
     def _apply(self, *how: Any, **more: Any) -> Any:
         if self.group is not None:
             raise TypeError("this process has a part of the model: load it again in another dtype or on another device")
