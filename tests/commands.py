@@ -120,13 +120,14 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command on the tiny model (or on `model`), with the given standard input."""
+    """Run a command on the tiny model (or on `model`; None: it is not told which), with the given standard input."""
 
-    def run_command(command: str, *args: str | Path, model: str | Path = folder, stdin: str = "") -> Done:
+    def run_command(command: str, *args: str | Path, model: str | Path | None = folder, stdin: str = "") -> Done:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         named = {name: [str(model)] for name in ("info", "verify", "perplexity")} | {"pull": [], "models": []}
+        which = [] if model is None else named.get(command, ["--model", str(model)])
         with pytest.raises(SystemExit) as exit_info:
-            main([command, *named.get(command, ["--model", str(model)]), *map(str, args)])
+            main([command, *which, *map(str, args)])
         return Done(exit_info.value.code or 0, *capsys.readouterr())  # type: ignore[arg-type]
 
     return run_command

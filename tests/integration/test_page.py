@@ -18,6 +18,7 @@ from traces import make_trace
 
 from infer import SamplingParams, generate
 from infer.trace import Trace
+from infer.trace.data import Alternative, AttentionRows
 from infer.trace.page import LEVELS
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome is installed")
@@ -400,7 +401,7 @@ def test_what_cannot_be_seen_is_shown(show: Open) -> None:
         "",
         "<|im_end|>",
         "\ufffd",
-    ]  # the last: no part of a character, but what it looks like
+    ]
     with show(make_trace(texts=odd)) as page:
         shown = [texts(page, token(step))[0] for step in range(len(odd))]
         assert shown == ["↵", ".↵↵", "a↵\nb", "··", "⇥", "U+202E", "∅", "<|im_end|>", "U+FFFD"]
@@ -467,6 +468,331 @@ def test_a_thousand_steps(show: Open) -> None:
         box, chosen = page.js(f"{edges}.map(r => [r.top, r.bottom])")
         assert box[0] <= chosen[0] < chosen[1] <= box[1], "the selected token is in sight"
         assert "4 positions" in page.text("#cache-keys")
+        assert_drawn(page)
+        assert_clean(page)
+
+
+def prompt_row(trace: Trace, position: int, layer: int, head: int) -> npt.NDArray[np.float64]:
+    prediction = trace.prompt[position].prediction
+    assert prediction is not None
+    first, weights = prediction.attention[trace.layers[layer]]
+    out = np.zeros(position)
+    out[first:] = weights[head]
+    return out
+
+
+def at(position: int) -> str:
+    return f'[data-position="{position}"]'
+
+
+def test_a_token_of_the_prompt(show: Open) -> None:
+    trace = make_trace(prompt=9, prompt_rows=6, window=4)
+    with show(trace) as page:
+        for position in (8, 3):
+            page.click(at(position))
+            assert page.js("document.querySelector('[aria-pressed=true].token').dataset.position") == str(position)
+            prediction = trace.prompt[position].prediction
+            assert prediction is not None
+            assert page.text("#where") == f"Prompt token {position + 1} of 9 · position {position}"
+            assert percent(page.text("#probability")) == pytest.approx(prediction.probability, abs=6e-4)
+            assert page.text("#surprisal") == f"surprisal {prediction.surprisal:.2f} nats, rank {prediction.rank}"
+            assert page.text("#entropy") == f"{prediction.entropy:.2f} nats"
+            assert page.text("#alternatives-title") == "What the model expected here"
+            names = texts(page, "#alternatives .name")
+            assert [name.replace("·", " ") for name in names] == [
+                *(a.text for a in prediction.alternatives),
+                f" p{position}",
+            ]
+            for layer, head in [(0, 0), (1, 2)]:
+                page.choose("#layer", layer)
+                page.choose("#head", head)
+                weights = prompt_row(trace, position, layer, head)
+                got = np.array(page.js(f"Array.from(trace.rowAt({position}, {layer}, {head}))"))
+                assert np.abs(np.sqrt(got) - np.sqrt(weights)).max() <= 0.501 / LEVELS
+                looked = [percent(text) for text in texts(page, "#looked .value")]
+                assert looked == pytest.approx(sorted(weights, reverse=True)[:6], abs=0.005)
+                rounding = 0.011 + 1.01 / LEVELS / math.sqrt(weights.max())
+                wanted = np.sqrt(weights / weights.max())
+                assert np.abs(np.array(shades(page)[:position]) - wanted).max() < rounding
+        assert page.js("document.querySelectorAll('.query').length") == 1
+        assert "last 6 tokens" in page.text("#prompt-note")
+        assert_clean(page)
+
+
+def test_what_was_not_kept_of_the_prompt(show: Open) -> None:
+    trace = make_trace(prompt=9, prompt_rows=6)
+    with show(trace) as page:
+        for position, words in [(0, "Nothing predicts the first token"), (2, "Nothing was kept of this token")]:
+            page.click(at(position))
+            assert page.text("#unpredicted").startswith(words)
+            assert page.text("#looked-about").startswith(words)
+            assert page.text("#probability") == ""
+            assert set(shades(page)) == {0}
+        assert_clean(page)
+    trace.known = 2
+    with show(trace) as page:
+        assert "The cache held the prompt's first 2 tokens" in page.text("#prompt-note")
+        page.click(at(2))
+        assert page.text("#unpredicted").startswith("The cache held what predicts this token")
+    with show(make_trace(prompt=9, prompt_rows=8)) as page:
+        assert page.text("#prompt-note") == "", "all that can be predicted is"
+    with show(make_trace(prompt=9)) as page:
+        assert page.text("#prompt-note").startswith("No surprisal and attention was kept")
+
+
+def colours(page: Page, canvas: str, rows: int, columns: int) -> npt.NDArray[np.float64]:
+    """Of the cells of a matrix, [rows, columns] of red, green, blue and alpha."""
+    found = page.js(
+        f"(() => {{ const {{ left, top, wide, high }} = matrixLayout({canvas}.width), out = [];"
+        f" const {{ data, width }} = $('{canvas}').getContext('2d').getImageData(0, 0, {canvas}.canvas.width,"
+        f" {canvas}.canvas.height); for (let r = 0; r < {rows}; r++) for (let c = 0; c < {columns}; c++) {{"
+        " const i = 4 * (Math.floor(top + (r + 0.5) * high) * width + Math.floor(left + (c + 0.5) * wide));"
+        " out.push(...data.slice(i, i + 4)); } return out; })()"
+    )
+    return np.array(found, dtype=np.float64).reshape(rows, columns, 4)
+
+
+@pytest.mark.parametrize("rows", [8, 4])
+def test_matrix(show: Open, rows: int) -> None:
+    """A cell for each query and key: as strong as its weight. rows: of the prompt that are there."""
+    trace = make_trace(prompt=9, prompt_rows=rows, window=6)
+    first = 8 - rows  # the query of the first row
+    with show(trace) as page:
+        before = drawn(page, "matrix")
+        page.choose("#layer", 1)
+        page.choose("#head", 2)
+        assert drawn(page, "matrix") != before
+        page.press("Escape")  # the frame of the selected row is in no one's way
+        drawn(page, "matrix")
+        queries = [prompt_row(trace, 9 - rows + i, 1, 2) for i in range(rows)] + [
+            row(trace, s, 1, 2) for s in range(12)
+        ]
+        most = max(weights.max() for weights in queries)
+        found = colours(page, "matrix", len(queries), 20)
+        assert found[0, 19, 3] == 0, "no query sees what comes after it"
+        empty, full = (np.array(page.js(f"Array.from(rgb('--{name}'))")) for name in ("cell", "attention-strong"))
+        for number, weights in enumerate(queries):
+            shares = np.sqrt(weights / most)[:, None]
+            wanted = shares * full + (1 - shares) * empty
+            assert np.abs(found[number, : len(weights)] - wanted)[:, :3].max() <= 6, number
+        # A click on a row selects what it predicted.
+        place = page.js("matrixLayout(matrix.width)")
+        x, y = place["left"] + 1.5 * place["wide"], place["top"] + (rows + 3.5) * place["high"]
+        page.click("#matrix", x=x, y=y)
+        assert selected(page) == [3]
+        page.hover("#matrix", x=x, y=y)
+        assert f'looking: " w2" ({9 + 2})' in page.text("#tip")
+        assert 'at: " p1" (1)' in page.text("#tip")
+        page.click("#matrix", x=place["left"] + 0.5 * place["wide"], y=place["top"] + 0.5 * place["high"])
+        assert page.text("#where").startswith(f"Prompt token {first + 2} of 9")
+        assert_clean(page)
+
+
+def test_two_heads_side_by_side(show: Open) -> None:
+    trace = make_trace(layers=(2, 5), heads=(1, 4, 7), prompt_rows=4)
+    with show(trace) as page:
+        page.choose("#layer", 0)
+        page.choose("#head", 1)
+        assert page.text("#matrix2-part") == page.text("#looked2-part") == ""
+        page.click("#compare")
+        assert (page.text("#which"), page.text("#which2")) == ("layer 2, head 4", "layer 2, head 7")
+        page.choose("#layer2", 1)
+        page.choose("#head2", 0)
+        assert page.text("#matrix-which") == "layer 2, head 4"
+        assert page.text("#matrix2-which") == "layer 5, head 1"
+        for list_, layer, head in [("#looked", 0, 1), ("#looked2", 1, 0)]:
+            shown = [percent(text) for text in texts(page, f"{list_} .value")]
+            assert shown == pytest.approx(sorted(row(trace, 0, layer, head), reverse=True)[:6], abs=0.005)
+        assert drawn(page, "matrix") != drawn(page, "matrix2")
+        left, right = edges(page, "#matrix", "#matrix2")
+        assert left["top"] == right["top"]
+        assert left["right"] <= right["left"]
+        width = page.js("document.querySelector('#overview').clientWidth")
+        at = page.hover("#overview", x=width - 20, y=18 + 24 + 10)
+        for kind in ("mousePressed", "mouseReleased"):  # with Shift
+            page.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, modifiers=8, **at)
+        assert (page.text("#which"), page.text("#which2")) == ("layer 2, head 4", "layer 5, head 7")
+        page.click("#compare")
+        assert page.text("#matrix2-part") == ""
+        assert_clean(page)
+
+
+def test_arrows_change_layers_and_steps(show: Open) -> None:
+    trace = make_trace(layers=(2, 5), heads=(1, 4))
+    with show(trace) as page:
+        page.press("ArrowDown")
+        assert_shows(page, trace, 0, 0)
+        for _ in range(3):
+            page.press("ArrowDown")
+        assert_shows(page, trace, 0, 1)
+        page.press("ArrowDown", shift=True)
+        assert_shows(page, trace, 0, 1, 0)
+        assert page.js("[layer.value, head.value]") == ["1", "0"]
+        page.press("ArrowRight")
+        assert_shows(page, trace, 1, 1, 0)
+        for _ in range(3):
+            page.press("ArrowUp")
+        assert page.js("layer.value") == "mean"
+        for _ in range(3):
+            page.press("ArrowLeft")
+        assert page.text("#where").startswith("Prompt token 4 of 5")
+        assert page.js("scrollY") == 0, "the arrows are not the page's"
+
+
+def test_link(show: Open) -> None:
+    trace = make_trace(layers=(2, 5), heads=(1, 4, 7), prompt_rows=4)
+    with show(trace, "#step=4&layer=5&head=7&compare&layer2=2&head2=1") as page:
+        assert_shows(page, trace, 3, 1, 2)
+        assert page.text("#which2") == "layer 2, head 1"
+        page.click("#compare")
+        page.click(token(8))
+        page.choose("#head", 0)
+        page.wait("location.hash == '#step=9&layer=5&head=1'")
+        page.click(at(3))
+        page.wait("location.hash == '#prompt=4&layer=5&head=1'")
+        page.js("location.hash = '#step=2&head=4'")
+        page.wait("document.querySelector('#where').textContent.startsWith('Step 2 ')")
+        assert_shows(page, trace, 1, None, 1)
+        page.press("Escape")
+        page.wait("location.hash == '#step=none&head=4'")
+        assert_clean(page)
+    with show(trace, "#step=none") as page:
+        assert selected(page) == []
+    with show(trace, "#prompt=3") as page:
+        assert page.text("#where").startswith("Prompt token 3 of 5")
+
+
+@pytest.mark.parametrize("link", ["#step=13", "#step=0", "#step=x&layer=9", "#prompt=6", "#head=-1", "#<script>", "#%"])
+def test_a_link_to_nothing(show: Open, link: str) -> None:
+    trace = make_trace()
+    with show(trace, link) as page:
+        assert_shows(page, trace, 0)
+        assert_clean(page)
+
+
+def test_theme_is_remembered(show: Open, browser: Browser, tmp_path: Path) -> None:
+    make_trace().save(tmp_path / "other.html")
+    with show(make_trace(), prefers_color_scheme="light") as page:
+        page.click("#theme")
+        with browser.page(tmp_path / "other.html", prefers_color_scheme="light") as other:
+            assert luminance(other, "body", "backgroundColor") < 0.3
+            other.click("#theme")
+            assert other.js("localStorage.length") == 0, "what the system has is not kept"
+    with show(make_trace(), prefers_color_scheme="light") as page:
+        assert luminance(page, "body", "backgroundColor") > 0.7
+
+
+def test_wide_screens_are_used(show: Open) -> None:
+    with show(make_trace(prompt_rows=4)) as page:
+        page.size(1920, 1080)
+        page.frame()
+        cards = ["text", "attention", "matrix", "chart", "cache"]
+        text, attention, matrix, chart, cache = edges(page, *(f'[data-card="{card}"]' for card in cards))
+        assert text["left"] <= 40
+        assert cache["right"] >= 1880
+        assert text["right"] < attention["left"] < attention["right"] < cache["left"], "three columns"
+        assert matrix["left"] == attention["left"]
+        assert chart["left"] == text["left"]
+        assert chart["top"] == pytest.approx(text["bottom"] + 14, abs=1), "without a hole"
+        page.size(1280, 900)
+        page.frame()
+        text, attention, cache = edges(page, *(f'[data-card="{card}"]' for card in ("text", "attention", "cache")))
+        assert attention["left"] == text["left"]
+        assert attention["top"] >= text["bottom"]
+        assert cache["left"] > text["right"]
+
+
+def test_parts_of_characters_are_joined(show: Open) -> None:
+    """你 in two tokens, an emoji in three, one of several code points, and bytes that never become a character."""
+    parts = [b"\xe4\xbd", b"\xa0", b" \xf0\x9f", b"\x98", b"\x80", b"\xff"]
+    names = ["".join(f"<0x{byte:02X}>" for byte in part) for part in parts]
+    trace = make_trace(texts=["好", *names[2:], "👩", "\u200d", "🚀", "!"])
+    for i in range(2):
+        trace.prompt[3 + i] = trace.prompt[3 + i]._replace(text=names[i], raw=parts[i])
+    for i in range(4):
+        trace.steps[1 + i] = replace(trace.steps[1 + i], raw=parts[2 + i])
+    trace.steps[0] = replace(trace.steps[0], alternatives=(Alternative(7, "<0xE4><0xBD>", 0.5),))
+    with show(trace) as page:
+        assert texts(page, ".whole") == ["你", " 😀", "👩\u200d🚀"]
+        assert [texts(page, f"{at(i)}")[0] for i in (3, 4, 6, 7, 8)] == ["E4 BD", "A0", "20 F0 9F", "98", "80"]
+        assert texts(page, token(4)) == ["FF"]
+        assert "\ufffd" not in page.js("document.body.innerText")
+        assert texts(page, "#alternatives .name")[0] == "E4 BD"
+        page.click(at(4))
+        assert page.text("#token") == "A0 of 你"
+        page.click(token(2))
+        assert selected(page) == [2]
+        assert page.text("#token") == "98 of  😀"
+        assert page.js(f"document.querySelector('{token(2)}').ariaLabel") == "part 2 of 3 of  😀"
+        # The character stands over its parts, and next to the text around it.
+        whole, part, before = edges(page, ".joined:nth-of-type(4) .whole", at(3), at(2))
+        assert whole["bottom"] <= part["top"] + 1
+        assert abs(part["bottom"] - before["bottom"]) < 20
+        assert_clean(page)
+
+
+def test_settings(show: Open) -> None:
+    trace = make_trace()
+    with show(trace) as page:
+        assert page.text("#settings-card") == ""
+    trace.settings = {
+        "model": HOSTILE[0],
+        "dtype": "bfloat16",
+        "quantize": "int8",
+        "params": {"seed": 2**64 - 1, "temperature": 0.5, "stop": ["</dl>"]},
+        "kv_cache": True,
+    }
+    with show(trace) as page:
+        shown = dict(zip(texts(page, "#settings dt"), texts(page, "#settings dd"), strict=True))
+        assert shown == {
+            "model": HOSTILE[0],
+            "computed in": "bfloat16",
+            "quantisation": "int8",
+            "temperature": "0.5",
+            "seed": "18446744073709551615",
+            "stop": "'</dl>'",
+            "KV cache": "yes",
+        }
+        assert "bfloat16 · int8 · temperature 0.5 · seed 18446744073709551615" in page.text("#about")
+        assert page.text("#repeat") == "infer trace --from trace.html"
+        assert_clean(page)
+
+
+def test_in_a_notebook(browser: Browser, tmp_path: Path) -> None:
+    """The frame may run its script and nothing else: no storage, no address."""
+    trace = make_trace(texts=['"><script>parent.hacked = 1</script>', "&quot;"], prompt_rows=4)
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(
+        "<!doctype html><html><body>" + str(trace._repr_html_()) + "<script>document.querySelector('iframe').onload ="
+        " () => document.documentElement.dataset.ready = ''</script></body></html>",
+        encoding="utf-8",
+    )
+    with browser.page(notebook) as page:
+        (frame,) = [each for each in browser.send("Target.getTargets")["targetInfos"] if each["type"] == "iframe"]
+        session = browser.send("Target.attachToTarget", targetId=frame["targetId"], flatten=True)["sessionId"]
+        inside = Page(browser, session)
+        inside.wait("'ready' in document.documentElement.dataset")
+        assert inside.text("[aria-pressed=true]") == trace.steps[0].text
+        inside.js("document.querySelector('#theme').click()")
+        inside.js("document.querySelector('.prompt').click()")
+        assert inside.text("#where").startswith("Prompt token 1 ")
+        assert inside.problems() == page.problems() == []
+        assert page.js("window.hacked") is None
+        assert page.js("document.querySelectorAll('body > *').length") == 2, "nothing got out of the frame"
+
+
+def test_a_long_run_is_quick(show: Open) -> None:
+    """30 layers and 9 heads of 500 steps: a selection takes less than a quarter of a second."""
+    trace = make_trace(steps=500, prompt=20, layers=(), heads=(), capacity=520)
+    trace.layers, trace.heads = list(range(30)), list(range(9))
+    for i, step in enumerate(trace.steps):
+        rows = AttentionRows(0, np.full((9, 20 + i), 1 / (20 + i), dtype=np.float16))
+        trace.steps[i] = replace(step, attention=dict.fromkeys(trace.layers, rows))
+    with show(trace) as page:
+        select = "(() => { const start = performance.now(); trace.select(%d); return performance.now() - start; })()"
+        times = [page.js(select % step) for step in (499, 250, 400)]
+        assert min(times) < 250
+        page.choose("#layer", 12)
         assert_drawn(page)
         assert_clean(page)
 

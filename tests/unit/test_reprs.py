@@ -36,5 +36,7 @@ def test_llm_and_what_it_gives(folder: Path) -> None:
 @pytest.mark.parametrize("kind", [KVCache, GrowingCache, PagedCache])
 def test_caches(kind: type) -> None:
     cache = kind.allocate(2, 3, 8, max_seq_len=64, dtype="float32", device="cpu")  # type: ignore[attr-defined]
-    named = f"{kind.__name__}(0 of 64 positions, 2 layers of 3 heads of 8, float32 on cpu, {cache.memory_bytes:,} bytes)"
+    named = (
+        f"{kind.__name__}(0 of 64 positions, 2 layers of 3 heads of 8, float32 on cpu, {cache.memory_bytes:,} bytes)"
+    )
     assert repr(cache) == named

@@ -18,8 +18,8 @@ from infer.cli.common import (
     ThinkingOption,
     check_cache_dtype,
     loading_options,
-    model_option,
     megabytes,
+    model_option,
     parse_size,
     sampling_options,
 )

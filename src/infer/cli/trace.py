@@ -132,7 +132,6 @@ def trace(
         saved = read_page(from_page)
         given = {name for name in context.params if is_given(context, name)}
         options, known_ids = repeated(options, saved, given, from_page)
-        say(f"repeating {from_page} with {options.model}")
     elif options.prompt is None:
         raise ValueError("there is no prompt: give one, or a page to repeat with --from")
     if not 1 <= options.alternatives <= MOST_ALTERNATIVES:
@@ -164,6 +163,8 @@ def trace(
 
     pages = Pages(parse_size(cache_memory), prefix_store)
     pages.check(options.kv_cache)
+    if from_page is not None:
+        say(f"repeating {from_page} with {options.model}")
     positions = len(prompt_ids) + params.max_new_tokens
     network = options.loading.load(options.model, config if options.kv_cache else None, positions, options.cache_dtype)
     cache = cache_for(network, prompt_ids, params, options.prefill_chunk, options.kv_cache, options.cache_dtype, pages)

@@ -8,7 +8,6 @@ from typing import Any
 
 from infer.engine.logprobs import TokenLogprobs
 
-
 SHOWN = 60  # characters of a text
 
 

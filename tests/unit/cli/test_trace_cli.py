@@ -16,6 +16,7 @@ from infer.cli.trace import parse_step, spread
 from infer.engine import generate as engine
 from infer.engine.result import GeneratedToken
 from infer.trace import record
+from infer.trace.repeat import read_page
 from infer.trace.save import json_lines
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
@@ -242,6 +243,151 @@ class TestFiles:
         file = tmp_path / "trace.jsonl"
         done = run("trace", "hello", *SHORT, "--json", "--save", file)
         assert len(json.loads(done.out)["steps"]) == STEPS == len(file.read_text().splitlines()) - 1
+
+
+class TestPromptRows:
+    def test_the_last_tokens(self, run: Run, tmp_path: Path) -> None:
+        file = tmp_path / "trace.jsonl"
+        for options, kept in [((), 4), (("--prompt-rows", "2"), 2), (("--prompt-rows", "0"), 0)]:
+            assert run("trace", "hello", *SHORT, "--save", file, *options).status == 0
+            prompt = json.loads(file.read_text().splitlines()[0])["prompt"]
+            assert ["probability" in token for token in prompt] == [False] * (len(prompt) - kept) + [True] * kept
+
+    def test_refused(self, run: Run) -> None:
+        assert run("trace", "hello", "--prompt-rows", "-1").status == 2
+
+
+class TestFrom:
+    """A page's run again."""
+
+    SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--layers", "0,2", "--heads", "1", "--alternatives", "3")
+
+    @pytest.fixture
+    def page(self, run: Run, tmp_path: Path) -> Path:
+        page = tmp_path / "run.html"
+        assert run("trace", "hello", *SHORT, *self.SAMPLED, "--html", page).status == 0
+        return page
+
+    def again(self, run: Run, page: Path, *options: Any) -> tuple[Any, Any]:
+        """The run as JSON, and what was said. Without the --model that `run` adds."""
+        done = run("trace", "--from", page, "--json", *options, model=None)
+        return json.loads(done.out) if done.out else None, done
+
+    def test_the_same_tokens(self, run: Run, page: Path, folder: Path, tmp_path: Path) -> None:
+        """The seed, which nobody gave, is the page's."""
+        file = tmp_path / "again.html"
+        output, done = self.again(run, page, "--html", file)
+        saved, repeated = read_page(page), read_page(file)
+        assert done.status == 0
+        assert done.err.startswith(f"repeating {page} with {folder}\n")
+        assert f"the same {STEPS} tokens as in {page}" in done.err
+        assert output["same_tokens"] is True
+        assert output["from"] == str(page)
+        assert (repeated.tokens, repeated.prompt) == (saved.tokens, saved.prompt)
+        assert repeated.settings == saved.settings
+        assert (repeated.layers, repeated.heads) == ([0, 2], [1])
+        assert saved.settings["prompt"] == "hello"
+        assert saved.settings["params"]["temperature"] == 0.9
+
+    def test_options_beside_it(self, run: Run, page: Path) -> None:
+        saved = read_page(page)
+        output, done = self.again(run, page, "--max-new-tokens", "3", "--layers", "1", "--no-kv-cache")
+        assert done.status == 0
+        assert f"the same first 3 tokens as in {page}, which has {STEPS}" in done.err
+        assert [step["token_id"] for step in output["steps"]] == saved.tokens[:3]
+        assert output["layers"] == [1]
+        output, done = self.again(run, page, "--seed", "1", "--temperature", "1.5")
+        assert done.status == 0, "with other settings, other tokens are no failure"
+        assert output["same_tokens"] is False
+        assert f"OTHER tokens than in {page} from step" in done.err
+
+    def test_another_prompt(self, run: Run, page: Path, folder: Path) -> None:
+        for options, text in [((), "bye"), (("--chat",), chat_ids(folder, ("user", "bye")))]:
+            done = run("trace", "bye", "--from", page, "--json", *options, model=None)
+            ids = Tokenizer(folder).encode(text) if isinstance(text, str) else text
+            assert json.loads(done.out)["prompt_token_ids"] == ids
+        output, _ = self.again(run, page, "--chat")
+        assert output["prompt_token_ids"] == chat_ids(folder, ("user", "hello"))
+
+    def test_a_chat(self, run: Run, folder: Path, tmp_path: Path) -> None:
+        page = tmp_path / "chat.html"
+        run("trace", "hello", *SHORT, "--chat", "--system", "be kind", "--html", page)
+        output, _ = self.again(run, page)
+        assert output["same_tokens"] is True
+        assert output["prompt_token_ids"] == read_page(page).prompt
+        assert read_page(page).settings["system"] == "be kind"
+
+    def test_from_a_pipe(self, run: Run, tmp_path: Path) -> None:
+        page = tmp_path / "piped.html"
+        run("trace", "-", *SHORT, "--html", page, stdin="from a pipe")
+        assert read_page(page).settings["prompt"] == "from a pipe"
+        assert self.again(run, page)[0]["same_tokens"] is True
+
+    def test_other_tokens_are_a_failure(self, run: Run, page: Path) -> None:
+        text = page.read_text(encoding="utf-8")
+        token = read_page(page).tokens[2]
+        page.write_text(text.replace(f'"id":{token},', f'"id":{token + 1},'), encoding="utf-8")
+        output, done = self.again(run, page)
+        assert done.status == 1
+        assert output["same_tokens"] is False
+        assert f"OTHER tokens than in {page} from step" in done.err
+
+    def test_a_page_from_python(self, run: Run, folder: Path, tmp_path: Path) -> None:
+        """It does not know where its model came from."""
+        page = tmp_path / "python.html"
+        traced(folder, temperature=0.8).save(page)
+        assert_refused(self.again(run, page)[1], f"{page} does not say which model it ran: give it with --model")
+        output, done = self.again(run, page, "--model", folder)
+        assert done.status == 0
+        assert output["same_tokens"] is True
+        done = run("trace", "--from", page, "--chat", "--model", folder, model=None)
+        assert_refused(done, f"{page} holds the tokens of its prompt alone: give the prompt as well")
+
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            (b"", "it holds no trace"),
+            (b"<html></html>", "it holds no trace"),
+            (b"\xff\xfe", "it is not text in UTF-8"),
+            (b'<script type="application/json" id="data">{</script>', "its data are broken"),
+            (b'<script type="application/json" id="data">[1]</script>', "it does not say with which settings it ran"),
+            (b'<script type="application/json" id="data">{"settings": {}}</script>', "it does not say with which"),
+            (b'<script type="application/json" id="data">{"settings": {"params": 1}}</script>', "of another form"),
+            (b'<script type="application/json" id="data">' + b"[" * 99999 + b"</script>", "of another form"),
+        ],
+    )
+    def test_no_page(self, run: Run, tmp_path: Path, text: bytes, reason: str) -> None:
+        page = tmp_path / "no.html"
+        page.write_bytes(text)
+        done = self.again(run, page)[1]
+        assert_refused(done, f"{page} is no page of a trace that can be repeated: ")
+        assert reason in done.err
+
+    def test_no_file(self, run: Run, tmp_path: Path) -> None:
+        for path in (tmp_path, tmp_path / "nowhere.html"):
+            assert_refused(self.again(run, path)[1], f"there is no file {path} to repeat a run from")
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"params": {"temperature": -1, "logit_bias": {}}}, "temperature must be 0 or more, not -1"),
+            ({"params": {"warmth": 1, "logit_bias": {}}}, "unexpected keyword argument 'warmth'"),
+            ({"model": 5}, "model is 5"),
+            ({"chat": "yes"}, "chat is 'yes'"),
+            ({"quantize": "int3"}, "quantize must be one of int4, int8"),
+            ({"top_k": None}, "top_k is None"),
+        ],
+    )
+    def test_settings_that_are_none(self, run: Run, page: Path, change: dict[str, Any], reason: str) -> None:
+        text = page.read_text(encoding="utf-8")
+        settings = read_page(page).settings
+        before = json.dumps(settings, separators=(",", ":"))
+        assert before in text
+        page.write_text(text.replace(before, json.dumps(settings | change)), encoding="utf-8")
+        assert_refused(self.again(run, page)[1], reason)
+
+    def test_no_prompt(self, run: Run) -> None:
+        assert_refused(run("trace"), "there is no prompt: give one, or a page to repeat with --from")
 
 
 class TestInterrupt:

@@ -17,7 +17,7 @@ from mocks import Letters, MockModel, MockTokenizer, UniformMockModel
 from infer import KVCache, SamplingParams, Trace, full_attention_matrix, generate, stream
 from infer.models.common import Decoder
 from infer.trace import record
-from infer.trace.text import token_text
+from infer.trace.text import joined, partial_bytes, token_text, token_texts
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -290,3 +290,41 @@ class TestTokenText:
 
     def test_no_name_either(self) -> None:
         assert token_text(MockTokenizer([""]), 0) == "<0>"
+
+    class ByteLevel:
+        """A token for each byte, whose bytes it tells."""
+
+        def decode(self, token_ids: list[int]) -> str:
+            return bytes(token_ids).decode(errors="replace")
+
+        def bytes_of(self, token_id: int) -> bytes:
+            return bytes([token_id])
+
+    def test_parts_of_a_character(self) -> None:
+        tokenizer, token_ids = self.ByteLevel(), [*"aé 你!".encode()]
+        names = ["a", "<0xC3>", "<0xA9>", " ", "<0xE4>", "<0xBD>", "<0xA0>", "!"]
+        assert token_texts(tokenizer, token_ids) == names
+        raw = [partial_bytes(tokenizer, token) for token in token_ids]
+        assert joined(raw) == [(1, 3, "é"), (4, 7, "你")]
+
+    @pytest.mark.parametrize(
+        ("raw", "found"),
+        [
+            ([b"\xe4", b"\xbd"], []),  # the end of the text
+            ([b"\xe4", b"", b"\xbd\xa0"], []),  # another token between
+            ([b"\xff", b"\xc3", b"\xa9"], [(1, 3, "é")]),
+            ([b"\xe4", b"\xc3", b"\xa9"], [(1, 3, "é")]),  # one is cut off by the next
+            ([b" \xe4\xbd", b"\xa0 a\xc3", b"\xa9"], [(0, 3, " 你 aé")]),
+            ([b"\xc3", b"\xa9", b"\xc3", b"\xa9"], [(0, 2, "é"), (2, 4, "é")]),
+        ],
+    )
+    def test_joined(self, raw: list[bytes], found: list[tuple[int, int, str]]) -> None:
+        assert joined(raw) == found
+
+    def test_a_replacement_character_that_is_one(self) -> None:
+        class Whole(self.ByteLevel):  # type: ignore[name-defined, misc]
+            def bytes_of(self, token_id: int) -> bytes:
+                return "\N{REPLACEMENT CHARACTER}".encode()
+
+        assert partial_bytes(Whole(), 255) == b""
+        assert token_text(Whole(), 255) == "\N{REPLACEMENT CHARACTER}"

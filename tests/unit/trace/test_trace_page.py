@@ -104,6 +104,34 @@ def test_weights_round_trip() -> None:
         np.testing.assert_allclose(values / LEVELS, np.sqrt(wanted.astype(np.float64)), atol=0.5001 / LEVELS)
 
 
+def test_the_prompt() -> None:
+    """Its predictions, and their rows in front of those of the steps."""
+    trace = make_trace(window=3, prompt=6, prompt_rows=4)
+    html = page(trace)
+    data = data_of(html)
+    assert data["predicted_from"] == 2
+    predicted = [token.prediction for token in trace.prompt[2:] if token.prediction is not None]
+    assert [each["rank"] for each in data["predictions"]] == [each.rank for each in predicted]
+    assert [each["probability"] for each in data["predictions"]] == pytest.approx(
+        [each.probability for each in predicted], rel=1e-4
+    )
+    for number, rows in enumerate(Elements(html).all("script", **{"class": "rows"})):
+        kept = [each.attention[trace.layers[number]] for each in (*predicted, *trace.steps)]
+        assert data["first"][number] == [each.first for each in kept]
+        values = np.frombuffer(zlib.decompress(base64.b64decode(rows)), np.uint8)
+        wanted = np.concatenate([each.weights.ravel() for each in kept]).astype(np.float64)
+        np.testing.assert_allclose(values / LEVELS, np.sqrt(wanted), atol=0.5001 / LEVELS)
+
+
+def test_parts_of_characters() -> None:
+    trace = make_trace()
+    for i, part in enumerate((b"\xc3", b"\xa9", b"\xff")):
+        trace.steps[3 + i] = replace(trace.steps[3 + i], raw=part)
+    data = data_of(page(trace))
+    assert data["partial"] == [8, 9, 10]
+    assert data["joined"] == [[8, 10, "é"]]
+
+
 def test_hostile_text_stays_inside() -> None:
     clean, trace = Elements(page(make_trace())), make_trace(texts=HOSTILE)
     trace.title = '</title><script>alert("&amp;")</script>@@data@@'
