@@ -65,6 +65,10 @@ class Fed(NamedTuple):
     start: int  # position of the first
     complete: bool  # whether nothing is left to be fed then
 
+    @property
+    def is_prefill(self) -> bool:
+        return len(self.flight.request.tokens) == self.flight.request.prompt_len
+
 
 # The next token of a row, for its request to take, or -1: none can be chosen, because the logits are no numbers. The
 # logits [V] that it was chosen from, None where the device chose; and when the step began, by `time.perf_counter`.
@@ -201,14 +205,16 @@ class Runner:
         for flight, tokens, start, _ in fed:
             flight.started = flight.started or now
             rows.append(Row(flight.cache, tokens, _wanted(flight, start, start + len(tokens))))
-        prefilled = next((each for each in fed if len(each.tokens) > 1), None) if progress.is_heard() else None
+        prefilled = next((each for each in fed if each.is_prefill), None) if progress.is_heard() else None
         if prefilled is None:
             return backend.run(rows)
-        flight, tokens, start, _ = prefilled
-        count, total = len(tokens), len(flight.request.tokens)
-        progress.tell(progress.PREFILL, start, total, under_way=count)
+        count, total = len(prefilled.tokens), len(prefilled.flight.request.tokens)
+        done = prefilled.start + count
+        progress.tell(progress.PREFILL, prefilled.start, total, under_way=count)
         logits = backend.run(rows)
-        progress.tell(progress.PREFILL, start + count, total)
+        progress.tell(
+            progress.PREFILL, total if done == total - 1 else done, total
+        )  # the last may be a captured step's
         return logits
 
     def _leave(self, flight: Flight) -> None:

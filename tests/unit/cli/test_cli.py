@@ -22,7 +22,7 @@ from checkpoints import reference_model, save_gguf
 from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, WINDOW, Done, Run, assert_refused, chat_ids
 from matplotlib.image import imread
 
-from infer import LLM, KVCache, SamplingParams, Tokenizer, load_model, machine
+from infer import LLM, KVCache, SamplingParams, Tokenizer, Trace, load_model, machine
 from infer import generate as generate_tokens
 from infer.backend.cpu import backend as cpu_backend
 from infer.cache.pool import PAGE
@@ -669,6 +669,93 @@ class TestChat:
         assert first.endswith(f"{held} positions in 2 pages, 0 shared with other branches")
         assert second.endswith(f"{held} positions in 2 pages, 2 shared with other branches")
         assert third.endswith(" pages, 1 shared with other branches")  # the second was written to, and copied for that
+
+    def test_more(self, run: Run) -> None:
+        """A reply that was cut goes on as if it had not been."""
+        args = ("chat", *GREEDY, "--ignore-eos", "--max-new-tokens")
+        whole, after = run(*args, "16", stdin="hello\ngo on\n").out.splitlines()
+        done = run(*args, "8", stdin="hello\n/more\n/set max_new_tokens 16\ngo on\n")
+        first, second, third = done.out.splitlines()
+        assert first + second == whole
+        assert third == after
+        assert done.err.count("; cut, at 8 new tokens: /more goes on]") == 2
+        assert "there is no reply to go on with" in run(*args, "8", stdin="hello\n/undo\n/more\n").err
+
+    def test_a_full_context_forgets_the_oldest_turns(self, run: Run, folder: Path) -> None:
+        """Each reply is that of the turns that are left."""
+        texts = [f"{i} {'x' * 40}" for i in range(4)]
+        args = ("chat", *GREEDY, "--context", "148", "--max-new-tokens", "6")
+        done = run(*args, stdin="".join(f"{text}\n" for text in texts))
+        answers = done.out.splitlines()
+        assert len(answers) == 4
+        assert done.err.count("[the context is full: the first 1 turn forgotten]") == 2
+        assert done.err.count("note: ") == 1
+        turns = [
+            each for pair in zip(texts, answers, strict=True) for each in zip(("user", "assistant"), pair, strict=True)
+        ]
+        for i in (2, 3):
+            ids = chat_ids(folder, *turns[2 * (i - 1) : 2 * i + 1])
+            assert answers[i] == expect(folder, ids, max_new_tokens=6).text
+
+    def test_a_full_context_is_refused_where_that_is_asked_for(self, run: Run) -> None:
+        texts = [f"{i} {'x' * 40}" for i in range(3)]
+        args = ("chat", *GREEDY, "--on-full", "error", "--context", "160", "--max-new-tokens", "6")
+        done = run(*args, stdin="".join(f"{text}\n" for text in [*texts, "/undo", texts[1]]))
+        assert len(done.out.splitlines()) == 3
+        assert done.err.count("the context is full: ") == 1
+        assert "--on-full drop forgets the oldest turns)" in done.err
+        assert_refused(run("chat", "--on-full", "recompute"), "--on-full must be drop or error, not 'recompute'")
+
+    def test_a_reply_is_cut_where_the_context_ends(self, run: Run) -> None:
+        """Not refused: it has the room that is left, and goes on once turns are forgotten."""
+        args = ("chat", *GREEDY, "--ignore-eos", "--context", "120", "--max-new-tokens", "100")
+        done = run(*args, stdin=f"hello\n{'x' * 30}\n/more\n/more\n")
+        assert "; cut, the context is full: /more goes on]" in done.err
+        assert done.status == 0
+        assert "[the context is full: the first 1 turn forgotten]" in done.err
+        assert "tokens of this turn alone + 30 new tokens exceed the context of 120" in done.err
+
+    def test_settings(self, run: Run) -> None:
+        stdin = "/set\n/set top-k 5\n/set seed=7\n/set seed off\n/set top_p x\n/set nonsense 1\n/set temperature off\n"
+        err = run("chat", "--max-new-tokens", "8", stdin=stdin).err
+        assert "[sampling: temperature 0.7, top_p 0.9, min_p 0.05, repetition_penalty 1.1 (usual in a chat);" in err
+        assert "top_k 5 (/set)" in err
+        assert err.count(", seed 7]") == 1
+        assert "top_p is a number, or off, not 'x'" in err
+        assert "there is no setting nonsense: there are temperature, " in err
+        assert "[sampling: greedy: temperature 0.0, top_k 5 (/set), top_p 0.9" in err
+
+    def test_system_message(self, run: Run, folder: Path) -> None:
+        hello = run("chat", *GREEDY, "--max-new-tokens", "8", stdin="hello\n").out
+        stdin = "/system Be kind\nhello\n/undo\n/system off\nhello\n/system\n"
+        done = run("chat", *GREEDY, "--max-new-tokens", "8", stdin=stdin)
+        kind = expect(folder, chat_ids(folder, ("system", "Be kind"), ("user", "hello")), max_new_tokens=8).text
+        assert done.out == f"{kind}\n{hello}"
+        assert "[system: Be kind]" in done.err
+        assert done.err.count("[no system message]") == 2
+
+    def test_a_page_of_the_last_reply(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Sampled without a seed, it is generated again all the same, with what /more has added."""
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        made: list[Trace] = []
+        save = Trace.save
+
+        def note(trace: Trace, path: Any) -> None:
+            made.append(trace)
+            save(trace, path)
+
+        monkeypatch.setattr(Trace, "save", note)
+        done = run("chat", "--ignore-eos", "--max-new-tokens", "8", stdin="/trace\nhello\n/more\n/trace\n")
+        (page,) = tmp_path.glob("infer-trace-*.html")
+        assert f"[{page}: open it in a browser]" in done.err
+        assert "there is no reply to trace" in done.err
+        assert "other tokens" not in done.err
+        assert len(made[0].steps) == 16
+
+    def test_a_message_that_begins_as_a_command(self, run: Run) -> None:
+        done = run("chat", *GREEDY, "--max-new-tokens", "8", stdin="/usr/bin\n /usr/bin\n")
+        assert "there is no command /usr/bin" in done.err
+        assert len(done.out.splitlines()) == 1
 
     @pytest.mark.parametrize(
         ("size", "message"),

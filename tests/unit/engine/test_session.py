@@ -1377,6 +1377,8 @@ class TestOneLLM:
 class TestGoingOn:
     """Answers that were cut go on; turns are forgotten from the beginning."""
 
+    LONG = replace(GREEDY, ignore_eos=True)
+
     @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
     def test_as_if_it_had_not_been_cut(self, model: Watched, llm: LLM, params: SamplingParams) -> None:
         whole, chat = talk(model, llm), talk(model, another(llm))
@@ -1396,7 +1398,7 @@ class TestGoingOn:
 
     def test_a_drawn_seed_is_kept(self, model: Watched, llm: LLM) -> None:
         """What was drawn without a seed goes on with the one that was."""
-        drawn = replace(SEEDED, seed=None)
+        drawn = replace(SEEDED, seed=None, ignore_eos=True)
         chat = talk(model, llm)
         chat.send("HELLO", drawn)
         list(chat.more(drawn))
@@ -1406,11 +1408,11 @@ class TestGoingOn:
 
     def test_after_whoever_read_stopped(self, model: Watched, llm: LLM) -> None:
         whole, chat = talk(model, llm), talk(model, another(llm))
-        expected = whole.send("HELLO", GREEDY).token_ids
-        with closing(chat.stream("HELLO", GREEDY)) as stream:
+        expected = whole.send("HELLO", self.LONG).token_ids
+        with closing(chat.stream("HELLO", self.LONG)) as stream:
             next(stream)
             next(stream)
-        list(chat.more(replace(GREEDY, max_new_tokens=6)))
+        list(chat.more(replace(self.LONG, max_new_tokens=6)))
         assert chat.answer is not None
         assert chat.answer.token_ids == expected
         assert chat.messages == whole.messages
@@ -1444,13 +1446,13 @@ class TestGoingOn:
             chat.drop(3)
 
     def test_room_for_an_answer(self, model: Watched, llm: LLM) -> None:
-        chat = talk(model, llm, context=80)
+        chat = talk(model, llm, context=70)
         for text in ("HELLO", "WHY"):
-            say(chat, text)
+            say(chat, text, self.LONG)
         assert chat.make_room("AND", 8) == 0
         assert chat.turns == 2
         before = list(chat.messages)
-        with pytest.raises(CacheExceeded, match=r"tokens of this turn alone \+ 8 new tokens exceed the context of 80"):
+        with pytest.raises(CacheExceeded, match=r"tokens of this turn alone \+ 8 new tokens exceed the context of 70"):
             chat.make_room("X" * 80, 8)
         assert chat.messages == before
         dropped = chat.make_room("X" * 30, 8)
@@ -1461,11 +1463,11 @@ class TestGoingOn:
     def test_going_on_with_room_made(self, model: Watched, llm: LLM) -> None:
         """The answer stays, and goes on behind fewer turns."""
         chat = talk(model, llm, context=48)
-        say(chat, "HELLO")
-        chat.send("WHY", GREEDY)
+        say(chat, "HELLO", self.LONG)
+        chat.send("WHY", self.LONG)
         answer = chat.messages[-1]["content"]
         assert chat.make_room(None, 16) == 1
-        list(chat.more(replace(GREEDY, max_new_tokens=16)))
+        list(chat.more(replace(self.LONG, max_new_tokens=16)))
         assert chat.messages[-1]["content"].startswith(answer)
         assert [message["content"] for message in chat.messages[:-1]] == ["WHY"]
         assert chat.answer is not None

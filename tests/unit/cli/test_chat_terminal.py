@@ -1,0 +1,166 @@
+"""A chat on a pseudo-terminal: what is typed, what arrives as a message, and what is seen."""
+
+from __future__ import annotations
+
+import ast
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from terminal import ALT_ENTER, BACKSPACE, CTRL_C, CTRL_D, ENTER, LEFT, TAB, UP, Terminal, paste, visible
+
+# Notes each message that is sent, and takes its time over each pass if it is told to.
+PREPARED = """
+import time
+from infer.cli.conversation import Conversation
+from infer.engine.runner import Runner
+reply, step = Conversation.reply, Runner.step
+def noted(self, text):
+    with open({notes!r}, "a") as notes:
+        print(repr(text), file=notes)
+    reply(self, text)
+def slow(self, counts=None):
+    time.sleep({pause})
+    return step(self, counts)
+Conversation.reply, Runner.step = noted, slow
+"""
+CYAN, DIM = "\x1b[0;36m", "\x1b[2m"
+
+
+class Chat(Terminal):
+    notes: Path
+
+    @property
+    def messages(self) -> list[str]:
+        return [ast.literal_eval(line) for line in self.notes.read_text().splitlines()] if self.notes.exists() else []
+
+
+@pytest.fixture
+def chat(folder: Path, tmp_path: Path) -> Callable[..., Chat]:
+    def start(*options: str, pause: float = 0.0, columns: int = 100, **environment: str) -> Chat:
+        code = PREPARED.format(notes=str(tmp_path / "notes"), pause=pause)
+        surroundings = {"INFER_CACHE": str(tmp_path / "cache"), "INFER_KERNELS": "0"} | environment
+        options = ("--temperature", "0", "--max-new-tokens", "6", *options)
+        terminal = Chat("chat", "--model", folder, *options, code=code, columns=columns, **surroundings)
+        terminal.notes = tmp_path / "notes"
+        return terminal
+
+    return start
+
+
+def test_typing(chat: Callable[..., Chat], tmp_path: Path) -> None:
+    """Keys, pastes, history, characters of any width; a second run has the history of the first."""
+    lines = "\n".join(f"{i} {'word ' * 305}{i}" for i in range(4))
+    assert len(lines) > 6000
+    with chat() as terminal:
+        terminal.prompt()
+        terminal.send(paste(lines))
+        terminal.until("word 3")
+        shown = terminal.say("")
+        assert "exceed the context of 256" in shown
+        terminal.send(f"helo{LEFT}l{ENTER}")
+        terminal.prompt()
+        terminal.send(f"one{ALT_ENTER}two{ENTER}")
+        terminal.prompt()
+        terminal.send(f"{UP}{UP}{UP}!{ENTER}")  # through both lines of the last message
+        terminal.prompt()
+        terminal.send(f"日本語x🙂{LEFT}{BACKSPACE}{ENTER}")
+        terminal.prompt()
+        terminal.send(f"gone{CTRL_C}kept{ENTER}")
+        terminal.prompt()
+        terminal.send(CTRL_C)
+        assert "(Ctrl-D leaves)" in terminal.prompt()
+        terminal.send(CTRL_D)
+        assert terminal.ended() == 0
+        assert terminal.messages == [lines, "hello", "one\ntwo", "hello!", "日本語🙂", "kept"]
+    history = tmp_path / "cache" / "chat_history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    with chat(columns=20, NO_COLOR="1") as terminal:
+        terminal.prompt()
+        terminal.send(f"{UP}{UP}{ENTER}")
+        terminal.prompt()
+        assert terminal.messages[-1] == "日本語🙂"
+        start = len(terminal.raw)
+        terminal.send("日本")
+        terminal.until("日本")
+        terminal.send(LEFT)  # by two columns, and a line is broken where two no longer fit
+        terminal.send("語" * 12)
+        terminal.until("語" * 7)
+        terminal.send(ENTER)
+        terminal.prompt()
+        assert "\x1b[2D" in terminal.raw[start:]
+        assert terminal.messages[-1] == f"日{'語' * 12}本"
+        terminal.send(CTRL_D)
+        assert terminal.ended() == 0
+        assert not re.search(r"\x1b\[([0-9;]*;)?(3[0-7]|2)m", terminal.raw)  # neither colours nor dim
+
+
+def test_replies_are_stopped_and_gone_on_with(chat: Callable[..., Chat]) -> None:
+    with chat("--max-new-tokens", "60", "--ignore-eos", pause=0.04) as terminal:
+        terminal.prompt()
+        terminal.send(f"hello{ENTER}")
+        terminal.until("hello\n")
+        terminal.until_more(4)
+        terminal.send(CTRL_C)
+        stopped = terminal.prompt()
+        assert "; stopped: /more goes on]" in stopped
+        terminal.send(f"/more{ENTER}")
+        terminal.until("/more\n")
+        terminal.send(paste("typed\nmeanwhile"))  # nobody asks for it yet
+        rest = terminal.prompt()
+        assert "cut, at 60 new tokens: /more goes on]" in rest
+        assert "typed" not in rest
+        terminal.send(ENTER)
+        terminal.until("meanwhile\n")
+        terminal.until_more(4)
+        terminal.send(CTRL_C)
+        terminal.prompt()
+        assert "2 turns" in terminal.say("/stats")
+        assert terminal.messages == ["hello", None, "typed\nmeanwhile"]
+        terminal.send(CTRL_D)
+        assert terminal.ended() == 0
+
+
+def test_commands(chat: Callable[..., Chat], tmp_path: Path) -> None:
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path / "opened"}\n')
+    browser.chmod(0o755)
+    with chat("--context", "160", BROWSER=f"{browser} %s", TMPDIR=str(tmp_path)) as terminal:
+        shown = terminal.prompt()
+        assert "[sampling: greedy: temperature 0.0 (--temperature)" in shown
+        assert "there is no command /udno: did you mean /undo?" in terminal.say("/udno")
+        assert "there is no reply to trace" in terminal.say("/trace")
+        assert "there is no turn to forget" in terminal.say("/undo")
+        first = terminal.say("hello")
+        assert "cut, at 6 new tokens: /more goes on]" in first
+        assert DIM + "[6 tokens at " in terminal.raw
+        assert CYAN + "hello" in terminal.raw
+        assert "[12 tokens" not in terminal.say("/more")
+        shown = terminal.say("/trace")
+        (page,) = tmp_path.glob("infer-trace-*.html")
+        assert f"[{page}, opened in the browser]" in shown
+        assert (tmp_path / "opened").read_text().strip() == page.as_uri()
+        assert "other tokens" not in shown
+        assert page.stat().st_size > 10_000
+        terminal.send(f"/se{TAB}")
+        terminal.until("/set")
+        assert "temperature 0.8 (/set)" in terminal.say(" temperature 0.8")
+        assert "temperature must be 0 or more, not -1" in terminal.say("/set temperature -1")
+        assert "did you mean temperature?" in terminal.say("/set tempreature 1")
+        assert "temperature 0.8 (/set)" in terminal.say("/stats")
+        assert "[system: Be kind]" in terminal.say("/system Be kind")
+        assert "[0 turns, cache holds 0]" in terminal.say("/undo")
+        for i in range(3):
+            shown = terminal.say(f"{i} {'x' * 40}")
+            assert ("positions are left; then the oldest turns are forgotten" in shown) == (i == 1)
+            assert ("[the context is full: the first 1 turn forgotten]" in shown) == (i == 2)
+        assert "of 160 positions, 2 turns" in terminal.say("/stats")
+        terminal.send(f"/exit{ENTER}")
+        assert terminal.ended() == 0
+    assert "\x1b[?2004l" in terminal.raw[-40:]  # pastes are again as they were
+
+
+def test_visible() -> None:
+    assert visible("\x1b[0;36ma\x1b[K\r\nb\x1b[?25h") == "a\nb"

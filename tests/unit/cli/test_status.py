@@ -1,0 +1,157 @@
+"""The line that says what one waits for: on terminals, for what takes long, and never among text."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from terminal import Terminal
+
+from infer import progress
+from infer.cli import status
+from infer.cli.status import ERASE, line
+from infer.progress import Progress
+
+SLOW = """
+import time
+from infer.loader import load
+check = load.check_finite
+def slowly(checkpoint, name, weights):
+    time.sleep({load})
+    check(checkpoint, name, weights)
+load.check_finite = slowly
+from infer.engine import runner
+run = runner.Runner._run
+def slow_run(self, backend, fed):
+    time.sleep({run} * (len(fed[0].tokens) > 1))
+    return run(self, backend, fed)
+runner.Runner._run = slow_run
+"""
+GENERATE = ("generate", "hello" * 20, "--max-new-tokens", "4", "--prefill-chunk", "20")
+
+
+def test_on_a_terminal(folder: Path) -> None:
+    """Loading and prefill, each erased before the text."""
+    with Terminal(*GENERATE, "--model", folder, code=SLOW.format(load=0.05, run=0.2), INFER_KERNELS="0") as terminal:
+        assert terminal.ended() == 0
+    *drawn, rest = terminal.raw.replace("\r\x1b[K", "\0\x1b[K").split("\x1b[K")
+    loading = [each for each in drawn if each.startswith("\rloading ")]
+    prefill = [each for each in drawn if each.startswith("\rprefill ")]
+    assert len(loading) > 2
+    assert loading[-1].endswith(" MB")
+    done = [int(each.rpartition(" ")[2].removesuffix("/81")) for each in prefill]
+    assert len(set(done)) > 1
+    assert done == sorted(done)
+    assert done[-1] < 81
+    assert drawn[-1].startswith("\0")  # erased
+    text, figures, end = rest.split("\r\n")
+    assert len(text) > 0
+    assert "81 prompt tokens" in figures
+    assert end == ""
+
+
+class Screen(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+Show = Callable[[], Screen]
+
+
+@pytest.fixture
+def show(monkeypatch: pytest.MonkeyPatch) -> Show:
+    """Makes a screen of stdout and stderr, which pytest replaces before a test begins; waits are soon too long."""
+    monkeypatch.setattr(status, "DELAY_S", 0.05)
+    monkeypatch.setattr(status, "FRAME_S", 0.01)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def make() -> Screen:
+        screen = Screen()
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setattr(sys, "stderr", screen)
+        return screen
+
+    return make
+
+
+def wait_for(screen: Screen, text: str) -> None:
+    deadline = time.monotonic() + 10
+    while text not in screen.getvalue():
+        assert time.monotonic() < deadline, screen.getvalue()
+        time.sleep(0.005)
+
+
+def test_text_erases_it(show: Show) -> None:
+    screen = show()
+    with status.shown(progress.COMPILING, progress.PREFILL):
+        with progress.compiling("attend"):
+            wait_for(screen, "compiling a kernel, once: attend (0 s)\x1b[K")
+            print("text")
+            assert screen.getvalue().endswith(f"{ERASE}text\n")
+        progress.tell(progress.PREFILL, 5, 10)
+        wait_for(screen, "5/10")
+    assert screen.getvalue().endswith(ERASE)  # at the latest
+    assert sys.stdout is screen
+    progress.tell(progress.PREFILL, 5, 10)
+    assert not progress.is_heard()
+
+
+def test_nothing_for_short_waits(show: Show) -> None:
+    screen = show()
+    with status.shown(progress.PREFILL):
+        progress.tell(progress.PREFILL, 5, 10)
+        progress.tell(progress.PREFILL, 10, 10)
+        time.sleep(0.1)
+    assert screen.getvalue() == ""
+
+
+def test_only_what_is_asked_for(show: Show) -> None:
+    screen = show()
+    with status.shown(progress.LOADING):
+        progress.tell(progress.PREFILL, 5, 10)
+        time.sleep(0.1)
+    assert screen.getvalue() == ""
+
+
+@pytest.mark.parametrize("where", ["a pipe", "a dumb terminal"])
+def test_nothing_elsewhere(show: Show, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    screen = show()
+    if where == "a pipe":
+        monkeypatch.setattr(Screen, "isatty", lambda self: False)
+    else:
+        monkeypatch.setenv("TERM", "dumb")
+    with status.shown(progress.LOADING):
+        assert not progress.is_heard()
+        progress.tell(progress.LOADING, 5, 10)
+        time.sleep(0.1)
+    assert screen.getvalue() == ""
+
+
+def test_parts_of_a_pass() -> None:
+    heard: list[Progress] = []
+    with progress.listening(heard.append):
+        progress.tell(progress.PREFILL, 100, 300, under_way=100)
+        progress.tell_part(1, 4)
+        progress.tell(progress.PREFILL, 200, 300)
+        progress.tell_part(1, 4)  # nothing is under way
+    progress.tell(progress.PREFILL, 300, 300)
+    assert [each.done for each in heard] == [100, 125, 200]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (Progress(progress.LOADING, 500_000_000, 1_000_000_000), f"loading {'█' * 12}{'░' * 12} 0.50/1.00 GB"),
+        (Progress(progress.FETCHING, 0, 98_000_000, "a\x1bb"), f"fetching a\\x1bb {'░' * 24} 0/98 MB"),
+        (Progress(progress.PREFILL, 1024, 4623), f"prefill {'█' * 5}{'░' * 19} 1,024/4,623"),
+    ],
+)
+def test_lines(told: Progress, expected: str, show: Show) -> None:
+    show()
+    assert line(told, 1.0) == expected
