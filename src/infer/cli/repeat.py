@@ -12,6 +12,7 @@ from infer.values import shown
 if TYPE_CHECKING:
     from infer.trace.repeat import SavedRun
 
+LOOKING_ONLY = {"layers", "heads", "alternatives", "prompt_rows", "threads"}  # which change no token
 PROMPT_OPTIONS = {"prompt", "chat", "system", "thinking", "model"}  # that change how the prompt is encoded
 
 
@@ -49,9 +50,9 @@ class TraceOptions:
 
 
 def overridden(given: Collection[str]) -> set[str]:
-    """Of the options that were given, those that the run depends on."""
+    """Of the options that were given, those that the tokens depend on."""
     names = {field.name for kind in (TraceOptions, Loading, SamplingParams) for field in fields(kind)}
-    return names.intersection(given)
+    return names.intersection(given) - LOOKING_ONLY
 
 
 def repeated(

@@ -90,9 +90,9 @@ def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, 
 
 def _told_bar(repo: str) -> type:
     """Bars that draw nothing: that of all bytes is told to who listens."""
-    from huggingface_hub import utils
+    from huggingface_hub.utils.tqdm import tqdm
 
-    bar: Any = utils.tqdm  # type: ignore[attr-defined]  # which it does not say that it exports
+    bar: Any = tqdm
 
     class Told(bar):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:

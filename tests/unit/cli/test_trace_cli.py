@@ -327,7 +327,7 @@ class TestFrom:
         text = page.read_text(encoding="utf-8")
         token = read_page(page).tokens[2]
         page.write_text(text.replace(f'"id":{token},', f'"id":{token + 1},'), encoding="utf-8")
-        output, done = self.again(run, page)
+        output, done = self.again(run, page, "--layers", "1")
         assert done.status == 1
         assert output["same_tokens"] is False
         assert f"OTHER tokens than in {page} from step" in done.err
