@@ -89,16 +89,18 @@ def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, 
 
 def _told_bar(repo: str) -> type:
     """Bars that draw nothing: that of all bytes is told to who listens."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
-    class Told(tqdm):  # type: ignore[type-arg]
+    bar: Any = tqdm
+
+    class Told(bar):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             self._counts = options.get("name") == "huggingface_hub.snapshot_download"
             super().__init__(*args, **options | {"disable": False, "file": io.StringIO()})
 
         def display(self, *args: Any, **options: Any) -> None: ...
 
-        def update(self, n: float | None = 1) -> bool | None:
+        def update(self, n: float | None = 1) -> Any:
             moved = super().update(n)
             if self._counts and self.total:
                 progress.tell(progress.FETCHING, int(min(self.n, self.total)), int(self.total), repo)

@@ -1373,7 +1373,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("command", ["generate", "chat"])
     def test_out_of_memory(self, run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(load, "available_memory", lambda device, processes: 1000)
+        monkeypatch.setattr(load, "available_memory", lambda device, processes=1: 1000)
         words = ["hi"] if command == "generate" else []
         assert_refused(run(command, *words, "--max-new-tokens", "5"), "the weights need 0.00 GB")
 

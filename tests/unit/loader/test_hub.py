@@ -18,6 +18,9 @@ from urllib.parse import urlsplit
 import pytest
 from checkpoints import reference_model, save_folder, save_gguf
 
+from infer import progress
+from infer.loader.hub import _told_bar
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "someone/tiny"
 GATED = "someone/gated"
@@ -373,3 +376,22 @@ def test_silent_server(hub: Hub, run: Run) -> None:
     hub.silent = True
     *_, told = evaluate(run, "setattr(hub, 'SECONDS', 0.2)", "setattr(time, 'sleep', lambda seconds: None)", "get('')")
     assert told.startswith(f"OSError: could not fetch {REPO} from the hub: ")
+
+
+def test_one_bar_for_all_files(capfd: pytest.CaptureFixture[str]) -> None:
+    """Where somebody listens, the hub's own bars are not drawn: all bytes are told as one."""
+    heard: list[progress.Progress] = []
+    bar = _told_bar("someone/tiny")
+    with progress.listening(heard.append):
+        files, whole = bar(total=3), bar(total=0, name="huggingface_hub.snapshot_download")
+        whole.total = 10
+        files.update(1)
+        whole.update(4)
+        whole.update(6)
+        files.close()
+        whole.close()
+    assert [(each.done, each.total, each.name) for each in heard[:2]] == [
+        (4, 10, "someone/tiny"),
+        (10, 10, "someone/tiny"),
+    ]
+    assert capfd.readouterr() == ("", "")

