@@ -270,10 +270,7 @@ def model_option(command: Callable[..., None]) -> Callable[..., None]:
     def make(model: str | None, named: str | None) -> str:
         if model is not None and named is not None:
             raise ValueError(f"two models were given, {model} and -m {named}: leave one out")
-        found = model or named or default
-        if not isinstance(found, str):
-            raise ValueError("there is no model: name one")
-        return found
+        return next(name for name in (model, named, default) if name is not None)
 
     return replaced("model", command, options, make)
 

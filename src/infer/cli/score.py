@@ -10,7 +10,6 @@ import typer
 from infer.cli.common import DEFAULT_MODEL, JsonOption, Loading, ModelOption, loading_options
 from infer.cli.generate import read_prompt
 from infer.cli.streams import counted, on_stdout
-from infer.trace.text import token_texts
 
 if TYPE_CHECKING:
     from infer import Tokenizer
@@ -48,6 +47,8 @@ def score(
 
 
 def as_dict(tokenizer: "Tokenizer", found: "Score") -> dict[str, object]:
+    from infer.trace.text import token_texts
+
     scored = len(found.token_ids) - 1
     texts = token_texts(tokenizer, found.token_ids)
     tokens = [
@@ -58,6 +59,8 @@ def as_dict(tokenizer: "Tokenizer", found: "Score") -> dict[str, object]:
 
 
 def lines(tokenizer: "Tokenizer", found: "Score") -> list[str]:
+    from infer.trace.text import token_texts
+
     texts = [json.dumps(text, ensure_ascii=False) for text in token_texts(tokenizer, found.token_ids)]
     width = max(map(len, texts))
     told = [f"{'token':<{width}}   log-probability   probability"]
