@@ -49,7 +49,7 @@ def explain(
     network = loading.load(model)
     say(f"generating {max_new_tokens} tokens with the cache, and then again without it")
     run = explaining.explain(network, tokenizer, prompt_ids, max_new_tokens)
-    tokens = token_texts(tokenizer, [*run.prompt_token_ids, *run.token_ids])
+    tokens = token_texts(tokenizer, [*run.prompt_token_ids, *run.token_ids], bytes_named=False)
     if as_json:
         print(json.dumps({"model": model, "tokens": tokens, **as_dict(run, config)}))
     else:

@@ -17,28 +17,29 @@ class Joined(NamedTuple):
     text: str
 
 
-def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Of a whole text, token by token."""
-    return [token_text(tokenizer, now, before) for before, now in zip([None, *token_ids], token_ids, strict=False)]
+def token_texts(tokenizer: Any, token_ids: Sequence[int], *, bytes_named: bool = True) -> list[str]:
+    """Of a whole text, token by token. bytes_named: as for `token_text`."""
+    pairs = zip([None, *token_ids], token_ids, strict=False)
+    return [token_text(tokenizer, now, before, bytes_named=bytes_named) for before, now in pairs]
 
 
-def token_text(tokenizer: Any, token_id: int, before: int | None = None) -> str:
+def token_text(tokenizer: Any, token_id: int, before: int | None = None, *, bytes_named: bool = True) -> str:
     """The text that the token adds behind the one before it; its name if it has no text of its own.
 
-    Bytes that are part of a character are named as SentencePiece names them: <0xE2><0x82>.
+    bytes_named: those that are part of a character are shown as SentencePiece names them, <0xE2><0x82>.
     """
     alone: str = tokenizer.decode([token_id])
     if not alone:
         name = getattr(tokenizer, "id_to_token", lambda _: None)(token_id)  # only whole tokenizers know names
         return name or f"<{token_id}>"
-    if INCOMPLETE in alone:
+    if INCOMPLETE in alone and bytes_named:
         return "".join(f"<0x{byte:02X}>" for byte in partial_bytes(tokenizer, token_id)) or alone
     if before is None:
         return alone
     # Some tokenizers drop the space of a first word: decode it behind another. Halves of a character stay alone.
     context: str = tokenizer.decode([before])
     joined: str = tokenizer.decode([before, token_id])
-    return joined[len(context) :] if INCOMPLETE not in context and joined.startswith(context) else alone
+    return joined[len(context) :] if INCOMPLETE not in context + alone and joined.startswith(context) else alone
 
 
 def partial_bytes(tokenizer: Any, token_id: int) -> bytes:
