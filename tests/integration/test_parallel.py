@@ -433,7 +433,7 @@ class TestCommands:
         prompts = tmp_path / "prompts"
         prompts.write_text("hello there\nthe quick brown fox\n")
         command = [sys.executable, "-m", "infer", "verify", str(folder), "--device", "cpu", "--max-new-tokens", "4"]
-        command += ["--prompts", str(prompts), "--tensor-parallel", "2"]
+        command += ["--prompts", str(prompts), "--tensor-parallel", "2", "--all"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "2 processes, prefix hit" in done.stdout
