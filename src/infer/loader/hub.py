@@ -97,15 +97,16 @@ def _told_bar(repo: str) -> type:
     class Told(bar):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             self._counts = options.get("name") == "huggingface_hub.snapshot_download"
-            super().__init__(*args, **options | {"disable": False, "file": io.StringIO()})
+            self._bytes = 0.0  # tqdm's own count stays 0 where the hub's bars are disabled
+            super().__init__(*args, **options | {"file": io.StringIO()})
 
         def display(self, *args: Any, **options: Any) -> None: ...
 
         def update(self, n: float | None = 1) -> Any:
-            moved = super().update(n)
+            self._bytes += n or 0
             if self._counts and self.total:
-                progress.tell(progress.FETCHING, int(min(self.n, self.total)), int(self.total), repo)
-            return moved
+                progress.tell(progress.FETCHING, int(min(self._bytes, self.total)), int(self.total), repo)
+            return super().update(n)
 
         def close(self) -> None:
             super().close()

@@ -4,6 +4,7 @@ huggingface_hub reads its settings when it is imported."""
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -378,8 +379,13 @@ def test_silent_server(hub: Hub, run: Run) -> None:
     assert told.startswith(f"OSError: could not fetch {REPO} from the hub: ")
 
 
-def test_one_bar_for_all_files(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("disabled", [False, True])
+def test_one_bar_for_all_files(
+    disabled: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where somebody listens, the hub's own bars are not drawn: all bytes are told as one."""
+    module = importlib.import_module("huggingface_hub.utils.tqdm")
+    monkeypatch.setattr(module, "are_progress_bars_disabled", lambda *name: disabled)
     heard: list[progress.Progress] = []
     bar = _told_bar("someone/tiny")
     with progress.listening(heard.append):
