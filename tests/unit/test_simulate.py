@@ -476,16 +476,16 @@ class TestSteps:
             padded = padded if tokens == 0 or tokens > sim.SHORT else (padded[0], 1000)
             longest = draw.choice([10, 2000])
             made_of = sim.Pass(rows, 10 * rows + longest - 10, tokens, longest=longest)
-            read = max(made_of.positions, (32 if rows > 16 else padded[0] / 2) * longest)
+            read = max(made_of.positions, (40 if rows > 16 else padded[0] / 2) * longest)
             found.append(sim.Sample(made_of, 0.01 + 1e-5 * padded[0] + 2e-5 * padded[1] + 1e-7 * read, 0.0))
         steps = sim.fit(sim.Engine(captured=True, prefill_chunk=4096), found).steps
         assert steps.seconds(sim.Pass(5)) == pytest.approx(0.01008, rel=0.01)
         assert steps.seconds(sim.Pass(tokens=1025)) == pytest.approx(2e-5 * 1536, rel=0.05)
         assert steps.seconds(sim.Pass()) == 0.0
-        assert steps._lone == (0.5, 32)
+        assert steps._lone == (0.5, 40)
         longer = [steps.seconds(sim.Pass(n, 1200, longest=1000)) for n in (16, 17)]
         even = [steps.seconds(sim.Pass(n, 1200)) for n in (16, 17)]
-        assert np.subtract(longer, even) == pytest.approx([6.8e-4, 30.8e-4], rel=0.02)
+        assert np.subtract(longer, even) == pytest.approx([6.8e-4, 38.8e-4], rel=0.02)
 
     def test_pairs(self, sim: SimpleNamespace) -> None:
         """The third, fourth and fifth token attend to three, four and five positions."""
