@@ -170,7 +170,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = (
-        ("ms to the first token, p50 (line), p99 (dashes)", (("first_p50_s", "-"), ("first_p99_s", "--")), 1e3),
+        ("ms to the first token: p50, p99 (dashed)", (("first_p50_s", "-"), ("first_p99_s", "--")), 1e3),
         ("ms between tokens, p99", (("between_p99_s", "-"),), 1e3),
         ("% of prompt tokens cached", (("hits", "-"),), 100),
         ("% of requests that came soon enough", (("good", "-"),), 100),
