@@ -170,10 +170,10 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = (
-        ("ms to the first token, p50 (line), p99 (dashes)", (("first_p50_s", "-"), ("first_p99_s", "--")), 1e3),
+        ("ms to the first token: p50, p99 (dashed)", (("first_p50_s", "-"), ("first_p99_s", "--")), 1e3),
         ("ms between tokens, p99", (("between_p99_s", "-"),), 1e3),
         ("% of prompt tokens cached", (("hits", "-"),), 100),
-        ("dollars per million output tokens", (("cost", "-"),), 1),
+        ("% of requests that came soon enough", (("good", "-"),), 100),
     )
     figure = Figure(figsize=(10, 7), dpi=150, layout="constrained")
     counts = sorted({row["replicas"] for row in rows})
@@ -186,11 +186,13 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
                 axes.plot([row["replicas"] for row in own], values, style, marker="o", ms=4, color=color, label=name)
         axes.set_xscale("log")
         axes.set_xticks(counts, [f"{count:,}" for count in counts])
-        axes.minorticks_off()
+        axes.xaxis.minorticks_off()
         axes.set_ylabel(label)
         axes.set_xlabel("replicas")
         if len(lines) > 1:
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.yaxis.set_minor_formatter("{x:,.0f}")
             axes.legend(frameon=False)
         else:
             axes.set_ylim(bottom=0)

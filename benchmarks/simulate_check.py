@@ -1,10 +1,10 @@
 """The simulation beside real servers: the same requests at the same times, and how far apart the figures are.
 
 Step times are measured in the same run, with as many threads as each replica has. Then servers are started, and what
-HTTP and the clients of this process cost is measured with a few streams: seconds more to the first token, and the ratio
-of their pace to that of the fitted steps. Replicas of one machine share its cores with each other and with the clients:
-that pace is taken with one server busy and with all of them, and the simulation takes what lies between, by the share
-of the time that its replicas are busy. The traces that are compared come after that.
+HTTP and the clients of this process cost is measured with one stream and with several: seconds more to the first token,
+and how passes compare with the fitted steps, as a line. Replicas of one machine share its cores with each other and
+with the clients: that line is taken with one server busy and with all of them, and the simulation takes what lies
+between, by the share of the time that its replicas are busy. The traces that are compared come after that.
 
 One replica is `infer serve`. Several are `infer deploy` where Ray is installed; else as many `infer serve`, and this
 process routes by the rules that the simulation has.
@@ -39,7 +39,7 @@ from simulate_traces import Arrival, Part, Shape, synthetic
 
 GOAL = 0.15
 SHAPE = Shape((16, 0.6), (24, 0.5), chats=0.3, documents=0.3, document=(80, 0.4), think_s=5, asked=10, context=1024)
-STREAMS, TOKENS, PROMPT, ROUNDS = 4, 40, 32, 3  # of the streams that the front is measured with
+STREAMS, TOKENS, PROMPT, ROUNDS = 5, 40, 32, 4  # of the streams that the front is measured with
 PATH = "/v1/completions"
 TIMES = ("first", "between")
 CACHED = ("hits", "queries")  # of the metrics
@@ -88,9 +88,9 @@ def rows_of(check: Check, steps: Steps, replicas: int, say: Callable[[str], obje
         front = asyncio.run(servers.front(steps))
         say(
             f"\n{what}: HTTP adds {front.first_s * 1e3:.1f} ms to the first token; "
-            f"passes take {front.alone:.2f} x their time, {front.together:.2f} x while all are busy"
+            f"passes take {front.alone}; while all are busy {front.together}"
         )
-        rates = capacity(check, Paced(steps, front.together), replicas)
+        rates = capacity(check, PacedSteps(steps, front.together), replicas)
         for seed, share in enumerate(check.shares, 1):
             rate = share * rates
             requests = max(8, round(rate * check.seconds))
@@ -110,8 +110,8 @@ def simulated(check: Check, steps: Steps, front: Front, replicas: int, arrivals:
     """Replicas slow each other down while they are busy at once. How often that is, the simulation says itself."""
     found: dict[str, Any] = {"busy": 0.0}
     for _ in range(ROUNDS):
-        pace = front.alone + (front.together - front.alone) * found["busy"]
-        found = run(Cluster(Paced(steps, pace), replicas, check.router, front.first_s), arrivals).figures(1, 1)
+        pace = Pace(*(a + (b - a) * found["busy"] for a, b in zip(front.alone, front.together, strict=True)))
+        found = run(Cluster(PacedSteps(steps, pace), replicas, check.router, front.first_s), arrivals).figures(1, 1)
     return found
 
 
@@ -128,22 +128,37 @@ def measured_steps(check: Check, say: Callable[[str], object] = print) -> Steps:
     return found.steps
 
 
+class Pace(NamedTuple):
+    """Passes of a server, to fitted steps."""
+
+    factor: float
+    more_s: float
+
+    def __str__(self) -> str:
+        return f"{self.factor:.2f} x their time and {self.more_s * 1e3:.1f} ms"
+
+    @classmethod
+    def through(cls, fitted: Sequence[float], measured: Sequence[float]) -> Pace:
+        """A line through two points. One that would begin below 0 begins there, and goes through the second."""
+        factor = (measured[1] - measured[0]) / (fitted[1] - fitted[0])
+        more = measured[0] - factor * fitted[0]
+        return cls(factor, more) if more >= 0 else cls(measured[1] / fitted[1], 0.0)
+
+
 class Front(NamedTuple):
     """What a server costs beside its engine."""
 
     first_s: float  # that it adds to the first token
-    alone: float  # the time of passes to the fitted steps', while other servers are idle
-    together: float  # while all are busy
+    alone: Pace  # while other servers are idle
+    together: Pace  # while all are busy
 
 
-class Paced(Steps):
-    """Steps that take longer, or shorter, by a factor."""
-
-    def __init__(self, steps: Steps, pace: float) -> None:
+class PacedSteps(Steps):
+    def __init__(self, steps: Steps, pace: Pace) -> None:
         self.engine, self._steps, self._pace = steps.engine, steps, pace
 
-    def seconds(self, made_of: Any) -> float:
-        return self._steps.seconds(made_of) * self._pace
+    def seconds(self, made_of: Pass) -> float:
+        return self._steps.seconds(made_of) * self._pace.factor + self._pace.more_s
 
 
 def start(check: Check, replicas: int, stack: ExitStack) -> tuple[list[ServerProcess], list[int], str]:
@@ -170,17 +185,21 @@ class Servers:
         self._router = ROUTERS[check.router](len(ports), draw)
 
     async def front(self, steps: Steps) -> Front:
-        """Of one stream to one server, then of several, then of as many to each server. The first round warms up."""
-        firsts, alone, together = list[float](), list[float](), list[float]()
+        """Of one stream and of several, to one server, then to each. The first round warms up."""
+        fitted = [steps.seconds(Pass(n, n * (PROMPT + TOKENS // 2))) for n in (1, STREAMS)]
         prompt = steps.seconds(Pass(tokens=PROMPT, pairs=pairs(PROMPT, PROMPT), prompts=1, begun=1))
-        decode = steps.seconds(Pass(STREAMS, STREAMS * (PROMPT + TOKENS // 2)))
+        cases = [(streams, servers) for servers in (1, None) for streams in (1, STREAMS)]
+        firsts, gaps = list[float](), [list[float]() for _ in cases]
         for number in range(ROUNDS + 1):
-            one, several, every = [await self._streams(*each) for each in ((1, 1), (STREAMS, 1), (STREAMS, None))]
-            if number:
-                firsts += [answer.token_times[0] - answer.sent - prompt for answer in one]
-                alone += [step_of(answer) / decode for answer in several]
-                together += [step_of(answer) / decode for answer in every]
-        return Front(max(0.0, statistics.median(firsts)), statistics.median(alone), statistics.median(together))
+            for found, case in zip(gaps, cases, strict=True):
+                answers = await self._streams(*case)
+                found += [step_of(answer) for answer in answers if number]
+                firsts += [
+                    answer.token_times[0] - answer.sent - prompt for answer in answers if number and case == (1, 1)
+                ]
+        middle = [statistics.median(found) for found in gaps]
+        paces = Pace.through(fitted, middle[:2]), Pace.through(fitted, middle[2:])
+        return Front(max(0.0, statistics.median(firsts)), *paces)
 
     async def _streams(self, count: int, servers: int | None) -> list[Answer]:
         """So many to each of the first servers, all at once."""
