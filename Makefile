@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Why is the sky blue?
 
-.PHONY: demo serve test test-all check clean
+.PHONY: demo serve docs test test-all check clean
 
 demo: $(VENV)/.demo  ## Answer a question with the default model, with and without the cache.
 	$(BIN)/infer generate --chat --compare --max-new-tokens 64 "$(PROMPT)"
@@ -11,16 +11,22 @@ demo: $(VENV)/.demo  ## Answer a question with the default model, with and witho
 serve: $(VENV)/.server  ## Serve the default model to OpenAI's clients, and a page, at http://127.0.0.1:8000.
 	$(BIN)/infer serve --quantize int4
 
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.docs  ## Serve the documentation at http://127.0.0.1:8001.
+	$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
+
 test: $(VENV)/.dev  ## Run the tests, in a process for each of up to four cores.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-all: export INFER_TEST_ALL = 1
 test-all: $(VENV)/.ray test  ## The same with more prompts, longer ones, all products of choices, and Ray.
 
-check: $(VENV)/.dev  ## Lint, format and types.
+check: export NO_MKDOCS_2_WARNING = 1
+check: $(VENV)/.dev  ## Lint, format, types and the documentation.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +35,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.server: $(VENV)/.demo
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

@@ -60,7 +60,7 @@ TRANSFORMERS = "transformers"
 NO_CACHE = "transformers, no cache"
 LLAMA_CPP, LLAMA_CPP_8 = "llama.cpp, the file", "llama.cpp, Q8_0"
 PEERS = {TRANSFORMERS: "transformers", LLAMA_CPP: "llama_cpp", LLAMA_CPP_8: "llama_cpp_q8_0"}
-TEXT = Path(__file__).parents[1] / "docs" / "kv-cache.md"
+TEXT = Path(__file__).with_name("text.md")
 
 
 def decode_bytes(model: Decoder) -> int:
@@ -467,7 +467,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--positions", type=int, nargs="+", default=[64, 1024], help="where to time single steps (64 1024)"
     )
     parser.add_argument("--steps", type=int, default=32, help="steps to time at each position (%(default)s)")
-    parser.add_argument("--text", type=Path, default=TEXT, help="what perplexity is measured on (docs/kv-cache.md)")
+    parser.add_argument("--text", type=Path, default=TEXT, help="what perplexity is measured on (benchmarks/text.md)")
     parser.add_argument(
         "--agreement",
         type=int,

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -190,13 +191,21 @@ class TestCommands:
         assert 5 < exact["perplexity"] < worse["perplexity"] / 2
 
     @pytest.mark.usefixtures("offline")
-    def test_the_text_of_the_perplexity_in_the_readme(self) -> None:
-        """It is a page of ours: whoever edits it has to measure again."""
-        text = (ROOT / "docs" / "kv-cache.md").read_text(encoding="utf-8")
+    def test_the_text_of_the_perplexity_that_is_shown(self) -> None:
+        text = (ROOT / "benchmarks" / "text.md").read_text(encoding="utf-8")
         scored = len(Tokenizer(DEFAULT_MODEL).encode(text, add_special_tokens=False)) - 1  # nothing is before the first
-        assert f"\n{scored:,} tokens to score, " in (ROOT / "README.md").read_text(encoding="utf-8")
+        assert f"\n{scored:,} tokens to score, " in (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
 
-    @pytest.mark.parametrize(("page", "says"), [("README.md", "cache"), ("docs/kv-cache.md", "The cat sat on the")])
+    PAGES: ClassVar = {
+        "README.md": "Paris",
+        "docs/kv-cache.md": "The cat sat on the",
+        "docs/python.md": "cache",
+        "docs/quantization.md": "",
+        "docs/scale.md": "Paris",
+        "docs/trace.md": "torch.Size([9, ",
+    }
+
+    @pytest.mark.parametrize(("page", "says"), PAGES.items(), ids=PAGES)
     def test_python_in(self, page: str, says: str, offline: dict[str, str], tmp_path: Path) -> None:
         """All blocks in order, as one who follows along would run them; not those that quote the source."""
         text = (ROOT / page).read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from infer.models.common import Decoder
 
 pytestmark = pytest.mark.slow
 
-README = Path(__file__).parents[2] / "README.md"
+TEXT = Path(__file__).parents[2] / "benchmarks" / "text.md"
 TOKENS, CHUNK = amount(1_000, 600), 128
 
 
@@ -42,7 +42,7 @@ def perplexity(model: Decoder, ids: list[int], cache: BaseCache) -> float:
 def test_perplexity(name: str, kind: type[BaseCache], request: pytest.FixtureRequest) -> None:
     """Of Gemma, past its window of 512."""
     model, tokenizer = request.getfixturevalue(name)
-    ids = tokenizer.encode(README.read_text(encoding="utf-8"))[:TOKENS]
+    ids = tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:TOKENS]
     assert len(ids) == TOKENS
     exact, rounded = (
         perplexity(model, ids, kind.from_model_config(model.config, TOKENS, dtype=dtype, device="cpu"))

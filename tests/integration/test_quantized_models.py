@@ -22,7 +22,7 @@ from infer.nn.quantized import QuantizedWeight
 pytestmark = pytest.mark.slow
 
 SMOLLM2, GEMMA = "smollm2-135m", "gemma-3-270m"
-README = Path(__file__).parents[2] / "README.md"
+TEXT = Path(__file__).parents[2] / "benchmarks" / "text.md"
 TOKENS = amount(1_000, 300)
 
 
@@ -43,7 +43,7 @@ def exact_perplexity(name: str) -> float:
 
 def measured(name: str, quantize: str | None) -> float:
     tokenizer = tokenizer_of(name)
-    ids = tokenizer.encode(README.read_text(encoding="utf-8"), add_special_tokens=False)[:TOKENS]
+    ids = tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)[:TOKENS]
     assert len(ids) == TOKENS
     return perplexity(load(name, quantize), ids, prefix=tokenizer.encode("")).perplexity
 

@@ -125,7 +125,7 @@ def test_the_command_line_runs_it(
     assert result.text in shown.out
 
 
-@pytest.mark.parametrize("page", [EXAMPLE, EXAMPLE.parents[1] / "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [EXAMPLE, EXAMPLE.parents[1] / "docs" / "python.md"], ids=lambda page: page.name)
 def test_the_command_that_is_shown(
     trained: tuple[Path, list[float]], capsys: pytest.CaptureFixture[str], page: Path
 ) -> None:

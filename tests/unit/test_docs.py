@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import infer
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 QUOTE = re.compile(r"^```python\n# (src/\S+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -32,6 +34,22 @@ def test_quoted_code_is_in_the_file(page: Path, file: str, code: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_nothing_is_left_to_fill_in(page: Path) -> None:
     assert "@@" not in page.read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1000
+
+
+def test_every_page_that_has_python_is_run() -> None:
+    """By test_commands.py, which has to name it. The page of the server shows a client, which others test."""
+    tests = (ROOT / "tests" / "integration" / "test_commands.py").read_text(encoding="utf-8")
+    pages = [page for page in PAGES if re.search(r"```python\n(?!# src/)", page.read_text(encoding="utf-8"))]
+    assert [page.name for page in pages if f'{page.name}": "' not in tests] == ["server.md"]
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = re.findall(r"^::: infer\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(infer.__all__)
 
 
 def test_there_are_quotes() -> None:
