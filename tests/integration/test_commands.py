@@ -202,7 +202,7 @@ class TestCommands:
         "docs/python.md": "cache",
         "docs/quantization.md": "",
         "docs/scale.md": "Paris",
-        "docs/trace.md": "torch.Size([9, ",
+        "docs/trace.md": "(9, 8)",
     }
 
     @pytest.mark.parametrize(("page", "says"), PAGES.items(), ids=PAGES)
