@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.colors import PowerNorm
 
 from infer import (
     LLM,
@@ -48,22 +49,23 @@ def draw_attention() -> None:
     ids = [*prompt, *result.token_ids[:-1]]  # the last one was never fed
     weights = full_attention_matrix(model, ids, trace_layer=LAYER)[0, HEAD]
     words = [text.replace("\n", r"\n") for text in token_texts(tokenizer, ids)]
-    figure, (full, step) = plt.subplots(1, 2, figsize=(10.5, 5.4), layout="constrained", sharey=True)
+    figure, (full, step) = plt.subplots(1, 2, figsize=(10.5, 6.2), layout="constrained", sharey=True)
     weights = weights.masked_fill(weights == 0, float("nan"))  # what causal attention cannot see
     shown = weights.clone()
     shown[:-1] = float("nan")
     for axes, matrix, title in (
         (full, weights, "without the cache: every row, at every step"),
-        (step, shown, "with it: the last row; the keys are in the cache"),
+        (step, shown, "with the cache: the last row only"),
     ):
-        axes.imshow(matrix**0.5, cmap="Blues", vmin=0, vmax=1)
+        image = axes.imshow(matrix, cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=1))  # small weights stay visible
         axes.set_xticks(range(len(words)), words, rotation=90)
         axes.set_yticks(range(len(words)), words)
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel("key")
+        axes.set_xlabel("key (token that is attended to)")
         axes.axhline(len(prompt) - 0.5, color="0.6", linewidth=0.8, linestyle=":")
-    full.set_ylabel("query")
-    figure.suptitle(f"SmolLM2-135M, layer {LAYER}, head {HEAD}: attention weights (root), generated below the line")
+    full.set_ylabel("query (token that attends)")
+    figure.colorbar(image, ax=[full, step], label="attention weight; each row sums to 1", shrink=0.8)
+    figure.suptitle(f"SmolLM2-135M, layer {LAYER}, head {HEAD}; tokens below the dotted line were generated")
     figure.savefig(IMAGES / "attention.png", dpi=110)
 
 
@@ -80,8 +82,8 @@ def draw_memory() -> None:
         axes.plot(positions, held, style, label=kind.__name__)
     axes.axvline(config.sliding_window, color="0.6", linewidth=0.8, linestyle=":")
     axes.text(config.sliding_window + 60, axes.get_ylim()[1] * 0.9, f"window of {config.sliding_window}", color="0.4")
-    axes.set_xlabel("positions")
-    axes.set_ylabel("MB of keys and values, bf16")
+    axes.set_xlabel("positions that the cache has room for")
+    axes.set_ylabel("cache size in MB (keys and values, bf16)")
     axes.set_title("Gemma 3 270M: 15 of 18 layers see a window")
     axes.legend()
     axes.grid(alpha=0.3)
@@ -122,9 +124,13 @@ def draw_pages() -> None:
     names = [f"chat {i + 1}: {len(chat.tokens)} tokens" for i, chat in enumerate(chats)]
     faces = [*colours, "0.82", "0.95"]
     handles = [plt.Rectangle((0, 0), 1, 1, color=face) for face in faces]
-    labels = [*names, "remembered", "free"]
+    labels = [*names, "kept by the prefix index", "free"]
     pool.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncol=3, frameon=False, fontsize=9)
-    pool.set_title(f"a pool of {memory.pool.count} pages: pages of several colours are shared", fontsize=10)
+    pool.set_title(
+        f"pool of {memory.pool.count} pages; a square is one page of {memory.pool.page} positions,\n"
+        "shared if it has several colours",
+        fontsize=10,
+    )
     page = memory.pool.page_bytes / 1e6
     alone = [sum(len(chat.pages()) for chat in chats) * page, len(holders) * page]
     reserved = 3 * 1024 / memory.pool.page * page
@@ -134,7 +140,7 @@ def draw_pages() -> None:
         bars.text(value, i, f" {value:.0f} MB", va="center", fontsize=9)
     bars.set_xlim(0, max(values) * 1.25)
     bars.spines[["top", "right"]].set_visible(False)
-    bars.set_xlabel("MB")
+    bars.set_xlabel("cache memory in MB")
     figure.suptitle("SmolLM2-135M, float32: three conversations with the same instructions")
     figure.savefig(IMAGES / "pages.png", dpi=110)
     plt.close(figure)
@@ -161,19 +167,24 @@ def draw_data_flow() -> None:
     for i, (name, run) in enumerate((("prefill", prefill), ("decode", decode_step), ("decode", decode_step))):
         x, words = 1.2 + 4.2 * i, tokenizer.decode(fed[0].tolist())
         rows = f"{fed.shape[1]} rows" if fed.shape[1] > 1 else "1 row"
-        put(x, 0.4, f"tokens {list(fed.shape)}\n“{words}”")
+        put(x, 0.4, f"tokens [batch, n] = {list(fed.shape)}\n“{words}”")
         logits, _, _ = run(model, fed, cache)
         fed = logits[:, -1:].argmax(-1)
         put(x, 1.9, f"{name}\n{config.num_hidden_layers} layers, {rows}", "#dbe9f6")
         put(x + 2.1, 1.9, f"cache\nk, v of {cache.seq_len}\npositions", "#fdebd0")
-        put(x, 3.4, f"logits {list(logits[:, -1:].shape)}\nlikeliest: “{tokenizer.decode(fed[0].tolist())}”")
+        put(
+            x,
+            3.4,
+            f"logits [batch, 1, vocab] = {list(logits[:, -1:].shape)}\nargmax: “{tokenizer.decode(fed[0].tolist())}”",
+        )
         draw_arrow((x, 0.75), (x, 1.4))
         draw_arrow((x, 2.4), (x, 3.05))
         draw_arrow((x + 0.95, 1.9), (x + 1.5, 1.9))
         if i < 2:
             draw_arrow((x + 2.7, 1.9), (x + 3.25, 1.9))
-            draw_arrow((x + 1.0, 3.2), (x + 3.6, 0.6), "--")
-    axes.set_title("The cache goes from pass to pass, and one token with it", fontsize=11)
+            draw_arrow((x + 1.0, 3.1), (x + 3.6, 0.7), "--")
+            put(x + 2.1, 2.9, "chosen token\nis fed next")
+    axes.set_title("From one pass to the next go the cache (solid arrows) and one token (dashed)", fontsize=11)
     figure.savefig(IMAGES / "data_flow.png", dpi=110)
 
 
