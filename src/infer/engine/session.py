@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from torch import Tensor
 
 from infer.cache.pool import NoPages, pages_for
-from infer.engine.params import SamplingParams
+from infer.engine.params import PARAMS, SamplingParams
 from infer.engine.request import CacheExceeded, Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.store import read, remove_leftovers, write
 from infer.engine.text import TextStream
 from infer.trace.record import Trace
+from infer.values import STRING, Kind, takes
 
 if TYPE_CHECKING:
     from infer.engine.llm import LLM
@@ -51,6 +52,7 @@ class Session:
     several sessions may be used at once.
     """
 
+    @takes(llm=Kind("an LLM", lambda value: hasattr(value, "submit")), system=STRING, params=PARAMS)
     def __init__(
         self,
         llm: LLM,
@@ -96,6 +98,7 @@ class Session:
                 result: GenerationResult = end.value
                 return result
 
+    @takes(text=STRING, params=PARAMS)
     def stream(
         self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None
     ) -> Generator[GeneratedToken, None, GenerationResult]:
@@ -105,6 +108,7 @@ class Session:
         """
         return self._begin(text, params or self.params, trace)
 
+    @takes(params=PARAMS)
     def more(self, params: SamplingParams | None = None) -> Generator[GeneratedToken, None, GenerationResult]:
         """Go on with the last answer, which a limit has cut, or whoever read it.
 
