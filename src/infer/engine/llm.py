@@ -7,40 +7,27 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar, overload
 
 from infer.engine.driver import Driver, News
-from infer.engine.logprobs import TokenLogprobs
 from infer.engine.loop import Event, Loop, Stats, Task
 from infer.engine.memory import CacheMemory
 from infer.engine.model import Model, check_mode, check_traceable
 from infer.engine.params import PARAMS, SamplingParams
 from infer.engine.request import check_chunk, samples
-from infer.engine.result import GeneratedToken, GenerationResult
+from infer.engine.result import GeneratedToken, GenerationResult, Score
 from infer.engine.session import Encode, Session
 from infer.engine.text import TextStream
 from infer.models.common import Decoder
 from infer.trace.record import Trace
+from infer.trace.text import token_texts
 from infer.values import BYTES, MESSAGES, MODEL, NAME, PROMPT, STRING, TOKENIZER, either, takes
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
 SPLIT_PATIENCE_S = 10.0  # for a step of several processes, one of which may hang, before they are ended
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or the messages of a chat
-
-
-@dataclass(frozen=True)
-class Score:
-    """How likely a text is, token by token."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]  # the first has none, as nothing comes before it
-
-    @property
-    def total(self) -> float:
-        return sum(each.logprob for each in self.logprobs if each is not None)
 
 
 class LLM:
@@ -234,7 +221,8 @@ class LLM:
         top: of so many of the likeliest tokens in its place as well.
         """
         result = self.submit(text, SamplingParams(max_new_tokens=0, prompt_logprobs=top)).result()
-        return Score(result.prompt_token_ids, result.prompt_logprobs or [])
+        ids = result.prompt_token_ids
+        return Score(ids, token_texts(self.tokenizer, ids), result.prompt_logprobs or [])
 
     @takes(prompt=PROMPT)
     def encode(self, prompt: Prompt) -> list[int]:
