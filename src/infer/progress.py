@@ -1,6 +1,7 @@
 """How far something slow has come, told to whoever listens: the command line does, on a terminal.
 
-What is told: FETCHING a model and LOADING it in bytes, COMPILING kernels, PREFILL in tokens of the prompt.
+What is told: FETCHING a model and LOADING it in bytes, COMPILING kernels, PREFILL in tokens of the prompt, PROMPTS of a
+file.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-FETCHING, LOADING, COMPILING, PREFILL = "fetching", "loading", "compiling", "prefill"
+FETCHING, LOADING, COMPILING, PREFILL, PROMPTS = "fetching", "loading", "compiling", "prefill", "prompts"
 
 
 class Progress(NamedTuple):
@@ -17,6 +18,7 @@ class Progress(NamedTuple):
     done: int
     total: int  # over once done has come to it
     name: str = ""  # of what is fetched or compiled
+    note: str = ""  # how fast it goes
 
 
 Listener = Callable[[Progress], None]
@@ -39,11 +41,11 @@ def is_heard() -> bool:
     return bool(_listeners)
 
 
-def tell(what: str, done: int, total: int, name: str = "", under_way: int = 0) -> None:
+def tell(what: str, done: int, total: int, name: str = "", *, note: str = "", under_way: int = 0) -> None:
     """under_way: how much is being done until the next call, for `tell_part`."""
     global _under_way
     if _listeners:
-        progress = Progress(what, done, total, name)
+        progress = Progress(what, done, total, name, note)
         _under_way = progress, under_way
         for listener in list(_listeners):
             listener(progress)

@@ -1,11 +1,19 @@
-"""The type and range of values that somebody else has written: files, and callers of `ModelConfig`."""
+"""The type and range of values that somebody else has written: in files, and as arguments of public functions."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Kind(NamedTuple):
@@ -60,6 +68,88 @@ def checked(raw: Mapping[str, Any], kinds: Mapping[str, Kind]) -> dict[str, Any]
     for name, value in found.items():
         kinds[name].check(name, value)
     return found
+
+
+def _has(attribute: str) -> Callable[[Any], bool]:
+    return lambda value: hasattr(value, attribute) and not isinstance(value, type)
+
+
+# What public functions take. Models, tokenizers and caches may be anybody's: they are known by what they can do.
+MODEL = Kind("a loaded model, as in `model, config = load_model(name)`", _has("parameters"))
+TOKENIZER = Kind("a tokenizer, as in `tokenizer = Tokenizer(name)`", _has("decode"))
+CACHE = Kind("a cache, as `KVCache.allocate` makes", _has("capacity"))
+NAME = Kind("a name or path", lambda value: isinstance(value, str | os.PathLike))
+STRING = Kind("a string", lambda value: isinstance(value, str))
+TOKENS = Kind(
+    "token ids, as in `tokenizer.encode(text)`",
+    lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping),
+)
+MESSAGES = Kind(
+    'a list of messages, like [{"role": "user", "content": "Hello"}]',
+    lambda value: isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value),
+)
+PROMPT = Kind("a text, token ids or a list of messages", lambda value: STRING.accepts(value) or TOKENS.accepts(value))
+BYTES = Kind("a whole number of bytes", lambda value: type(value) is int)
+
+
+def takes(**kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Refuse arguments of another kind: those that are swapped, or stand where another was forgotten.
+
+    None is of any kind, unless the argument is required.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **options: P.kwargs) -> R:
+            for name, value in (*zip(parameters, args, strict=False), *options.items()):
+                if name not in kinds or (value is None and name not in required):
+                    continue
+                if not kinds[name].accepts(value):
+                    raise TypeError(f"{name} must be {kinds[name].words}, not {named(value)}")
+            return function(*args, **options)
+
+        return checked
+
+    return decorate
+
+
+def says_unknown(hints: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Let a dataclass say what to write for a keyword that is none of its fields. hints: for some; else one like it."""
+
+    def decorate(kind: type[T]) -> type[T]:
+        init, known = kind.__init__, [field.name for field in fields(kind)]  # type: ignore[arg-type]
+
+        @functools.wraps(init)
+        def checked(self: T, *args: Any, **options: Any) -> None:
+            for name in options:
+                if name not in known:
+                    hint = hints.get(name) or meant(name, known)
+                    raise TypeError(f"{kind.__name__} got an unexpected keyword argument {name!r}: {hint}")
+            init(self, *args, **options)
+
+        kind.__init__ = checked  # type: ignore[method-assign, assignment]
+        return kind
+
+    return decorate
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Which of the names it may have been."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, [*known], 1, 0.6)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+
+
+def named(value: Any) -> str:
+    """A short value of Python's own types; of another its type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text, kind = shown(value), type(value)
+    return text if kind.__module__ == "builtins" and len(text) <= 80 and "\n" not in text else kind.__name__
 
 
 _repr = reprlib.Repr()

@@ -217,6 +217,14 @@ class TestCost:
         )
         assert in_fresh_python(code) == "[]\n"
 
+    def test_listing_models_waits_for_nothing(self) -> None:
+        code = (
+            "import sys; from infer.cli.commands import app\n"
+            "try: app(['models'])\nexcept SystemExit: pass\n"
+            f"print([name for name in {['torch', 'pydantic', 'rich', 'huggingface_hub']} if name in sys.modules])"
+        )
+        assert in_fresh_python(code).endswith("\n[]\n")
+
     def test_importing_works_under_any_default_device(self) -> None:
         """Names are loaded when first used, which may be inside someone's `with torch.device(...)`."""
         code = (

@@ -27,6 +27,8 @@ def test_llm_and_what_it_gives(folder: Path) -> None:
         assert repr(result).endswith("ended by length)")
         assert len(repr(result)) < 300
         assert copy.copy(result) == result
+        assert "90 tokens" in result._repr_html_()
+        assert "log-probability" in llm.score("hello")._repr_html_()
         assert str(llm.model).splitlines()[1].strip().startswith("llama, ")
         assert "computes in float32 on cpu" in str(llm.model)
         session = llm.session(context=100, encode=lambda messages: llm.encode(messages[-1]["content"]))

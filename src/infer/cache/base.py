@@ -21,7 +21,7 @@ from infer.cache.int8 import decode, encode, width
 from infer.config import ModelConfig
 from infer.machine import available_memory, resolve_device, resolve_dtype
 from infer.nn.attention import Masks, span_attention
-from infer.values import shown
+from infer.values import Kind, shown
 
 CACHE_DTYPES = ("auto", "int8")  # auto: the model's own
 
@@ -76,6 +76,11 @@ class CacheShape(NamedTuple):
     num_kv_heads: int
     max_seq_len: int
     head_dim: int
+
+
+# What caches are made of; most callers want an empty one.
+TENSOR = Kind("a tensor (`allocate` makes an empty cache)", lambda value: isinstance(value, Tensor))
+SHAPE = Kind("a CacheShape (`allocate` makes an empty cache)", lambda value: isinstance(value, CacheShape))
 
 
 class BaseCache(ABC):

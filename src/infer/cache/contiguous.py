@@ -7,11 +7,12 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from infer.cache.base import BaseCache, CacheShape, check_memory
+from infer.cache.base import TENSOR, BaseCache, CacheShape, check_memory
 from infer.cache.int8 import values_in, width
 from infer.cache.table import Table
 from infer.config import ModelConfig
 from infer.machine import promises
+from infer.values import takes
 
 
 class KVCache(BaseCache):
@@ -21,6 +22,7 @@ class KVCache(BaseCache):
     In formulas these are L, B, H, T_max, D and t. In int8, each vector of D has its scales behind it.
     """
 
+    @takes(k=TENSOR, v=TENSOR)
     def __init__(self, k: Tensor, v: Tensor, seq_len: int = 0) -> None:
         if k.dim() != 5 or k.shape != v.shape or k.dtype != v.dtype or k.device != v.device:
             raise ValueError(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infer.cache.base import BaseCache, CacheShape
+from infer.cache.base import SHAPE, BaseCache, CacheShape
+from infer.values import takes
 
 
 class GrowingCache(BaseCache):
@@ -17,6 +18,7 @@ class GrowingCache(BaseCache):
 
     keeps_gradients = True
 
+    @takes(shape=SHAPE)
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, dtype, device)
         empty = torch.empty(shape.batch_size, shape.num_kv_heads, 0, self.width, dtype=dtype, device=device)

@@ -13,11 +13,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from infer.cache.base import BaseCache, CacheShape, check_memory, checked, first_seen
+from infer.cache.base import SHAPE, BaseCache, CacheShape, check_memory, checked, first_seen
 from infer.cache.table import Table
 from infer.config import ModelConfig
 from infer.machine import promises
 from infer.nn.attention import ring_span
+from infer.values import takes
 
 PREFILL_CHUNK = 512
 
@@ -28,6 +29,7 @@ class SlidingCache(BaseCache):
     k, v: one tensor per layer, [batch, num_kv_heads, slots, width]: the head_dim, and in int8 the scales.
     """
 
+    @takes(shape=SHAPE)
     def __init__(
         self,
         shape: CacheShape,

@@ -5,10 +5,12 @@ from typing import Annotated
 import typer
 
 from infer.cli import catalogue, chat, compare, deploy, explain, generate, measure, score, serve, trace, verify
-from infer.cli.help import GroupedCommand
+from infer.cli.help import Group, GroupedCommand
 
 WIDTH = {"max_content_width": 100}  # of help
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=WIDTH)
+app = typer.Typer(
+    cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=WIDTH
+)
 
 
 def show_version(asked: bool) -> None:

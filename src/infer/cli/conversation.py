@@ -17,6 +17,7 @@ from infer.cli.sampling import SETTINGS, Settings
 from infer.cli.status import shown
 from infer.cli.streams import counted, say
 from infer.engine.params import SamplingParams
+from infer.values import meant
 
 if TYPE_CHECKING:
     from infer.engine.result import GeneratedToken
@@ -195,11 +196,7 @@ class Conversation:
             name, _, value = argument.replace("=", " ").partition(" ")
             name = name.replace("-", "_").lower()
             if name not in SETTABLE:
-                near = get_close_matches(name, SETTABLE, 1, 0.6)
-                raise ValueError(
-                    f"there is no setting {name[:40]}: "
-                    f"{f'did you mean {near[0]}?' if near else 'there are ' + ', '.join(SETTABLE)}"
-                )
+                raise ValueError(f"there is no setting {name[:40]}: {meant(name, SETTABLE)}")
             changed = self.settings.changed("/set", **{name: parse_setting(name, value.strip())})
             self.session.params, self.current.sources = changed.params, changed.sources
         params = self.session.params

@@ -8,6 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from infer import progress
+from infer.cli import status
 from infer.cli.common import read_utf8
 from infer.cli.streams import say
 from infer.engine.params import SamplingParams
@@ -91,15 +93,12 @@ def run_lines(
 
 
 async def _print_all(llm: "LLM", lines: Sequence[Line], encode: Any, as_dict: Any) -> int:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    failed = tokens = 0
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        shown_bar = bar.add_task("prompts", total=len(lines))
+    failed = tokens = done = 0
+    with status.shown(progress.PROMPTS):
+        progress.tell(progress.PROMPTS, 0, len(lines))
         async for line, result in _results(llm, lines, encode):
+            done += 1
+            progress.tell(progress.PROMPTS, done, len(lines), note=f"{llm.stats().tokens_per_s:.0f} tok/s")
             about = {"index": line.number} | ({} if line.id is None else {"id": line.id})
             if isinstance(result, Exception):
                 failed += 1
@@ -110,8 +109,6 @@ async def _print_all(llm: "LLM", lines: Sequence[Line], encode: Any, as_dict: An
                 tokens += sample.generated_tokens
                 which = {"sample": i} if len(samples) > 1 else {}
                 print(json.dumps(about | which | as_dict(sample)), flush=True)
-            speed = f"{llm.stats().tokens_per_s:.0f} tok/s"
-            bar.update(shown_bar, advance=1, description=speed)
     stats = llm.stats()
     known = f", {stats.prefix_hits:,} of prompts known" if stats.prefix_hits else ""
     say(f"[{len(lines) - failed:,} of {len(lines):,} prompts, {tokens:,} new tokens{known}]")

@@ -12,8 +12,7 @@ from infer.cli.generate import read_prompt
 from infer.cli.streams import counted, on_stdout
 
 if TYPE_CHECKING:
-    from infer import Tokenizer
-    from infer.engine.llm import Score
+    from infer.engine.result import Score
 
 
 @functools.partial(loading_options, split=True)
@@ -40,34 +39,27 @@ def score(
     with LLM(loading.load(model), tokenizer) as llm:
         found = llm.score(ids)
     if as_json:
-        print(json.dumps({"model": model, **as_dict(tokenizer, found)}))
+        print(json.dumps({"model": model, **as_dict(found)}))
         return
-    for line in lines(tokenizer, found):
+    for line in lines(found):
         print(line)
 
 
-def as_dict(tokenizer: "Tokenizer", found: "Score") -> dict[str, object]:
-    from infer.trace.text import token_texts
-
-    scored = len(found.token_ids) - 1
-    texts = token_texts(tokenizer, found.token_ids)
+def as_dict(found: "Score") -> dict[str, object]:
     tokens = [
         {"id": token, "text": text, "logprob": None if given is None else given.logprob}
-        for token, text, given in zip(found.token_ids, texts, found.logprobs, strict=True)
+        for token, text, given in zip(found.token_ids, found.texts, found.logprobs, strict=True)
     ]
-    return {"tokens": tokens, "total": found.total, "perplexity": math.exp(-found.total / scored)}
+    return {"tokens": tokens, "total": found.total, "perplexity": found.perplexity}
 
 
-def lines(tokenizer: "Tokenizer", found: "Score") -> list[str]:
-    from infer.trace.text import token_texts
-
-    texts = [json.dumps(text, ensure_ascii=False) for text in token_texts(tokenizer, found.token_ids)]
+def lines(found: "Score") -> list[str]:
+    texts = [json.dumps(text, ensure_ascii=False) for text in found.texts]
     width = max(map(len, texts))
     told = [f"{'token':<{width}}   log-probability   probability"]
     for text, given in zip(texts, found.logprobs, strict=True):
         row = f"{on_stdout(text):<{width}}"
         told.append(row if given is None else f"{row} {given.logprob:>17.4f} {math.exp(given.logprob):>13.2%}")
-    scored = len(texts) - 1
     told.append(f"{'total':<{width}} {found.total:>17.4f}")
-    told.append(f"perplexity {math.exp(-found.total / scored):.3f} over {counted(scored, 'token')}")
+    told.append(f"perplexity {found.perplexity:.3f} over {counted(found.scored, 'token')}")
     return told

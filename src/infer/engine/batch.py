@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,8 +18,12 @@ from infer.engine.request import check_chunk, samples
 from infer.engine.result import GenerationResult
 from infer.engine.text import Decodes
 from infer.machine import available_memory
+from infer.values import MODEL, TOKENIZER, Kind, takes
+
+EACH = Kind("SamplingParams, or one for each prompt", lambda value: isinstance(value, SamplingParams | list | tuple))
 
 
+@takes(model=MODEL, tokenizer=TOKENIZER, params=EACH)
 def generate_batch(
     model: Model,
     tokenizer: Decodes,
@@ -88,8 +92,6 @@ def _tasks(
 ) -> list[Task]:
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
-    if isinstance(params, Mapping):
-        raise TypeError("params must be SamplingParams, or one for each prompt, not a dict")
     if len(params) != len(prompts):
         raise ValueError(f"{len(params)} SamplingParams for {len(prompts)} prompts: give one for all, or one for each")
     tasks = []

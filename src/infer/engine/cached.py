@@ -22,7 +22,9 @@ from infer.engine.model import Model, all_logits, check_mode, chunks, model_devi
 from infer.engine.params import SamplingParams
 from infer.engine.request import Request, check_chunk, token_ids
 from infer.trace.predictions import choice
+from infer.values import CACHE, MODEL, Kind, named, takes
 
+END = Kind("a token id, or -1 for none", lambda value: type(value) is int)
 AttentionTrace = dict[str, Any]  # "layer": its index; "attn_row": [B, H, keys], the last query's weights
 
 
@@ -34,6 +36,7 @@ def allocate_kv_cache(
 
 
 @torch.no_grad()
+@takes(model=MODEL, cache=CACHE)
 def prefill(
     model: Model,
     prompt_ids: Tensor,
@@ -62,6 +65,7 @@ def prefill(
 
 
 @torch.no_grad()
+@takes(model=MODEL, cache=CACHE)
 def decode_step(
     model: Model,
     last_token_ids: Tensor,
@@ -82,6 +86,7 @@ def decode_step(
     return step(model, held, last_token_ids)[:, None], cache, _trace(traced, trace_layer)
 
 
+@takes(model=MODEL, eot_token_id=END)
 def generate_ids_cached(
     model: Model,
     prompt_ids: Sequence[int],
@@ -105,6 +110,7 @@ def generate_ids_cached(
     return {"ids": ids, "steps": recorder.steps}
 
 
+@takes(model=MODEL, eot_token_id=END)
 def generate_ids_greedy_cached(
     model: Model,
     prompt_ids: Sequence[int],
@@ -118,6 +124,7 @@ def generate_ids_greedy_cached(
     return _generate_ids(model, prompt_ids, eot_token_id, params, cache_dtype=cache_dtype)
 
 
+@takes(model=MODEL, eot_token_id=END)
 def generate_ids_greedy_full(
     model: Model, prompt_ids: Sequence[int], *, max_new_tokens: int, eot_token_id: int
 ) -> list[int]:
@@ -127,6 +134,7 @@ def generate_ids_greedy_full(
 
 
 @torch.no_grad()
+@takes(model=MODEL)
 def full_attention_matrix(
     model: Model,
     ids: Sequence[int],
@@ -222,7 +230,7 @@ def _trace(traced: TracedCache | None, layer: int | None) -> AttentionTrace | No
 def _check_ids(model: Model, ids: Tensor) -> None:
     vocabulary = model.config.vocab_size
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() != 2:
-        raise TypeError(f"token ids must be a tensor of integers, [batch, tokens], not {ids!r:.80}")
+        raise TypeError(f"token ids must be a tensor of integers, [batch, tokens], not {named(ids)}")
     if ids.numel() == 0:
         raise ValueError("there are no token ids to feed")
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:

@@ -7,7 +7,7 @@ request through `Runner.step`, which feeds the model what the cache does not hol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,15 +18,19 @@ from infer.cache.debug import debugged
 from infer.cache.traced import TracedCache
 from infer.engine.caches import check_cache_dtype, check_fits, check_keeps, keep_prefix, make_cache
 from infer.engine.model import Model, check_mode, check_traceable, configured, model_device
-from infer.engine.params import SamplingParams
+from infer.engine.params import OTHER_NAMES, SamplingParams
 from infer.engine.request import Request, check_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
 from infer.engine.runner import PromptLogits, Runner
 from infer.engine.settings import run_settings
 from infer.engine.text import Decodes
 from infer.trace.record import Trace
+from infer.values import CACHE, MODEL, TOKENIZER, says_unknown, takes
+
+_SAMPLING = OTHER_NAMES | {field.name: field.name for field in fields(SamplingParams)}
 
 
+@says_unknown({other: f"write SamplingParams({name}=...)" for other, name in _SAMPLING.items()})
 @dataclass(frozen=True)
 class RunOptions:
     """How a request is run; what is generated depends on none of it."""
@@ -51,6 +55,7 @@ class Recorder(PromptLogits, Protocol):
     def record(self, tokens: Sequence[int], logits: Tensor, cache: TracedCache, time_s: float) -> None: ...
 
 
+@takes(model=MODEL, tokenizer=TOKENIZER, cache=CACHE)
 def stream(
     model: Model,
     tokenizer: Decodes,
@@ -68,6 +73,7 @@ def stream(
     return steps(run)
 
 
+@takes(model=MODEL, tokenizer=TOKENIZER, cache=CACHE)
 def generate(
     model: Model,
     tokenizer: Decodes,

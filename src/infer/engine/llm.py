@@ -7,39 +7,27 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar, overload
 
 from infer.engine.driver import Driver, News
-from infer.engine.logprobs import TokenLogprobs
 from infer.engine.loop import Event, Loop, Stats, Task
 from infer.engine.memory import CacheMemory
 from infer.engine.model import Model, check_mode, check_traceable
-from infer.engine.params import SamplingParams
+from infer.engine.params import PARAMS, SamplingParams
 from infer.engine.request import check_chunk, samples
-from infer.engine.result import GeneratedToken, GenerationResult
+from infer.engine.result import GeneratedToken, GenerationResult, Score
 from infer.engine.session import Encode, Session
 from infer.engine.text import TextStream
 from infer.models.common import Decoder
 from infer.trace.record import Trace
+from infer.trace.text import token_texts
+from infer.values import BYTES, MESSAGES, MODEL, NAME, PROMPT, STRING, TOKENIZER, either, takes
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
 SPLIT_PATIENCE_S = 10.0  # for a step of several processes, one of which may hang, before they are ended
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or the messages of a chat
-
-
-@dataclass(frozen=True)
-class Score:
-    """How likely a text is, token by token."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]  # the first has none, as nothing comes before it
-
-    @property
-    def total(self) -> float:
-        return sum(each.logprob for each in self.logprobs if each is not None)
 
 
 class LLM:
@@ -48,6 +36,7 @@ class LLM:
     Each text is what `generate` gives that request alone, to the bit, whatever runs beside it.
     """
 
+    @takes(model=either(NAME, MODEL), tokenizer=TOKENIZER, cache_memory=BYTES)
     def __init__(
         self,
         model: str | Path | Model,
@@ -82,8 +71,6 @@ class LLM:
             else:
                 model = load_split(model, tensor_parallel, dtype=dtype, device=device, quantize=quantize)[0]
                 group = model.group
-        elif isinstance(model, tuple):
-            raise TypeError("the model is a tuple: load_model gives the model and its config; pass the first of them")
         elif tensor_parallel != 1:
             raise TypeError(
                 "a model that is loaded cannot be split: give its name, and LLM loads a part in each process"
@@ -172,6 +159,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **settings: Any,
     ) -> list[GenerationResult]: ...
+    @takes(prompts=PROMPT)
     def generate(self, prompts: Any, params: Any = None, **settings: Any) -> Any:
         """The text that follows a prompt; or of several prompts, in their order.
 
@@ -203,13 +191,14 @@ class LLM:
         """The text that follows a prompt, piece by piece: `for piece in llm.stream(...)`, or `async for`."""
         return self.submit(prompt, params, **settings)
 
+    @takes(messages=either(STRING, MESSAGES))
     def chat(
         self, messages: Sequence[Message] | str, params: SamplingParams | None = None, **settings: Any
     ) -> GenerationResult:
         """The answer to a chat's messages, or to one of the user's, by the model's own template."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        return self.generate(messages, params, **settings)
+        return self.submit(messages, params, **settings).result()  # type: ignore[no-any-return]
 
     def session(
         self,
@@ -231,17 +220,16 @@ class LLM:
 
         top: of so many of the likeliest tokens in its place as well.
         """
-        result = self.generate(text, SamplingParams(max_new_tokens=0, prompt_logprobs=top))
-        return Score(result.prompt_token_ids, result.prompt_logprobs or [])
+        result = self.submit(text, SamplingParams(max_new_tokens=0, prompt_logprobs=top)).result()
+        ids = result.prompt_token_ids
+        return Score(ids, token_texts(self.tokenizer, ids), result.prompt_logprobs or [])
 
+    @takes(prompt=PROMPT)
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt."""
         if isinstance(prompt, str):
             return list(self.tokenizer.encode(prompt))
-        try:
-            prompt = list(prompt)  # type: ignore[assignment]
-        except TypeError:
-            raise TypeError(f"a prompt is a text, token ids or messages, not {prompt!r:.80}") from None
+        prompt = list(prompt)  # type: ignore[assignment]
         if prompt and all(isinstance(each, Mapping) for each in prompt):
             return list(self.tokenizer.encode_chat(prompt))
         return prompt  # type: ignore[return-value]
@@ -400,11 +388,10 @@ class _Reader:
             raise error
 
 
+@takes(params=PARAMS)
 def _params(params: SamplingParams | None, settings: Mapping[str, Any]) -> SamplingParams:
     if params is not None and settings:
         raise TypeError(f"params and {', '.join(settings)} were both given: put all of it into the SamplingParams")
-    if params is not None and not isinstance(params, SamplingParams):
-        raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
     return SamplingParams(**settings) if params is None else params
 
 

@@ -21,6 +21,7 @@ from infer.engine.store import PrefixStore, page_keys
 from infer.machine import available_memory
 from infer.models.common import Decoder
 from infer.parallel.pages import SplitPool
+from infer.values import BYTES, MODEL, takes
 
 SHARE = 0.5  # of the memory that is free, for caches
 MANY, LENGTH = 256, 8192  # conversations, and their tokens: more are not kept unless somebody says so
@@ -33,6 +34,7 @@ class CacheMemory:
     For one thread at a time.
     """
 
+    @takes(model=MODEL, size=BYTES)
     def __init__(
         self,
         model: Model,

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from infer.values import shown
+from infer.values import Kind, says_unknown, shown
 
 SEEDS = 2**64  # how many there are: all draw differently
+OTHER_NAMES = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_length"), "max_new_tokens")  # what others say
 CONSTRAINTS = ("json_schema", "regex", "grammar")
 MAX_CONSTRAINT = 2**16  # bytes of a constraint's text
 MAX_NESTING = 64  # levels of a schema
@@ -37,6 +38,7 @@ def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+@says_unknown({other: f"did you mean {name}?" for other, name in OTHER_NAMES.items()})
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings, checked when made. Filters apply in the order temperature, top_k, top_p, min_p."""
@@ -114,6 +116,12 @@ class SamplingParams:
             _check_text(name, getattr(self, name))
         if self.grammar is not None and (rules := sum(":" in line for line in self.grammar.splitlines())) > MAX_RULES:
             raise ValueError(f"the grammar has {rules} rules, more than the {MAX_RULES} that are read")
+
+
+PARAMS = Kind(
+    "SamplingParams(max_new_tokens=..., temperature=..., ...)",
+    lambda value: value is None or isinstance(value, SamplingParams),
+)
 
 
 def _schema_text(schema: Any) -> str:

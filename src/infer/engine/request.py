@@ -13,13 +13,13 @@ from torch import Tensor
 from infer.config import ModelConfig
 from infer.engine.guide import guide_for
 from infer.engine.logprobs import TokenLogprobs, logprobs_from_device, logprobs_of
-from infer.engine.params import SamplingParams
+from infer.engine.params import PARAMS, SamplingParams
 from infer.engine.result import GeneratedToken
 from infer.engine.sampler import sample
 from infer.engine.text import Decodes, TextStream, whole_text
 from infer.models.rows import LAST, NONE
 from infer.nn.draw import U64, mix
-from infer.values import shown
+from infer.values import named, shown, takes
 
 ON_FULL = ("error", "recompute")
 
@@ -43,6 +43,7 @@ class NoTokenAllowed(NoToken):
 class Request:
     """The tokens so far, and what turns logits into the next one. A request that is impossible is not made."""
 
+    @takes(params=PARAMS)
     def __init__(
         self,
         config: ModelConfig,
@@ -54,8 +55,6 @@ class Request:
     ) -> None:
         """capacity: of the cache, if it is there already; on_full: as for `stream`."""
         self.params = SamplingParams() if params is None else params
-        if not isinstance(self.params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         self.tokens = token_ids(prompt)
         check_request(config, self.tokens, self.params, capacity, on_full)
         self.guide = guide_for(self.params, tokenizer, config)  # what may follow; None: anything
@@ -187,7 +186,7 @@ def token_ids(prompt: Sequence[int]) -> list[int]:
     try:
         return [*map(operator.index, prompt)]
     except TypeError:
-        raise TypeError(f"the prompt must be a flat sequence of token ids, not {prompt!r:.80}") from None
+        raise TypeError(f"the prompt must be a flat sequence of token ids, not {named(prompt)}") from None
 
 
 def check_request(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from infer.engine import notebook
 from infer.engine.logprobs import TokenLogprobs
 
 SHOWN = 60  # characters of a text
@@ -71,8 +73,15 @@ class GenerationResult:
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= SHOWN else f"{self.text[: SHOWN - 1]}…"
-        speed = f", {self.timing.decode_tokens_per_s:.1f} tok/s" if self.timing.decode_times_s else ""
-        return f"GenerationResult({text!r}, {self.generated_tokens} tokens{speed}, ended by {self.finish_reason})"
+        return f"GenerationResult({', '.join([repr(text), *self._figures()])})"
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return notebook.shown(self.text, self._figures())
+
+    def _figures(self) -> list[str]:
+        speed = [f"{self.timing.decode_tokens_per_s:.1f} tok/s"] if self.timing.decode_times_s else []
+        return [f"{self.generated_tokens} tokens", *speed, f"ended by {self.finish_reason}"]
 
     @property
     def prompt_tokens(self) -> int:
@@ -81,6 +90,32 @@ class GenerationResult:
     @property
     def generated_tokens(self) -> int:
         return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a text is, token by token."""
+
+    token_ids: list[int]
+    texts: list[str]  # of each token
+    logprobs: list[TokenLogprobs | None]  # the first has none, as nothing comes before it
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        about = f"{self.scored} tokens", f"log-probability {self.total:.4f}", f"perplexity {self.perplexity:.3f}"
+        return notebook.shaded(self.texts, [each and each.logprob for each in self.logprobs], about)
+
+    @property
+    def scored(self) -> int:
+        return sum(each is not None for each in self.logprobs)
+
+    @property
+    def total(self) -> float:
+        return sum(each.logprob for each in self.logprobs if each is not None)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-self.total / self.scored) if self.scored else math.nan
 
 
 def collect(

@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from torch import Tensor
 
 from infer.cache.pool import NoPages, pages_for
-from infer.engine.params import SamplingParams
-from infer.engine.request import CacheExceeded, Request, check_chunk
+from infer.engine.params import PARAMS, SamplingParams
+from infer.engine.request import CacheExceeded, Request, check_chunk, token_ids
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.store import read, remove_leftovers, write
 from infer.engine.text import TextStream
 from infer.trace.record import Trace
+from infer.values import STRING, Kind, takes
 
 if TYPE_CHECKING:
     from infer.engine.llm import LLM
 
 CONTEXT = 4096  # positions, where the model has them
 KIND = "session"
+REASONS = (None, "eos", "stop", "length")  # why an answer has ended; None: whoever read it stopped
 ANSWERING = "this session is answering: read that stream to its end, or close it, first"
 Message = dict[str, str]
 Encode = Callable[[list[Message]], list[int]]
@@ -38,7 +40,7 @@ class Answer(NamedTuple):
     prompt: list[int]
     token_ids: list[int]
     params: SamplingParams  # with the seed that was drawn
-    finish_reason: str | None  # None: whoever read it stopped
+    finish_reason: str | None  # one of REASONS
     given: int = 0  # of the tokens, those that a longer prompt has given before its first turns were dropped
 
 
@@ -51,6 +53,7 @@ class Session:
     several sessions may be used at once.
     """
 
+    @takes(llm=Kind("an LLM", lambda value: hasattr(value, "submit")), system=STRING, params=PARAMS)
     def __init__(
         self,
         llm: LLM,
@@ -75,7 +78,7 @@ class Session:
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.tokens: list[int] = []  # computed so far; the memory has their pages until others need them
         self._starts: list[int] = []  # how many there were before each turn
-        self.answer: Answer | None = None  # the last one, unless it was rewound or loaded
+        self.answer: Answer | None = None  # the last one, unless it was rewound
         self._answering = threading.Lock()
 
     def __repr__(self) -> str:
@@ -96,6 +99,7 @@ class Session:
                 result: GenerationResult = end.value
                 return result
 
+    @takes(text=STRING, params=PARAMS)
     def stream(
         self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None
     ) -> Generator[GeneratedToken, None, GenerationResult]:
@@ -105,6 +109,7 @@ class Session:
         """
         return self._begin(text, params or self.params, trace)
 
+    @takes(params=PARAMS)
     def more(self, params: SamplingParams | None = None) -> Generator[GeneratedToken, None, GenerationResult]:
         """Go on with the last answer, which a limit has cut, or whoever read it.
 
@@ -202,6 +207,7 @@ class Session:
             "messages": json.dumps(self.messages),
             "turns": json.dumps(self._starts),
             "settings": json.dumps(settings),
+            "answer": json.dumps(self.answer and self.answer._asdict() | {"params": asdict(self.answer.params)}),
         }
         key, dumped = self.llm._driver.call(self._dump)
         if len(dumped["tokens"]) < len(self.tokens):  # the others were evicted: whoever computes them leaves them there
@@ -231,6 +237,7 @@ class Session:
             session = cls(llm, encode=encode, **settings)
             session.messages = _messages(json.loads(header["messages"]), session.system)
             session._starts = _check_turns(session, json.loads(header["turns"]))
+            session.answer = _answer(json.loads(header.get("answer", "null")), session.turns)
             session.tokens = call(lambda: session._restore(tensors))
         except NoPages:
             raise
@@ -376,6 +383,17 @@ def _messages(saved: Any, system: Any) -> list[Message]:
         if not isinstance(message["content"], str) or (role == "system" and message["content"] != system):
             raise ValueError(f"what the {role} says is no text, or another")
     return saved
+
+
+def _answer(saved: Any, turns: int) -> Answer | None:
+    """Refuse what `save` would not have written."""
+    if saved is None:
+        return None
+    prompt, ids, params = token_ids(saved["prompt"]), token_ids(saved["token_ids"]), _whole_keys(saved["params"])
+    reason, given = saved["finish_reason"], saved["given"]
+    if not turns or reason not in REASONS or type(given) is not int or not 0 <= given <= len(ids):
+        raise ValueError("its last answer is none")
+    return Answer(prompt, ids, SamplingParams(**params), reason, given)
 
 
 def _whole_keys(params: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from infer.config import ModelConfig
 from infer.engine.caches import make_cache
 from infer.engine.model import Model, all_logits, check_mode, model_device, step
 from infer.engine.request import token_ids as as_token_ids
+from infer.values import MODEL, TOKENS, takes
 
 CONTEXT = 1024  # tokens of a window, where the model has as many
 CHUNK = 128  # tokens of a pass, which bounds the memory for logits: 134 MB with Gemma's vocabulary
@@ -94,6 +95,7 @@ def _check_range(name: str, value: int, least: int, most: int, whose: str) -> No
 
 
 @torch.inference_mode()
+@takes(model=MODEL, token_ids=TOKENS)
 def perplexity(
     model: Model,
     token_ids: Sequence[int],

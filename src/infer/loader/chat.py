@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infer.values import MESSAGES, takes
+
 if TYPE_CHECKING:
     from infer.loader.tokenizer import Tokenizer
 
@@ -53,6 +55,7 @@ TEMPLATES = {
 }
 
 
+@takes(messages=MESSAGES)
 def render_chat_template(
     messages: Sequence[Mapping[str, Any]],
     *,

@@ -12,10 +12,12 @@ from infer.loader.gguf_file import GGUFFile
 from infer.loader.hf_folder import HFFolder
 from infer.loader.hub import fetch, is_hub_name
 from infer.loader.nanogpt import NanoGPTFile
+from infer.values import NAME, takes
 
 NANOGPT = "ckpt.pt"  # as nanoGPT names what it writes
 
 
+@takes(name_or_path=NAME)
 def open_checkpoint(name_or_path: str | Path, *, weights: bool = True) -> Checkpoint:
     """Open a checkpoint, fetching it first if need be. weights=False: of a hub model, only the small files."""
     path = locate(str(name_or_path), weights=weights)

@@ -9,6 +9,7 @@ from typing import Any
 from infer.loader.chat import render_chat_template
 from infer.loader.find import open_checkpoint
 from infer.loader.text_tokenizers import bytes_of, rust_calls
+from infer.values import STRING, takes
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a part of a character shows as
 LONG = 4096  # characters, or tokens: such calls are made so that other threads go on meanwhile
@@ -50,6 +51,7 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id)
 
+    @takes(text=STRING)
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """add_special_tokens: put BOS in front where the model has one; not after `render_chat_template`."""
         try:

@@ -25,6 +25,7 @@ from infer.nn.module import Module
 from infer.nn.norm import Norm, RMSNorm
 from infer.nn.rope import Rope, apply_rope
 from infer.nn.split import Group
+from infer.values import named
 
 
 class Pass(NamedTuple):
@@ -186,6 +187,8 @@ class Decoder(Module):
 
         all_logits: of all n positions with a cache too.
         """
+        if not isinstance(input_ids, Tensor):
+            raise TypeError(f"input_ids must be a tensor of token ids [batch, tokens], not {named(input_ids)}")
         if isinstance(kv_cache, Tensor):
             raise TypeError(
                 "the second argument is a KV cache, and a tensor was given: for a loss, hand targets to "

@@ -22,6 +22,7 @@ from infer.trace.predictions import predictions
 from infer.trace.prompt import PROMPT_ROWS, PromptRecorder, first_query, row_weights
 from infer.trace.save import save
 from infer.trace.text import partial_bytes, token_text, token_texts
+from infer.values import named
 
 
 class Trace(TraceData):
@@ -50,7 +51,7 @@ class Trace(TraceData):
             raise ValueError(f"prompt_rows must be a whole number, 0 or more, not {prompt_rows!r}")
         for name, asked in (("layers", layers), ("heads", heads)):
             if asked is not None and (isinstance(asked, str) or not isinstance(asked, Sequence)):
-                raise TypeError(f"{name} must be a list of numbers, or None for all, not {asked!r}")
+                raise TypeError(f"{name} must be a list of numbers, or None for all, not {named(asked)}")
         if heads is not None and not heads:
             raise ValueError("no heads are chosen: leave heads out for all of them, or give layers=[] for no rows")
         super().__init__()

@@ -670,8 +670,8 @@ class TestChat:
         assert second.endswith(f"{held} positions in 2 pages, 2 shared with other branches")
         assert third.endswith(" pages, 1 shared with other branches")  # the second was written to, and copied for that
 
-    def test_more(self, run: Run) -> None:
-        """A reply that was cut goes on as if it had not been."""
+    def test_more(self, run: Run, tmp_path: Path) -> None:
+        """A reply that was cut goes on as if it had not been, also in a conversation that was saved and loaded."""
         args = ("chat", *GREEDY, "--ignore-eos", "--max-new-tokens")
         whole, after = run(*args, "16", stdin="hello\ngo on\n").out.splitlines()
         done = run(*args, "8", stdin="hello\n/more\n/set max_new_tokens 16\ngo on\n")
@@ -680,6 +680,8 @@ class TestChat:
         assert third == after
         assert done.err.count("; cut, at 8 new tokens: /more goes on]") == 2
         assert "there is no reply to go on with" in run(*args, "8", stdin="hello\n/undo\n/more\n").err
+        run(*args, "8", stdin=f"hello\n/save {tmp_path / 'cut'}\n")
+        assert run(*args, "8", stdin=f"/load {tmp_path / 'cut'}\n/more\n").out == f"{second}\n"
 
     def test_a_full_context_forgets_the_oldest_turns(self, run: Run, folder: Path) -> None:
         """Each reply is that of the turns that are left."""

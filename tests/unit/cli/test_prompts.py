@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from commands import Run
+from terminal import Terminal
 
 from infer import SamplingParams, Tokenizer, generate, load_model
 
@@ -155,3 +156,38 @@ def test_without_them(run: Run, options: Sequence[str], message: str) -> None:
     done = run("generate", *options)
     assert done.status == 2
     assert message in done.err
+
+
+COMPILES = """
+import time
+from infer import progress
+from infer.engine import runner
+run = runner.Runner._run
+def slow_run(self, backend, fed):
+    if len(fed[0].tokens) > 1:
+        with progress.compiling("attend"):
+            time.sleep(0.5)
+    time.sleep(0.15)
+    return run(self, backend, fed)
+runner.Runner._run = slow_run
+"""
+
+
+def test_on_a_terminal(folder: Path, file: Path) -> None:
+    """One line says what one waits for, the prompts or a kernel; it is erased before each result."""
+    written(file, "hello", {"prompt": "hello there", "max_new_tokens": 8})
+    command = ("generate", "--prompts", file, *FEW, "--model", folder)
+    with Terminal(*command, code=COMPILES, INFER_KERNELS="0") as terminal:
+        assert terminal.ended() == 0
+    *shown, end = terminal.raw.split("\r\n")
+    assert end == ""
+    drawn = [each.split("\x1b[K") for each in shown]
+    texts = [parts.pop() for parts in drawn]
+    assert [json.loads(text)["index"] for text in texts[:-1]] == [0, 1]
+    assert "2 of 2 prompts" in texts[-1]
+    for parts in drawn[:2]:
+        assert parts.pop() == "\r"  # erased
+    lines = [part for parts in drawn for part in parts]
+    assert any(line.startswith("\rcompiling a kernel, once: attend ") for line in lines)
+    assert any(line.startswith("\rprompts ") and line.endswith(" 0/2") for line in lines)
+    assert any(line.startswith("\rprompts ") and " 1/2, " in line and line.endswith(" tok/s") for line in lines)

@@ -149,6 +149,7 @@ def test_parts_of_a_pass() -> None:
     [
         (Progress(progress.LOADING, 500_000_000, 1_000_000_000), f"loading {'█' * 12}{'░' * 12} 0.50/1.00 GB"),
         (Progress(progress.FETCHING, 0, 98_000_000, "a\x1bb"), f"fetching a\\x1bb {'░' * 24} 0/98 MB"),
+        (Progress(progress.PROMPTS, 1, 2, note="9 tok/s"), f"prompts {'█' * 12}{'░' * 12} 1/2, 9 tok/s"),
         (Progress(progress.PREFILL, 1024, 4623), f"prefill {'█' * 5}{'░' * 19} 1,024/4,623"),
     ],
 )

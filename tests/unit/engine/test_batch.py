@@ -256,7 +256,7 @@ class TestRefusals:
 
     def test_params_as_a_dict(self) -> None:
         model = MockModel(0)
-        with pytest.raises(TypeError, match="params must be SamplingParams, or one for each prompt, not a dict"):
+        with pytest.raises(TypeError, match=r"params must be SamplingParams, or one for each prompt, not \{"):
             generate_batch(model, LETTERS, [[1], [2]], {"temperature": 1.0})  # type: ignore[arg-type]
         assert model.calls == 0
 

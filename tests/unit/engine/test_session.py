@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -708,6 +708,16 @@ class TestSave:
         loaded.rewind()
         assert_goes_on(chat, load(model, path, llm))  # beside the first
 
+    def test_an_answer_that_was_cut_goes_on(self, model: Watched, llm: LLM, path: Path) -> None:
+        params = SamplingParams(max_new_tokens=5, ignore_eos=True, temperature=1.0, logit_bias={3: -1.0}, stop=["!!"])
+        chat = talk(model, llm)
+        list(chat.stream("HELLO", params))
+        chat.save(path)
+        loaded = load(model, path, another(llm))
+        assert loaded.answer == chat.answer
+        assert [*loaded.more(params)][-1].token_id == [*chat.more(params)][-1].token_id
+        assert (loaded.messages, loaded.tokens) == (chat.messages, chat.tokens)
+
     def test_before_the_first_turn(self, model: Watched, llm: LLM, path: Path) -> None:
         chat = talk(model, llm, system="BE BRIEF")
         chat.save(path)
@@ -881,7 +891,7 @@ class TestLoadRefuses:
                     assert memory.pool.free == memory.pool.count
                 else:
                     assert (loaded.messages, loaded._starts) == (chat.messages, chat._starts)
-                    assert (loaded.params, loaded.context) == (chat.params, chat.context)
+                    assert (loaded.params, loaded.context, loaded.answer) == (chat.params, chat.context, chat.answer)
                     assert_same_dump(llm._driver.call(loaded._dump), expected)
 
     @pytest.mark.parametrize(
@@ -939,11 +949,35 @@ class TestLoadRefuses:
             *[("turns", value) for value in ("", "null", "{}", "[0]", "[0, 1, 2]", "[0, -1]", "[0, 201]", "[0, 1e9]")],
             *[("turns", value) for value in ('["0", "1"]', "[0, true]", "[0, 1.0]", "[0, NaN]", "[[0], [1]]")],
             *[("settings", value) for value in ("", "null", "[]", "5", "{}", '{"params": {}}', '{"params": null}')],
+            *[("answer", value) for value in ("", "[]", "5", "{}", "[" * 100_000)],
             ("model", ""),
         ],
     )
     def test_hostile_header(self, path: Path, chat: Chat, name: str, value: str) -> None:
         tamper(path, header={name: value})
+        self.refuse(path, chat.llm)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"prompt": "text"},
+            {"prompt": None},
+            {"token_ids": [1.5]},
+            {"token_ids": [[1]]},
+            {"params": None},
+            {"params": {"temperature": "hot"}},
+            {"finish_reason": "bored"},
+            {"finish_reason": []},
+            {"given": -1},
+            {"given": 1000},
+            {"given": True},
+        ],
+        ids=str,
+    )
+    def test_hostile_answer(self, path: Path, chat: Chat, change: dict[str, Any]) -> None:
+        assert chat.answer is not None
+        saved = chat.answer._asdict() | {"params": asdict(chat.answer.params)} | change
+        tamper(path, header={"answer": json.dumps(saved)})
         self.refuse(path, chat.llm)
 
     @pytest.mark.parametrize("name", ["messages", "turns", "settings", "model"])

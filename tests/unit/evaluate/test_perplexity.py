@@ -217,7 +217,7 @@ class TestPerplexity:
     def test_any_sequence(self, tiny_model: MakeModel) -> None:
         tokens = random_ids(1, 20)[0] % 64
         assert perplexity(tiny_model(), tokens) == perplexity(tiny_model(), tokens.tolist())
-        with pytest.raises(TypeError, match="token ids, not text"):
+        with pytest.raises(TypeError, match="must be token ids, as in"):
             perplexity(tiny_model(), "text")
 
     def test_one_cache_for_all_windows(self, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
