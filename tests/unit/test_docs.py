@@ -48,7 +48,9 @@ def test_every_page_that_has_python_is_run() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    named = re.findall(r"^::: infer\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(
+        r"^::: infer\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert sorted(named) == sorted(infer.__all__)
 
 

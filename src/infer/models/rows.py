@@ -88,7 +88,7 @@ class Packed(NamedTuple):
     def split(self, logits: Tensor) -> list[Tensor]:
         """Logits of all wanted tokens, by row: each [B, wanted, V]."""
         counts = [span.batch * len(range(span.n)[span.row.logits]) for span in self.spans]
-        pieces = torch.split(logits, counts)
+        pieces = (logits,) if len(counts) == 1 else torch.split(logits, counts)
         return [x.view(span.batch, -1, x.shape[1]) for x, span in zip(pieces, self.spans, strict=True)]
 
     def advance(self) -> None:

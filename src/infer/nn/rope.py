@@ -35,10 +35,14 @@ class Rope:
             self.inv_freq, self.sign = self.inv_freq.to(positions.device), self.sign.to(positions.device)
         if not positions.is_cpu:
             return self._turned(positions)
-        if (count := int(positions.max()) + 1) > self._table.shape[1]:
-            self._table = self._extended(count)
-        cos, sin = self._table[:, positions]
+        cos, sin = self.table(int(positions.max()) + 1)[:, positions]
         return cos, sin
+
+    def table(self, count: int) -> Tensor:
+        """cos and sin [2, P, D] of at least so many positions, on the CPU; the same tensor as long as they suffice."""
+        if count > self._table.shape[1]:
+            self._table = self._extended(count)
+        return self._table
 
     def _turned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[..., None] * self.inv_freq  # in float32

@@ -8,6 +8,7 @@ after their first use does not run them: start it with spawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,18 @@ from infer.nn.split import SplitLinear
 CPU = torch.device("cpu")
 AT_ONCE = 16  # tokens of which all blocks are one call: a longer one could not be interrupted
 ATTENTION = CpuAttention()
-RopeTables = dict[str, tuple[Tensor, Tensor]]  # by layer type: cos and sin [T, D]
+
+
+class Angles(NamedTuple):
+    """cos and sin of all positions: a table [2, P, D] for each kind of layer, and where each layer's lie."""
+
+    tables: list[Tensor]
+    at: Record  # [layers, 2] addresses, 0 where there are none
+
+    @classmethod
+    def of(cls, parts: ModelParts, tables: list[Tensor]) -> Angles:
+        places = {kind: [each.data_ptr() for each in table] for kind, table in zip(parts.ropes, tables, strict=True)}
+        return cls(tables, np.array([places.get(block.layer_type, [0, 0]) for block in parts.blocks], np.int64))
 
 
 class CpuBackend:
@@ -39,6 +51,7 @@ class CpuBackend:
         self.parts, self._kernels = parts, kernels()
         self.blocks = np.concatenate([block_record(block) for block in parts.blocks])
         self._head = head_record(*parts.head)
+        self._angles = Angles.of(parts, [rope.table(1) for rope in parts.ropes.values()])
 
     @staticmethod
     def of(parts: ModelParts, dtype: torch.dtype) -> CpuBackend | NarrowCpuBackend:
@@ -65,13 +78,10 @@ class CpuBackend:
         self._kernels.use_threads(torch.get_num_threads())
         packed = pack(rows, CPU, self.parts.positions_learned, self.parts.embedding.tokens)
         x = _embed(self.parts, packed, torch.float32)
-        rope_cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
-        wanted = np.array(range(len(x)) if packed.wanted() is None else packed.wanted(), np.int64)
+        chosen = packed.wanted()
+        wanted = np.arange(len(x)) if chosen is None else np.array(chosen, np.int64)
         tables = self._tables(packed)
-        if tables is None:
-            logits = self._by_cache(packed, x, rope_cos_sin, wanted)
-        else:
-            logits = self._by_table(packed, x, rope_cos_sin, tables, wanted)
+        logits = self._by_cache(packed, x, wanted) if tables is None else self._by_table(packed, x, tables, wanted)
         packed.advance()
         return packed.split(logits)
 
@@ -82,36 +92,41 @@ class CpuBackend:
             return None
         return tables[0] if len(tables) == 1 else np.concatenate(tables, 1)
 
-    def _by_table(self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, tables: Record, wanted: Record) -> Tensor:
+    def _by_table(self, packed: Packed, x: Tensor, tables: Record, wanted: Record) -> Tensor:
         """Kernels store keys and values themselves. Returns the logits of the wanted tokens."""
         made = self._kernels
-        ropes, tokens, parts = self._places(packed, rope_cos_sin)
+        angles, tokens, parts = self._places(packed)
         if len(x) < AT_ONCE:
             logits = empty(len(wanted), self.parts.head.linear.out_features)
-            made.run(self.blocks, self._head, x.numpy(), ropes, tables, tokens, parts, wanted, logits.numpy())
+            made.run(self.blocks, self._head, x.numpy(), angles.at, tables, tokens, parts, wanted, logits.numpy())
             return logits
         for i in range(len(self.blocks)):
             done, one = empty(*x.shape), slice(i, i + 1)
-            blocks = self.blocks[one]
-            made.run(blocks, made.NO_HEADS, x.numpy(), ropes[one], tables[one], tokens, parts, wanted, done.numpy())
+            blocks, ropes = self.blocks[one], angles.at[one]
+            made.run(blocks, made.NO_HEADS, x.numpy(), ropes, tables[one], tokens, parts, wanted, done.numpy())
             x = done
             progress.tell_part(i + 1, len(self.blocks))
         return self._logits(x, wanted)
 
-    def _places(self, packed: Packed, rope_cos_sin: RopeTables) -> tuple[Record, Record, Record]:
-        """Where the angles of each layer lie; the row and the position of each token; the work of attention."""
+    def _places(self, packed: Packed) -> tuple[Angles, Record, Record]:
+        """The angles; the row and the position of each token; the work of attention."""
         counts = [span.n for span in packed.spans for _ in range(span.batch)]
-        row_of = np.repeat(np.arange(len(counts)), counts)
-        tokens = np.stack((row_of, packed.positions.numpy()), 1)
-        ropes = np.array([_angles(rope_cos_sin, block) for block in self.parts.blocks], np.int64)
-        return ropes, tokens, self._kernels.parts_of(counts)
+        positions = packed.positions.numpy()
+        tokens = np.empty((len(positions), 2), np.int64)
+        tokens[:, 0] = np.repeat(np.arange(len(counts)), counts)
+        tokens[:, 1] = positions
+        tables = [rope.table(int(positions.max()) + 1) for rope in self.parts.ropes.values()]
+        angles = self._angles
+        if any(table is not known for table, known in zip(tables, angles.tables, strict=True)):
+            angles = self._angles = Angles.of(self.parts, tables)
+        return angles, tokens, self._kernels.parts_of(counts)
 
-    def _by_cache(self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, wanted: Record) -> Tensor:
+    def _by_cache(self, packed: Packed, x: Tensor, wanted: Record) -> Tensor:
         """Each block in two calls around the caches, which store and attend."""
+        angles, tokens, _ = self._places(packed)
         for i, block in enumerate(self.parts.blocks):
-            ropes = np.array([_angles(rope_cos_sin, block)], np.int64)
-            heads = empty(len(x), block.qkv.weight.shape[0])
-            self._kernels.before_attention(self.blocks[i : i + 1], x.numpy(), ropes, heads.numpy())
+            heads, one = empty(len(x), block.qkv.weight.shape[0]), slice(i, i + 1)
+            self._kernels.before_attention(self.blocks[one], x.numpy(), angles.at[one], tokens, heads.numpy())
             x = self._behind_attention(i, _attended(packed, i, block, heads).contiguous(), x)
         return self._logits(x, wanted)
 
@@ -132,12 +147,12 @@ class CpuBackend:
 class SplitCpuBackend(CpuBackend):
     """Has some rows of each matrix, and gathers what the others have computed around the products that need all."""
 
-    def _by_table(self, packed: Packed, x: Tensor, rope_cos_sin: RopeTables, tables: Record, wanted: Record) -> Tensor:
-        ropes, tokens, parts = self._places(packed, rope_cos_sin)
+    def _by_table(self, packed: Packed, x: Tensor, tables: Record, wanted: Record) -> Tensor:
+        angles, tokens, parts = self._places(packed)
         for i, block in enumerate(self.parts.blocks):
             attended, one = empty(len(x), block.o.in_features), slice(i, i + 1)
-            blocks = self.blocks[one]
-            self._kernels.attended(blocks, x.numpy(), ropes[one], tables[one], tokens, parts, attended.numpy())
+            places = angles.at[one], tables[one], tokens, parts
+            self._kernels.attended(self.blocks[one], x.numpy(), *places, attended.numpy())
             x = self._behind_attention(i, attended, x)
         return self._logits(x, wanted)
 
@@ -191,12 +206,6 @@ class NarrowCpuBackend:
         up = linear(norm(x, block.before_mlp), block.up)
         inner = activate(up, block.down.in_features, block.activation)
         return x + _normed(linear(inner, block.down), block.after_mlp)
-
-
-def _angles(rope_cos_sin: RopeTables, block: BlockParts) -> tuple[int, int]:
-    """Where the cosines and sines for a block lie; 0 where it has none."""
-    cos_sin = rope_cos_sin.get(block.layer_type)
-    return (0, 0) if cos_sin is None else (cos_sin[0].data_ptr(), cos_sin[1].data_ptr())
 
 
 def _normed(x: Tensor, after: Norm | None) -> Tensor:

@@ -179,10 +179,10 @@ def _do(
     if what == BEFORE_QKV:
         _norm(row, width, block.before_attention, y + t * width * 4)
     elif what == BEHIND_QKV:
-        step, cos, sin = t * block.head_dim * 4, load_integer(ropes), load_integer(ropes + 8)
-        _rotate(block, row, cos + step if cos != 0 else 0, sin + step if cos != 0 else 0)
-        if tokens != 0:
-            of, position = load_integer(tokens + t * 16), load_integer(tokens + t * 16 + 8)
+        of, position = load_integer(tokens + t * 16), load_integer(tokens + t * 16 + 8)
+        at, cos, sin = position * block.head_dim * 4, load_integer(ropes), load_integer(ropes + 8)
+        _rotate(block, row, cos + at if cos != 0 else 0, sin + at if cos != 0 else 0)
+        if table != 0:
             _store(block, table + of * COLUMNS * 8, position, row, seen + t * 16)
     elif what == BEHIND_O:  # x += z, y = norm(x)
         if block.after_attention.weight != 0:
@@ -227,7 +227,7 @@ def _each(
 
 @linked
 def _project(blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, seen: int, out: int) -> None:
-    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], normed and rotated; with tokens, k and v are stored."""
+    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], normed and rotated; with a table, k and v are stored."""
     block = records(blocks, 1, BLOCK)[0]
     width = block.qkv.columns
     normed = np.empty(count * width, np.float32)
@@ -357,9 +357,9 @@ def _head(head: int, x: int, width: int, wanted: int, count: int, out: int) -> N
     keep(chosen, chosen)
 
 
-@unit(types.void(*[types.int64] * 5))
-def _before_attention(blocks: int, x: int, count: int, ropes: int, out: int) -> None:
-    _project(blocks, x, count, ropes, 0, 0, 0, out)
+@unit(types.void(*[types.int64] * 6))
+def _before_attention(blocks: int, x: int, count: int, ropes: int, tokens: int, out: int) -> None:
+    _project(blocks, x, count, ropes, 0, tokens, 0, out)
 
 
 @unit(types.void(*[types.int64] * 5))
@@ -429,8 +429,8 @@ def run(
 ) -> None:
     """x [T, C] through blocks: out [T, C]; or, with a head, its logits [W, V] of the wanted tokens.
 
-    ropes: of each layer, where its cos and sin [T, D] lie, 0 if there are none. tables: of each layer and row, where
-    keys and values go. tokens: of each, its row and its position. parts: from `parts_of`.
+    ropes: of each layer, where cos and sin [P, D] of all positions lie, 0 if there are none. tables: of each layer and
+    row, where keys and values go. tokens: of each, its row and its position. parts: from `parts_of`.
     """
     head, rows = _at(heads) if len(heads) else 0, tables.shape[1]
     layers, places, todo = len(blocks), (_at(ropes), _at(tables), rows, _at(tokens)), (_at(parts), len(parts))
@@ -466,9 +466,9 @@ def head(heads: Any, x: Any, out: Any) -> None:
     _run(0, 0, _at(heads), _at(x), *x.shape, 0, 0, 0, 0, 0, 0, _at(everything), len(x), _at(out))
 
 
-def before_attention(blocks: Any, x: Any, ropes: Any, out: Any) -> None:
-    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], normed and rotated; cos and sin are [T, D]."""
-    _before_attention(_at(blocks), _at(x), len(x), _at(ropes), _at(out))
+def before_attention(blocks: Any, x: Any, ropes: Any, tokens: Any, out: Any) -> None:
+    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], normed and rotated; the rest as for `run`."""
+    _before_attention(_at(blocks), _at(x), len(x), _at(ropes), _at(tokens), _at(out))
 
 
 def behind_attention(blocks: Any, attended: Any, x: Any, out: Any) -> None:

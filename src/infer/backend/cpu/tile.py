@@ -37,8 +37,9 @@ def _shape() -> tuple[int, int, int]:
 
 WIDTH, W_ROWS, X_ROWS = _shape()
 # Rows of x are cut into panels: as many as possible of the largest size, then smaller ones.
-PANELS = (X_ROWS, *(rows for rows in (8, 4, 2, 1) if rows < X_ROWS))
-AHEAD = 1024 if WIDTH == 16 else 0  # bytes that loops ask for before they need them, where that helps
+PANELS = (X_ROWS, *(rows for rows in ((3, 2, 1) if WIDTH == 4 else (8, 4, 2, 1)) if rows < X_ROWS))
+# Bytes that loops ask for before they need them, where that helps: products and scores, and sums of values.
+AHEAD, VALUES_AHEAD = {16: (1024, 1024), 8: (0, 0), 4: (0, 4096)}[WIDTH]
 # Columns that `mix_tile` sums in registers, for all rows of a panel: of one with up to FEW rows, or with more.
 FEW, FEW_MIXED, MIXED, LAST_MIXED = 4, 64 if WIDTH == 16 else 16, 32 if WIDTH == 16 else 16, 16
 
@@ -149,8 +150,8 @@ def _mix(
     sums = {name: b.phi(vector) for name in names}
     after = {}
     values = [_load(b, b.add(v_at, INT64(column * 4)), vector) for column in range(0, columns, WIDTH)]
-    for line in range(0, columns * 4 if AHEAD else 0, 64):
-        _prefetch(b, b.add(v_at, INT64(AHEAD + line)))
+    for line in range(0, columns * 4 if VALUES_AHEAD else 0, 64):
+        _prefetch(b, b.add(v_at, INT64(VALUES_AHEAD + line)))
     for t in range(rows):
         weight = _load(b, b.add(weights_at, b.mul(weights_row, INT64(t))), FLOAT)
         first = b.insert_element(ir.Constant(vector, ir.Undefined), weight, INT32(0))

@@ -232,13 +232,15 @@ def test_before_attention(head_dim: int, turned: bool, kind: Any, rows: int) -> 
     """Heads of q and of k are normed, each with its own norm, and turned; those of v are not."""
     x, qkv, before = randn(rows, 9, std=3), linear(9, 7 * head_dim, True), norm(9)
     q_norm, k_norm = (None, None) if kind is None else (norm(head_dim, kind), norm(head_dim, kind))
-    rope = Rope(RopeConfig(), head_dim)(torch.arange(rows) * 100) if turned else None
+    made, positions = Rope(RopeConfig(), head_dim), torch.arange(rows) * 100
+    rope, table = (made(positions), made.table(1)) if turned else (None, None)
     block = made_block(
         9, qkv=qkv, before_attention=before, q_norm=q_norm, k_norm=k_norm, heads=3, kv_heads=2, head_dim=head_dim
     )
     got = poisoned(rows, 7 * head_dim)
-    addresses = [(0, 0) if rope is None else [each.data_ptr() for each in rope]]
-    kernels().before_attention(block, x.numpy(), np.array(addresses, np.int64), got.numpy())
+    addresses = np.array([(0, 0) if table is None else [each.data_ptr() for each in table]], np.int64)
+    tokens = torch.stack((torch.zeros_like(positions), positions), 1)
+    kernels().before_attention(block, x.numpy(), addresses, tokens.numpy(), got.numpy())
     heads = qkv(before(x)).view(rows, 7, head_dim)
     parts = heads[:, :3], heads[:, 3:5]
     if q_norm is not None:
