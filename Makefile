@@ -8,7 +8,7 @@ PROMPT ?= Why is the sky blue?
 demo: $(VENV)/.demo  ## Answer a question with the default model, with and without the cache.
 	$(BIN)/infer generate --chat --compare --max-new-tokens 64 "$(PROMPT)"
 
-serve: $(VENV)/.server  ## Serve the default model to OpenAI's clients, and a page, at http://127.0.0.1:8000.
+serve: $(VENV)/.demo  ## Serve the default model to OpenAI's clients, and a page, at http://127.0.0.1:8000.
 	$(BIN)/infer serve --quantize int4
 
 docs: export NO_MKDOCS_2_WARNING = 1
@@ -30,11 +30,7 @@ check: $(VENV)/.dev  ## Lint, format, types and the documentation.
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
-	touch $@
-
-$(VENV)/.server: $(VENV)/.demo
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,server]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.demo

@@ -1,6 +1,9 @@
-"""Which version this is."""
+"""Which version this is, and how to get what it lacks."""
 
 from __future__ import annotations
+
+import shlex
+import sys
 
 
 def version() -> str:
@@ -10,3 +13,8 @@ def version() -> str:
         return metadata.version("infer")
     except metadata.PackageNotFoundError:  # run from a folder, without being installed
         return "unknown"
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra where this runs."""
+    return f"{shlex.quote(sys.executable)} -m pip install 'infer[{extra}]'"

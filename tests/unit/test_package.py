@@ -61,11 +61,12 @@ LAYERS = {
     "parallel": {"machine", "values", "config", "nn", "cache", "models", "backend", "loader"},
     "engine": {
         *("machine", "progress", "values", "config", "nn", "cache", "models", "backend", "trace", "loader", "parallel"),
+        "version",
     },
-    "evaluate": {"machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine"},
+    "evaluate": {"machine", "version", "values", "config", "nn", "cache", "models", "backend", "trace", "engine"},
     "server": {
         *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader"),
-        "parallel",
+        *("parallel", "version"),
     },
     "deploy": {
         *("machine", "values", "config", "nn", "cache", "models", "backend", "trace", "engine", "loader", "server"),

@@ -95,6 +95,8 @@ def _report(error: BaseException) -> int:
         traceback.print_exception(error)
     if isinstance(error, UnicodeError):
         say_error(f"this is not text in UTF-8: {error}")
+    elif isinstance(error, FileNotFoundError) and error.filename is not None:
+        say_error(f"there is no file {error.filename}")
     elif isinstance(error, ValueError | OSError | ImportError):
         say_error(str(error) or type(error).__name__)
     elif any(getattr(each, "says_all", False) for each in (error, error.__cause__)):

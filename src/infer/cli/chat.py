@@ -18,7 +18,6 @@ from infer.cli.common import (
     ThinkingOption,
     check_cache_dtype,
     loading_options,
-    megabytes,
     model_option,
     parse_size,
     sampling_options,
@@ -73,7 +72,7 @@ def chat(
     Pages(size, prefix_store).check(kv_cache=True)
     tokenizer = Tokenizer(model)
     encode = functools.partial(encode_chat, tokenizer, thinking)
-    settings = resolve(model, params, CHAT, "usual in a chat")
+    settings = resolve(model, params, CHAT, "chat defaults")
     config = ModelConfig.from_pretrained(model)
     capacity = min(CONTEXT, config.max_position_embeddings) if context is None else context
     if not 1 <= capacity <= config.max_position_embeddings:
@@ -95,8 +94,7 @@ def chat(
     ) as llm:
         session = llm.session(system=system, params=settings.params, context=capacity, encode=encode)
         many = counted(llm.memory.conversations(capacity), "such chat")
-        cache = f"{megabytes(llm.memory.pool.memory_bytes)} of cache for {many}"
-        say(f"{model}: {capacity} positions, {cache}. /help lists commands, /exit leaves.")
+        say(f"{model}: {capacity} positions; memory for {many}. /help lists commands, /exit leaves.")
         conversation = Conversation(session, settings, on_full)
         words = {name: command.words for name, command in conversation.commands.items()}
         with editor(words, cache_folder() / HISTORY) as lines:

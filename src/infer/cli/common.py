@@ -261,7 +261,7 @@ def model_option(command: Callable[..., None]) -> Callable[..., None]:
     default = inspect.signature(command).parameters["model"].default
     shown = default if isinstance(default, str) else False
     argument = typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=shown)
-    option = typer.Option("--model", "-m", help="The same.", show_default=False, rich_help_panel=MODEL)
+    option = typer.Option("--model", "-m", help="The same as MODEL.", show_default=False, rich_help_panel=MODEL)
     options = [
         keyword("model", Annotated[str | None, argument], None),
         keyword("named", Annotated[str | None, option], None),

@@ -53,7 +53,9 @@ def compare(
     tokenizer, other = Tokenizer(model_a), Tokenizer(second)
     token_ids, prefix = tokenizer.encode(contents, add_special_tokens=False), tokenizer.encode("")
     if other.encode(contents, add_special_tokens=False) != token_ids:
-        raise ValueError("the two models read the text as other tokens: only models of one vocabulary can be compared")
+        raise ValueError(
+            "the two models split the text into different tokens: only models of one vocabulary can be compared"
+        )
     for each in (model_a, second):  # before weights are read
         plan(ModelConfig.from_pretrained(each), token_ids, context=context, stride=stride, prefix=prefix)
     models = ways[0].load(model_a), ways[1].load(second)

@@ -102,7 +102,7 @@ class Conversation:
         if name not in self.commands:
             near = get_close_matches(name, [*self.commands, *self.aliases], 1, 0.6)
             hint = f"did you mean {near[0]}?" if near else "/help lists them"
-            raise ValueError(f"there is no command {name[:40]}: {hint} (a message may begin with a space)")
+            raise ValueError(f"there is no command {name[:40]}: {hint} (to send it as a message, begin with a space)")
         if argument and not self.commands[name].wanted:
             raise ValueError(f"{typed} takes nothing behind it, not {argument!r}")
         self.commands[name].run(argument)

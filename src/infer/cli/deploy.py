@@ -31,6 +31,7 @@ from infer.cli.serve import (
     read_keys,
 )
 from infer.cli.streams import counted, say
+from infer.version import install
 
 
 @model_option
@@ -81,9 +82,9 @@ def deploy(
         from infer.deploy.run import deployed, signalled
         from infer.server.run import listen, names
     except ImportError as error:
-        raise ImportError(f"{error}: replicas need more packages: pip install 'infer[ray]'") from None
+        raise ImportError(f"{error}: replicas need more packages: {install('ray')}") from None
     if find_spec("ray") is None:
-        raise ImportError("replicas need Ray: pip install 'infer[ray]'")
+        raise ImportError(f"replicas need Ray: {install('ray')}")
     from infer import ModelConfig, Tokenizer
     from infer.machine import resolve_device
     from infer.models.split import check_split

@@ -32,7 +32,10 @@ def explain(
     *,
     model: ModelOption = DEFAULT_MODEL,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Tokens to generate, greedily and past any end of the text: 2 or more.")
+        int,
+        typer.Option(
+            "--max-new-tokens", "-n", help="Tokens to generate, greedily and past any end of the text: 2 or more."
+        ),
     ] = 24,
     as_json: JsonOption = False,
     loading: Loading,

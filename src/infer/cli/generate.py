@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @functools.partial(loading_options, split=True)
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)
+        str | None, typer.Argument(help="The prompt; standard input if there is none, or -.", show_default=False)
     ] = None,
     *,
     prompts: Annotated[
@@ -56,7 +56,7 @@ def generate(
         typer.Option(
             metavar="FILE.jsonl",
             help="Generate from all prompts of a file (- for standard input), and print a JSON object for each as it "
-            'finishes. A line is a text, or an object with a "prompt" or "messages".',
+            'finishes. A line is a JSON string, or an object with a "prompt" or "messages"; in a .txt file, a text.',
         ),
     ] = None,
     model: ModelOption = DEFAULT_MODEL,
@@ -97,12 +97,11 @@ def generate(
             loading=loading,
         )
         return
-    if prompt is None:
-        raise ValueError("there is no prompt: give one, or a file of them with --prompts")
     if asked.n != 1 or asked.prompt_logprobs is not None:
-        raise ValueError("--n and --prompt-logprobs go with --prompts: one prompt is streamed as one text")
+        raise ValueError("--n (samples; -n is the length) and --prompt-logprobs go with --prompts: this is one text")
     if asked.logprobs is not None and not as_json:
-        raise ValueError("--logprobs are printed with --json")
+        raise ValueError("--logprobs needs --json, which prints them")
+    prompt = read_prompt(prompt, ", or a file of them with --prompts")
     if compare and not kv_cache:
         raise ValueError("--compare needs the cache: leave --no-kv-cache out")
     settings = resolve(model, params)
@@ -110,7 +109,7 @@ def generate(
     if compare and chosen.seed is None:
         chosen = replace(chosen, seed=secrets.randbits(63))  # or the two runs would draw other tokens
     tokenizer, config, prompt_ids = prepare(
-        read_prompt(prompt),
+        prompt,
         model,
         chosen,
         chat=chat,
@@ -139,7 +138,9 @@ def generate(
     gain = ""
     if pages.asked:
         output["prompt_tokens_known"] = known
-        gain = f" · {known:,} of the prompt known"
+        gain = f" · {known:,} prompt tokens reused"
+    if chosen.constraint is not None and result.finish_reason == "length":
+        gain += f" · cut at {counted(chosen.max_new_tokens, 'new token')}, before it matched"
     if compare and not interrupted:
         reference = without_cache(network, tokenizer, prompt_ids, chosen, on_full, result)
         if reference is not None:
@@ -247,8 +248,15 @@ def prepare(
     return tokenizer, config, prompt_ids
 
 
-def read_prompt(prompt: str) -> str:
-    """What was typed, or standard input without the newline at its end, which is no part of what was meant."""
+def read_prompt(prompt: str | None, instead: str = "") -> str:
+    """What was typed, or standard input without the newline at its end, which is no part of what was meant.
+
+    Without either, what to do instead is said.
+    """
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read().removesuffix("\n") or None
+    if prompt is None:
+        raise ValueError(f"there is no prompt: give one, or pipe one to standard input{instead}")
     return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
 
 

@@ -12,8 +12,8 @@ from infer import progress
 from infer.cli import status
 from infer.cli.common import read_utf8
 from infer.cli.streams import say
-from infer.engine.params import SamplingParams
-from infer.values import shown
+from infer.engine.params import OTHER_NAMES, SamplingParams
+from infer.values import meant, shown
 
 if TYPE_CHECKING:
     from infer.engine.llm import LLM
@@ -60,7 +60,7 @@ def _line(index: int, line: str, params: SamplingParams, plain: bool, where: str
     except (json.JSONDecodeError, RecursionError) as error:
         if plain:
             return Line(index, None, line, params)
-        raise ValueError(f"{where} is no JSON: {error}") from None
+        raise ValueError(f"{where} is not JSON (a text needs quotes, unless the file is a .txt): {error}") from None
     if isinstance(value, str):
         return Line(index, None, value, params)
     if not isinstance(value, dict):
@@ -78,7 +78,9 @@ def _line(index: int, line: str, params: SamplingParams, plain: bool, where: str
         raise ValueError(f"{where}: the prompt must be a text, not {shown(prompt)}")
     settings = {key: value[key] for key in value.keys() - {"prompt", "messages", "id"}}
     if unknown := settings.keys() - SETTINGS:
-        raise ValueError(f"{where}: there is no setting {shown(min(unknown))}")
+        name = min(unknown)
+        hint = f"did you mean {OTHER_NAMES[name]}?" if name in OTHER_NAMES else meant(name, sorted(SETTINGS))
+        raise ValueError(f"{where}: there is no setting {shown(name)}: {hint}")
     try:
         return Line(index, value.get("id"), prompt, replace(params, **settings), settings)
     except (ValueError, TypeError) as error:
@@ -110,7 +112,7 @@ async def _print_all(llm: "LLM", lines: Sequence[Line], encode: Any, as_dict: An
                 which = {"sample": i} if len(samples) > 1 else {}
                 print(json.dumps(about | which | as_dict(sample)), flush=True)
     stats = llm.stats()
-    known = f", {stats.prefix_hits:,} of prompts known" if stats.prefix_hits else ""
+    known = f", {stats.prefix_hits:,} prompt tokens reused" if stats.prefix_hits else ""
     say(f"[{len(lines) - failed:,} of {len(lines):,} prompts, {tokens:,} new tokens{known}]")
     return failed
 

@@ -85,7 +85,7 @@ def repeated(
         )
     except (ValueError, KeyError, TypeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{path} is no page of a trace that can be repeated: {reason}") from None
+        raise ValueError(f"{path} is not a page of a trace that can be repeated: {reason}") from None
     merged = replace(read, **_given(options, set(given) - {"loading", "params"}))
     encoding = PROMPT_OPTIONS.intersection(given)
     if not encoding or (encoding == {"model"} and read.prompt is None):

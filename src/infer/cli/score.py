@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @functools.partial(loading_options, split=True)
 def score(
-    text: Annotated[str, typer.Argument(help="The text; - reads it from standard input.")],
+    text: Annotated[
+        str | None, typer.Argument(help="The text; standard input if there is none, or -.", show_default=False)
+    ] = None,
     *,
     model: ModelOption = DEFAULT_MODEL,
     as_json: JsonOption = False,

@@ -20,6 +20,7 @@ from infer.cli.common import (
     parse_size,
 )
 from infer.cli.streams import counted, say
+from infer.version import install
 
 LENGTH = 4096  # tokens of a conversation, to tell how many fit
 
@@ -81,7 +82,7 @@ def serve(
         from infer.server.settings import Settings
         from infer.server.spans import exporting
     except ImportError as error:
-        raise ImportError(f"{error}: the server needs more packages: pip install 'infer[server]'") from None
+        raise ImportError(f"{error}: the server needs more packages: {install('server')}") from None
     from infer import LLM, ModelConfig, Tokenizer
     from infer.engine.request import check_chunk
 

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,7 +50,7 @@ MOST_ALTERNATIVES = 2**31
 def trace(
     context: typer.Context,
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)
+        str | None, typer.Argument(help="The prompt; standard input if there is none, or -.", show_default=False)
     ] = None,
     *,
     from_page: Annotated[
@@ -133,7 +134,7 @@ def trace(
         given = {name for name in context.params if is_given(context, name)}
         options, known_ids = repeated(options, saved, given, from_page)
     elif options.prompt is None:
-        raise ValueError("there is no prompt: give one, or a page to repeat with --from")
+        options = replace(options, prompt=read_prompt(None, ", or a page to repeat with --from"))
     if not 1 <= options.alternatives <= MOST_ALTERNATIVES:
         raise ValueError(f"--alternatives must be 1 or more, up to {MOST_ALTERNATIVES:,}, not {options.alternatives}")
     params = options.params

@@ -65,7 +65,15 @@ def stream(
 ) -> Iterator[GeneratedToken]:
     """Generate token by token. What cannot be generated is refused here, before the first token is asked for.
 
-    options: those of `RunOptions`.
+    Options, of which what is generated depends on none:
+
+    - `device`: the model's own, which one that is given must match.
+    - `use_kv_cache`: False recomputes the whole sequence at each step: slow, and the reference for all else.
+    - `cache`: one of your own. What it holds of the prompt's beginning is kept, and the rest prefilled.
+    - `cache_dtype`: "int8" keeps keys and values in 8 bits.
+    - `prefill_chunk`: feed the prompt in passes of at most so many tokens.
+    - `on_full`: at the end of the context, "error" refuses, "recompute" feeds the last positions again at each step.
+    - `trace`: a `Trace` that records every step.
     """
     run = _prepare(model, tokenizer, prompt_token_ids, params, RunOptions(**options))
     if run.request.prompt_logprobs is not None:
@@ -81,7 +89,7 @@ def generate(
     params: SamplingParams | None = None,
     **options: Any,
 ) -> GenerationResult:
-    """Generate to the end and return it all. The arguments are those of `stream`."""
+    """Generate to the end and return it all. Arguments and options are those of `stream`."""
     run = _prepare(model, tokenizer, prompt_token_ids, params, RunOptions(**options))
     tokens, request = list(steps(run)), run.request
     return collect(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from infer.config import ModelConfig
 from infer.engine.params import SamplingParams
+from infer.version import install
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -157,7 +158,7 @@ def _llguidance() -> Any:
         import llguidance
     except ImportError:
         raise ImportError(
-            "a json_schema, regex or grammar needs llguidance, which is not installed: pip install 'infer[server]'"
+            f"a json_schema, regex or grammar needs llguidance, which is not installed: {install('server')}"
         ) from None
     return llguidance
 

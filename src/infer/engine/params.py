@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -118,6 +118,11 @@ class SamplingParams:
             raise ValueError(f"the grammar has {rules} rules, more than the {MAX_RULES} that are read")
 
 
+def with_settings(params: SamplingParams, settings: Mapping[str, Any]) -> SamplingParams:
+    """The same but for some."""
+    return SamplingParams(**{each.name: getattr(params, each.name) for each in fields(params)} | dict(settings))
+
+
 PARAMS = Kind(
     "SamplingParams(max_new_tokens=..., temperature=..., ...)",
     lambda value: value is None or isinstance(value, SamplingParams),
@@ -127,14 +132,16 @@ PARAMS = Kind(
 def _schema_text(schema: Any) -> str:
     """As JSON, once it is clear that it is an object, and not nested too deeply to be compiled."""
     try:
+        if hasattr(schema, "model_json_schema"):  # a model of pydantic's
+            schema = schema.model_json_schema()
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         _check_text("json_schema", text)
         parsed = json.loads(text)
         text = json.dumps(parsed, allow_nan=False)
     except (TypeError, RecursionError) as error:
-        raise ValueError(f"json_schema is no JSON: {error}") from None
+        raise ValueError(f"json_schema is not JSON: {error}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"json_schema is no JSON: {error}") from None
+        raise ValueError(f"json_schema is not JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise ValueError(f'json_schema must be an object, as {{"type": "object"}} is, not {shown(parsed)}')
     level: list[Any] = [parsed]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from torch import Tensor
 
 from infer.cache.pool import NoPages, pages_for
-from infer.engine.params import PARAMS, SamplingParams
+from infer.engine.params import PARAMS, SamplingParams, with_settings
 from infer.engine.request import CacheExceeded, Request, check_chunk, token_ids
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.store import read, remove_leftovers, write
@@ -82,16 +82,18 @@ class Session:
         self._answering = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"Session({self.turns} turns, {len(self.tokens)} of {self.context} positions)"
+        return f"Session({self.turns} turn{'s' * (self.turns != 1)}, {len(self.tokens)} of {self.context} positions)"
 
     @property
     def turns(self) -> int:
         """How often the user has spoken."""
         return len(self._starts)
 
-    def send(self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None) -> GenerationResult:
-        """Answer the user's next message. trace: records the turn."""
-        turn = self.stream(text, params, trace=trace)
+    def send(
+        self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None, **settings: Any
+    ) -> GenerationResult:
+        """Answer the user's next message. Arguments are those of `stream`."""
+        turn = self.stream(text, params, trace=trace, **settings)
         while True:
             try:
                 next(turn)
@@ -101,12 +103,15 @@ class Session:
 
     @takes(text=STRING, params=PARAMS)
     def stream(
-        self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None
+        self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None, **settings: Any
     ) -> Generator[GeneratedToken, None, GenerationResult]:
         """Answer the user's next message token by token. Stopping early keeps what was said until then.
 
-        trace: records the turn.
+        params: of this turn, instead of the session's. settings: of this turn, such as max_new_tokens=20, beside the
+        session's others. trace: records the turn.
         """
+        if settings:
+            params = with_settings(params or self.params, settings)
         return self._begin(text, params or self.params, trace)
 
     @takes(params=PARAMS)
@@ -226,9 +231,8 @@ class Session:
         header, tensors = read(path, KIND)
         if header.get("model") != call(lambda: memory.key):
             raise ValueError(
-                f"{path} is a session with another model, dtype, page size, processor, number of processes or version "
-                "of torch: load it "
-                "with the same"
+                f"{path} is a session with another model, quantisation, dtype, page size, processor, number of "
+                "processes or version of torch: load it with the same"
             )
         try:
             settings = json.loads(header["settings"])

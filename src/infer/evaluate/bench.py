@@ -31,6 +31,7 @@ from infer.engine.request import check_chunk, check_request
 from infer.engine.result import GenerationResult
 from infer.engine.text import Decodes, Encodes, encode_readable
 from infer.nn.quantized import QuantizedWeight
+from infer.version import install
 
 SUITE = {"short": (32, 32), "medium": (128, 64), "long": (512, 64)}  # prompt tokens, new tokens
 
@@ -285,7 +286,7 @@ def _megabytes(count: int) -> str:
 def check_plot() -> None:
     """Ask before measuring, not after."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("drawing needs matplotlib, which is not installed: pip install 'infer[plot]'")
+        raise ImportError(f"drawing needs matplotlib, which is not installed: {install('plot')}")
 
 
 def plot(results: Sequence[BenchResult], path: str | Path, model_name: str, machine: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 
 from infer.config import ModelConfig
@@ -55,8 +56,11 @@ def locate(name: str, *, weights: bool, check: bool = False, force: bool = False
         raise FileNotFoundError(f"there is no file or folder {name}")
     if is_hub_name(name):
         return fetch(name, weights=weights, check=check, force=force)
+    near = get_close_matches(name, BUILTIN, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
     raise FileNotFoundError(
-        f"no model {name!r}: it is not a path, nor a built-in name ({', '.join(BUILTIN)}), nor a hub id (owner/name)"
+        f"no model {name!r}: it is not a path, nor a built-in name ({', '.join(BUILTIN)}), "
+        f"nor a hub id (owner/name){hint}"
     )
 
 

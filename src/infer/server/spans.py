@@ -19,6 +19,7 @@ from infer.engine.params import SamplingParams
 from infer.engine.result import GenerationResult
 from infer.server.errors import ApiError
 from infer.server.tokens import finish_reason
+from infer.version import install
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -66,7 +67,7 @@ def exporting(endpoint: str | None) -> Iterator[Tracer | None]:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ImportError(f"{error}: spans need more packages: pip install 'infer[otel]'") from None
+        raise ImportError(f"{error}: spans need more packages: {install('otel')}") from None
     resource = Resource.create()
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: "infer"}))

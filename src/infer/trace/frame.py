@@ -30,6 +30,8 @@ def as_frame(trace: TraceData) -> Any:
     except ImportError:
         raise ImportError("to_pandas needs pandas, which is not installed: pip install pandas") from None
     rows = [*(_of_prompt(token) for token in trace.prompt), *(_of_step(i, step) for i, step in enumerate(trace.steps))]
+    if not rows:
+        raise ValueError("nothing was recorded yet: give the trace to `generate`")
     frame = pandas.DataFrame(rows)
     frame.index.name = "position"
     whole = dict.fromkeys(("step", "rank", "cache_positions", "cache_bytes"), "Int64")  # with missing ones

@@ -32,7 +32,7 @@ def read_page(path: Path) -> SavedRun:
             raise ValueError("it holds no trace")
         return _saved_run(json.loads(found[1]))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ValueError(f"{path} is no page of a trace that can be repeated: {_reason(error)}") from None
+        raise ValueError(f"{path} is not a page of a trace that can be repeated: {_reason(error)}") from None
 
 
 def _saved_run(data: Any) -> SavedRun:

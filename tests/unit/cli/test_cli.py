@@ -71,8 +71,9 @@ class TestGenerate:
         done = run("generate", "hello", "--chat", *options, "--json", "--max-new-tokens", "4")
         assert json.loads(done.out)["prompt_token_ids"] == chat_ids(folder, *messages, ("user", "hello"))
 
-    def test_stdin(self, run: Run, folder: Path) -> None:
-        done = run("generate", "-", "--json", "--max-new-tokens", "1", stdin="from a pipe")
+    @pytest.mark.parametrize("dash", [["-"], []], ids=["-", "nothing"])
+    def test_stdin(self, run: Run, folder: Path, dash: list[str]) -> None:
+        done = run("generate", *dash, "--json", "--max-new-tokens", "1", stdin="from a pipe")
         assert json.loads(done.out)["prompt_token_ids"] == Tokenizer(folder).encode("from a pipe")
 
     def test_json(self, run: Run, folder: Path) -> None:
@@ -720,7 +721,7 @@ class TestChat:
     def test_settings(self, run: Run) -> None:
         stdin = "/set\n/set top-k 5\n/set seed=7\n/set seed off\n/set top_p x\n/set nonsense 1\n/set temperature off\n"
         err = run("chat", "--max-new-tokens", "8", stdin=stdin).err
-        assert "[sampling: temperature 0.7, top_p 0.9, min_p 0.05, repetition_penalty 1.1 (usual in a chat);" in err
+        assert "[sampling: temperature 0.7, top_p 0.9, min_p 0.05, repetition_penalty 1.1 (chat defaults);" in err
         assert "top_k 5 (/set)" in err
         assert err.count(", seed 7]") == 1
         assert "top_p is a number, or off, not 'x'" in err
@@ -1288,9 +1289,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["generate", "hi", "--model", "nonsense"],
         f"no model 'nonsense': it is not a path, nor a built-in name ({DEFAULT_MODEL}",
     ),
+    "misspelled model": (["generate", "hi", "--model", "smolm2-135m"], "did you mean smollm2-135m?"),
     "missing file": (["generate", "hi", "--model", "MISSING.gguf"], "there is no file"),
+    "missing schema": (["generate", "hi", "--json-schema", "MISSING"], "there is no file"),
     "not a checkpoint": (["generate", "hi", "--model", "FOLDER/config.json"], "is not a checkpoint"),
-    "missing prompts file": (["verify", "FOLDER", "--prompts", "MISSING"], "No such file"),
+    "missing prompts file": (["verify", "FOLDER", "--prompts", "MISSING"], "there is no file"),
     "prompts that are a folder": (["verify", "FOLDER", "--prompts", "FOLDER"], "directory"),
     "no tokens to verify": (["verify", "FOLDER", "--max-new-tokens", "0"], "max_new_tokens must be"),
     "overflow in verify": (["verify", "FOLDER", "--max-new-tokens", "256"], "exceed the model's context of 256"),

@@ -103,8 +103,9 @@ def test_one_that_fails(run: Run, folder: Path, file: Path) -> None:
     [
         ("", "there are no prompts in"),
         ("\n \n", "there are no prompts in"),
-        ("hello", "line 1 is no JSON"),
-        ('"hello"\n{', "line 2 is no JSON"),
+        ("hello", "line 1 is not JSON (a text needs quotes"),
+        ('{"prompt": "a", "max_tokens": 3}', "there is no setting 'max_tokens': did you mean max_new_tokens?"),
+        ('"hello"\n{', "line 2 is not JSON"),
         ("3", "line 1 is neither a text nor an object with a prompt: 3"),
         ('{"text": "hello"}', 'line 1 needs a "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', 'line 1 needs a "prompt" or "messages", and not both'),
@@ -113,7 +114,7 @@ def test_one_that_fails(run: Run, folder: Path, file: Path) -> None:
         ('{"prompt": "a", "colour": 1}', "line 1: there is no setting 'colour'"),
         ('{"prompt": "a", "temperature": "hot"}', "line 1: temperature must be"),
         ('{"prompt": "a", "stop": [""]}', "line 1: a stop string must be"),
-        ("[" * 100_000, "line 1 is no JSON"),
+        ("[" * 100_000, "line 1 is not JSON"),
     ],
 )
 def test_refused_before_the_weights_are_read(run: Run, file: Path, text: str, message: str) -> None:
@@ -145,10 +146,10 @@ def test_options_that_do_not_go_together(run: Run, file: Path, options: Sequence
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "there is no prompt: give one, or a file of them with --prompts"),
+        ([], "there is no prompt: give one, or pipe one to standard input, or a file of them with --prompts"),
         (["hello", "--n", "2"], "go with --prompts"),
         (["hello", "--prompt-logprobs", "0", "--json"], "go with --prompts"),
-        (["hello", "--logprobs", "2"], "are printed with --json"),
+        (["hello", "--logprobs", "2"], "--logprobs needs --json"),
         (["--prompts", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
     ],
 )

@@ -36,7 +36,8 @@ class TestScore:
         assert found["perplexity"] == pytest.approx(math.exp(-found["total"] / (len(ids) - 1)))
 
     def test_lines(self, run: Run) -> None:
-        first, start, *tokens, total, perplexity = run("score", "-", stdin="hello\n").out.splitlines()
+        first, start, *tokens, total, perplexity = run("score", stdin="hello\n").out.splitlines()
+        assert run("score", "-", stdin="hello\n").out.splitlines()[-1] == perplexity
         assert first.split() == ["token", "log-probability", "probability"]
         assert len(start.split()) == 1  # nothing predicts it
         assert "".join(json.loads(line.split()[0]) for line in tokens) == "hello"  # no newline behind it

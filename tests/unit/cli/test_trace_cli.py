@@ -360,7 +360,7 @@ class TestFrom:
         page = tmp_path / "no.html"
         page.write_bytes(text)
         done = self.again(run, page)[1]
-        assert_refused(done, f"{page} is no page of a trace that can be repeated: ")
+        assert_refused(done, f"{page} is not a page of a trace that can be repeated: ")
         assert reason in done.err
 
     def test_no_file(self, run: Run, tmp_path: Path) -> None:
@@ -387,7 +387,9 @@ class TestFrom:
         assert_refused(self.again(run, page)[1], reason)
 
     def test_no_prompt(self, run: Run) -> None:
-        assert_refused(run("trace"), "there is no prompt: give one, or a page to repeat with --from")
+        assert_refused(
+            run("trace"), "there is no prompt: give one, or pipe one to standard input, or a page to repeat with --from"
+        )
 
 
 class TestInterrupt:

@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 from checkpoints import byte_tokenizer
 from commands import Run, assert_refused
+from pydantic import BaseModel
 from tiny import make_tiny_model
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -264,6 +265,13 @@ class TestTextsMatch:
         assert re.fullmatch("[0-9a]{3}", result.text)
 
 
+def test_a_class_of_pydantic_is_a_schema() -> None:
+    class City(BaseModel):
+        name: str
+
+    assert SamplingParams(json_schema=City) == SamplingParams(json_schema=City.model_json_schema())
+
+
 class TestEnds:
     def test_length(self) -> None:
         result = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(regex="[a-z]{40}", max_new_tokens=7))
@@ -441,8 +449,8 @@ class TestRefused:
             ({"grammar": "a: b\n" * (MAX_RULES + 1)}, "the grammar has 513 rules, more than the 512"),
             ({"json_schema": True}, "json_schema must be an object"),
             ({"json_schema": "[]"}, r"json_schema must be an object, as .* is, not \[\]"),
-            ({"json_schema": "{"}, "json_schema is no JSON: Expecting property name"),
-            ({"json_schema": {"enum": [{1}]}}, "json_schema is no JSON: Object of type set"),
+            ({"json_schema": "{"}, "json_schema is not JSON: Expecting property name"),
+            ({"json_schema": {"enum": [{1}]}}, "json_schema is not JSON: Object of type set"),
             ({"json_schema": {"const": float("nan")}}, "Out of range float"),
             ({"json_schema": {"enum": ["x" * MAX_CONSTRAINT]}}, "json_schema has 65,5"),
             ({"json_schema": {"items": SCHEMA_64}}, "json_schema is nested in more than 64 levels"),
@@ -551,7 +559,7 @@ class TestCommand:
             (["--regex", "("], "the regex cannot be used: unclosed group"),
             (["--regex", "a", "--ignore-eos"], "ignore_eos goes on after the end"),
             (["--regex", "a", "--grammar", "FILE"], "regex and grammar were given"),
-            (["--json-schema", "FILE"], "json_schema is no JSON"),
+            (["--json-schema", "FILE"], "json_schema is not JSON"),
             (["--grammar", "FILE"], "the grammar cannot be used"),
             (["--grammar", "nowhere.lark"], "nowhere.lark"),
         ],

@@ -501,6 +501,11 @@ def test_send(model: Watched, llm: LLM) -> None:
     assert result.cache_memory_bytes == len(chat.pages()) * llm.memory.pool.page_bytes > 0
     assert chat.send("HI", ENDING).finish_reason == "eos"
     assert chat.turns == 2
+    assert chat.send("HELLO", max_new_tokens=1).generated_tokens == 1
+    assert chat.params == GREEDY
+    with pytest.raises(TypeError, match="'max_tokens': did you mean max_new_tokens"):
+        chat.send("HELLO", max_tokens=1)
+    assert chat.turns == 3
 
 
 class TestFork:
