@@ -526,7 +526,7 @@ class TestChat:
         )
         assert done.status == 0
         assert done.out == "".join(answer + "\n" for answer in (*answers, answers[0]))
-        assert done.err.startswith(f"{folder}: {CONTEXT} positions, ")
+        assert done.err.startswith(f"{folder}: {CONTEXT} positions; ")
         assert done.err.count("[8 tokens at ") == 3
         assert done.err.count("\n> ") == 1 + 5 - 1  # nothing is printed after the empty line
 
@@ -565,7 +565,7 @@ class TestChat:
         options = ("--max-new-tokens", "20", "--prefill-chunk", "8", "--context", "200")
         done = run("chat", *GREEDY, *options, model=windowed, stdin="hello\ngo on\n")
         assert done.out == "".join(text + "\n" for role, text in history if role == "assistant")
-        assert done.err.startswith(f"{windowed}: 200 positions, ")
+        assert done.err.startswith(f"{windowed}: 200 positions; ")
 
     @pytest.mark.parametrize("stdin", ["", "/exit\n", "hello", "hello\n"])
     def test_leaving(self, run: Run, stdin: str) -> None:

@@ -864,13 +864,13 @@ class TestLoadRefuses:
     )
     def test_another_model(self, path: Path, changes: dict[str, Any], how: dict[str, Any]) -> None:
         model = make_tiny_model(**{"eos_token_ids": (EOS,)} | changes)
-        self.refuse(path, llm_of(model, **{"page": 4} | how), "is a session with another model, dtype")
+        self.refuse(path, llm_of(model, **{"page": 4} | how), "is a session with another model, quantisation, dtype")
 
     def test_int8_as_float(self, model: Watched, tmp_path: Path) -> None:
         chat = talk(model, llm_of(model.model, "int8"))
         say(chat, "HELLO")
         chat.save(tmp_path / "chat")
-        self.refuse(tmp_path / "chat", llm_of(model.model), "another model, dtype")
+        self.refuse(tmp_path / "chat", llm_of(model.model), "another model, quantisation, dtype")
 
     def test_truncated(self, path: Path, chat: Chat) -> None:
         whole = path.read_bytes()

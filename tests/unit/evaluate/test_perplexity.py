@@ -388,7 +388,7 @@ class TestCommand:
             (TEXT, ["--cache-dtype", "int3"], "--cache-dtype must be auto or int8, not 'int3'"),
             (TEXT, ["--dtype", "int3"], "unknown dtype 'int3'"),
             (TEXT, ["--threads", "0"], "threads must be a whole number from 1 to"),
-            (TEXT, ["--text", "missing.txt"], "No such file"),
+            (TEXT, ["--text", "missing.txt"], "there is no file missing.txt"),
         ],
     )
     def test_refused(self, measure: Measure, text: str | bytes, args: list[str], message: str) -> None:
