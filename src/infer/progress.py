@@ -1,7 +1,7 @@
 """How far something slow has come, told to whoever listens: the command line does, on a terminal.
 
-What is told: FETCHING a model and LOADING it in bytes, COMPILING kernels, PREFILL in tokens of the prompt, PROMPTS of a
-file.
+What is told: FETCHING a model and LOADING it in bytes, COMPILING kernels, PREFILL in tokens of the prompt, GENERATING
+in new tokens, PROMPTS of a file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-FETCHING, LOADING, COMPILING, PREFILL, PROMPTS = "fetching", "loading", "compiling", "prefill", "prompts"
+FETCHING, LOADING, COMPILING, PREFILL = "fetching", "loading", "compiling", "prefill"
+GENERATING, PROMPTS = "generating", "prompts"
 
 
 class Progress(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the commands share: their options, and words for numbers."""
+"""What the commands share: their options."""
 
 import functools
 import inspect
@@ -106,7 +106,9 @@ PrefixStoreOption = Annotated[
 KVCacheOption = Annotated[
     bool, typer.Option(help="Without it every step recomputes the whole sequence.", rich_help_panel=CACHE)
 ]
-PromptArgument = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
+PromptArgument = Annotated[
+    str | None, typer.Argument(help="The prompt; standard input if there is none, or -.", show_default=False)
+]
 ChatOption = Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")]
 SystemOption = Annotated[str | None, typer.Option(help="A system message to begin with.")]
 ThinkingOption = Annotated[
@@ -116,10 +118,6 @@ ThinkingOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.", rich_help_panel=OUTPUT)]
-
-
-def megabytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 def read_utf8(path: Path) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer import progress
-from infer.cli.common import megabytes
 from infer.cli.editor import FILE, KEYS
 from infer.cli.generate import show
 from infer.cli.sampling import SETTINGS, Settings
@@ -220,8 +219,8 @@ class Conversation:
             ),
             (
                 "memory",
-                f"{megabytes(pool.memory_bytes)} in {counted(pool.count, 'page')} of {pool.page} positions, "
-                f"{pool.page_bytes / 1e3:,.1f} kB each; {pool.free:,} free",
+                f"{memory_size(pool.memory_bytes)} in {counted(pool.count, 'page')} of {pool.page} positions, "
+                f"{memory_size(pool.page_bytes)} each; {pool.free:,} free",
             ),
             ("remembered", f"{counted(memory.index.pages, 'page')}, by their tokens, until memory is needed"),
         ]
@@ -301,6 +300,10 @@ def opens_browser(page: Path) -> bool:
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
     )
     return screen and sys.stderr.isatty() and webbrowser.open(page.as_uri())
+
+
+def memory_size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def turns(session: "Session") -> str:

@@ -23,6 +23,7 @@ from infer.cli.common import (
     OnFullOption,
     PrefillChunkOption,
     PrefixStoreOption,
+    PromptArgument,
     SystemOption,
     ThinkingOption,
     check_cache_dtype,
@@ -47,9 +48,7 @@ if TYPE_CHECKING:
 @functools.partial(sampling_options, and_more=True, usual={})
 @functools.partial(loading_options, split=True)
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; standard input if there is none, or -.", show_default=False)
-    ] = None,
+    prompt: PromptArgument = None,
     *,
     prompts: Annotated[
         str | None,
@@ -128,7 +127,7 @@ def generate(
     prefill_chunk = pages.chunk(config, prefill_chunk)
     known = cache.seq_len
     stepping = stream(network, tokenizer, prompt_ids, chosen, cache=cache, prefill_chunk=prefill_chunk, on_full=on_full)
-    steps = show(stepping, quiet=as_json)
+    steps = show(stepping, quiet=as_json, most=chosen.max_new_tokens)
     if not steps:
         sys.exit(130)
     result = collect(prompt_ids, steps, cache.memory_bytes)
@@ -248,16 +247,17 @@ def prepare(
     return tokenizer, config, prompt_ids
 
 
-def read_prompt(prompt: str | None, instead: str = "") -> str:
-    """What was typed, or standard input without the newline at its end, which is no part of what was meant.
+def read_prompt(typed: str | None, instead: str = "", what: str = "prompt") -> str:
+    """What was typed; of nothing or -, standard input without its last newline, which is no part of what was meant.
 
-    Without either, what to do instead is said.
+    instead: what else could be given, for the error where there is nothing.
     """
-    if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read().removesuffix("\n") or None
-    if prompt is None:
-        raise ValueError(f"there is no prompt: give one, or pipe one to standard input{instead}")
-    return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    if typed is not None and typed != "-":
+        return typed
+    piped = "" if typed is None and sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
+    if typed is None and not piped:
+        raise ValueError(f"there is no {what}: give one, or pipe one to standard input{instead}")
+    return piped
 
 
 def cache_for(
@@ -332,15 +332,22 @@ def encode_chat(tokenizer: "Tokenizer", thinking: bool | None, messages: list[di
     return tokenizer.encode_chat(messages, **variables)
 
 
-def show(tokens: Any, *, quiet: bool = False) -> list["GeneratedToken"]:
-    """Print a stream as it comes. Ctrl-C ends it and keeps what is there."""
+def show(tokens: Any, *, quiet: bool = False, most: int = 0) -> list["GeneratedToken"]:
+    """Print a stream as it comes. Ctrl-C ends it and keeps what is there.
+
+    most: tokens that may come. Where they are not seen coming, a terminal shows how many there are.
+    """
     steps = []
+    told = [progress.GENERATING] if most and (quiet or not sys.stdout.isatty()) else []
     try:
-        with shown(progress.PREFILL):
+        with shown(progress.PREFILL, *told):
             for token in tokens:
                 steps.append(token)
                 if not quiet:
                     print(on_stdout(token.text), end="", flush=True)
+                if told:
+                    speed = f"{1 / max(token.time_s, 1e-9):.1f} tok/s"
+                    progress.tell(progress.GENERATING, len(steps), most, note=speed)
     except KeyboardInterrupt:
         tokens.close()
     if not quiet:
@@ -361,18 +368,14 @@ def without_cache(
     from infer.engine.result import collect
 
     steps: list[GeneratedToken] = []
-    progress = sys.stderr.isatty()
     try:
-        for step in stream(network, tokenizer, prompt_ids, params, use_kv_cache=False, on_full=on_full):
-            steps.append(step)
-            if progress:
-                note = f"the same without the cache: {len(steps)}/{cached.generated_tokens} tokens (Ctrl-C skips)"
-                print(f"\r{note}", end="", file=sys.stderr, flush=True)
+        with shown(progress.GENERATING):
+            for step in stream(network, tokenizer, prompt_ids, params, use_kv_cache=False, on_full=on_full):
+                steps.append(step)
+                done, total = len(steps), cached.generated_tokens
+                progress.tell(progress.GENERATING, done, total, "without the cache", note="Ctrl-C skips")
     except KeyboardInterrupt:
         return None
-    finally:
-        if progress:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
     return collect(prompt_ids, steps, 0)
 
 

@@ -12,7 +12,7 @@ from infer import progress
 from infer.cli import status
 from infer.cli.common import read_utf8
 from infer.cli.streams import say
-from infer.engine.params import OTHER_NAMES, SamplingParams
+from infer.engine.params import SamplingParams
 from infer.values import meant, shown
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ def _line(index: int, line: str, params: SamplingParams, plain: bool, where: str
     settings = {key: value[key] for key in value.keys() - {"prompt", "messages", "id"}}
     if unknown := settings.keys() - SETTINGS:
         name = min(unknown)
-        hint = f"did you mean {OTHER_NAMES[name]}?" if name in OTHER_NAMES else meant(name, sorted(SETTINGS))
-        raise ValueError(f"{where}: there is no setting {shown(name)}: {hint}")
+        raise ValueError(f"{where}: there is no setting {shown(name)}: {meant(name, sorted(SETTINGS))}")
     try:
         return Line(index, value.get("id"), prompt, replace(params, **settings), settings)
     except (ValueError, TypeError) as error:

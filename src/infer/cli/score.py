@@ -28,7 +28,7 @@ def score(
     """Print the log-probability of each token of a text, and their total."""
     from infer import LLM, ModelConfig, Tokenizer
 
-    text = read_prompt(text)
+    text = read_prompt(text, what="text")
     tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
     ids = tokenizer.encode(text)
     if len(ids) < 2:

@@ -124,8 +124,8 @@ def line(told: Progress, seconds: float) -> str:
     if told.what == progress.COMPILING:
         return f"compiling a kernel, once:{name} ({seconds:.0f} s)"
     bar = _bar(told.done / told.total)
-    if told.what in (progress.PREFILL, progress.PROMPTS):
-        return f"{told.what} {bar} {told.done:,}/{told.total:,}{told.note and f', {told.note}'}"
+    if told.what in (progress.PREFILL, progress.GENERATING, progress.PROMPTS):
+        return f"{told.what}{name} {bar} {told.done:,}/{told.total:,}{told.note and f', {told.note}'}"
     size, unit = (1e9, "GB") if told.total >= 1e9 else (1e6, "MB")
     digits = 2 if unit == "GB" else 0
     return f"{told.what}{name} {bar} {told.done / size:.{digits}f}/{told.total / size:.{digits}f} {unit}"

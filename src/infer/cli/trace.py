@@ -22,6 +22,7 @@ from infer.cli.common import (
     OnFullOption,
     PrefillChunkOption,
     PrefixStoreOption,
+    PromptArgument,
     SystemOption,
     ThinkingOption,
     loading_options,
@@ -49,9 +50,7 @@ MOST_ALTERNATIVES = 2**31
 @loading_options
 def trace(
     context: typer.Context,
-    prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; standard input if there is none, or -.", show_default=False)
-    ] = None,
+    prompt: PromptArgument = None,
     *,
     from_page: Annotated[
         Path | None,
@@ -173,7 +172,7 @@ def trace(
     stepping = stream(
         network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=chunk, on_full=options.on_full, trace=trace
     )
-    steps = show(stepping, quiet=as_json)
+    steps = show(stepping, quiet=as_json, most=params.max_new_tokens)
     if not steps:
         sys.exit(130)
     del trace.steps[len(steps) :]  # a step that Ctrl-C kept from being printed

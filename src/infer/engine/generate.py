@@ -33,19 +33,15 @@ _SAMPLING = OTHER_NAMES | {field.name: field.name for field in fields(SamplingPa
 @says_unknown({other: f"write SamplingParams({name}=...)" for other, name in _SAMPLING.items()})
 @dataclass(frozen=True)
 class RunOptions:
-    """How a request is run; what is generated depends on none of it."""
+    """The options of `stream`."""
 
-    device: str | torch.device | None = None  # the model's, which one that is given must match
-    use_kv_cache: bool = True  # False recomputes the whole sequence at each step: slow, and the reference for all else
-    # One of your own instead of a fresh one. What it holds of the prompt's beginning is kept, and the rest prefilled.
-    # It ends up holding every token but the last generated, as far as there is room.
+    device: str | torch.device | None = None
+    use_kv_cache: bool = True
     cache: Cache | None = None
-    prefill_chunk: int | None = None  # feed the prompt in passes of at most so many tokens; None: at once
-    # What to do about more positions than the model or the cache has. "error": refuse. "recompute": once they are used
-    # up, feed the last ones that fit anew at each step, which no cache can help with.
+    prefill_chunk: int | None = None
     on_full: str = "error"
-    trace: Trace | None = None  # records every step
-    cache_dtype: str = "auto"  # "int8" keeps keys and values in 8 bits; "auto": in the model's dtype
+    trace: Trace | None = None
+    cache_dtype: str = "auto"
 
 
 class Recorder(PromptLogits, Protocol):
@@ -69,10 +65,12 @@ def stream(
 
     - `device`: the model's own, which one that is given must match.
     - `use_kv_cache`: False recomputes the whole sequence at each step: slow, and the reference for all else.
-    - `cache`: one of your own. What it holds of the prompt's beginning is kept, and the rest prefilled.
-    - `cache_dtype`: "int8" keeps keys and values in 8 bits.
-    - `prefill_chunk`: feed the prompt in passes of at most so many tokens.
-    - `on_full`: at the end of the context, "error" refuses, "recompute" feeds the last positions again at each step.
+    - `cache`: one of your own instead of a fresh one. What it holds of the prompt's beginning is kept, and the rest
+      prefilled. It ends up holding every token but the last generated, as far as there is room.
+    - `cache_dtype`: "int8" keeps keys and values in 8 bits; "auto": in the model's dtype.
+    - `prefill_chunk`: feed the prompt in passes of at most so many tokens; None: at once.
+    - `on_full`: what to do about more positions than the model or the cache has. "error": refuse. "recompute": once
+      they are used up, feed the last ones that fit again at each step, which no cache can help with.
     - `trace`: a `Trace` that records every step.
     """
     run = _prepare(model, tokenizer, prompt_token_ids, params, RunOptions(**options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -116,11 +116,6 @@ class SamplingParams:
             _check_text(name, getattr(self, name))
         if self.grammar is not None and (rules := sum(":" in line for line in self.grammar.splitlines())) > MAX_RULES:
             raise ValueError(f"the grammar has {rules} rules, more than the {MAX_RULES} that are read")
-
-
-def with_settings(params: SamplingParams, settings: Mapping[str, Any]) -> SamplingParams:
-    """The same but for some."""
-    return SamplingParams(**{each.name: getattr(params, each.name) for each in fields(params)} | dict(settings))
 
 
 PARAMS = Kind(

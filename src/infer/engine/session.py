@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from torch import Tensor
 
 from infer.cache.pool import NoPages, pages_for
-from infer.engine.params import PARAMS, SamplingParams, with_settings
+from infer.engine.params import PARAMS, SamplingParams
 from infer.engine.request import CacheExceeded, Request, check_chunk, token_ids
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.store import read, remove_leftovers, write
@@ -110,9 +110,7 @@ class Session:
         params: of this turn, instead of the session's. settings: of this turn, such as max_new_tokens=20, beside the
         session's others. trace: records the turn.
         """
-        if settings:
-            params = with_settings(params or self.params, settings)
-        return self._begin(text, params or self.params, trace)
+        return self._begin(text, replace(params or self.params, **settings), trace)
 
     @takes(params=PARAMS)
     def more(self, params: SamplingParams | None = None) -> Generator[GeneratedToken, None, GenerationResult]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from dataclasses import asdict
 from typing import Any
@@ -16,6 +15,7 @@ from infer.cache.wrapped import innermost
 from infer.engine.model import Model, model_device, model_dtype
 from infer.engine.request import Request
 from infer.nn.quantized import QuantizedWeight
+from infer.version import version
 
 
 def run_settings(
@@ -35,7 +35,7 @@ def run_settings(
         "prefill_chunk": prefill_chunk,
         "on_full": on_full,
         "params": _params(request),
-        "versions": {"infer": _version("infer"), "torch": torch.__version__},
+        "versions": {"infer": version(), "torch": torch.__version__},
     }
 
 
@@ -55,10 +55,3 @@ def _quantized(model: Model) -> str | None:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     bits = [module.bits for module in modules if isinstance(module, QuantizedWeight)]
     return f"int{min(bits)}" if bits else None  # of int4, some matrices have 8
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # it runs from a folder

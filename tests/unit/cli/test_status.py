@@ -54,6 +54,19 @@ def test_on_a_terminal(folder: Path) -> None:
     assert end == ""
 
 
+@pytest.mark.parametrize("slowly", ["--json", "--compare"])
+def test_tokens_that_are_not_seen_coming(folder: Path, slowly: str) -> None:
+    """Of an answer that is printed whole at its end, and of the run without the cache."""
+    code = SLOW.format(load=0, run=0).replace("* (len(fed[0].tokens) > 1)", "+ 0.15")
+    with Terminal("generate", "hello", "--ignore-eos", "-n", "8", slowly, "--model", folder, code=code) as terminal:
+        assert terminal.ended() == 0
+    name, end = (" without the cache", "/8, Ctrl-C skips") if slowly == "--compare" else ("", " tok/s")
+    drawn = [each for each in terminal.raw.split("\x1b[K") if each.startswith(f"\rgenerating{name} █")]
+    assert len(drawn) > 2
+    assert all("/8, " in each and each.endswith(end) for each in drawn)
+    assert ("generating █" in terminal.raw) == (slowly == "--json")  # not among the text
+
+
 class Screen(io.StringIO):
     encoding = "utf-8"
 
