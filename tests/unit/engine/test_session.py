@@ -73,6 +73,8 @@ class Watched:
         self.read = 0  # tokens that the reader has
         self.noticed = False  # whether the reader was interrupted
         self.struck, self.given_up = threading.Event(), threading.Event()
+        self.hold_at: int | None = None  # the number of a pass that waits until it is let go
+        self.let_go = threading.Event()
         self.resting = False
         self.run = CpuBackend.run
         monkeypatch.setattr(CpuBackend, "run", lambda backend, rows: self.watch(backend, rows))
@@ -82,6 +84,8 @@ class Watched:
             return self.run(backend, rows)
         number = len(self.fed)
         self.fed.append(list(rows[0].tokens))
+        if number == self.hold_at:
+            assert self.let_go.wait(WAIT)
         if number == self.break_before:
             self.interrupt(number)
         logits = self.run(backend, rows)
@@ -1213,9 +1217,11 @@ class TestBetweenTurns:
         chats[1].save(tmp_path / "chat")
         chats.append(load(model, tmp_path / "chat", llm))
         chats[2].rewind()
-        reply = chats[0].stream("AND THEN?", SamplingParams(max_new_tokens=100))  # not done before it is looked at
+        model.hold_at = len(model.fed) + 1  # after the pass over the prompt
+        reply = chats[0].stream("AND THEN?", SamplingParams(max_new_tokens=100))
         next(reply)
         assert len(llm.memory.index.in_use()) > 0
+        model.let_go.set()
         reply.close()
         settle(llm)
         assert_all_idle(llm)
