@@ -58,6 +58,8 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A copy that the host does not wait for. From memory that is not pinned, it might wait for all launches."""
+    if x.device == device:
+        return x
     return (x.pin_memory() if device.type == "cuda" and x.device.type == "cpu" else x).to(device, non_blocking=True)
 
 

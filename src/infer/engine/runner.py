@@ -270,7 +270,8 @@ def _chosen(fed: Fed, logits: Tensor) -> Output | None:
     if not complete or request.finish_reason is not None:
         return None
     started, flight.started = flight.started or time.perf_counter(), None
-    return flight, request.choose(logits[0, -1]), logits[0, -1], started
+    last = logits[0, -1]
+    return flight, request.choose(last), last, started
 
 
 def _settings(request: Request) -> tuple[dict[str, Any], bool]:

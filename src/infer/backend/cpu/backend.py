@@ -219,7 +219,9 @@ def _norms(block: BlockParts) -> list[Norm]:
 def _embed(parts: ModelParts, packed: Packed, dtype: torch.dtype) -> Tensor:
     """As `Decoder.embed`: [T, C]."""
     tokens, positions, factor = parts.embedding
-    x = embed(tokens, packed.ids).to(dtype)
+    x = embed(tokens, packed.ids)
+    if x.dtype is not dtype:
+        x = x.to(dtype)
     if factor != 1:
         x = x * factor
     return x if positions is None else x + positions(packed.positions)

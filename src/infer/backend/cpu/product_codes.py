@@ -24,8 +24,9 @@ from numba import types
 from infer.backend.cpu.memory import address, keep
 from infer.backend.cpu.product import INT4, PRODUCT
 from infer.backend.cpu.simd import (
-    DOT_PRODUCT,
-    VNNI,
+    HIGH_START,
+    LOW_START,
+    RAISED,
     add,
     add_ints,
     as_factors,
@@ -34,6 +35,7 @@ from infer.backend.cpu.simd import (
     fused,
     high_byte,
     high_nibbles,
+    joined,
     larger_ints,
     largest_magnitude,
     load_byte,
@@ -51,16 +53,15 @@ from infer.backend.cpu.simd import (
     multiply,
     no_eight_ints,
     no_tile_floats,
-    no_tile_ints,
     prefetch,
     splat_eight,
     store_as_bytes,
     store_float,
     store_floats,
     store_int,
-    times_256,
+    tile_of_high_starts,
+    tile_of_low_starts,
     to_eight_ints,
-    to_tile_floats,
     total,
 )
 from infer.backend.cpu.threads import shared
@@ -71,7 +72,7 @@ from infer.nn.quantized import GROUP, TILE
 FAR = 262144  # bytes that stay in the second cache of most cores, with room to spare
 MANY = 16  # rows that are worth rounding in several threads
 INT4_BYTES, INT8_BYTES = 20 * TILE, 34 * TILE  # of a group of a tile
-X_BYTES, SCALE_BYTES = 2 * GROUP, 12  # of a group of x: of its codes, and what goes with them
+X_BYTES, SCALE_BYTES = 2 * GROUP, 16  # of a group of x: of its codes, and what goes with them
 STEPS = 127 * 256 + 127  # of x, from 0 to the largest: so many its codes can count
 
 
@@ -83,7 +84,7 @@ def _round_rows(t: int, x: int, columns: int, codes: int, scales: int) -> None:
 
 @linked
 def _round_row(x: int, columns: int, codes: int, scales: int) -> None:
-    """Each group's codes, its scale, the sum of what its codes stand for, and -128 times that of the codes themselves.
+    """Each group's codes, its scale, the sum of what its codes stand for, and where sums with its bytes start.
 
     The last group is filled up with 0.
     """
@@ -106,16 +107,20 @@ def _round_group(at: int, codes_at: int, scales_at: int) -> None:
         peak = larger_ints(peak, magnitudes(load_eight(at + i)))
     step = largest_magnitude(peak) / np.float32(STEPS)
     inverse = splat_eight(np.float32(1) / step if step > 0 else step)
-    sums = no_eight_ints()
+    sums, high_sums = no_eight_ints(), no_eight_ints()
     for i in range(0, GROUP, 8):
         code = to_eight_ints(multiply(load_eight(at + 4 * i), inverse))
-        sums = add_ints(sums, code)
-        store_as_bytes(codes_at + i, high_byte(code))
+        high = high_byte(code)
+        sums, high_sums = add_ints(sums, code), add_ints(high_sums, high)
+        store_as_bytes(codes_at + i, high)
         store_as_bytes(codes_at + GROUP + i, code)
     sum_of_codes = total(sums)
     store_float(scales_at, step)
     store_float(scales_at + 4, np.float32(sum_of_codes) * step)
-    store_int(scales_at + 8, np.int32(-128 * sum_of_codes))
+    if RAISED != 0:
+        sum_of_highs = total(high_sums)
+        store_int(scales_at + 8, np.int32(HIGH_START - RAISED * sum_of_highs))
+        store_int(scales_at + 12, np.int32(LOW_START - RAISED * (sum_of_codes - 256 * sum_of_highs)))
 
 
 @linked(forceinline=True)
@@ -151,12 +156,14 @@ def _int8_codes(at: int) -> Any:
 
 def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_minimum: bool) -> Any:
     """The loop for one kind of weight."""
-    raised = not has_minimum and DOT_PRODUCT == VNNI
+    raised = not has_minimum and RAISED != 0
 
     @linked(forceinline=True)
     def dot_group(codes: Any, x: int, x_scale_at: int) -> Any:
         """Codes of a tile with the high bytes of x, and with its low ones, neither waiting for the other."""
-        high, low, below = no_tile_ints(), load_int_for_tile(x_scale_at + 8) if raised else no_tile_ints(), x + GROUP
+        high = load_int_for_tile(x_scale_at + 8) if raised else tile_of_high_starts()
+        low = load_int_for_tile(x_scale_at + 12) if raised else tile_of_low_starts()
+        below = x + GROUP
         high, low = dot(high, codes[0], x, 0), dot(low, codes[0], below, 0)
         high, low = dot(high, codes[1], x, 1), dot(low, codes[1], below, 1)
         high, low = dot(high, codes[2], x, 2), dot(low, codes[2], below, 2)
@@ -165,12 +172,45 @@ def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_min
         high, low = dot(high, codes[5], x, 5), dot(low, codes[5], below, 5)
         high, low = dot(high, codes[6], x, 6), dot(low, codes[6], below, 6)
         high, low = dot(high, codes[7], x, 7), dot(low, codes[7], below, 7)
-        return to_tile_floats(add_ints(times_256(high), low))
+        return joined(high, low)
+
+    @linked(forceinline=True)
+    def dot_two(codes: Any, xa: int, sa: int, xb: int, sb: int) -> Any:
+        ha = load_int_for_tile(sa + 8) if raised else tile_of_high_starts()
+        la = load_int_for_tile(sa + 12) if raised else tile_of_low_starts()
+        hb = load_int_for_tile(sb + 8) if raised else tile_of_high_starts()
+        lb = load_int_for_tile(sb + 12) if raised else tile_of_low_starts()
+        ha, la = dot(ha, codes[0], xa, 0), dot(la, codes[0], xa + GROUP, 0)
+        hb, lb = dot(hb, codes[0], xb, 0), dot(lb, codes[0], xb + GROUP, 0)
+        ha, la = dot(ha, codes[1], xa, 1), dot(la, codes[1], xa + GROUP, 1)
+        hb, lb = dot(hb, codes[1], xb, 1), dot(lb, codes[1], xb + GROUP, 1)
+        ha, la = dot(ha, codes[2], xa, 2), dot(la, codes[2], xa + GROUP, 2)
+        hb, lb = dot(hb, codes[2], xb, 2), dot(lb, codes[2], xb + GROUP, 2)
+        ha, la = dot(ha, codes[3], xa, 3), dot(la, codes[3], xa + GROUP, 3)
+        hb, lb = dot(hb, codes[3], xb, 3), dot(lb, codes[3], xb + GROUP, 3)
+        ha, la = dot(ha, codes[4], xa, 4), dot(la, codes[4], xa + GROUP, 4)
+        hb, lb = dot(hb, codes[4], xb, 4), dot(lb, codes[4], xb + GROUP, 4)
+        ha, la = dot(ha, codes[5], xa, 5), dot(la, codes[5], xa + GROUP, 5)
+        hb, lb = dot(hb, codes[5], xb, 5), dot(lb, codes[5], xb + GROUP, 5)
+        ha, la = dot(ha, codes[6], xa, 6), dot(la, codes[6], xa + GROUP, 6)
+        hb, lb = dot(hb, codes[6], xb, 6), dot(lb, codes[6], xb + GROUP, 6)
+        ha, la = dot(ha, codes[7], xa, 7), dot(la, codes[7], xa + GROUP, 7)
+        hb, lb = dot(hb, codes[7], xb, 7), dot(lb, codes[7], xb + GROUP, 7)
+        return joined(ha, la), joined(hb, lb)
+
+    @linked(forceinline=True)
+    def add_two(a: Any, b: Any, w: Any, scale: Any, minimum: Any, xa: int, sa: int, xb: int, sb: int) -> Any:
+        da, db = dot_two(w, xa, sa, xb, sb)
+        a = fused(da, multiply(scale, load_for_tile(sa, 0)), a)
+        b = fused(db, multiply(scale, load_for_tile(sb, 0)), b)
+        if has_minimum:
+            a, b = fused(minimum, load_for_tile(sa, 1), a), fused(minimum, load_for_tile(sb, 1), b)
+        return a, b
 
     @linked(forceinline=True)
     def add_group(so_far: Any, w: Any, scale: Any, minimum: Any, x_at: int, x_scale_at: int) -> Any:
-        so_far = fused(dot_group(w, x_at, x_scale_at), multiply(scale, load_for_tile(x_scale_at)), so_far)
-        return fused(minimum, load_for_tile(x_scale_at + 4), so_far) if has_minimum else so_far
+        so_far = fused(dot_group(w, x_at, x_scale_at), multiply(scale, load_for_tile(x_scale_at, 0)), so_far)
+        return fused(minimum, load_for_tile(x_scale_at, 1), so_far) if has_minimum else so_far
 
     @linked(forceinline=True)
     def take(at: int) -> Any:
@@ -207,10 +247,9 @@ def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_min
             for g in range(groups):
                 w, scale, minimum = take(start + g * group_bytes)
                 x_at, s_at = x + g * X_BYTES, s + g * SCALE_BYTES
-                a = add_group(a, w, scale, minimum, x_at, s_at)
-                b = add_group(b, w, scale, minimum, x_at + x_row, s_at + s_row)
-                c = add_group(c, w, scale, minimum, x_at + 2 * x_row, s_at + 2 * s_row)
-                d = add_group(d, w, scale, minimum, x_at + 3 * x_row, s_at + 3 * s_row)
+                a, b = add_two(a, b, w, scale, minimum, x_at, s_at, x_at + x_row, s_at + s_row)
+                x_at, s_at = x_at + 2 * x_row, s_at + 2 * s_row
+                c, d = add_two(c, d, w, scale, minimum, x_at, s_at, x_at + x_row, s_at + s_row)
             _put(a, bias, to + t * out_row, missing)
             _put(b, bias, to + (t + 1) * out_row, missing)
             _put(c, bias, to + (t + 2) * out_row, missing)
@@ -251,7 +290,7 @@ _int8_by_tile = _by_tile(_int8_codes, dot, 32 * TILE, INT8_BYTES, has_minimum=Fa
 def _rounded(x: int, columns: int, count: int) -> Any:
     """The codes of x [count, columns], and their scales."""
     groups = (columns + GROUP - 1) // GROUP
-    codes, scales = np.empty(count * groups * X_BYTES, np.int8), np.empty(count * groups * 3, np.float32)
+    codes, scales = np.empty(count * groups * X_BYTES, np.int8), np.empty(count * groups * 4, np.float32)
     if count < MANY:  # sooner done than handed out
         for t in range(count):
             codes_at, scales_at = address(codes) + t * groups * X_BYTES, address(scales) + t * groups * SCALE_BYTES

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
@@ -50,6 +51,12 @@ def _dot_product() -> str | None:
 SDOT, VNNI = "llvm.aarch64.neon.sdot.v4i32.v16i8", f"llvm.x86.avx512.vpdpbusd.{32 * TILE}"
 MADD = "llvm.x86.avx2.pmadd.ub.sw"
 DOT_PRODUCT = _dot_product()
+# The first factor of x86's instruction is unsigned: so much is added to it, and its products taken off again.
+RAISED = 128 if DOT_PRODUCT == VNNI else 0
+# Sums of bytes start at the bits of a float whose unit is 1, or 256, in the last place: adding n to the bits adds n
+# units to the float, as long as n is less than 2^22. To have it as a float then takes a subtraction, no conversion.
+START = 1.5 * 2**23
+LOW_START, HIGH_START = (int(np.float32(START * unit).view(np.int32)) for unit in (1, 256))
 
 
 def _vector(name: str, llvm_type: ir.Type) -> Any:
@@ -176,6 +183,12 @@ def _clamped(builder: Any, x: Any, low: Any, high: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, high), high, x)
 
 
+def _joined(builder: Any, high: Any, low: Any) -> Any:
+    """256 high + low, both counted from their starts. Only the last operation rounds."""
+    high, low = (builder.bitcast(each, TILE_FLOATS) for each in (high, low))
+    return builder.fadd(builder.fsub(high, _all(TILE_FLOATS, 257 * START)), low)
+
+
 # Memory, at addresses that need not be aligned.
 load_integer = _operation(types.int64, lambda b, at: _load(b, at, INT64), 1)
 load_byte = _operation(types.int64, lambda b, at: b.sext(_load(b, at, INT8), INT64), 1)
@@ -205,15 +218,13 @@ load_tile_floats = _operation(tile_floats, lambda b, at: _load(b, at, TILE_FLOAT
 load_tile_halves = _operation(
     tile_floats, lambda b, at: b.fpext(_load(b, at, ir.VectorType(HALF, TILE)), TILE_FLOATS), 1
 )
-load_for_tile = _operation(
-    tile_floats, lambda b, at: _splat(b, _load(b, at, FLOAT), TILE), 1
-)  # one float, for each row
 load_int_for_tile = _operation(tile_ints, lambda b, at: _splat(b, _load(b, at, INT32), TILE), 1)
 
 # Arithmetic.
 no_eight_ints = _operation(int32x8, lambda b: _all(INT32X8, 0), 0)
 no_sixteen = _operation(floatx16, lambda b: _all(FLOATX16, 0.0), 0)
-no_tile_ints = _operation(tile_ints, lambda b: _all(TILE_INTS, 0), 0)
+tile_of_high_starts = _operation(tile_ints, lambda b: _all(TILE_INTS, HIGH_START), 0)
+tile_of_low_starts = _operation(tile_ints, lambda b: _all(TILE_INTS, LOW_START), 0)
 no_tile_floats = _operation(tile_floats, lambda b: _all(TILE_FLOATS, 0.0), 0)
 no_eight = _operation(floatx8, lambda b: _all(FLOATX8, 0.0), 0)
 add = _alike(lambda b, x, y: b.fadd(x, y), 2)
@@ -234,12 +245,11 @@ summed = _operation(types.float32, _sum, 1)
 sum_of_eight = _operation(types.float32, _sum_of_eight, 1)
 clamped = _alike(_clamped, 3)
 rounded = _alike(lambda b, x: _call(b, "llvm.rint.v16f32", FLOATX16, x), 1)
-to_tile_floats = _operation(tile_floats, lambda b, v: b.sitofp(v, TILE_FLOATS), 1)
+joined = _operation(tile_floats, _joined, 2)
 # The nearest whole number; of what no whole number is near, any.
 to_ints = _operation(int32x16, lambda b, x: _call(b, "llvm.lrint.v16i32.v16f32", INT32X16, x), 1)
 to_eight_ints = _operation(int32x8, lambda b, x: _call(b, "llvm.lrint.v8i32.v8f32", INT32X8, x), 1)
 add_ints = _alike(lambda b, x, y: b.add(x, y), 2)
-times_256 = _alike(lambda b, v: b.shl(v, _all(v.type, 8)), 1)
 # Of 16 bits, such that 256 times it leaves between -128 and 127.
 high_byte = _alike(lambda b, v: b.ashr(b.add(v, _all(v.type, 128)), _all(v.type, 8)), 1)
 total = _operation(types.int32, lambda b, v: _call(b, "llvm.vector.reduce.add.v8i32", INT32, v), 1)
@@ -272,6 +282,19 @@ def lane(context: Any, vector: Any, index: Any) -> Any:
 
 
 @_typed_intrinsic
+def load_for_tile(context: Any, at: Any, index: Any) -> Any:
+    """One of four floats, for each row."""
+    chosen = _literal(index)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if DOT_PRODUCT == SDOT:  # whose core multiplies by any place of a register
+            return _pick(builder, _load(builder, args[0], ir.VectorType(FLOAT, 4)), [chosen] * TILE)
+        return _splat(builder, _load(builder, builder.add(args[0], args[0].type(chosen * 4)), FLOAT), TILE)
+
+    return tile_floats(at, index), codegen
+
+
+@_typed_intrinsic
 def dot(context: Any, sums: Any, codes: Any, x: Any, quad: Any) -> Any:
     """sums[r] + codes[4 r ..] . x[4 quad ..]: four bytes of each row of a tile with the same four bytes at address x.
 
@@ -286,8 +309,7 @@ def dot_positive(context: Any, sums: Any, codes: Any, x: Any, quad: Any) -> Any:
     return tile_ints(sums, codes, x, quad), _dot(_literal(quad), signed=False)
 
 
-# The first factor of x86's instruction is unsigned: 128 are added to it, and their products taken off again.
-as_factors = _alike(lambda b, codes: b.xor(codes, _all(TILE_CODES, -128)) if DOT_PRODUCT == VNNI else codes, 1)
+as_factors = _alike(lambda b, codes: b.xor(codes, _all(TILE_CODES, -128)) if RAISED else codes, 1)
 
 
 def _dot(quad: int, signed: bool) -> Callable[..., Any]:

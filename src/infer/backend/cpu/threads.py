@@ -24,7 +24,7 @@ emit: Any = cgutils  # which has no types
 
 def shared(function: Callable[..., None]) -> Any:
     """Called with a count and more, call function(i, ...) for each i below the count."""
-    body = linked(function)
+    body = linked(function, forceinline=True)
 
     def definition(context: Any, count: Any, *arguments: Any) -> Any:
         given = types.int64, *plain(arguments)
