@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 from weakref import WeakSet
@@ -31,6 +34,15 @@ def byte_lanes() -> int:
     if has.get("avx512_vnni") and has.get("avx512_bw"):
         return 16
     return 8 if has.get("avx2") else 4
+
+
+@cache
+def allows_amx() -> bool:
+    """Whether this CPU has AMX, and Linux, which wants to be asked, lets this process use its large registers."""
+    if sys.platform != "linux" or not torch.cpu.get_capabilities().get("amx_int8"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:

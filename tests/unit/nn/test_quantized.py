@@ -428,7 +428,7 @@ def vnni(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
 @pytest.fixture(scope="module", params=amount(["none", "vnni"], ["none"]))
 def generic(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The products compiled for a core without a dot product, or for one with that of x86."""
-    from infer.backend.cpu import product_codes, simd
+    from infer.backend.cpu import amx, product_codes, simd
 
     def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
         return vnni(builder, *args) if name == simd.VNNI else plain(builder, name, result, *args)
@@ -436,7 +436,9 @@ def generic(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     plain = simd._call
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simd, "DOT_PRODUCT", simd.VNNI if request.param == "vnni" else None)
+        patch.setattr(simd, "RAISED", 128 if request.param == "vnni" else 0)
         patch.setattr(simd, "_call", call)
+        patch.setattr(amx, "AMX", False)
         patch.setenv("NUMBA_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         spec = importlib.util.spec_from_file_location("generic_product", product_codes.__file__)
         module = importlib.util.module_from_spec(spec)
@@ -456,7 +458,7 @@ def generic_product(module: Any, made: QuantizedWeight, x: Tensor) -> Tensor:
 
 @needs_kernels
 @both_widths
-@pytest.mark.parametrize(("rows", "columns", "count"), [(1, 1, 1), (5, 33, 3), (64, 96, 4), (130, 577, 9)])
+@pytest.mark.parametrize(("rows", "columns", "count"), [(1, 1, 1), (5, 33, 3), (64, 96, 4), (130, 577, 9), (33, 65, 50)])
 def test_other_cores(rows: int, columns: int, count: int, bits: int, generic: Any) -> None:
     """The same bits, with the most extreme codes too."""
     made, x = weight(rows, columns, bits), randn(count, columns)

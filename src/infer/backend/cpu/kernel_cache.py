@@ -23,6 +23,7 @@ from numba import config
 
 from infer import progress
 from infer.folders import cache_folder
+from infer.machine import allows_amx
 
 SEAL = "compiled"
 T = TypeVar("T")
@@ -40,7 +41,8 @@ def _fingerprint() -> str:
     folder = Path(__file__).parent
     files = [*sorted(folder.glob("*.py")), folder.parents[1] / "cache" / "table.py"]
     contents = b"".join(file.read_bytes() for file in files)
-    return hashlib.sha256(contents + str(files).encode()).hexdigest()[:16]  # numba goes by their paths too
+    # numba goes by their paths too. What this process may not use, another one's kernels may.
+    return hashlib.sha256(contents + str((files, allows_amx())).encode()).hexdigest()[:16]
 
 
 def is_missing(folder: Path) -> bool:

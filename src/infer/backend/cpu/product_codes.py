@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from infer.backend.cpu import amx
 from infer.backend.cpu.memory import address, keep
 from infer.backend.cpu.product import INT4, PRODUCT
 from infer.backend.cpu.simd import (
@@ -48,6 +49,7 @@ from infer.backend.cpu.simd import (
     load_tile_codes,
     load_tile_floats,
     load_tile_halves,
+    load_tile_ints,
     low_nibbles,
     magnitudes,
     multiply,
@@ -56,12 +58,15 @@ from infer.backend.cpu.simd import (
     prefetch,
     splat_eight,
     store_as_bytes,
+    store_codes,
     store_float,
     store_floats,
     store_int,
     tile_of_high_starts,
     tile_of_low_starts,
+    times_256,
     to_eight_ints,
+    to_tile_floats,
     total,
 )
 from infer.backend.cpu.threads import shared
@@ -154,28 +159,33 @@ def _int8_codes(at: int) -> Any:
     )
 
 
+@linked(forceinline=True)
+def _unpack(at: int, to: int) -> Any:
+    """The codes of a group of 4 bits, as one of 8 bits has them."""
+    codes = _int4_codes(at)
+    store_codes(to, codes[0])
+    store_codes(to + 4 * TILE, codes[1])
+    store_codes(to + 8 * TILE, codes[2])
+    store_codes(to + 12 * TILE, codes[3])
+    store_codes(to + 16 * TILE, codes[4])
+    store_codes(to + 20 * TILE, codes[5])
+    store_codes(to + 24 * TILE, codes[6])
+    store_codes(to + 28 * TILE, codes[7])
+    return to
+
+
+@linked(forceinline=True)
+def _not_by_amx(first: int, *rest: int) -> Any:
+    return first
+
+
 def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_minimum: bool) -> Any:
     """The loop for one kind of weight."""
     raised = not has_minimum and RAISED != 0
 
     @linked(forceinline=True)
-    def dot_group(codes: Any, x: int, x_scale_at: int) -> Any:
-        """Codes of a tile with the high bytes of x, and with its low ones, neither waiting for the other."""
-        high = load_int_for_tile(x_scale_at + 8) if raised else tile_of_high_starts()
-        low = load_int_for_tile(x_scale_at + 12) if raised else tile_of_low_starts()
-        below = x + GROUP
-        high, low = dot(high, codes[0], x, 0), dot(low, codes[0], below, 0)
-        high, low = dot(high, codes[1], x, 1), dot(low, codes[1], below, 1)
-        high, low = dot(high, codes[2], x, 2), dot(low, codes[2], below, 2)
-        high, low = dot(high, codes[3], x, 3), dot(low, codes[3], below, 3)
-        high, low = dot(high, codes[4], x, 4), dot(low, codes[4], below, 4)
-        high, low = dot(high, codes[5], x, 5), dot(low, codes[5], below, 5)
-        high, low = dot(high, codes[6], x, 6), dot(low, codes[6], below, 6)
-        high, low = dot(high, codes[7], x, 7), dot(low, codes[7], below, 7)
-        return joined(high, low)
-
-    @linked(forceinline=True)
     def dot_two(codes: Any, xa: int, sa: int, xb: int, sb: int) -> Any:
+        """Codes of a tile with two rows of x, the high bytes of each and the low ones: four sums that wait for none."""
         ha = load_int_for_tile(sa + 8) if raised else tile_of_high_starts()
         la = load_int_for_tile(sa + 12) if raised else tile_of_low_starts()
         hb = load_int_for_tile(sb + 8) if raised else tile_of_high_starts()
@@ -199,18 +209,14 @@ def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_min
         return joined(ha, la), joined(hb, lb)
 
     @linked(forceinline=True)
-    def add_two(a: Any, b: Any, w: Any, scale: Any, minimum: Any, xa: int, sa: int, xb: int, sb: int) -> Any:
-        da, db = dot_two(w, xa, sa, xb, sb)
-        a = fused(da, multiply(scale, load_for_tile(sa, 0)), a)
-        b = fused(db, multiply(scale, load_for_tile(sb, 0)), b)
-        if has_minimum:
-            a, b = fused(minimum, load_for_tile(sa, 1), a), fused(minimum, load_for_tile(sb, 1), b)
-        return a, b
+    def add_group(so_far: Any, dots: Any, scale: Any, minimum: Any, x_scale_at: int) -> Any:
+        so_far = fused(dots, multiply(scale, load_for_tile(x_scale_at, 0)), so_far)
+        return fused(minimum, load_for_tile(x_scale_at, 1), so_far) if has_minimum else so_far
 
     @linked(forceinline=True)
-    def add_group(so_far: Any, w: Any, scale: Any, minimum: Any, x_at: int, x_scale_at: int) -> Any:
-        so_far = fused(dot_group(w, x_at, x_scale_at), multiply(scale, load_for_tile(x_scale_at, 0)), so_far)
-        return fused(minimum, load_for_tile(x_scale_at, 1), so_far) if has_minimum else so_far
+    def add_two(a: Any, b: Any, w: Any, scale: Any, minimum: Any, xa: int, sa: int, xb: int, sb: int) -> Any:
+        dots_a, dots_b = dot_two(w, xa, sa, xb, sb)
+        return add_group(a, dots_a, scale, minimum, sa), add_group(b, dots_b, scale, minimum, sb)
 
     @linked(forceinline=True)
     def take(at: int) -> Any:
@@ -219,6 +225,65 @@ def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_min
                 prefetch(at + AHEAD + line)
         scale = load_tile_halves(at + code_bytes)
         return codes_of(at), scale, load_tile_halves(at + code_bytes + 2 * TILE) if has_minimum else scale
+
+    @linked(forceinline=True)
+    def multiply_by_amx(at: int, x: int, x_row: int, unpacked: int) -> None:
+        """A group of a tile with that of `amx.ROWS` rows of x."""
+        amx.load_x_high(x, x_row)
+        amx.load_x_low(x + GROUP, x_row)
+        amx.load_codes(_unpack(at, unpacked) if has_minimum else at, 4 * TILE)
+        amx.multiply()
+
+    @linked
+    def by_amx(
+        first: int,
+        last: int,
+        start: int,
+        groups: int,
+        codes: int,
+        scales: int,
+        bias: int,
+        to: int,
+        out_row: int,
+        missing: int,
+    ) -> Any:
+        """A tile of W with rows of x, `amx.ROWS` at a time. Returns the first of the rest, which are too few."""
+        x_row, s_row, line = groups * X_BYTES, groups * SCALE_BYTES, 4 * TILE
+        room = np.empty(64 + amx.CONFIG_BYTES + (8 + 3 * amx.ROWS) * line, np.uint8)
+        config = (address(room) + 63) // 64 * 64
+        unpacked = config + amx.CONFIG_BYTES
+        high = unpacked + 8 * line
+        low = high + amx.ROWS * line
+        sums = low + amx.ROWS * line
+        amx.configure(config)
+        while first + amx.ROWS <= last:
+            for r in range(amx.ROWS):
+                store_floats(sums + r * line, no_tile_floats())
+            x, s = codes + first * x_row, scales + first * s_row
+            multiply_by_amx(start, x, x_row, unpacked)
+            for g in range(groups):
+                at, s_at = start + g * group_bytes, s + g * SCALE_BYTES
+                amx.store_high(high, 4 * TILE)
+                amx.store_low(low, 4 * TILE)
+                if g + 1 < groups:  # the next products, while these are scaled
+                    multiply_by_amx(at + group_bytes, x + (g + 1) * X_BYTES, x_row, unpacked)
+                scale = load_tile_halves(at + code_bytes)
+                minimum = load_tile_halves(at + code_bytes + 2 * TILE) if has_minimum else scale
+                for r in range(amx.ROWS):
+                    to_sums = sums + r * line
+                    highs, lows = load_tile_ints(high + r * line), load_tile_ints(low + r * line)
+                    dots = to_tile_floats(add_ints(times_256(highs), lows))
+                    so_far = load_tile_floats(to_sums)
+                    store_floats(to_sums, add_group(so_far, dots, scale, minimum, s_at + r * s_row))
+            for r in range(amx.ROWS):
+                _put(load_tile_floats(sums + r * line), bias, to + (first + r) * out_row, missing)
+            first += amx.ROWS
+        amx.release()
+        keep(room, room)
+        return first
+
+    if not amx.AMX:
+        by_amx = _not_by_amx
 
     @shared
     def by_tile(
@@ -241,6 +306,8 @@ def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_min
         together = last - (last - first) % 4
         start, to = at + tile * groups * group_bytes, out + tile * TILE * 4
         bias, missing = bias_at + tile * TILE * 4 if bias_at != 0 else 0, (tile + 1) * TILE - rows
+        if last - first >= amx.ROWS:
+            first = by_amx(first, last, start, groups, codes, scales, bias, to, out_row, missing)
         for t in range(first, together, 4):  # four rows of x at once: the codes of W are taken apart once for all
             x, s = codes + t * x_row, scales + t * s_row
             a, b, c, d = no_tile_floats(), no_tile_floats(), no_tile_floats(), no_tile_floats()
@@ -259,7 +326,8 @@ def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_min
             a = no_tile_floats()
             for g in range(groups):
                 w, scale, minimum = take(start + g * group_bytes)
-                a = add_group(a, w, scale, minimum, x + g * X_BYTES, s + g * SCALE_BYTES)
+                x_at, s_at = x + g * X_BYTES, s + g * SCALE_BYTES
+                a = add_group(a, dot_two(w, x_at, s_at, x_at, s_at)[0], scale, minimum, s_at)
             _put(a, bias, to + t * out_row, missing)
 
     return by_tile

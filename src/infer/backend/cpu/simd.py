@@ -210,10 +210,12 @@ store_float = _operation(types.void, _store, 2)
 prefetch = _operation(types.void, _prefetch, 1)
 store_int = _operation(types.void, _store, 2)
 store_integer = _operation(types.void, _store, 2)
+store_codes = _operation(types.void, _store, 2)
 store_byte = _operation(types.void, lambda b, at, x: _store(b, at, b.trunc(x, INT8)), 2)
 
 # The same of a tile.
 load_tile_codes = _operation(tile_codes, lambda b, at: _load(b, at, TILE_CODES), 1)
+load_tile_ints = _operation(tile_ints, lambda b, at: _load(b, at, TILE_INTS), 1)
 load_tile_floats = _operation(tile_floats, lambda b, at: _load(b, at, TILE_FLOATS), 1)
 load_tile_halves = _operation(
     tile_floats, lambda b, at: b.fpext(_load(b, at, ir.VectorType(HALF, TILE)), TILE_FLOATS), 1
@@ -245,10 +247,12 @@ summed = _operation(types.float32, _sum, 1)
 sum_of_eight = _operation(types.float32, _sum_of_eight, 1)
 clamped = _alike(_clamped, 3)
 rounded = _alike(lambda b, x: _call(b, "llvm.rint.v16f32", FLOATX16, x), 1)
+to_tile_floats = _operation(tile_floats, lambda b, v: b.sitofp(v, TILE_FLOATS), 1)
 joined = _operation(tile_floats, _joined, 2)
 # The nearest whole number; of what no whole number is near, any.
 to_ints = _operation(int32x16, lambda b, x: _call(b, "llvm.lrint.v16i32.v16f32", INT32X16, x), 1)
 to_eight_ints = _operation(int32x8, lambda b, x: _call(b, "llvm.lrint.v8i32.v8f32", INT32X8, x), 1)
+times_256 = _alike(lambda b, v: b.shl(v, _all(v.type, 8)), 1)
 add_ints = _alike(lambda b, x, y: b.add(x, y), 2)
 # Of 16 bits, such that 256 times it leaves between -128 and 127.
 high_byte = _alike(lambda b, v: b.ashr(b.add(v, _all(v.type, 128)), _all(v.type, 8)), 1)
