@@ -1,9 +1,13 @@
-"""The kernels' float products and attention on the CPU beside torch's: times, ratios, and bits that rows do not change.
+"""The kernels' products and attention on the CPU beside torch's: times, ratios, and bits that rows do not change.
 
     PYTHONPATH=src python benchmarks/cpu_products.py [--threads N] [--quick]
 
 Each line is one shape, with the fastest of several alternating runs of both. "equal" says that some rows come out with
 the same bits alone, among 8, and among all. Ratios under 1 mean that the kernels take less time.
+
+The kernels use what numba says that the core has. Without AMX, where it has that:
+
+    NUMBA_CPU_NAME=cascadelake NUMBA_CPU_FEATURES=+avx512f,+avx512bw,+avx512vl,+avx512vnni,+fma,+f16c python ...
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch import Tensor
 from infer.backend.cpu import kernels
 from infer.backend.cpu.records import weight_record
 from infer.cache.table import Table
+from infer.nn.quantized import QuantizedWeight
 
 SMOLLM2 = [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)]
 LLAMA_1B = [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)]
@@ -41,18 +46,18 @@ def fastest(*functions: Callable[[], object]) -> list[float]:
     return [min(its) * 1e3 for its in times]
 
 
-def product(weight: Tensor, x: Tensor, out: Tensor) -> Callable[[], None]:
+def product(weight: Tensor | QuantizedWeight, x: Tensor, out: Tensor) -> Callable[[], None]:
     record = weight_record(weight, None)
     return lambda: kernels().linear(record, x.numpy(), out.numpy())
 
 
-def multiplied(weight: Tensor, x: Tensor) -> Tensor:
-    out = torch.full((len(x), len(weight)), torch.nan)
+def multiplied(weight: Tensor | QuantizedWeight, x: Tensor) -> Tensor:
+    out = torch.full((len(x), weight.shape[0]), torch.nan)
     product(weight, x, out)()
     return out
 
 
-def rows_are_equal(weight: Tensor, x: Tensor) -> bool:
+def rows_are_equal(weight: Tensor | QuantizedWeight, x: Tensor) -> bool:
     """Whether the first, the last and other rows have the same bits in every company."""
     whole = multiplied(weight, x)
     for start in {0, len(x) // 3, max(0, len(x) - 8)}:
@@ -81,6 +86,24 @@ def measure_products(shapes: list[tuple[int, int]], counts: list[int]) -> None:
             print(
                 f"{f'{rows}x{columns}':>13} {count:>5} {ours:>9.3f} {torchs:>9.3f} {ours / torchs:>6.2f} {rate:>8.0f} "
                 f"{bf16:>9.3f}  {'equal' if equal else 'NOT EQUAL'}{'' if close else ', WRONG'}",
+                flush=True,
+            )
+
+
+def measure_codes(shapes: list[tuple[int, int]], counts: list[int]) -> None:
+    print("\nproducts with weights of 4 and 8 bits: milliseconds, and the ratio to F.linear in float32")
+    print(f"{'shape':>13} {'rows':>5} {'int4':>9} {'ratio':>6} {'int8':>9} {'ratio':>6}  bits")
+    for rows, columns in shapes:
+        weight = torch.randn(rows, columns)
+        four, eight = (QuantizedWeight.of(weight, bits) for bits in (4, 8))
+        for count in counts:
+            x, out = torch.randn(count, columns), torch.empty(count, rows)
+            torchs = partial(F.linear, x, weight)
+            by_four, by_eight, theirs = fastest(product(four, x, out), product(eight, x, out), torchs)
+            equal = all(rows_are_equal(w, x) for w in (four, eight))
+            print(
+                f"{f'{rows}x{columns}':>13} {count:>5} {by_four:>9.3f} {by_four / theirs:>6.2f} {by_eight:>9.3f} "
+                f"{by_eight / theirs:>6.2f}  {'equal' if equal else 'NOT EQUAL'}",
                 flush=True,
             )
 
@@ -139,7 +162,9 @@ def main() -> None:
     print(f"{arguments.threads} threads, torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()})")
     print(f"kernels ready after {time.perf_counter() - start:.1f} s; tiles of {shape}")
     with torch.inference_mode():
-        measure_products(SMOLLM2[:4] if arguments.quick else SMOLLM2 + LLAMA_1B, arguments.rows)
+        shapes = SMOLLM2[:4] if arguments.quick else SMOLLM2 + LLAMA_1B
+        measure_products(shapes, arguments.rows)
+        measure_codes(shapes, arguments.rows)
         print("\nattention: milliseconds of the kernels and of SDPA; bits: of each query alone and among all")
         print(
             f"{'heads':>6} {'kv_heads':>8} {'size':>5} {'queries':>8} {'keys':>6} {'ours':>9} {'torch':>9} {'ratio':>6}"

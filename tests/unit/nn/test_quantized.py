@@ -458,7 +458,9 @@ def generic_product(module: Any, made: QuantizedWeight, x: Tensor) -> Tensor:
 
 @needs_kernels
 @both_widths
-@pytest.mark.parametrize(("rows", "columns", "count"), [(1, 1, 1), (5, 33, 3), (64, 96, 4), (130, 577, 9), (33, 65, 50)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "count"), [(1, 1, 1), (5, 33, 3), (64, 96, 4), (130, 577, 9), (33, 65, 50)]
+)
 def test_other_cores(rows: int, columns: int, count: int, bits: int, generic: Any) -> None:
     """The same bits, with the most extreme codes too."""
     made, x = weight(rows, columns, bits), randn(count, columns)
