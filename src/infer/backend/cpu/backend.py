@@ -26,6 +26,7 @@ from infer.nn.split import SplitLinear
 
 CPU = torch.device("cpu")
 AT_ONCE = 16  # tokens of which all blocks are one call: a longer one could not be interrupted
+BLOCK_TOKENS = 256  # of more tokens, as many blocks as come to so many
 ATTENTION = CpuAttention()
 
 
@@ -100,12 +101,13 @@ class CpuBackend:
             logits = empty(len(wanted), self.parts.head.linear.out_features)
             made.run(self.blocks, self._head, x.numpy(), angles.at, tables, tokens, parts, wanted, logits.numpy())
             return logits
-        for i in range(len(self.blocks)):
-            done, one = empty(*x.shape), slice(i, i + 1)
-            blocks, ropes = self.blocks[one], angles.at[one]
-            made.run(blocks, made.NO_HEADS, x.numpy(), ropes, tables[one], tokens, parts, wanted, done.numpy())
+        each = max(1, BLOCK_TOKENS // len(x))
+        for i in range(0, len(self.blocks), each):
+            done, some = empty(*x.shape), slice(i, i + each)
+            blocks, ropes = self.blocks[some], angles.at[some]
+            made.run(blocks, made.NO_HEADS, x.numpy(), ropes, tables[some], tokens, parts, wanted, done.numpy())
             x = done
-            progress.tell_part(i + 1, len(self.blocks))
+            progress.tell_part(i + len(blocks), len(self.blocks))
         return self._logits(x, wanted)
 
     def _places(self, packed: Packed) -> tuple[Angles, Record, Record]:

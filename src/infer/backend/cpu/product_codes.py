@@ -31,6 +31,7 @@ from infer.backend.cpu.simd import (
     add,
     add_ints,
     as_factors,
+    counted,
     dot,
     dot_positive,
     fused,
@@ -65,7 +66,6 @@ from infer.backend.cpu.simd import (
     tile_of_high_starts,
     tile_of_low_starts,
     times_256,
-    to_eight_ints,
     to_tile_floats,
     total,
 )
@@ -114,16 +114,16 @@ def _round_group(at: int, codes_at: int, scales_at: int) -> None:
     inverse = splat_eight(np.float32(1) / step if step > 0 else step)
     sums, high_sums = no_eight_ints(), no_eight_ints()
     for i in range(0, GROUP, 8):
-        code = to_eight_ints(multiply(load_eight(at + 4 * i), inverse))
+        code = counted(multiply(load_eight(at + 4 * i), inverse))
         high = high_byte(code)
         sums, high_sums = add_ints(sums, code), add_ints(high_sums, high)
         store_as_bytes(codes_at + i, high)
         store_as_bytes(codes_at + GROUP + i, code)
-    sum_of_codes = total(sums)
+    sum_of_codes = np.int32(total(sums) - GROUP * LOW_START)
     store_float(scales_at, step)
     store_float(scales_at + 4, np.float32(sum_of_codes) * step)
     if RAISED != 0:
-        sum_of_highs = total(high_sums)
+        sum_of_highs = np.int32(total(high_sums) - GROUP * (LOW_START >> 8))
         store_int(scales_at + 8, np.int32(HIGH_START - RAISED * sum_of_highs))
         store_int(scales_at + 12, np.int32(LOW_START - RAISED * (sum_of_codes - 256 * sum_of_highs)))
 

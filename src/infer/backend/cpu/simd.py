@@ -75,7 +75,6 @@ def _vector(name: str, llvm_type: ir.Type) -> Any:
 
 
 int32x8 = _vector("int32x8", INT32X8)
-int32x16 = _vector("int32x16", INT32X16)
 floatx8 = _vector("floatx8", FLOATX8)
 floatx16 = _vector("floatx16", FLOATX16)
 tile_codes = _vector("tile_codes", TILE_CODES)
@@ -246,12 +245,10 @@ summed = _operation(types.float32, _sum, 1)
 # In the order of `tile.py`.
 sum_of_eight = _operation(types.float32, _sum_of_eight, 1)
 clamped = _alike(_clamped, 3)
-rounded = _alike(lambda b, x: _call(b, "llvm.rint.v16f32", FLOATX16, x), 1)
 to_tile_floats = _operation(tile_floats, lambda b, v: b.sitofp(v, TILE_FLOATS), 1)
 joined = _operation(tile_floats, _joined, 2)
-# The nearest whole number; of what no whole number is near, any.
-to_ints = _operation(int32x16, lambda b, x: _call(b, "llvm.lrint.v16i32.v16f32", INT32X16, x), 1)
-to_eight_ints = _operation(int32x8, lambda b, x: _call(b, "llvm.lrint.v8i32.v8f32", INT32X8, x), 1)
+# The nearest whole number, counted from LOW_START: its last bytes are the number's own. Of what none is near, any.
+counted = _operation(int32x8, lambda b, x: b.bitcast(b.fadd(x, _all(FLOATX8, START)), INT32X8), 1)
 times_256 = _alike(lambda b, v: b.shl(v, _all(v.type, 8)), 1)
 add_ints = _alike(lambda b, x, y: b.add(x, y), 2)
 # Of 16 bits, such that 256 times it leaves between -128 and 127.
@@ -259,10 +256,9 @@ high_byte = _alike(lambda b, v: b.ashr(b.add(v, _all(v.type, 128)), _all(v.type,
 total = _operation(types.int32, lambda b, v: _call(b, "llvm.vector.reduce.add.v8i32", INT32, v), 1)
 low_nibbles = _alike(lambda b, v: b.and_(v, _all(TILE_CODES, 15)), 1)
 high_nibbles = _alike(lambda b, v: b.lshr(v, _all(TILE_CODES, 4)), 1)
-# 2^n of whole numbers, by way of the exponent's bits.
-_power = _operation(
-    floatx16,
-    lambda b, n: b.bitcast(b.shl(b.add(n, _all(INT32X16, 127)), _all(INT32X16, 23)), FLOATX16),
+# 2^n of whole numbers n, given START + n: by way of the exponent's bits.
+_power = _alike(
+    lambda b, x: b.bitcast(b.shl(b.add(b.bitcast(x, INT32X16), _all(INT32X16, 127)), _all(INT32X16, 23)), FLOATX16),
     1,
 )
 
@@ -361,7 +357,8 @@ def _literal(index: Any) -> int:
 def exponential(x: Any) -> Any:
     """e^x to a unit or two in the last place: 2^n e^f, with |f| at most half of log 2."""
     x = clamped(x, splat(-87.0), splat(88.0))
-    n = rounded(multiply(x, splat(1.44269504)))
+    started = add(multiply(x, splat(1.44269504)), splat(START))  # which leaves no digits behind the point
+    n = add(started, splat(-START))
     f = fused(n, splat(-0.693359375), x)
     f = fused(n, splat(2.12194440e-4), f)
     p = splat(1 / 5040)
@@ -372,4 +369,4 @@ def exponential(x: Any) -> Any:
     p = fused(p, f, splat(0.5))
     p = fused(p, f, splat(1.0))
     p = fused(p, f, splat(1.0))
-    return multiply(p, _power(to_ints(n)))
+    return multiply(p, _power(started))
