@@ -78,6 +78,7 @@ FAR = 262144  # bytes that stay in the second cache of most cores, with room to 
 MANY = 16  # rows that are worth rounding in several threads
 INT4_BYTES, INT8_BYTES = 20 * TILE, 34 * TILE  # of a group of a tile
 X_BYTES, SCALE_BYTES = 2 * GROUP, 16  # of a group of x: of its codes, and what goes with them
+SMALLEST = np.float32(3e-39)  # step whose inverse is a number: what is smaller counts as 0
 STEPS = 127 * 256 + 127  # of x, from 0 to the largest: so many its codes can count
 
 
@@ -111,7 +112,7 @@ def _round_group(at: int, codes_at: int, scales_at: int) -> None:
     for i in range(32, GROUP * 4, 32):
         peak = larger_ints(peak, magnitudes(load_eight(at + i)))
     step = largest_magnitude(peak) / np.float32(STEPS)
-    inverse = splat_eight(np.float32(1) / step if step > 0 else step)
+    inverse = splat_eight(np.float32(1) / step if step > SMALLEST else np.float32(0))
     sums, high_sums = no_eight_ints(), no_eight_ints()
     for i in range(0, GROUP, 8):
         code = counted(multiply(load_eight(at + 4 * i), inverse))

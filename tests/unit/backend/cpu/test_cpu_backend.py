@@ -391,12 +391,12 @@ def test_a_model_gives_the_logits_of_plain_torch(
     assert calls == expected  # plain torch called none
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (1, 15), (1, 16), (40, 1), (1, 120)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (1, 15), (1, 16), (40, 1), (1, 120), (2, 70)], ids=str)
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
 def test_passes_of_any_number_of_tokens(
     shape: tuple[int, int], cached: bool, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 16 tokens and more, each block is a call of its own, between which a pass can be interrupted."""
+    """Of 16 tokens and more, only a few blocks are one call: between them a pass can be interrupted."""
     model, ids = tiny_model(), random_ids(*shape)
     cache = KVCache.from_model_config(model.config, 120, batch_size=shape[0], dtype="float32", device="cpu")
     calls = count_calls(monkeypatch, "run", "behind_attention", "head")
@@ -406,7 +406,7 @@ def test_passes_of_any_number_of_tokens(
     elif ids.numel() < 16:
         assert calls == {"run": 1, "behind_attention": 0, "head": 0}
     else:
-        assert calls == {"run": 2, "behind_attention": 0, "head": 1}
+        assert calls == {"run": 1 if ids.numel() <= 128 else 2, "behind_attention": 0, "head": 1}
     torch.testing.assert_close(got, model(ids), atol=1e-4, rtol=1e-4)
 
 
