@@ -1067,6 +1067,7 @@ class TestInterrupted:
         all_logits(model, cache, random_ids(1, 9))
         untouched = copy.deepcopy(cache)
         made, calls = kernels(), []
+        monkeypatch.setattr("infer.backend.cpu.backend.BLOCK_TOKENS", 20)
 
         def interrupting(run: Callable) -> Callable:
             def interrupted(*args: Any) -> None:
