@@ -1,7 +1,8 @@
 """AMX, x86's instructions for products of whole blocks of bytes, where the core has them and the system lets us.
 
 Its registers are tables of up to 16 rows of 64 bytes. Here two hold the high and the low bytes of 16 rows of x, one the
-codes of a tile of W, two the sums. All are of whole numbers, so the bits are those of any other core.
+codes of a group of a tile of W, which lie in memory as it takes them, two the sums. All are of whole numbers, so the
+bits are those of any other core.
 """
 
 from __future__ import annotations

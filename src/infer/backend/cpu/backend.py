@@ -26,7 +26,7 @@ from infer.nn.split import SplitLinear
 
 CPU = torch.device("cpu")
 AT_ONCE = 16  # tokens of which all blocks are one call: a longer one could not be interrupted
-BLOCK_TOKENS = 256  # of more tokens, as many blocks as come to so many
+BLOCK_TOKENS = 256  # of more tokens, a call has as many blocks as come to so many together, or one
 ATTENTION = CpuAttention()
 
 

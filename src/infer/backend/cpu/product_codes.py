@@ -264,8 +264,8 @@ def _by_tile(codes_of: Any, dot: Any, code_bytes: int, group_bytes: int, has_min
             multiply_by_amx(start, x, x_row, unpacked)
             for g in range(groups):
                 at, s_at = start + g * group_bytes, s + g * SCALE_BYTES
-                amx.store_high(high, 4 * TILE)
-                amx.store_low(low, 4 * TILE)
+                amx.store_high(high, line)
+                amx.store_low(low, line)
                 if g + 1 < groups:  # the next products, while these are scaled
                     multiply_by_amx(at + group_bytes, x + (g + 1) * X_BYTES, x_row, unpacked)
                 scale = load_tile_halves(at + code_bytes)
