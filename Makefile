@@ -16,7 +16,7 @@ docs: $(VENV)/.docs  ## Serve the documentation at http://127.0.0.1:8001.
 	$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
 
 test: $(VENV)/.dev  ## Run the tests, in a process for each of up to four cores.
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 test-all: export INFER_TEST_ALL = 1
 test-all: $(VENV)/.ray test  ## The same with more prompts, longer ones, all products of choices, and Ray.

@@ -1,6 +1,6 @@
-"""Batches: tokens per second of several rows together, against one row alone, in one process.
+"""Batches: tokens per second of several rows together, against one row, in one process.
 
-Figures of a machine that is busy with other work mean little.
+Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from infer.models.common import Decoder
 
 
 def run(model: Decoder, tokenizer: Tokenizer, rows: list[int], new_tokens: int) -> list[dict[str, Any]]:
-    """Prompts of different lengths, over and over; every row generates as many tokens."""
+    """Prompts of different lengths, repeated; every row generates `new_tokens` tokens."""
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     alone = [generate(model, tokenizer, prompt, params) for prompt in prompts]

@@ -1,7 +1,7 @@
-"""Long contexts: what a cache of windows saves in memory and costs in time, and what prefill in chunks does.
+"""Long contexts: memory and time of a sliding-window cache, and of chunked prefill.
 
-Everything is measured in one process, alternating trial by trial and step by step: ratios of one run mean something;
-figures of two runs, or of a machine that is busy with other work, little.
+Everything is measured in one process, alternating trial by trial and step by step: ratios within one run are
+reliable, figures of two runs are not comparable. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,27 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_shapes import SHAPES
 
 from infer import KVCache, ModelConfig, SlidingCache, Tokenizer, load_model
 from infer.engine.model import step
-from infer.engine.request import check_chunk
+from infer.engine.params import check_prefill_chunk
 from infer.evaluate.bench import describe_machine, fixed_prompt, machine_line, peak_memory, reset_peak_memory
 from infer.loader.hf_config import config_from_hf
 from infer.models.common import Decoder
-
-GEMMA_3_1B = {
-    "model_type": "gemma3_text",
-    "hidden_size": 1152,
-    "intermediate_size": 6912,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "vocab_size": 262_144,
-    "max_position_embeddings": 32_768,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-}
 
 
 def make(kind: type[KVCache | SlidingCache], model: Decoder, positions: int, chunk: int) -> KVCache | SlidingCache:
@@ -49,9 +36,9 @@ def make(kind: type[KVCache | SlidingCache], model: Decoder, positions: int, chu
 def measure_prefill(
     model: Decoder, cache: KVCache | SlidingCache, prompt: list[int], chunk: int | None
 ) -> tuple[float, int | None]:
-    """Seconds, and the most bytes held beyond the weights and the cache."""
+    """Seconds, and peak memory beyond the weights and the cache."""
     tokens = torch.tensor([prompt], device=model.device)
-    for tensor in (*cache.k, *cache.v):  # memory is taken when it is first written
+    for tensor in (*cache.k, *cache.v):  # memory is allocated when it is first written
         tensor.zero_()
     release_free_memory()
     reset_peak_memory(model.device)
@@ -64,7 +51,7 @@ def measure_prefill(
 
 
 def release_free_memory() -> None:
-    """Have the C library give back what it keeps for later: it would hide what the next run takes."""
+    """Make the C library return free memory: it would hide the peak of the next run."""
     gc.collect()
     with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
@@ -72,7 +59,7 @@ def release_free_memory() -> None:
 
 @torch.inference_mode()
 def measure_decode(model: Decoder, caches: list[KVCache | SlidingCache], token: int, steps: int) -> list[list[float]]:
-    """Seconds of each step with each cache. They take turns in going first: it is not the same place."""
+    """Seconds of each step with each cache. The order alternates, because it affects the times."""
     fed = torch.tensor([[token]], device=model.device)
     times: list[list[float]] = [[] for _ in caches]
     order = list(range(len(caches)))
@@ -87,7 +74,7 @@ def measure_decode(model: Decoder, caches: list[KVCache | SlidingCache], token: 
 
 def cache_sizes() -> dict[str, int]:
     """Bytes for Gemma 3 1B at 32,768 positions in bf16."""
-    config = config_from_hf(GEMMA_3_1B)
+    config = config_from_hf(SHAPES["gemma3-1b"])
     return {
         kind.__name__: kind.from_model_config(config, 32_768, dtype="bfloat16", device="cpu").memory_bytes
         for kind in (SlidingCache, KVCache)
@@ -132,12 +119,12 @@ def run(model: Decoder, tokenizer: Tokenizer, context: int, new_tokens: int, chu
 
 
 def table(figures: dict[str, Any]) -> str:
-    whole = {row["cache"]: row["seconds"] for row in figures["prefill"] if row["chunk"] is None}
-    lines = [f"prefill of {figures['context']} tokens       seconds   to whole   peak memory beyond weights and cache"]
+    one_pass = {row["cache"]: row["seconds"] for row in figures["prefill"] if row["chunk"] is None}
+    lines = [f"prefill of {figures['context']} tokens       seconds    to one   peak memory beyond weights and cache"]
     for row in figures["prefill"]:
-        size = "whole" if row["chunk"] is None else f"chunks of {row['chunk']}"
+        size = "one pass" if row["chunk"] is None else f"chunks of {row['chunk']}"
         peak = "unknown" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f} MB"
-        ratio = row["seconds"] / whole[row["cache"]]
+        ratio = row["seconds"] / one_pass[row["cache"]]
         lines.append(f"  {row['cache']:<13} {size:<15} {row['seconds']:9.2f}   {ratio:7.2f}x   {peak:>9}")
     base = figures["decode"][-1]
     lines += ["", f"decode at {figures['context']} positions      ms/step   speed      cache"]
@@ -165,7 +152,7 @@ def main() -> None:
     parser.add_argument("--report", type=Path, help="write everything measured into this JSON file")
     args = parser.parse_args()
     config = ModelConfig.from_pretrained(args.model)
-    check_chunk(args.prefill_chunk)
+    check_prefill_chunk(args.prefill_chunk)
     if min(args.context, args.new_tokens, args.trials) < 1:
         parser.error("--context, --new-tokens and --trials must be at least 1")
     if args.context + args.new_tokens > config.max_position_embeddings:

@@ -1,13 +1,13 @@
-"""What Ray adds to one replica, what a second replica brings, and what routing by prefix does.
+"""The overhead of Ray for one replica, the gain of a second replica, and the effect of routing by prefix.
 
-overhead   one replica under `infer deploy`, and `infer serve`, asked by turns: milliseconds to the first token and
+overhead   one replica under `infer deploy`, and `infer serve`, alternating: milliseconds to the first token and
            tokens per second, of one stream and of several
-scale      streams that two replicas share, and one replica alone, asked by turns: tokens per second
-prefixes   documents that are asked about again and again: the share of prompt tokens that were in a cache, with
+scale      streams that two replicas share, and one replica alone, alternating: tokens per second
+prefixes   repeated questions about documents: the share of prompt tokens that were in a cache, with
            routing by prefix and without
 
-Figures are medians over the rounds. Each server computes on as many threads as --threads says. With fewer than three
-cores to spare beside them, Ray's own processes and the clients take the processor from the engines.
+Figures are medians over the rounds. Each server computes on --threads threads. Without three more cores, Ray's
+processes and the clients take CPU time from the engines.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from gpu_report import Report, Row, judged
-from http_client import Answer, ServerProcess, ask_once, connected
+from gpu_report import Report, Row, command_line, goal_status
+from http_client import Response, ServerProcess, connected, request_once
 from serving_report import GOALS, goal_row
 
 from infer.evaluate.bench import describe_machine, machine_line
@@ -37,14 +37,14 @@ DEPLOY = [sys.executable, "-c", "import sys; from infer.cli import main; main(['
 
 
 class Measured:
-    """What streams of a server took, all begun at once."""
+    """Times of streams that started at once."""
 
-    def __init__(self, answers: Sequence[Answer]) -> None:
-        if any(answer.failed for answer in answers):
-            raise RuntimeError("a stream did not come to its end")
-        self.first_s = statistics.median(answer.token_times[0] - answer.sent for answer in answers)
-        seconds = max(answer.times[-1] for answer in answers) - min(answer.sent for answer in answers)
-        self.tokens_per_s = len(answers) * TOKENS / seconds
+    def __init__(self, responses: Sequence[Response]) -> None:
+        if any(response.failed for response in responses):
+            raise RuntimeError("a stream ended early")
+        self.first_s = statistics.median(response.token_times[0] - response.sent for response in responses)
+        seconds = max(response.times[-1] for response in responses) - min(response.sent for response in responses)
+        self.tokens_per_s = len(responses) * TOKENS / seconds
 
 
 class Benchmark:
@@ -62,7 +62,7 @@ class Benchmark:
     def overhead(self) -> Iterator[Row]:
         with ServerProcess(self.options) as plain, self.deployed(1) as ray:
             for count in (1, STREAMS):
-                served, through_ray = self.by_turns([plain.port, ray.port], count)
+                served, through_ray = self.alternate([plain.port, ray.port], count)
                 streams = "one stream" if count == 1 else f"{count} streams"
                 first = median(through_ray, first_ms) - median(served, first_ms)
                 yield self.row(
@@ -70,7 +70,7 @@ class Benchmark:
                     first,
                     ".1f",
                     " ms",
-                    judged(first, FIRST_GOAL_MS, form=".0f", most=True) if count == 1 else "",
+                    goal_status(first, FIRST_GOAL_MS, form=".0f", lower_is_better=True) if count == 1 else "",
                     first_ms=median(served, first_ms),
                 )
                 speed = median(through_ray, tokens_per_s) / median(served, tokens_per_s)
@@ -79,14 +79,14 @@ class Benchmark:
                     speed,
                     ".2f",
                     "x",
-                    judged(speed, SPEED_GOAL),
+                    goal_status(speed, SPEED_GOAL),
                     tokens_per_s=median(served, tokens_per_s),
                 )
 
     def scale(self) -> Iterator[Row]:
         with self.deployed(1) as single, self.deployed(2) as double:
             for count in SHARED:
-                one, two = self.by_turns([single.port, double.port], count)
+                one, two = self.alternate([single.port, double.port], count)
                 yield self.row(
                     f"tokens per second of two replicas to one, {count} streams (one: {median(one, tokens_per_s):.0f})",
                     median(two, tokens_per_s) / median(one, tokens_per_s),
@@ -101,18 +101,18 @@ class Benchmark:
                 rate = asyncio.run(self.hit_rate(server.port))
             yield self.row(f"of prompt tokens were in a cache, {words}", rate, ".0%")
 
-    def by_turns(self, ports: Sequence[int], count: int) -> list[list[Measured]]:
+    def alternate(self, ports: Sequence[int], count: int) -> list[list[Measured]]:
         measured: list[list[Measured]] = [[] for _ in ports]
         for number in range(self.rounds + 1):
             for port, found in zip(ports, measured, strict=True):
                 found.append(Measured(asyncio.run(self.streams(port, count, number))))
         return [found[1:] for found in measured]  # the first round warms up
 
-    async def streams(self, port: int, count: int, number: int) -> list[Answer]:
-        async def one(i: int) -> Answer:
+    async def streams(self, port: int, count: int, number: int) -> list[Response]:
+        async def one(i: int) -> Response:
             async with connected(port) as connection:
-                return await connection.ask(
-                    "/v1/completions", self.asked(f"In round {number}, for stream {i},", TOKENS)
+                return await connection.request(
+                    "/v1/completions", self.body(f"In round {number}, for stream {i},", TOKENS)
                 )
 
         return list(await asyncio.gather(*(one(i) for i in range(count))))
@@ -122,15 +122,15 @@ class Benchmark:
             for document in range(DOCUMENTS):
                 prompt = f"Report {document}. " + f"It tells of {document} ships and the sea. " * 60 + question
                 async with connected(port) as connection:
-                    await connection.ask("/v1/completions", self.asked(prompt, 1))
-        text = (await ask_once(port, "/metrics")).body.decode()
+                    await connection.request("/v1/completions", self.body(prompt, 1))
+        text = (await request_once(port, "/metrics")).body.decode()
         hits, queries = (
             sum(map(float, re.findall(rf"^infer:prefix_cache_{name}_total{{.*}} (.*)$", text, re.MULTILINE)))
             for name in ("hits", "queries")
         )
         return hits / queries
 
-    def asked(self, prompt: str, tokens: int) -> dict[str, object]:
+    def body(self, prompt: str, tokens: int) -> dict[str, object]:
         body = {"model": self.shape, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         return {**body, "stream": True, "ignore_eos": True}
 
@@ -159,16 +159,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="of a replica (%(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="(%(default)s)")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="(everything)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures in FILE, with those it has already")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the figures to this JSON file")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser, argv = make_parser(), sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(argv)
-    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    files.add_argument("--json")
-    command = ["python", "benchmarks/bench_deploy.py", *files.parse_known_args(argv)[1]]
+    command = command_line("bench_deploy.py", argv, "--json")
     machine = describe_machine(torch.device("cpu")) | {"load_average": os.getloadavg()[0]}
     report = Report(machine, command, args.json, "deploy")
     print(f"{machine_line(machine)}, load average before: {machine['load_average']:.2f}\n$ {shlex.join(command)}\n")

@@ -1,12 +1,12 @@
-"""Tensor parallel: what several processes reach against one, and what it costs to have the same bits in all of them.
+"""Tensor parallel: the speed of several processes against one, and the cost of equal bits.
 
 speed   tokens per second of one request and of eight, and seconds of a prompt, in 1, 2, ... processes that share the
         same cores; and whether they give the same tokens
-bits    what processes exchange in a pass. Ours gather activations, four times a block, so that each number is computed
-        as in one process. Others cut matrices by columns and add partial sums, twice a block: their bits depend on the
-        number of processes. Both over the same connections, in random numbers
+bits    the communication of a pass. infer gathers activations, four times per block, so that each number is computed
+        as in one process. Others split matrices by columns and add partial sums, twice per block: their bits depend on
+        the number of processes. Both are measured over the same connections, with random data
 
-Figures of a machine that is busy with other work mean little.
+Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from infer.cli.common import DEFAULT_MODEL
 from infer.evaluate.bench import describe_machine, machine_line
 from infer.evaluate.verify import PROMPTS
 from infer.loader.hf_config import config_from_hf
-from infer.models.split import share_heads
-from infer.nn.split import shares
+from infer.models.sharding import shard_heads
+from infer.nn.sharded import shard_ranges
 from infer.parallel.group import ProcessGroup
 
 distributed: Any = torch.distributed
@@ -68,29 +68,29 @@ def speed(model: str, counts: list[int], new_tokens: int, repeats: int, quantize
 def exchanges(
     config: ModelConfig, group: ProcessGroup, tokens: int, dtype: torch.dtype
 ) -> dict[str, Callable[[], Any]]:
-    """What a block exchanges, in either way."""
-    count, rank = group.count, group.rank
-    heads = [len(each.query) * config.computed_head_dim for each in share_heads(config, count)]
+    """The communication of a block: gathered activations, or added partial sums."""
+    count, rank = group.world_size, group.rank
+    heads = [len(each.query) * config.computed_head_dim for each in shard_heads(config, count)]
     hidden, inner = (
-        [len(each) for each in shares(size, count)] for size in (config.hidden_size, config.intermediate_size)
+        [len(each) for each in shard_ranges(size, count)] for size in (config.hidden_size, config.intermediate_size)
     )
     gathered = [(torch.randn(tokens, sizes[rank]).to(dtype), sizes) for sizes in (heads, hidden, inner, hidden)]
-    partial = torch.randn(tokens, config.hidden_size)  # float32: rounded, they would lose digits
+    partial = torch.randn(tokens, config.hidden_size)  # float32: rounding would lose digits
 
     def gather() -> None:
         for x, sizes in gathered:
-            group.gather(x, sizes)
+            group.all_gather(x, sizes)
 
     def add() -> None:
         for _ in range(2):
-            everything = group.gather(partial, [config.hidden_size] * count).view(tokens, count, -1)
+            everything = group.all_gather(partial, [config.hidden_size] * count).view(tokens, count, -1)
             sum(everything.unbind(1))
 
     return {"gathered": gather, "added": add}
 
 
 def bits(rank: int, count: int, port: int, repeats: int) -> list[dict[str, Any]]:
-    """On every rank; the first one's figures count."""
+    """Runs on every rank; rank 0's figures are used."""
     store = distributed.TCPStore("127.0.0.1", port, count, is_master=False, timeout=timedelta(minutes=1))
     torch.set_num_threads(1)
     group = ProcessGroup(store, rank, count, CPU, collectives="gloo", local=True)
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--quantize", help="int4 or int8")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="default 1 2 4")
     parser.add_argument("--new-tokens", type=int, default=24, help="default %(default)s")
-    parser.add_argument("--repeats", type=int, default=3, help="of which the median counts (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="trials; the median is used (default %(default)s)")
     parser.add_argument("--report", type=Path, help="write everything measured into this JSON file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)

@@ -1,13 +1,13 @@
-"""infer beside transformers and llama.cpp: all in one process, alternating trial by trial, on the same weights.
+"""infer against transformers and llama.cpp on the same weights, in one process, alternating trial by trial.
 
-Prints what each needs for the prompt and for a decode step, and how near that comes to the time it takes to read the
-weights from memory once, which no engine at batch 1 can beat. infer runs in every width that --widths names, with what
-that costs: perplexity on a text, and greedy tokens that differ from those of the first width. llama.cpp takes part if
-llama-cpp-python is installed and the model is a GGUF file, which it runs as it is, and in 8 bits, made from it by its
-own quantiser; and so do batches of sequences that are decoded together. Ratios of one run mean something; figures of
-two runs, or of a machine that is busy with other work, little.
+Prints the time of the prompt and of a decode step for each engine, and how close it comes to the time of one read of
+the weights from memory, the limit at batch 1. infer runs with each weight dtype of --widths, and measures its cost:
+perplexity on a text, and greedy tokens that differ from those of the first dtype. llama.cpp is included if
+llama-cpp-python is installed and the model is a GGUF file: as it is, and in 8 bits, converted by its own quantizer; so
+are batches of sequences. Ratios within one run are reliable, figures of two runs are not comparable. Run it on an idle
+machine.
 
-With --device cuda, and no --model, `compare_gpu.py` runs instead: see its own --help (--device cuda --help).
+With --device cuda and without --model, `compare_gpu.py` runs instead: see its --help (--device cuda --help).
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ from engines import (
     load_transformers,
     transformers_engine,
 )
+from gpu_shapes import synchronize
 
 from infer import KVCache, SamplingParams, Tokenizer, load_model, perplexity
 from infer.backend import backend_for, cpu
 from infer.backend.cpu.backend import CpuBackend
-from infer.backend.cpu.records import head_record
+from infer.backend.cpu.ops import head_record
 from infer.engine.model import step
-from infer.engine.request import check_request
+from infer.engine.sequence import check_sequence
 from infer.engine.text import encode_readable
 from infer.evaluate.bench import describe_machine, fixed_prompt, machine_line
-from infer.loader import open_checkpoint
+from infer.evaluate.verify import first_difference
+from infer.loader.find import open_checkpoint
 from infer.machine import resolve_device, resolve_dtype
 from infer.models.common import Decoder
 from infer.nn.attention import attention
@@ -64,7 +66,7 @@ TEXT = Path(__file__).with_name("text.md")
 
 
 def decode_bytes(model: Decoder) -> int:
-    """Of the weights that a decode step reads: of an embedding that is not the head too, it reads one row."""
+    """Bytes of weights that a decode step reads: of an embedding that is not tied to the head, only one row."""
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     if not model.config.tie_word_embeddings:
         weight = model.embed_tokens.weight
@@ -73,16 +75,16 @@ def decode_bytes(model: Decoder) -> int:
 
 
 def transformers_bytes(model: Any) -> int:
-    """The same of transformers' model."""
+    """`decode_bytes` of transformers' model."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return sum(weight.nbytes for weight in model.parameters()) - (0 if head is embedding else embedding.nbytes)
 
 
 @torch.inference_mode()
 def bytes_per_second(model: Any) -> float:
-    """How fast memory gives a model's weights when all that is done is to sum them; best of three."""
+    """Memory bandwidth when a model's weights are only summed; best of three."""
     weights = [weight.flatten() for weight in model.parameters()]
-    if model.device.type == "cpu":  # 16 bits would be widened first, which takes longer than to read them
+    if model.device.type == "cpu":  # converting 16 bits takes longer than reading them
         weights = [weight[: weight.nbytes // 4 * 4 // weight.itemsize].view(torch.float32) for weight in weights]
     seconds = min(_seconds(lambda: [weight.sum() for weight in weights], model.device) for _ in range(3))
     return sum(weight.nbytes for weight in weights) / seconds
@@ -90,7 +92,7 @@ def bytes_per_second(model: Any) -> float:
 
 @torch.inference_mode()
 def time_parts(model: Decoder, tokenizer: Tokenizer, positions: Sequence[int], repeats: int) -> list[dict[str, float]]:
-    """Median times of a decode step at each position, of its products alone, and of its attention alone.
+    """Median times of a decode step at each position, of its GEMMs alone, and of its attention alone.
 
     The positions alternate, and each part runs in the same order as within a step.
     """
@@ -100,7 +102,7 @@ def time_parts(model: Decoder, tokenizer: Tokenizer, positions: Sequence[int], r
         step(model, cache, torch.tensor([fixed_prompt(tokenizer, position)], device=model.device))
         caches.append(cache)
     token = torch.tensor([[0]], device=model.device)
-    products, attends = products_alone(model), [attention_alone(model, cache) for cache in caches]
+    products, attends = gemms_alone(model), [attention_alone(model, cache) for cache in caches]
     rows: list[dict[str, list[float]]] = [{"step_ms": [], "products_ms": [], "attention_ms": []} for _ in positions]
     for _ in range(repeats):
         for row, cache, attend in zip(rows, caches, attends, strict=True):
@@ -116,17 +118,17 @@ def time_parts(model: Decoder, tokenizer: Tokenizer, positions: Sequence[int], r
 
 @lru_cache
 def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
-    """All products in a single call, and attention in all layers in one."""
+    """All GEMMs in a single call, and the attention of all layers in one."""
     import numba
 
     from infer.backend.cpu.attention import attend_at
-    from infer.backend.cpu.memory import address
-    from infer.backend.cpu.product import product
+    from infer.backend.cpu.gemm import gemm
+    from infer.backend.cpu.jit import address
 
     @numba.njit
     def multiply(records: Any, widest: Any, out: Any) -> None:
         for i in range(records.shape[0]):
-            product(records[i].weight, address(widest), 1, address(out))
+            gemm(records[i].weight, address(widest), 1, address(out))
 
     @numba.njit
     def attend(blocks: Any, q: Any, tables: Any, parts: Any, seen: Any, out: Any) -> None:
@@ -150,8 +152,8 @@ def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
     return multiply, attend
 
 
-def products_alone(model: Decoder) -> Callable[[], Any]:
-    """All products of a step with one row; where kernels take the model, in a single call, as within a step."""
+def gemms_alone(model: Decoder) -> Callable[[], Any]:
+    """All GEMMs of a step with one row; if CPU kernels run the model, in a single call, as in a step."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     inputs = [torch.randn(1, m.weight.shape[1], dtype=model.dtype, device=model.device) for m in linears]
     if not isinstance(_backend(model), CpuBackend):
@@ -165,7 +167,7 @@ def products_alone(model: Decoder) -> Callable[[], Any]:
 
 
 def attention_alone(model: Decoder, cache: KVCache) -> Callable[[], Any]:
-    """One query in each layer over all that the cache holds, the next position included; else as `products_alone`."""
+    """One query in each layer over all cached positions and the next; otherwise like `gemms_alone`."""
     config, keys = model.config, cache.seq_len + 1
     q = torch.ones(1, config.num_attention_heads, 1, config.computed_head_dim, dtype=model.dtype, device=model.device)
     spans = [(k[:, :, :keys], v[:, :, :keys]) for k, v in zip(cache.k, cache.v, strict=True)]
@@ -175,7 +177,7 @@ def attention_alone(model: Decoder, cache: KVCache) -> Callable[[], Any]:
     _, run = _compiled()
     rows = q.view(1, -1).numpy()
     tables, seen, out = cache.table(config, torch.float32, 1), np.array([[0, keys]]), np.empty_like(rows)
-    arguments = backend.blocks, rows, tables, cpu.kernels().parts_of([1]), seen, out
+    arguments = backend.blocks, rows, tables, cpu.kernels().query_blocks([1]), seen, out
     run(*arguments)
     return lambda: run(*arguments)
 
@@ -186,20 +188,15 @@ def _backend(model: Decoder) -> Any:
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    _synchronise(device)
+    synchronize(device)
     started = time.perf_counter()
     work()
-    _synchronise(device)
+    synchronize(device)
     return time.perf_counter() - started
 
 
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def summarise(name: str, trials: Sequence[Trial], prompt_tokens: int, reference: Sequence[int]) -> dict[str, Any]:
-    """Medians over the trials, of the mean step in each; and the first token that differs from the reference's."""
+def summarize(name: str, trials: Sequence[Trial], prompt_tokens: int, reference: Sequence[int]) -> dict[str, Any]:
+    """The median over the trials of the mean step; and the first token that differs from the reference."""
     prefill_s = statistics.median(trial.prefill_s for trial in trials)
     step_s = statistics.median(statistics.fmean(trial.steps_s) for trial in trials)
     return {
@@ -212,14 +209,13 @@ def summarise(name: str, trials: Sequence[Trial], prompt_tokens: int, reference:
     }
 
 
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    return next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
-
-
 def measure_quality(
     models: dict[str, Decoder], tokenizer: Tokenizer, text: Path, agreement: tuple[int, int]
 ) -> list[dict[str, Any]]:
-    """Perplexity of each on a text; and over so many prompts from it, so many greedy tokens beside the first's."""
+    """Perplexity of each model on a text, and its greedy tokens compared with the first model's.
+
+    agreement: number of prompts from the text, and of new tokens.
+    """
     prefix = tokenizer.encode("")
     ids = encode_readable(tokenizer, text.read_text(encoding="utf-8"))[len(prefix) :]
     prompts, new_tokens = agreement
@@ -248,7 +244,7 @@ def measure_quality(
 def compare_batches(
     models: dict[str, Decoder], tokenizer: Tokenizer, file: Path | None, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Sequences that are decoded together, tokens per second of all. file: for llama.cpp, if it takes part."""
+    """Tokens per second of a batch of sequences. file: for llama.cpp; None: without it."""
     engines: dict[str, BatchEngine] = {name: infer_batch_engine(model, tokenizer) for name, model in models.items()}
     if file is not None:
         engines[LLAMA_CPP] = llama_cpp_batch_engine(file, args.rows, args.prompt_tokens + args.new_tokens)
@@ -276,7 +272,7 @@ def compare_batches(
 
 
 def compare(args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """folder: for files that are needed meanwhile."""
+    """folder: for temporary files."""
     load_average = os.getloadavg()[0]
     device = resolve_device(args.device)
     dtype = resolve_dtype(args.dtype, device)
@@ -284,8 +280,8 @@ def compare(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     tokenizer = Tokenizer(args.model)
     prompt = fixed_prompt(tokenizer, args.prompt_tokens)
     for tokens, new_tokens in ((prompt, args.new_tokens), ([0] * max(args.positions), 1)):
-        check_request(checkpoint.config, tokens, SamplingParams(max_new_tokens=new_tokens))
-    cpu.kernels()  # compiled by now, whatever the order of loading
+        check_sequence(checkpoint.config, tokens, SamplingParams(max_new_tokens=new_tokens))
+    cpu.kernels()  # compiled before any load is timed
     models, loads = {}, {}
     for width in args.widths or ["float", *(BITS if device.type == "cpu" else ())]:
         quantize = width if width in BITS else None
@@ -315,7 +311,7 @@ def compare(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             trials[name].append(engine(prompt, args.new_tokens))
         speed = max(speed, bytes_per_second(reference))
     tokens = trials[TRANSFORMERS][0].tokens
-    results = [summarise(name, done, args.prompt_tokens, tokens) for name, done in trials.items()]
+    results = [summarize(name, done, args.prompt_tokens, tokens) for name, done in trials.items()]
     by_name = {result["engine"]: result for result in results}
     for result in results:
         for peer, key in PEERS.items():
@@ -386,7 +382,7 @@ def format_comparison(report: dict[str, Any]) -> str:
     ]
     spread = max(max(r["trials_step_ms"]) / min(r["trials_step_ms"]) for r in report["engines"]) - 1
     if spread > 0.15:
-        lines.append(f"One engine's trials lie {spread:.0%} apart: the machine was busy with other work. Run again.")
+        lines.append(f"The trials of one engine differ by {spread:.0%}: the machine was busy. Run it again.")
     for result in report["engines"]:
         if "load_to_first_token_s" in result:
             lines.append(
@@ -432,7 +428,7 @@ def format_comparison(report: dict[str, Any]) -> str:
 
 
 def on_gpu(argv: Sequence[str] | None) -> bool:
-    """Whether random weights on a GPU are asked for, rather than a model's."""
+    """Whether to run `compare_gpu.py`: a GPU, and no model."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--device", default="")
     parser.add_argument("--model")
@@ -446,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         compare_gpu.main(argv)
         return
-    from infer.cli.common import DEFAULT_MODEL  # typer's, which a GPU machine may lack
+    from infer.cli.common import DEFAULT_MODEL  # needs typer, which a GPU machine may lack
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a folder, a GGUF file or a built-in name (%(default)s)")
@@ -467,7 +463,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--positions", type=int, nargs="+", default=[64, 1024], help="where to time single steps (64 1024)"
     )
     parser.add_argument("--steps", type=int, default=32, help="steps to time at each position (%(default)s)")
-    parser.add_argument("--text", type=Path, default=TEXT, help="what perplexity is measured on (benchmarks/text.md)")
+    parser.add_argument("--text", type=Path, default=TEXT, help="text for perplexity (benchmarks/text.md)")
     parser.add_argument(
         "--agreement",
         type=int,

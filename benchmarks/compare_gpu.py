@@ -1,9 +1,9 @@
-"""infer on a GPU, beside transformers and beside what the device can do at best: all in one process, in turns.
+"""infer on a GPU against transformers and the limits of the device, in one process, alternating.
 
 Models have the shapes of published ones and random weights. The limit of a decode step is the time to read the weights
 and the cache once, at the matrix-vector rate measured first in the same run. Every figure is printed, and written to
---json, as soon as it is known; a second run with other --sections adds to the same file, from which --from-json prints
-the tables again and --plot draws. --tiny runs everything with small sizes, on a CPU too, to see that it runs.
+--json, as soon as it is measured; a second run with other --sections adds to the same file, from which --from-json
+prints the tables again and --plot draws. --tiny runs everything with small sizes, on a CPU too, as a check.
 
 transformers runs the shapes of --peers with infer's weights, with its dynamic cache; those of --compile also with its
 static cache, which it compiles for.
@@ -38,7 +38,7 @@ import gpu_ceilings
 import torch
 import transformers
 from engines import Engine, Trial, transformers_engine
-from gpu_report import TABLES, Report, Row, formatted, heading, judged, plot, read
+from gpu_report import TABLES, Report, Row, command_line, formatted, goal_status, heading, plot, read
 from gpu_shapes import (
     SAMPLING,
     SHAPES,
@@ -50,15 +50,14 @@ from gpu_shapes import (
     prefill_flops,
     random_prompt,
     step_weight_bytes,
-    synchronise,
+    synchronize,
 )
 
-from infer.engine.batch import generate_batch
-from infer.engine.caches import make_cache
-from infer.engine.generate import stream
-from infer.engine.model import step
+from infer.engine.generate import generate_batch, stream
+from infer.engine.model import make_cache, step
 from infer.engine.params import SamplingParams
 from infer.evaluate.bench import check_plot, describe_machine
+from infer.evaluate.verify import first_difference
 from infer.loader.load import checkpoint_slots
 from infer.machine import resolve_device, resolve_dtype
 from infer.models.common import Decoder
@@ -113,11 +112,11 @@ PREFILL_GOALS = {"llama-1b": 0.45, "llama-8b": 0.60}
 CONTEXT_LOSS = 0.10
 SAMPLING_GOAL = 0.97
 START_GOALS = {"cold": 25.0, "warm": 6.0}
-GPT_FAST = {"llama-1b": 809.0}  # tok/s on record for an H200: gpt-fast itself is not run
+GPT_FAST = {"llama-1b": 809.0}  # tok/s measured earlier on an H200: gpt-fast is not run here
 
-# The kernels that multiply with weights, and the products of a block in their order.
-PRODUCTS = ("eight_rows", "few_rows")
-BLOCK_PRODUCTS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+# GEMM kernels, and the GEMMs of a block in order.
+GEMM_KERNELS = ("gemv", "gemm_small")
+BLOCK_GEMMS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 ATTENTION = "attend"
 PROFILED_STEPS = 20
 
@@ -128,11 +127,11 @@ class Setup(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     sizes: SimpleNamespace  # the options, by the names in FULL
-    limits: dict[str, float]  # of `gpu_ceilings`, once they are measured
+    limits: dict[str, float]  # from `gpu_ceilings`
 
     @property
     def main(self) -> str:
-        """The shape of those sections that measure one."""
+        """The shape of sections that measure only one."""
         return str(self.sizes.shapes[0])
 
     def build(self, shape: str) -> Decoder:
@@ -157,7 +156,7 @@ def infer_trial(
 
 
 def uncaptured() -> Callable[[], AbstractContextManager[None]] | None:
-    """What makes infer run step by step; None where it does so anyway."""
+    """A context manager that disables captured steps; None without Triton, where nothing is captured."""
     if importlib.util.find_spec("triton") is None:
         return None
     from infer.backend.gpu import captured
@@ -166,7 +165,7 @@ def uncaptured() -> Callable[[], AbstractContextManager[None]] | None:
 
 
 def transformers_twin(shape: str, model: Decoder) -> Any:
-    """transformers' own model, with the same weights."""
+    """transformers' model with the same weights."""
     transformers.utils.logging.set_verbosity_error()
     config = transformers.AutoConfig.for_model(**deepcopy(SHAPES[shape]))
     with torch.device(model.device):
@@ -176,20 +175,20 @@ def transformers_twin(shape: str, model: Decoder) -> Any:
     theirs = {name.removeprefix("model."): parameter for name, parameter in twin.named_parameters()}
     slots = checkpoint_slots(model, ())
     if theirs.keys() != slots.keys():
-        raise ValueError(f"{shape}: weights that only one has: {sorted(theirs.keys() ^ slots.keys())[:3]}")
+        raise ValueError(f"{shape}: weights of only one of the models: {sorted(theirs.keys() ^ slots.keys())[:3]}")
     for name, slot in slots.items():
         theirs[name].copy_(ours[slot.parameter][slot.start : slot.start + slot.shape[0]])
     return twin
 
 
 def static_engine(twin: Any) -> Engine:
-    """On a GPU generate compiles the forward pass by itself if the cache is static."""
+    """With a static cache, generate compiles the forward pass on a GPU."""
     settings = {"cache_implementation": "static"}
     return transformers_engine(SimpleNamespace(device=twin.device, generate=partial(twin.generate, **settings)))
 
 
 def speed(trials: Sequence[Trial]) -> Row:
-    """The median trial's median step. The mean is there to see whether tokens come in bursts, which medians hide."""
+    """The median step of the median trial; and the mean, which shows whether tokens come in bursts."""
     step_s = statistics.median(statistics.median(trial.steps_s) for trial in trials)
     mean_s = statistics.median(statistics.fmean(trial.steps_s) for trial in trials)
     return {"tokens_per_s": 1 / step_s, "step_s": step_s, "mean_step_s": mean_s}
@@ -263,25 +262,24 @@ def decode_rows(
     rows: dict[str, Row] = {}
     for name, done in trials.items():
         row = {"shape": shape, "engine": name, "warm_up_s": warm_ups[name], **speed(done)}
-        pairs = zip(done[0].tokens, trials[INFER][0].tokens, strict=True)
-        row["first_difference"] = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+        row["first_difference"] = first_difference(done[0].tokens, trials[INFER][0].tokens)
         rows[name] = row | against_limit(setup, step_bytes, row)
     peers = {"dynamic": rows.get(DYNAMIC, {}).get("tokens_per_s"), "static": rows.get(STATIC, {}).get("tokens_per_s")}
     peers["gpt_fast"] = GPT_FAST.get(shape)
     for row in rows.values():
         row |= {f"ratio_to_{peer}": row["tokens_per_s"] / theirs for peer, theirs in peers.items() if theirs}
-    goals = [judged(rows[INFER]["share_of_limit"], *DECODE_GOALS.get(shape, (None,)))]
+    goals = [goal_status(rows[INFER]["share_of_limit"], *DECODE_GOALS.get(shape, (None,)))]
     for key, reach in PEER_GOALS.get(shape, {}).items():
         if key in rows[INFER]:
             goals.append(
-                f"{key.removeprefix('ratio_').replace('_', ' ')} " + judged(rows[INFER][key], reach, form=".2f")
+                f"{key.removeprefix('ratio_').replace('_', ' ')} " + goal_status(rows[INFER][key], reach, form=".2f")
             )
     rows[INFER]["goal"] = "; ".join(filter(None, goals))
     return list(rows.values())
 
 
 def batch(setup: Setup) -> Iterator[Row]:
-    """Decoding alone: of each step the moment when its last row had its token, by the rows' own times."""
+    """Decode only: a step lasts until its last row has its token."""
     sizes = setup.sizes
     model = setup.build(setup.main)
     params = SamplingParams(ignore_eos=True, max_new_tokens=sizes.new_tokens)
@@ -311,7 +309,7 @@ def batch(setup: Setup) -> Iterator[Row]:
             one_row = row["tokens_per_s"]
         if one_row:
             row["ratio_to_one_row"] = row["tokens_per_s"] / one_row
-            row["goal"] = judged(row["ratio_to_one_row"], BATCH_GOALS.get(count), form=".0f")
+            row["goal"] = goal_status(row["ratio_to_one_row"], BATCH_GOALS.get(count), form=".0f")
         yield row
 
 
@@ -330,7 +328,7 @@ def context(setup: Setup) -> Iterator[Row]:
         if first is None:
             first = row["share_of_limit"]
         else:
-            row["goal"] = judged(row["share_of_limit"], first - CONTEXT_LOSS, form=".1%")
+            row["goal"] = goal_status(row["share_of_limit"], first - CONTEXT_LOSS, form=".1%")
         yield row
 
 
@@ -354,7 +352,7 @@ def prefill(setup: Setup) -> Iterator[Row]:
             "share_of_rate": share,
             "first_token_s": first_s,
             "first_token_share_of_rate": flops / first_s / rate,
-            "goal": judged(share, PREFILL_GOALS.get(shape)),
+            "goal": goal_status(share, PREFILL_GOALS.get(shape)),
         }
         del model
 
@@ -363,10 +361,10 @@ def prefill(setup: Setup) -> Iterator[Row]:
 def prefill_seconds(model: Decoder, prompt: list[int]) -> float:
     cache = make_cache(model, len(prompt) + 1, model.device)
     tokens = torch.tensor([prompt], device=model.device)
-    synchronise(model.device)
+    synchronize(model.device)
     started = time.perf_counter()
     step(model, cache, tokens)
-    synchronise(model.device)
+    synchronize(model.device)
     return time.perf_counter() - started
 
 
@@ -386,20 +384,20 @@ def sampling(setup: Setup) -> Iterator[Row]:
         row = {"shape": setup.main, "settings": name, "values": values, **speed(trials[name])}
         if values:
             row["ratio_to_greedy"] = row["tokens_per_s"] / greedy
-            row["goal"] = judged(row["ratio_to_greedy"], SAMPLING_GOAL, form=".2f")
+            row["goal"] = goal_status(row["ratio_to_greedy"], SAMPLING_GOAL, form=".2f")
         yield row
 
 
 def start(setup: Setup) -> Iterator[Row]:
-    """A fresh process with an empty kernel cache, which then goes on; and one more with what that left behind."""
+    """A fresh process with an empty kernel cache, which then continues; and one with the filled kernel cache."""
     free(setup.device)
     with tempfile.TemporaryDirectory() as folder:
         for case in ("cold", "warm"):
             found = start_process(setup, Path(folder), again=case == "cold")
             row = {"shape": setup.main, "case": case, **found["start"]}
-            yield row | {"goal": judged(row["first_s"], START_GOALS[case], form=".0f", most=True)}
+            yield row | {"goal": goal_status(row["first_s"], START_GOALS[case], form=".0f", lower_is_better=True)}
             for later in found["again"]:
-                goal = judged(later["compiled"], 0, form="d", most=True)
+                goal = goal_status(later["compiled"], 0, form="d", lower_is_better=True)
                 yield {"shape": setup.main, **later, "case": f"then {later['case']}", "goal": goal}
 
 
@@ -441,8 +439,8 @@ def parts(setup: Setup) -> Iterator[Row]:
 
 
 def profile(model: Decoder, prompt: list[int]) -> list[Kernel]:
-    """What ran during some steps, in order."""
-    before = 8  # steps until all is captured
+    """The kernels of some decode steps, in order."""
+    before = 8  # steps until everything is captured
     params = SamplingParams(ignore_eos=True, max_new_tokens=before + PROFILED_STEPS + 1)
     tokens = stream(model, NoText(), prompt, params)
     for _ in range(before):
@@ -452,7 +450,7 @@ def profile(model: Decoder, prompt: list[int]) -> list[Kernel]:
     with torch.profiler.profile(activities=[kind]) as profiler:
         for _ in range(PROFILED_STEPS):
             next(tokens)
-        synchronise(model.device)
+        synchronize(model.device)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
@@ -463,8 +461,8 @@ def profile(model: Decoder, prompt: list[int]) -> list[Kernel]:
 
 
 def part_rows(shape: str, model: Decoder, prompt_tokens: int, step_s: float, kernels: Sequence[Kernel]) -> list[Row]:
-    """A row per kernel, apart by what it computes where that is known; the longest first."""
-    steps, named = parted(kernels, model.config.num_hidden_layers)
+    """A row per kernel and part of the model, if known; the longest first."""
+    steps, named = split_steps(kernels, model.config.num_hidden_layers)
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for part, kernel in named:
         groups[part, kernel.name].append(kernel.us)
@@ -481,24 +479,26 @@ def part_rows(shape: str, model: Decoder, prompt_tokens: int, step_s: float, ker
     return [*rows, total]
 
 
-def parted(kernels: Sequence[Kernel], layers: int) -> tuple[float, list[tuple[str, Kernel]]]:
-    """The number of whole steps, and their kernels, each with the part of the model that it computes, or "".
+def split_steps(kernels: Sequence[Kernel], layers: int) -> tuple[float, list[tuple[str, Kernel]]]:
+    """The number of complete steps, and their kernels, each with the part of the model that it computes, or "".
 
-    All products are the same kernel: what tells them apart is their order. The head has the most programs, and a step
-    goes from behind one head to the next. Where a profile does not look like that, no part is named.
+    All GEMMs are the same kernel, so they are identified by their order. The head has the most programs, and a step
+    ends with it. If a profile does not match, no part is named.
     """
-    products = [i for i, kernel in enumerate(kernels) if kernel.name.startswith(PRODUCTS)]
-    most = max((kernels[i].grid for i in products), default=0)
-    heads = [i for i in products if kernels[i].grid == most]
-    per_step = len(BLOCK_PRODUCTS) * layers + 1
+    gemms = [i for i, kernel in enumerate(kernels) if kernel.name.startswith(GEMM_KERNELS)]
+    most = max((kernels[i].grid for i in gemms), default=0)
+    heads = [i for i in gemms if kernels[i].grid == most]
+    per_step = len(BLOCK_GEMMS) * layers + 1
     steps = [kernels[begin + 1 : end + 1] for begin, end in pairwise(heads)]
-    if not steps or any(sum(k.name.startswith(PRODUCTS) for k in whole) != per_step for whole in steps):
+    if not steps or any(
+        sum(k.name.startswith(GEMM_KERNELS) for k in kernels_of_step) != per_step for kernels_of_step in steps
+    ):
         return PROFILED_STEPS, [(_attention(kernel), kernel) for kernel in kernels]
     named = []
-    for whole in steps:
-        order = iter([*BLOCK_PRODUCTS * layers, "lm_head"])
-        for kernel in whole:
-            named.append((next(order) if kernel.name.startswith(PRODUCTS) else _attention(kernel), kernel))
+    for kernels_of_step in steps:
+        order = iter([*BLOCK_GEMMS * layers, "lm_head"])
+        for kernel in kernels_of_step:
+            named.append((next(order) if kernel.name.startswith(GEMM_KERNELS) else _attention(kernel), kernel))
     return len(steps), named
 
 
@@ -507,7 +507,7 @@ def _attention(kernel: Kernel) -> str:
 
 
 def part_bytes(model: Decoder, prompt_tokens: int) -> dict[str, float]:
-    """What one call of each part reads; of the cache the mean over the layers."""
+    """Bytes that one call of each part reads; for the cache, the mean over the layers."""
     layer: Any = model.layers[0]
     modules = {
         "qkv_proj": layer.self_attn.qkv_proj,
@@ -536,10 +536,10 @@ WITH_A_LIMIT = {"decode", "batch", "context", "prefill"}
 
 
 def run(setup: Setup, chosen: Sequence[str], report: Report) -> bool:
-    """Whether all went well. A section that fails does not keep the others from running."""
+    """Whether all sections passed. After a section fails, the others still run."""
     if WITH_A_LIMIT & set(chosen):
         chosen = ["ceilings", *chosen]
-    well = True
+    passed = True
     for name in (name for name in SECTIONS if name in chosen):
         table = TABLES[name]
         print(f"\n{table.header()}", flush=True)
@@ -555,11 +555,11 @@ def run(setup: Setup, chosen: Sequence[str], report: Report) -> bool:
             row = {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
             report.add(name, row)
             print(table.line(row), flush=True)
-            well = False
+            passed = False
         took = f"({time.perf_counter() - started:.0f} s)"
         print(f"{table.note}\n{took}" if table.note else took, flush=True)
         free(setup.device)
-    return well
+    return passed
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -581,9 +581,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="(all); ceilings come with a limit"
     )
-    parser.add_argument("--tiny", action="store_true", help="small models and sizes, to see that everything runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures in FILE, with those it has already")
-    parser.add_argument("--from-json", type=Path, metavar="FILE", help="measure nothing: print what FILE has")
+    parser.add_argument("--tiny", action="store_true", help="small models and sizes, as a check")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the figures to this JSON file")
+    parser.add_argument("--from-json", type=Path, metavar="FILE", help="print the tables of FILE, without measuring")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw tok/s and share of the limit as a PNG")
     for name, what in (
         ("shapes", "of decode, prefill and parts; the first is that of the other sections"),
@@ -592,7 +592,7 @@ def make_parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(f"--{name}", nargs="*", choices=SHAPES, help=f"{what} ({' '.join(FULL[name])})")
     for name, what in (
-        ("trials", "of each engine, in turns"),
+        ("trials", "per engine, alternating"),
         ("prompt-tokens", "of decode, sampling, start and parts"),
         ("new-tokens", "of decode, batch, sampling and parts"),
         ("context-steps", "tokens to generate in context"),
@@ -607,7 +607,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_sizes(sizes: SimpleNamespace) -> None:
-    """Before anything is measured. Two new tokens, because the first belongs to the prompt."""
+    """Refuse invalid sizes before anything is measured. Two new tokens, because the first belongs to the prefill."""
     if not sizes.shapes:
         raise ValueError("--shapes needs at least one")
     least = {"trials": 1, "prompt_tokens": 2, "new_tokens": 2, "context_steps": 2, "prefill_tokens": 1}
@@ -624,18 +624,10 @@ def check_sizes(sizes: SimpleNamespace) -> None:
         if shape == sizes.shapes[0]:
             needed["--contexts and --context-steps"] = max(sizes.contexts) + sizes.context_steps
             needed["--new-tokens with a batch's prompts"] = max(sizes.row_lengths) + sizes.new_tokens
-        room = SHAPES[shape]["max_position_embeddings"]
+        context = SHAPES[shape]["max_position_embeddings"]
         for options, positions in needed.items():
-            if positions > room:
-                raise ValueError(f"{options} need {positions:,} positions, but {shape} has {room:,}")
-
-
-def command_line(argv: Sequence[str] | None) -> list[str]:
-    """To run the same again. Where the results went belongs to one machine, so it is left out."""
-    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--json", "--plot"):
-        files.add_argument(name)
-    return ["python", "benchmarks/compare.py", *files.parse_known_args(argv)[1]]
+            if positions > context:
+                raise ValueError(f"{options} need {positions:,} positions, but {shape} has {context:,}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -658,14 +650,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_sizes(sizes)
         device = resolve_device(args.device)
         dtype = resolve_dtype(args.dtype, device)
-        report = Report(describe(device, dtype), command_line(argv), args.json)
+        report = Report(describe(device, dtype), command_line("compare.py", argv, "--json", "--plot"), args.json)
     except (ValueError, OSError, ImportError) as error:
         parser.error(str(error))
     print(heading(report.values["machine"], report.values["commands"][-1:]), flush=True)
-    well = run(Setup(device, dtype, sizes, {}), args.sections, report)
+    passed = run(Setup(device, dtype, sizes, {}), args.sections, report)
     if args.plot is not None:
         plot(report.values, args.plot)
-    if not well:
+    if not passed:
         sys.exit(1)
 
 

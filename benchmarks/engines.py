@@ -1,4 +1,4 @@
-"""The engines that `compare.py` runs: each takes a prompt, and gives back the tokens and the moment each was known."""
+"""The engines of `compare.py`: each generates from a prompt, and returns the tokens with their times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from infer.models.common import Decoder
 
 
 class Trial:
-    """One generation: the tokens, and the moment each became known."""
+    """One generation: the tokens and the time of each."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -54,7 +54,7 @@ def infer_engine(model: Decoder, tokenizer: Tokenizer) -> Engine:
 
 
 class TrialStreamer(transformers.generation.BaseStreamer):
-    """Hears from transformers' generate: first the prompt, then each token as it is chosen."""
+    """Receives the output of transformers' generate: first the prompt, then each token."""
 
     def __init__(self) -> None:
         self.trial = Trial()
@@ -92,12 +92,12 @@ def load_transformers(path: Path, dtype: torch.dtype, device: torch.device) -> A
         where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     with redirect_stderr(io.StringIO()):  # its GGUF reader draws a progress bar that no setting turns off
         model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).eval().to(device)
-    model.generation_config = transformers.GenerationConfig()  # the checkpoint's own would bring its eos back
+    model.generation_config = transformers.GenerationConfig()  # the checkpoint's has an eos id
     return model
 
 
 def llama_cpp_version() -> str | None:
-    """None where llama-cpp-python is not installed."""
+    """None if llama-cpp-python is not installed."""
     try:
         import llama_cpp
     except ImportError:
@@ -106,7 +106,7 @@ def llama_cpp_version() -> str | None:
 
 
 def llama_cpp_engine(path: Path, context: int) -> Engine:
-    """On the file as it is, with as many threads as torch has."""
+    """Runs the GGUF file, with as many threads as torch."""
     import llama_cpp
 
     threads = torch.get_num_threads()
@@ -146,7 +146,7 @@ BatchEngine = Callable[[list[list[int]], int], BatchTrial]  # prompts, number of
 
 
 def llama_cpp_batch_engine(path: Path, rows: int, context: int) -> BatchEngine:
-    """So many sequences of up to `context` tokens each in one batch, greedy, with as many threads as torch has."""
+    """Decodes `rows` sequences of up to `context` tokens in one batch, greedily, with as many threads as torch."""
     import llama_cpp
 
     logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
@@ -156,7 +156,7 @@ def llama_cpp_batch_engine(path: Path, rows: int, context: int) -> BatchEngine:
     model_params.n_gpu_layers = 0
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
     params = llama_cpp.llama_context_default_params()
-    context = -(-context // 256) * 256  # as it would round them up itself
+    context = -(-context // 256) * 256  # llama.cpp rounds up too
     params.n_ctx, params.n_seq_max, params.n_batch = rows * context, rows, rows * context
     params.n_threads = params.n_threads_batch = threads
     handle = llama_cpp.llama_init_from_model(model, params)
@@ -164,7 +164,7 @@ def llama_cpp_batch_engine(path: Path, rows: int, context: int) -> BatchEngine:
     batch = llama_cpp.llama_batch_init(rows * context, 0, 1)
 
     def feed(fed: Sequence[Sequence[int]], start: int) -> list[int]:
-        """Tokens of each sequence, from a position on; the likeliest token behind each."""
+        """Feed tokens of each sequence, from a position on; returns the most likely next token of each."""
         batch.n_tokens, last = 0, []
         for row, tokens in enumerate(fed):
             for i, token in enumerate(tokens):
@@ -193,7 +193,7 @@ def llama_cpp_batch_engine(path: Path, rows: int, context: int) -> BatchEngine:
 
 
 def infer_batch_engine(model: Decoder, tokenizer: Tokenizer) -> BatchEngine:
-    """Some rows go on while others still have their prompts: so these are timed by themselves, once more."""
+    """Some rows decode while others prefill, so prefill is timed in a separate run."""
 
     def timed(prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], float]:
         started = time.perf_counter()
@@ -210,7 +210,7 @@ def infer_batch_engine(model: Decoder, tokenizer: Tokenizer) -> BatchEngine:
 
 
 def llama_cpp_quantized(path: Path, to: Path, kind: str = "Q4_0") -> Path:
-    """The same model in another of llama.cpp's forms: for Q4_0 it has its fastest kernels."""
+    """Quantize a GGUF file with llama.cpp, which has its fastest kernels for Q4_0."""
     import llama_cpp
 
     logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)

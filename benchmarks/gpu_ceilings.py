@@ -1,4 +1,4 @@
-"""What a device can do at best: copying, matrix times vector, matrix times matrix. Every figure is of random data."""
+"""The limits of a device: copy, GEMV and GEMM, with random data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ except ImportError:
     triton = None
 
 COPY, MATRIX_VECTOR, MATRIX = "copy", "matrix-vector", "matrix"
-TORCH_MV = "torch mv"  # a way to multiply a matrix with a vector
+TORCH_MV = "torch mv"  # a GEMV implementation
 ROW_DOTS = ((1, 4), (2, 4), (4, 8), (8, 8))  # rows of a program, its warps
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """On a GPU between events, all queued at once, so that the host's own time does not show."""
+    """On a GPU measured with events, all queued at once, so that host time is not included."""
     for _ in range(3):
         work()
     if device.type != "cuda":
@@ -71,7 +71,7 @@ def measure(
     products: list[tuple[int, int, int]],
     repeats: int,
 ) -> Iterator[dict[str, Any]]:
-    """One row per way of doing each: the limit is the best of them. products: of [m, k] with [k, n]."""
+    """One row per implementation: the limit is the best of them. products: GEMMs of [m, k] with [k, n]."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -107,7 +107,7 @@ def matrix_vector(weight: Tensor, x: Tensor, repeats: int) -> Iterator[dict[str,
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of each kind; and what torch's own matrix-vector product reaches, which others measure by."""
+    """The best rate of each kind; and that of torch.mv, which others use as the limit."""
     rates = {
         ceiling: max(row["rate"] for row in rows if row["ceiling"] == ceiling)
         for ceiling in (COPY, MATRIX_VECTOR, MATRIX)

@@ -1,7 +1,8 @@
-"""What `compare_gpu.py` measured: kept in a file row by row, printed as tables, and drawn."""
+"""Measurements of `compare_gpu.py`: written to a file row by row, printed as tables, and plotted."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ class Column(NamedTuple):
     heading: str
     key: str
     width: int
-    form: str = ""  # of a number; texts stand on the left
+    form: str = ""  # number format; texts are left-aligned
     scale: float = 1
 
     def cell(self, row: Row) -> str:
@@ -67,9 +68,9 @@ LIMIT = (
 
 TABLES = {
     "ceilings": Table(
-        "Ceilings: what the device does at best",
+        "Ceilings: the limits of the device",
         (Column("", "ceiling", 16), Column("way", "way", 36), Column("G/s", "rate", 12, ",.1f", 1e-9)),
-        "GB/s read (copy: read and written), of matrix products GFLOP/s. The best of each is the limit below.",
+        "GB/s read (copy: read and written); GFLOP/s for GEMMs. The best of each is the limit below.",
     ),
     "decode": Table(
         "Decode, batch 1",
@@ -98,7 +99,7 @@ TABLES = {
             Column("to one row", "ratio_to_one_row", 12, ".2f"),
             *LIMIT,
         ),
-        "mean: of the whole call less the rows' prefills. Limit: the weights once and every row's cache.",
+        "mean: of the call minus the rows' prefills. Limit: one read of the weights and of every row's cache.",
     ),
     "context": Table(
         "Decode with a long context, batch 1", (SHAPE, Column("filled", "context", 9, ",d"), *SPEED, *LIMIT)
@@ -148,27 +149,35 @@ TABLES = {
             Column("GB/s", "bytes_per_s", 9, ",.0f", 1e-9),
             Column("of step", "share_of_step", 9, ".1%"),
         ),
-        "Kernels that start before the one in front has ended overlap: shares may add up to more than the whole.",
+        "Kernels that start before the previous one has ended overlap: shares may add up to more than 100 %.",
     ),
 }
 
 
-def judged(
-    value: float, reach: float | None, try_for: float | None = None, *, form: str = ".0%", most: bool = False
+def goal_status(
+    value: float, reach: float | None, try_for: float | None = None, *, form: str = ".0%", lower_is_better: bool = False
 ) -> str:
-    """A goal beside what was measured. most: less is better."""
+    """Whether a measurement meets its goal, as text."""
     if reach is None:
         return ""
-    said = []
+    parts = []
     for word, goal in (("reach", reach), ("try for", try_for)):
         if goal is not None:
-            met = value <= goal if most else value >= goal
-            said.append(f"{word} {goal:{form}}: {'yes' if met else 'NO'}")
-    return ", ".join(said)
+            met = value <= goal if lower_is_better else value >= goal
+            parts.append(f"{word} {goal:{form}}: {'yes' if met else 'NO'}")
+    return ", ".join(parts)
+
+
+def command_line(script: str, argv: Sequence[str] | None, *files: str) -> list[str]:
+    """The command to run this again, without the options that name output files."""
+    outputs = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in files:
+        outputs.add_argument(option)
+    return ["python", f"benchmarks/{script}", *outputs.parse_known_args(argv)[1]]
 
 
 class Report:
-    """Rows by section. Each is in the file as soon as it is known, so that an end by force loses nothing."""
+    """Rows by section. Each row is written to the file when it is added, so that an interrupt loses nothing."""
 
     def __init__(
         self, machine: dict[str, Any], command: Sequence[str], path: Path | None = None, benchmark: str = "gpu"
@@ -184,7 +193,7 @@ class Report:
         self.values["commands"].append(shlex.join(command))
 
     def add(self, section: str, row: Row) -> None:
-        """A section's first row about a shape takes the place of what an earlier run had about it."""
+        """The first row of a shape in a section replaces the rows of earlier runs."""
         rows = self.values["sections"].setdefault(section, [])
         group = (section, row.get("shape"))
         if group not in self._fresh:
@@ -215,7 +224,7 @@ def heading(machine: dict[str, Any], commands: Iterable[str]) -> str:
 
 
 def formatted(values: dict[str, Any]) -> str:
-    """The whole report, for people."""
+    """The report as text."""
     parts = [heading(values["machine"], values["commands"])]
     for name, table in TABLES.items():
         if rows := values["sections"].get(name):
@@ -257,6 +266,6 @@ def plot(values: dict[str, Any], path: Path) -> None:
 
 
 def _good(rows: Iterable[Row]) -> list[Row]:
-    """Those of the first shape."""
+    """The rows of the first shape, without errors."""
     good = [row for row in rows if "error" not in row]
     return [row for row in good if row["shape"] == good[0]["shape"]]

@@ -1,6 +1,6 @@
-"""Models to measure: the shapes of published ones with random weights, and what a step or a prompt costs each.
+"""Models with random weights in the shapes of published ones, and the bytes and FLOP of a step and of a prompt.
 
-Needs torch and infer alone: a fresh process that imports this is what `gpu_start.py` times.
+It imports only torch and infer, because `gpu_start.py` times a fresh process that imports it.
 """
 
 from __future__ import annotations
@@ -142,14 +142,14 @@ SAMPLING: dict[str, Any] = {
 
 
 class NoText:
-    """In place of a tokenizer: every token is a letter."""
+    """A tokenizer whose tokens all decode to one letter."""
 
     def decode(self, token_ids: list[int]) -> str:
         return "x" * len(token_ids)
 
 
 def build(shape: str, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Straight on the device, with the same random weights each time; norms do nothing."""
+    """Build a model on the device, with the same random weights each time; norms have unit weights."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -164,7 +164,7 @@ def build(shape: str, device: torch.device, dtype: torch.dtype) -> Decoder:
     return model.eval()
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -176,30 +176,30 @@ def random_prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
 
 
 def lengths(rows: int, least: int, most: int) -> list[int]:
-    """Spread evenly; of a single row the middle."""
+    """Evenly spaced lengths from least to most; the middle for a single row."""
     return [least + (most - least) * (2 * i + 1) // (2 * rows) for i in range(rows)]
 
 
 def step_weight_bytes(model: Decoder) -> int:
-    """Of the weights, what a decode step reads: of an embedding that is not the head too, only a row or so."""
+    """Bytes of weights that a decode step reads: of an embedding that is not tied to the head, about a row."""
     read = sum(parameter.nbytes for parameter in model.parameters())
     return read if model.config.tie_word_embeddings else read - model.embed_tokens.weight.nbytes
 
 
 def cache_bytes(config: ModelConfig, keys: int, element_size: int) -> int:
-    """Keys and values that a query sees in all layers, if there are so many positions, its own included."""
+    """Bytes of keys and values that a query reads in all layers, at `keys` positions including its own."""
     seen = sum(min(keys, config.window(i) or keys) for i in range(config.num_hidden_layers))
     return seen * 2 * config.num_key_value_heads * config.computed_head_dim * element_size
 
 
 def mean_cache_bytes(config: ModelConfig, prompt_tokens: int, new_tokens: int, element_size: int) -> float:
-    """Over the steps of a generation. The first token comes from the prompt's own pass."""
+    """Mean over the decode steps of a generation. The first token comes from the prefill."""
     keys = range(prompt_tokens + 1, prompt_tokens + new_tokens)
     return statistics.fmean(cache_bytes(config, count, element_size) for count in keys)
 
 
 def prefill_flops(model: Decoder, tokens: int) -> int:
-    """Products of the layers for all tokens, causal attention, and the head for one position."""
+    """GEMMs of the layers for all tokens, causal attention, and the head for one position."""
     config = model.config
     matrices = sum(weight.numel() for weight in model.layers.parameters() if weight.dim() > 1)
     windows = [min(tokens, config.window(i) or tokens) for i in range(config.num_hidden_layers)]

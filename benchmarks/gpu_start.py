@@ -1,7 +1,7 @@
 """One fresh process, from its start to its first tokens; `compare_gpu.py` runs it and reads the JSON that it prints.
 
-Building random weights stands for reading them: it is timed and taken off. With --again, more requests follow, each
-unlike those before in one thing, with what Triton compiled for it.
+The time to build random weights is measured and subtracted. With --again, more requests follow, each with one other
+setting, and the kernels that Triton compiled for it are listed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_shapes import SAMPLING, SHAPES, NoText, build, random_prompt, synchronise
+from gpu_shapes import SAMPLING, SHAPES, NoText, build, random_prompt, synchronize
 
-from infer.engine.batch import generate_batch
-from infer.engine.generate import stream
+from infer.engine.generate import generate_batch, stream
 from infer.engine.params import SamplingParams
 from infer.machine import DTYPES
 from infer.models.common import Decoder
@@ -30,7 +29,7 @@ def compiled() -> int:
 
 
 def second_token(model: Decoder, lengths: list[int], **sampling: Any) -> float:
-    """Seconds from asking for a batch, or one request alone, until each row has two tokens."""
+    """Seconds from the request, of one or several rows, until each row has two tokens."""
     params = SamplingParams(ignore_eos=True, max_new_tokens=2, **sampling)
     prompts = [random_prompt(model.config, length, seed=1 + i) for i, length in enumerate(lengths)]
     started = time.perf_counter()
@@ -65,14 +64,14 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, required=True)
     parser.add_argument("--dtype", choices=DTYPES, required=True)
     parser.add_argument("--prompt-tokens", type=int, required=True)
-    parser.add_argument("--started", type=float, required=True, help="when the process was, by time.time()")
+    parser.add_argument("--started", type=float, required=True, help="start of the process, by time.time()")
     parser.add_argument("--again", action="store_true")
     args = parser.parse_args()
     torch.zeros(1, device=args.device)
-    synchronise(args.device)
+    synchronize(args.device)
     ready = time.time()
     model = build(args.shape, args.device, DTYPES[args.dtype])
-    synchronise(args.device)
+    synchronize(args.device)
     weights_s = time.time() - ready
     prompt = random_prompt(model.config, args.prompt_tokens)
     params = SamplingParams(ignore_eos=True, max_new_tokens=8)

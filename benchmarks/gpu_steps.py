@@ -1,8 +1,8 @@
-"""Bare decode steps on a GPU: a captured step replayed by itself, and what attention has to do with its time.
+"""Bare decode steps on a GPU: a captured step replayed by itself, and the share of attention.
 
-That is the time of the kernels alone, without the host, in microseconds: as they are, and with attention left out,
-which computes nonsense.
-Models have random weights; rows have 192 to 640 positions behind them, evenly spread; --positions adds single rows.
+That is the time of the kernels without the host, in microseconds: complete, and without attention (its results are then
+meaningless). Models have random weights; rows have 192 to 640 cached positions, evenly spread; --positions adds single
+rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from infer.backend.gpu import step as gpu_step
 from infer.backend.gpu.captured import CapturedStep
 from infer.backend.parts import BlockParts
 from infer.cache.base import Cache
-from infer.engine.caches import make_cache
+from infer.engine.model import make_cache
 from infer.evaluate.bench import describe_machine, machine_line
 from infer.models.common import Decoder
 
@@ -34,7 +34,7 @@ REPLAYS = 50
 
 
 def without_attention() -> AbstractContextManager[Any]:
-    """Within, steps are captured without it: what follows reads whatever is there."""
+    """Inside, steps are captured without attention: its output is uninitialized memory."""
 
     def attend(block: BlockParts, qkv: Tensor, *_: Any, **__: Any) -> Tensor:
         return qkv.new_empty(qkv.shape[0], block.heads * block.head_dim)
@@ -42,14 +42,14 @@ def without_attention() -> AbstractContextManager[Any]:
     return mock.patch.object(gpu_step, "attend_step", attend)
 
 
-WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "as it is": nullcontext,
     "no attention": without_attention,
 }
 
 
 def filled(model: Decoder, positions: Sequence[int]) -> list[Cache]:
-    """Caches that hold so many positions, of nothing in particular."""
+    """Caches filled to these positions, with arbitrary contents."""
     caches: list[Cache] = [make_cache(model, count + 1, model.device) for count in positions]
     for cache, count in zip(caches, positions, strict=True):
         cache.advance(count)
@@ -60,7 +60,7 @@ def captured(model: Decoder, caches: Sequence[Cache]) -> CapturedStep:
     """A greedy step of these rows that feeds the same position each time."""
     backend: Any = backend_for(model)
     if backend.name != "gpu":
-        raise RuntimeError(f"these are steps of the GPU's kernels, but {backend.why}")
+        raise RuntimeError(f"these are steps of the GPU's kernels, but {backend.reason}")
     step = CapturedStep(model.config, backend.plan, model.device, len(caches), False)
     step.positions.copy_(torch.tensor([cache.seq_len for cache in caches]))
     step.tables.copy_(torch.from_numpy(backend.tables(caches, [1] * len(caches))[0]))
@@ -69,7 +69,7 @@ def captured(model: Decoder, caches: Sequence[Cache]) -> CapturedStep:
 
 
 def microseconds(step: CapturedStep) -> float:
-    """Of one of many in a row."""
+    """Mean time of a replayed step."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(REPLAYS):
@@ -81,9 +81,9 @@ def microseconds(step: CapturedStep) -> float:
 
 @torch.inference_mode()
 def measure(model: Decoder, positions: Sequence[int], trials: int) -> dict[str, float]:
-    """The median of the trials of each way, after one to warm up; they take turns."""
+    """The median of the trials of each variant, alternating, after a warm-up."""
     caches, steps = filled(model, positions), {}
-    for way, within in WAYS.items():
+    for way, within in VARIANTS.items():
         with within():
             steps[way] = captured(model, caches)
     found: dict[str, list[float]] = {way: [] for way in steps}
@@ -99,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b", "qwen3-1.7b", "gemma3-1b"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--positions", nargs="+", type=int, default=[], help="besides, single rows as long as these")
+    parser.add_argument("--positions", nargs="+", type=int, default=[], help="also single rows of these lengths")
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write everything into this file")
     return parser
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = describe_machine(device)
     report: dict[str, Any] = {"machine": machine, "figures": []}
     print(f"{machine_line(machine)}, bfloat16, random weights\n")
-    print(f"{'shape':<12} {'rows':>5} {'positions':>10}" + "".join(f"{way:>17}" for way in WAYS))
+    print(f"{'shape':<12} {'rows':>5} {'positions':>10}" + "".join(f"{way:>17}" for way in VARIANTS))
     for shape in options.shapes:
         model = build(shape, device, torch.bfloat16)
         settings = [lengths(rows, *LENGTHS) for rows in options.rows] + [[count] for count in options.positions]
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             times = measure(model, positions, options.trials)
             report["figures"].append({"shape": shape, "positions": positions, "us": times})
             mean = statistics.mean(positions)
-            figures = "".join(f"{times[way]:>17,.1f}" for way in WAYS)
+            figures = "".join(f"{times[way]:>17,.1f}" for way in VARIANTS)
             print(f"{shape:<12} {len(positions):>5} {mean:>10,.0f}{figures}", flush=True)
             if options.json is not None:
                 options.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,6 +1,6 @@
-"""A server in a process of its own, and clients on loopback that cost little: `bench_http.py` measures with them.
+"""A server process, and fast clients on loopback, for `bench_http.py`.
 
-What a client receives is kept with its time and read later, so that reading does not add to what is measured.
+Clients store what they receive with its time and parse it later, so that parsing is not measured.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-START_S = 120.0  # for a server to say where it is
-PATIENCE_S = 600.0  # for an answer
+START_TIMEOUT_S = 120.0  # until a server prints its address
+TIMEOUT_S = 600.0  # for an response
 TICKS = os.sysconf("SC_CLK_TCK")
 SERVE = [sys.executable, str(Path(__file__).with_name("http_serve.py"))]
 
 
 class ServerProcess:
-    """`infer serve` within a `with`; what it says on stderr is kept in `said`."""
+    """`infer serve`, running inside a `with` block."""
 
     def __init__(self, arguments: Sequence[str], command: Sequence[str] = SERVE) -> None:
         self._command = [*command, *arguments, "--port", "0"]
-        self.said: list[str] = []
-        self._news = threading.Condition()
+        self.stderr_lines: list[str] = []
+        self._changed = threading.Condition()
 
     def __enter__(self) -> Self:
         self.started = time.perf_counter()
@@ -40,7 +40,7 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            line = self.wait_for(" at http://", START_S)
+            line = self.wait_for(" at http://", START_TIMEOUT_S)
         except BaseException:
             self.__exit__()
             raise
@@ -63,34 +63,34 @@ class ServerProcess:
     def _read(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            with self._news:
-                self.said.append(line.rstrip())
-                self._news.notify_all()
-        with self._news:
-            self.said.append("")  # it has ended
-            self._news.notify_all()
+            with self._changed:
+                self.stderr_lines.append(line.rstrip())
+                self._changed.notify_all()
+        with self._changed:
+            self.stderr_lines.append("")  # end of output
+            self._changed.notify_all()
 
     def wait_for(self, words: str, seconds: float, begin: int = 0) -> str:
-        """The first line from `begin` on that holds these words."""
+        """The first line of stderr from line `begin` on that contains these words."""
 
         def found() -> bool:
-            return any(words in line or not line for line in self.said[begin:])
+            return any(words in line or not line for line in self.stderr_lines[begin:])
 
-        with self._news:
-            self._news.wait_for(found, seconds)
-            for line in self.said[begin:]:
+        with self._changed:
+            self._changed.wait_for(found, seconds)
+            for line in self.stderr_lines[begin:]:
                 if words in line:
                     return line
-        raise RuntimeError(f"the server does not say {words!r}: {' / '.join(self.said)[-2000:]}")
+        raise RuntimeError(f"the server does not print {words!r}: {' / '.join(self.stderr_lines)[-2000:]}")
 
     def processor_s(self) -> tuple[float, float]:
-        """Seconds of a processor so far: of its event loop, which is the first thread, and of all threads."""
+        """CPU seconds so far: of the event loop, which is the first thread, and of all threads."""
         return _seconds(f"/proc/{self.pid}/task/{self.pid}/stat"), _seconds(f"/proc/{self.pid}/stat")
 
-    def held(self) -> dict[str, int]:
-        """What it may leak: resident bytes, open files, threads, tasks of the event loop."""
+    def resources(self) -> dict[str, int]:
+        """Resources that may leak: resident bytes, open files, threads, tasks of the event loop."""
         status = Path(f"/proc/{self.pid}/statm").read_text().split()
-        begin = len(self.said)
+        begin = len(self.stderr_lines)
         os.kill(self.pid, signal.SIGUSR1)
         return {
             "memory": int(status[1]) * os.sysconf("SC_PAGE_SIZE"),
@@ -106,26 +106,26 @@ def _seconds(path: str) -> float:
 
 
 @dataclass
-class Answer:
-    """What has come, in parts with their times."""
+class Response:
+    """The received parts of a response, with their times."""
 
     sent: float
     times: list[float] = field(default_factory=list)
     parts: list[bytes] = field(default_factory=list)
 
     @property
-    def whole(self) -> bytes:
+    def raw(self) -> bytes:
         return b"".join(self.parts)
 
     @property
     def status(self) -> int:
-        """0: none has come."""
-        line = self.whole[:16].split()
+        """0: no response yet."""
+        line = self.raw[:16].split()
         return int(line[1]) if len(line) > 1 and line[1].isdigit() else 0
 
     @property
     def body(self) -> bytes:
-        head, _, rest = self.whole.partition(b"\r\n\r\n")
+        head, _, rest = self.raw.partition(b"\r\n\r\n")
         if b"chunked" not in head.lower():
             return rest
         parts = []
@@ -150,8 +150,8 @@ class Answer:
 
     @property
     def failed(self) -> bool:
-        """Whether it is not a stream that came to its end."""
-        return self.status != 200 or b"data: [DONE]" not in self.parts[-1][-64:] + self.whole[-64:]
+        """Whether it is not a complete stream."""
+        return self.status != 200 or b"data: [DONE]" not in self.parts[-1][-64:] + self.raw[-64:]
 
     @property
     def token_times(self) -> list[float]:
@@ -163,10 +163,10 @@ class Connection(asyncio.Protocol):
     """One connection, one request at a time."""
 
     transport: asyncio.Transport
-    _answer: Answer | None = None
+    _response: Response | None = None
     _ended: asyncio.Future[None] | None = None
     _end = b"0\r\n\r\n"
-    _missing = -1  # bytes of a body whose length is known; -1: it is in chunks
+    _missing = -1  # remaining bytes of the body; -1: chunked
 
     @classmethod
     async def open(cls, port: int) -> Connection:
@@ -178,44 +178,44 @@ class Connection(asyncio.Protocol):
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        answer = self._answer
-        if answer is None:
+        response = self._response
+        if response is None:
             return
-        answer.times.append(time.perf_counter())
-        answer.parts.append(data)
-        if len(answer.parts) == 1:
+        response.times.append(time.perf_counter())
+        response.parts.append(data)
+        if len(response.parts) == 1:
             head, _, body = data.partition(b"\r\n\r\n")
             length = head.lower().partition(b"content-length: ")[2].split(b"\r")[0]
             self._missing = int(length) - len(body) if length else -1
         elif self._missing > 0:
             self._missing -= len(data)
-        ended = self._missing == 0 or (self._missing < 0 and answer.parts[-1].endswith(self._end))
-        if (ended or (len(data) < 5 and answer.whole.endswith(self._end))) and self._ended and not self._ended.done():
+        ended = self._missing == 0 or (self._missing < 0 and response.parts[-1].endswith(self._end))
+        if (ended or (len(data) < 5 and response.raw.endswith(self._end))) and self._ended and not self._ended.done():
             self._ended.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
-    def send(self, path: str, body: Any = None) -> Answer:
-        """Send a request; what comes of it is in the answer."""
+    def send(self, path: str, body: Any = None) -> Response:
+        """Send a request. The response is filled as parts arrive."""
         data = b"" if body is None else json.dumps(body).encode()
         line = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\n"
         head = f"{line}Host: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         self._ended = asyncio.get_running_loop().create_future()
-        self._answer = Answer(time.perf_counter())
+        self._response = Response(time.perf_counter())
         self.transport.write(head.encode() + data)
-        return self._answer
+        return self._response
 
-    async def ask(self, path: str, body: Any = None) -> Answer:
-        """A request and its whole answer, or what has come of it when the server closes."""
-        answer = self.send(path, body)
+    async def request(self, path: str, body: Any = None) -> Response:
+        """Send a request and wait for its full response, or until the server closes."""
+        response = self.send(path, body)
         await self.ended()
-        return answer
+        return response
 
     async def ended(self) -> None:
         assert self._ended is not None
-        await asyncio.wait_for(self._ended, PATIENCE_S)
+        await asyncio.wait_for(self._ended, TIMEOUT_S)
 
     def close(self) -> None:
         self.transport.abort()
@@ -230,6 +230,6 @@ async def connected(port: int) -> AsyncIterator[Connection]:
         connection.close()
 
 
-async def ask_once(port: int, path: str, body: Any = None) -> Answer:
+async def request_once(port: int, path: str, body: Any = None) -> Response:
     async with connected(port) as connection:
-        return await connection.ask(path, body)
+        return await connection.request(path, body)

@@ -1,6 +1,6 @@
-"""The API in front of an engine that computes nothing: a token for every stream at a fixed rate.
+"""The API with an engine that computes nothing: a token for every stream at a fixed rate.
 
-Requests, handles and the driver's thread are the real ones, so what the API costs is what it costs any fast engine.
+Sequences, handles and the engine's thread are the real ones, so the overhead of the API is that with any fast engine.
 """
 
 from __future__ import annotations
@@ -8,80 +8,79 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as Collection
 from types import SimpleNamespace
 from typing import Any
 
 from infer import ModelConfig, Tokenizer
-from infer.engine.driver import Driver
+from infer.engine.engine import MAX_ROWS, Stats
 from infer.engine.llm import LLM
-from infer.engine.loop import MAX_ROWS, Stats, Task
-from infer.engine.request import Request
+from infer.engine.sequence import Sequence, Status
+from infer.engine.thread import EngineThread
 from infer.server.run import Server, listen
-from infer.server.service import Service
-from infer.server.settings import Settings
+from infer.server.service import Service, Settings
 
 
-class FakeLoop:
-    """In place of a `Loop`: each step gives every stream its next token, which costs nothing."""
+class FakeEngine:
+    """Replaces an `Engine`: each step appends a token to every sequence, without computation."""
 
     def __init__(self, step_s: float, vocab_size: int) -> None:
-        """step_s: seconds from one step to the next, as long as there is something to do."""
+        """step_s: seconds from one step to the next while there are sequences."""
         self.scheduler = SimpleNamespace(max_rows=MAX_ROWS, prefill_chunk=4096)
         self.runner = SimpleNamespace(close=lambda: None)
         self._step_s, self._vocab_size = step_s, vocab_size
-        self._tasks: dict[Task, None] = {}
+        self._sequences: dict[Sequence, None] = {}
         self._next = 0.0
-        self.passes = self.finished = self.generated = 0
+        self.num_steps = self.num_finished = self.num_generated = 0
 
     @property
-    def idle(self) -> bool:
-        return not self._tasks
+    def is_idle(self) -> bool:
+        return not self._sequences
 
-    def check(self, request: Request) -> None:
+    def check(self, sequence: Sequence) -> None:
         pass
 
-    def submit(self, task: Task) -> None:
-        if not self._tasks:
+    def submit(self, sequence: Sequence) -> None:
+        if not self._sequences:
             self._next = time.perf_counter()
-        self._tasks[task] = None
+        sequence.status = Status.RUNNING
+        self._sequences[sequence] = None
 
-    def abort(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:
-            if not task.done:
-                task.request.finish_reason = "interrupted"
-                self._end(task)
+    def abort(self, sequences: Collection[Sequence]) -> None:
+        for sequence in sequences:
+            if not sequence.is_finished:
+                sequence.finish_reason = "interrupted"
+                self._finish(sequence)
 
     def step(self) -> None:
-        self._next += self._step_s  # one that comes late is not waited for: the rate is kept on average
+        self._next += self._step_s  # after a late step the next comes sooner: the mean rate stays the same
         time.sleep(max(0.0, self._next - time.perf_counter()))
         now = time.perf_counter()
-        self.passes += 1
-        for task in list(self._tasks):
-            request = task.request
-            task.take(32 + (self.passes + request.seed) % min(64, self._vocab_size - 32))
-            task.times.append(now)
-            self.generated += 1
-            if request.finish_reason is not None:
-                self._end(task)
-            elif task.news is not None:
-                task.news(task)
+        self.num_steps += 1
+        for sequence in list(self._sequences):
+            sequence.append_token(32 + (self.num_steps + sequence.seed) % min(64, self._vocab_size - 32))
+            sequence.token_times.append(now)
+            self.num_generated += 1
+            if sequence.finish_reason is not None:
+                self._finish(sequence)
+            elif sequence.notify is not None:
+                sequence.notify(sequence)
 
     def close(self, error: Exception | None = None) -> None:
-        for task in list(self._tasks):
-            task.error = error or RuntimeError("the engine was closed")
-            self._end(task)
+        for sequence in list(self._sequences):
+            sequence.error = error or RuntimeError("the engine was closed")
+            self._finish(sequence)
 
     def stats(self) -> Stats:
-        running = len(self._tasks)
-        return Stats(running, 0, self.finished, 0, self.passes, 1, 1, 0, 0, self.generated, 0.0)
+        running = len(self._sequences)
+        return Stats(running, 0, self.num_finished, 0, self.num_steps, 1, 1, 0, 0, 0, self.num_generated, 0.0)
 
-    def _end(self, task: Task) -> None:
-        del self._tasks[task]
-        self.finished += 1
-        task.done = True
-        if task.news is not None:
-            task.news(task)
+    def _finish(self, sequence: Sequence) -> None:
+        del self._sequences[sequence]
+        self.num_finished += 1
+        sequence.status = Status.FINISHED
+        if sequence.notify is not None:
+            sequence.notify(sequence)
 
 
 class FakeLLM(LLM):
@@ -90,16 +89,16 @@ class FakeLLM(LLM):
     def __init__(self, config: ModelConfig, tokenizer: Any, step_s: float) -> None:
         self.model: Any = SimpleNamespace(config=config)
         self.tokenizer = tokenizer
-        pool = SimpleNamespace(page=1 << 20, count=1 << 20)
+        pool = SimpleNamespace(page_size=1 << 20, num_pages=1 << 20)
         self.memory: Any = SimpleNamespace(pool=pool, index=SimpleNamespace(windows=()))
-        loop: Any = FakeLoop(step_s, config.vocab_size)
-        self._driver = Driver(loop)
-        self._finalizer = self._driver.close  # type: ignore[assignment]
+        engine: Any = FakeEngine(step_s, config.vocab_size)
+        self._thread = EngineThread(engine)
+        self._finalizer = self._thread.close  # type: ignore[assignment]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="whose tokenizer is used")
+    parser.add_argument("model", help="the model whose tokenizer is used")
     parser.add_argument("--step", type=float, required=True, help="seconds")
     parser.add_argument("--port", type=int, default=0)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Clients that come, talk, vanish, stall and send garbage, while one asks for the same text again and again."""
+"""Clients that disconnect, stall and send garbage, while one requests the same text repeatedly and checks it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
-from http_client import Answer, Connection, ServerProcess, ask_once
+from http_client import Connection, Response, ServerProcess, request_once
 
 PATH = "/v1/completions"
-REST_S = 60.0  # for a server to end what nobody waits for any more
-PAUSE_S = 3.0  # the longest that a client stalls
+DRAIN_TIMEOUT_S = 60.0  # for a server to end abandoned requests
+MAX_PAUSE_S = 3.0  # of a stalling client
 
 
 class Expected(NamedTuple):
-    """A request, and what the engine gives it alone."""
+    """A request, and its result from the engine alone."""
 
     body: dict[str, Any]
     text: str
@@ -25,16 +25,16 @@ class Expected(NamedTuple):
 
 
 class Rough:
-    """What the clients of a server do to it within some seconds, and what they are answered."""
+    """Misbehaving clients of a server: counts of their actions and of the response statuses."""
 
     def __init__(self, port: int, body: dict[str, Any], expected: Expected, seed: int = 0) -> None:
         """body: of a request for a text."""
         self.port, self._body, self._expected = port, body, expected
         self._draw = random.Random(seed)
-        self.did: Counter[str] = Counter()
+        self.actions: Counter[str] = Counter()
         self.statuses: Counter[int] = Counter()
-        self.asked = self.wrong = 0  # times that the expected text was asked for, and was another
-        self._deeds: dict[Callable[[], Awaitable[None]], int] = {  # with their weights
+        self.checked = self.wrong = 0  # responses compared with the expected one, and different ones
+        self._actions: dict[Callable[[], Awaitable[None]], int] = {  # with their weights
             self.talk: 4,
             self.vanish: 8,
             self.stall: 3,
@@ -45,65 +45,67 @@ class Rough:
         }
 
     async def run(self, connections: int, seconds: float) -> None:
-        """connections: that are there at once."""
+        """connections: number of concurrent ones."""
         ends = asyncio.get_running_loop().time() + seconds
         async with asyncio.TaskGroup() as group:
             for i in range(connections):
-                group.create_task(self._live(i * min(1.0, seconds / 4) / connections, ends))
-            group.create_task(self._ask_again(ends))
+                group.create_task(self._act_repeatedly(i * min(1.0, seconds / 4) / connections, ends))
+            group.create_task(self._check_repeatedly(ends))
 
-    async def _live(self, delay: float, ends: float) -> None:
+    async def _act_repeatedly(self, delay: float, ends: float) -> None:
         await asyncio.sleep(delay)
         while asyncio.get_running_loop().time() < ends:
-            [deed] = self._draw.choices(list(self._deeds), list(self._deeds.values()))
-            self.did[deed.__name__] += 1
+            [action] = self._draw.choices(list(self._actions), list(self._actions.values()))
+            self.actions[action.__name__] += 1
             try:
-                await deed()
+                await action()
             except OSError:
-                self.did["refused"] += 1
+                self.actions["refused"] += 1
                 await asyncio.sleep(0.1)
 
-    async def _ask_again(self, ends: float) -> None:
-        while asyncio.get_running_loop().time() < ends or not self.asked:
-            answer = await ask_once(self.port, PATH, self._expected.body)
-            if answer.status == 429:
+    async def _check_repeatedly(self, ends: float) -> None:
+        while asyncio.get_running_loop().time() < ends or not self.checked:
+            response = await request_once(self.port, PATH, self._expected.body)
+            if response.status == 429:
                 await asyncio.sleep(0.05)
                 continue
-            self._note(answer)
-            self.asked += 1
-            self.wrong += not self._right(answer)
+            self._count(response)
+            self.checked += 1
+            self.wrong += not self._is_expected(response)
 
-    def _right(self, answer: Answer) -> bool:
-        if answer.status != 200:
+    def _is_expected(self, response: Response) -> bool:
+        if response.status != 200:
             return False
-        [choice] = answer.json["choices"]
+        [choice] = response.json["choices"]
         return (choice["text"], choice["logprobs"]["token_logprobs"]) == (
             self._expected.text,
             list(self._expected.logprobs),
         )
 
-    def _note(self, answer: Answer) -> None:
-        self.statuses[answer.status] += 1
-        if b'"server_error"' in answer.whole:  # within a stream that has begun with 200
-            self.statuses[500] += answer.status != 500
+    def _count(self, response: Response) -> None:
+        self.statuses[response.status] += 1
+        if b'"server_error"' in response.raw:  # within a stream that has begun with 200
+            self.statuses[500] += response.status != 500
 
-    def _pause(self, most: float = PAUSE_S) -> Awaitable[None]:
+    def _pause(self, most: float = MAX_PAUSE_S) -> Awaitable[None]:
         return asyncio.sleep(self._draw.random() * most)
 
     async def talk(self) -> None:
-        """Behaves."""
+        """Behaves correctly."""
         stream = self._draw.random() < 0.5
-        self._note(await ask_once(self.port, PATH, self._body | {"stream": stream, "seed": self._draw.randrange(9)}))
+        self._count(
+            await request_once(self.port, PATH, self._body | {"stream": stream, "seed": self._draw.randrange(9)})
+        )
 
     async def vanish(self) -> None:
-        """Asks, and does not wait for the end."""
+        """Sends a request, and disconnects before the end."""
         connection = await Connection.open(self.port)
         connection.send(PATH, self._body | {"stream": self._draw.random() < 0.5})
         await self._pause(1.0)
         connection.close()
 
     async def stall(self) -> None:
-        """Asks for much, and does not read it."""
+        """Requests much output, and does not read it."""
         connection = await Connection.open(self.port)
         connection.transport.pause_reading()
         connection.send(PATH, self._body | {"stream": True, "n": 4, "logprobs": 20})
@@ -126,7 +128,7 @@ class Rough:
         connection.close()
 
     async def misuse(self) -> None:
-        """Asks for what is not there."""
+        """Sends invalid requests."""
         draw = self._draw
         path, body = draw.choice(
             [
@@ -140,7 +142,7 @@ class Rough:
                 ("/metrics", None),
             ]
         )
-        self._note(await ask_once(self.port, path, body))
+        self._count(await request_once(self.port, path, body))
 
     async def silent(self) -> None:
         connection = await Connection.open(self.port)
@@ -148,20 +150,20 @@ class Rough:
         connection.close()
 
 
-async def at_rest(server: ServerProcess) -> dict[str, int]:
-    """What the server holds once nothing runs any more."""
-    for _ in range(round(REST_S / 0.1)):
+async def idle_resources(server: ServerProcess) -> dict[str, int]:
+    """Resources of the server once no request runs."""
+    for _ in range(round(DRAIN_TIMEOUT_S / 0.1)):
         numbers = await metrics(server.port)
         if not numbers["num_requests_running"] and not numbers["num_requests_waiting"]:
             break
         await asyncio.sleep(0.1)
     else:
-        raise RuntimeError(f"texts still run {REST_S:.0f} seconds after their clients have gone")
+        raise RuntimeError(f"requests still run {DRAIN_TIMEOUT_S:.0f} seconds after their clients disconnected")
     await asyncio.sleep(1.0)  # for connections to be closed
-    return await asyncio.to_thread(server.held)
+    return await asyncio.to_thread(server.resources)
 
 
 async def metrics(port: int) -> dict[str, float]:
-    lines = (await ask_once(port, "/metrics")).body.decode().splitlines()
+    lines = (await request_once(port, "/metrics")).body.decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("infer:") and "{" not in line)
     return {name.removeprefix("infer:"): float(value) for name, value in pairs}

@@ -1,4 +1,4 @@
-"""`infer serve`, with one thing more: SIGUSR1 has it say on stderr how many tasks its event loop holds."""
+"""`infer serve`; on SIGUSR1 it prints the number of tasks of its event loop to stderr."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from typing import Any
 
 
-def tell_tasks(*_: Any) -> None:
+def print_tasks(*_: Any) -> None:
     print(f"tasks: {len(asyncio.all_tasks())}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
     from infer.cli import main
 
-    signal.signal(signal.SIGUSR1, tell_tasks)
+    signal.signal(signal.SIGUSR1, print_tasks)
     main(["serve", *sys.argv[1:]])

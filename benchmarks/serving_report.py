@@ -1,4 +1,4 @@
-"""What `bench_serving.py` measured, as tables and as a picture."""
+"""Tables and plots of `bench_serving.py`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LOAD = Table(
         Column("p99", "between_p99_s", 10, ",.2f", 1e3),
         Column("rows", "rows", 7, ".1f"),
     ),
-    "of most: of the requests per second that it reaches when all are there at once. first: from a request's arrival "
+    "of most: relative to the requests per second when all arrive at once. first: from a request's arrival "
     "to its\nfirst token; between: two tokens of a request; medians. rows: in a pass, on average.",
 )
 
 
 def goal_row(shape: str, what: str, figure: float, form: str, unit: str = "", goal: str = "", **more: Any) -> Row:
-    """A line of the table of goals. more: what else the JSON is to have."""
+    """A row of the table of goals. more: other values for the JSON report."""
     return {"shape": shape, "what": what, "figure": figure, "shown": f"{figure:{form}}{unit}", "goal": goal, **more}
 
 
@@ -45,7 +45,7 @@ def table_of(section: str, load: Table = LOAD) -> Table:
 
 
 def formatted(values: dict[str, Any], load: Table = LOAD) -> str:
-    """Both tables, of everything that the report has."""
+    """Both tables of a report as text."""
     parts = []
     for table in (GOALS, load):
         rows = [row for name, some in values["sections"].items() if table_of(name, load) is table for row in some]

@@ -20,12 +20,12 @@ from infer import (
     SlidingCache,
     Tokenizer,
     decode_step,
-    full_attention_matrix,
     generate,
     load_model,
     prefill,
 )
 from infer.cache.pool import bytes_for
+from infer.compat.seeds import full_attention_matrix
 from infer.trace.text import token_texts
 
 IMAGES = Path(__file__).parent / "images"
@@ -110,15 +110,15 @@ def draw_pages() -> None:
             holders.setdefault(page, []).append(i)
     figure, (pool, bars) = plt.subplots(1, 2, figsize=(10.5, 3.4), layout="constrained", width_ratios=[2, 1])
     across = 12
-    for page in range(memory.pool.count):
+    for page in range(memory.pool.num_pages):
         own = holders.get(page, [])
         x, y = page % across, page // across
-        kept = not own and memory.pool.holders[page] > 0
+        kept = not own and memory.pool.ref_counts[page] > 0
         for j, i in enumerate(own or [-1]):
             face = colours[i] if i >= 0 else "0.82" if kept else "0.95"
             pool.add_patch(plt.Rectangle((x + 0.9 * j / len(own or [0]), y), 0.9 / len(own or [0]), 0.9, color=face))
     pool.set_xlim(-0.2, across)
-    pool.set_ylim(memory.pool.count / across + 0.1, -0.2)
+    pool.set_ylim(memory.pool.num_pages / across + 0.1, -0.2)
     pool.set_aspect("equal")
     pool.axis("off")
     names = [f"chat {i + 1}: {len(chat.tokens)} tokens" for i, chat in enumerate(chats)]
@@ -127,13 +127,13 @@ def draw_pages() -> None:
     labels = [*names, "kept by the prefix index", "free"]
     pool.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncol=3, frameon=False, fontsize=9)
     pool.set_title(
-        f"pool of {memory.pool.count} pages; a square is one page of {memory.pool.page} positions,\n"
+        f"pool of {memory.pool.num_pages} pages; a square is one page of {memory.pool.page_size} positions,\n"
         "shared if it has several colours",
         fontsize=10,
     )
     page = memory.pool.page_bytes / 1e6
     alone = [sum(len(chat.pages()) for chat in chats) * page, len(holders) * page]
-    reserved = 3 * 1024 / memory.pool.page * page
+    reserved = 3 * 1024 / memory.pool.page_size * page
     values = [reserved, *alone]
     bars.barh(["contiguous,\n1,024 positions each", "pages", "pages, shared"][::-1], values[::-1], color="#4477aa")
     for i, value in enumerate(values[::-1]):

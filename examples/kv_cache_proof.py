@@ -56,7 +56,7 @@ def without_cache() -> None:
     longer_context = full_attention(longer)
     print(longer, longer_context, torch.allclose(context, longer_context[:-1]), sep="\n")
     print("\n   Row i of causal attention sees rows 0..i only: the mask hides what comes after it, so a row that is")
-    print("   appended behind it cannot change it. Six of the seven rows were work for nothing.")
+    print("   appended after it cannot change it. Six of the seven rows were computed for nothing.")
 
     print("\n3. The last row alone needs one query, but the keys and values of all seven tokens.\n")
     keys, values = longer @ W_KEY, longer @ W_VALUE

@@ -20,8 +20,8 @@ from rich.progress import track
 from torch import Tensor
 
 from infer import SamplingParams, Tokenizer, generate, load_model
-from infer.loader.gpt2_names import stored_name
 from infer.loader.nanogpt import config_from_nanogpt
+from infer.loader.tensor_names import to_gpt2
 from infer.models.common import Decoder
 from infer.models.registry import build_model
 
@@ -69,7 +69,7 @@ def main(args: list[str] | None = None) -> None:
     print(chart(losses))
     print(f"validation loss {validation_loss:.3f}, where guessing would give {math.log(len(characters)):.3f}")
 
-    weights = {stored_name(name): tensor for name, tensor in model.state_dict().items()}
+    weights = {to_gpt2(name): tensor for name, tensor in model.state_dict().items()}
     checkpoint = options.out / "ckpt.pt"
     torch.save(
         {
@@ -84,7 +84,7 @@ def main(args: list[str] | None = None) -> None:
     meta = {"vocab_size": len(characters), "stoi": ids, "itos": dict(enumerate(characters))}
     (options.out / "meta.pkl").write_bytes(pickle.dumps(meta))
 
-    # What was written is what speaks: read it back, as `infer generate` would.
+    # Generate from the written file, as `infer generate` does.
     trained, _ = load_model(checkpoint)
     tokenizer = Tokenizer(checkpoint)
     params = SamplingParams(temperature=0.8, seed=options.seed, max_new_tokens=300)
@@ -122,15 +122,15 @@ def evaluate(model: Decoder, data: Tensor, options: argparse.Namespace) -> float
 
 
 def batch_loss(model: Decoder, data: Tensor, options: argparse.Namespace) -> Tensor:
-    """Of random stretches: at each position, how unlikely the model found the character that follows."""
+    """Cross-entropy of the next character, over random slices of the text."""
     starts = torch.randint(len(data) - options.block_size, (options.batch_size,))
-    stretches = torch.stack([data[start : start + options.block_size + 1] for start in starts])  # [B, T + 1]
-    logits = model(stretches[:, :-1])  # [B, T, V]
-    return F.cross_entropy(logits.flatten(0, 1), stretches[:, 1:].flatten())
+    slices = torch.stack([data[start : start + options.block_size + 1] for start in starts])  # [B, T + 1]
+    logits = model(slices[:, :-1])  # [B, T, V]
+    return F.cross_entropy(logits.flatten(0, 1), slices[:, 1:].flatten())
 
 
 def chart(losses: list[float], width: int = 72, height: int = 8) -> str:
-    """The loss over the steps, each column the mean of its share of them."""
+    """The loss over the steps; each column is the mean of several steps."""
     columns = min(width, len(losses))
     edges = [len(losses) * i // columns for i in range(columns + 1)]
     means = [sum(losses[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -146,7 +146,7 @@ def chart(losses: list[float], width: int = 72, height: int = 8) -> str:
 
 def parse(args: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small character-level GPT on a text file.")
-    parser.add_argument("--text", type=Path, required=True, help="what to learn from, in UTF-8")
+    parser.add_argument("--text", type=Path, required=True, help="the training text, in UTF-8")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for ckpt.pt and meta.pkl")
     parser.add_argument("--rope", action="store_true", help="rotate positions (RoPE) instead of learning them")
     parser.add_argument("--steps", type=positive, default=1000)
@@ -164,7 +164,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
 def positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+        raise argparse.ArgumentTypeError(f"{number} is not a positive integer")
     return number
 
 

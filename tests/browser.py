@@ -33,7 +33,7 @@ for end, place in [(fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10), 3 + i) for i, fd in
     os.dup2(end, place)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-TIMEOUT_S = 60.0  # for one answer of the browser: only a browser that hangs takes so long
+TIMEOUT_S = 300.0  # for one answer of the browser: only a browser that hangs takes so long
 
 
 class Browser:

@@ -142,7 +142,7 @@ def torch_logits(model: Decoder, cache: Cache, ids: torch.Tensor) -> torch.Tenso
 def kernel_logits(model: Decoder, cache: Cache, ids: torch.Tensor) -> torch.Tensor:
     """The same through the backend, which must have kernels for the model wherever the machine has any."""
     backend = backend_for(model)
-    assert backend.name == ("torch" if kernels() is None else "cpu"), backend.why
+    assert backend.name == ("torch" if kernels() is None else "cpu"), backend.reason
     return all_logits(model, cache, ids)
 
 
@@ -152,7 +152,7 @@ WAYS: dict[str, Run] = {"torch": torch_logits, "kernels": kernel_logits}
 
 def check_logits(model: Decoder, ids: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
     """Of a pass without a cache: the model as it is called, and through kernels."""
-    assert expected.std() > 0.5  # logits that are all alike would agree with anything
+    assert expected.std() > 0.5  # equal logits would agree with anything
     with torch.inference_mode():
         assert difference(model(ids), expected) <= tolerance
     assert difference(kernel_logits(model, NoCache(len(ids)), ids), expected) <= tolerance
@@ -224,7 +224,7 @@ def save_folder(model: PreTrainedModel, folder: Path, **settings: Any) -> Path:
 
 
 def quantised(model: PreTrainedModel, quant: Quant) -> PreTrainedModel:
-    """The model whose matrices have gone through a quantisation and back."""
+    """The model with its matrices quantized and dequantized."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -409,7 +409,7 @@ def write_gguf(
     *,
     arch: str = "llama",
 ) -> Path:
-    """tensors: arrays as they are, or bytes with their quantisation type."""
+    """tensors: arrays as they are, or bytes with their quantization type."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         if isinstance(value, list):

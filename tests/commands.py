@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infer import KVCache, Tokenizer, render_chat_template
 from infer.backend import Backend, Row
-from infer.backend.cpu.backend import CpuBackend, NarrowCpuBackend
+from infer.backend.cpu.backend import CpuBackend
 from infer.backend.plain import TorchBackend
 from infer.cli import main
 from infer.loader import load
@@ -78,7 +78,7 @@ def thinker(folder: Path) -> Path:
 
 def note_passes(monkeypatch: pytest.MonkeyPatch, note: Callable[[list[int]], None]) -> None:
     """Tell of each pass how many tokens each of its rows is fed, whichever backend runs it."""
-    for backend in (TorchBackend, CpuBackend, NarrowCpuBackend):
+    for backend in (TorchBackend, CpuBackend):
 
         def noted(self: Backend, rows: Sequence[Row], run: Callable = backend.run) -> list[Tensor]:
             note([row.tokens.shape[1] if isinstance(row.tokens, Tensor) else len(row.tokens) for row in rows])
@@ -119,7 +119,7 @@ Run = Callable[..., Done]
 
 
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(folder: Path, compiled: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command on the tiny model (or on `model`; None: it is not told which), with the given standard input."""
 
     def run_command(command: str, *args: str | Path, model: str | Path | None = folder, stdin: str = "") -> Done:
@@ -140,7 +140,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> None:
         pytest.fail("the weights were touched")
 
-    monkeypatch.setattr(load, "_materialise", fail)
+    monkeypatch.setattr(load, "_materialize", fail)
     monkeypatch.setattr(HFFolder, "blocks", fail)
     monkeypatch.setattr(GGUFFile, "blocks", fail)
 

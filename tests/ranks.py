@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WAIT = 60.0  # seconds: longer than anything takes
+WAIT = 300.0  # seconds: longer than anything takes
 
 
 class Meeting:
@@ -29,15 +29,16 @@ class Meeting:
 
 
 class ThreadGroup:
-    """An `nn.split.Group`."""
+    """An `nn.sharded.Group`."""
 
+    failure = None
     sharing = 1
     capturable = False
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.count, self._meeting = rank, len(meeting.given), meeting
+        self.rank, self.world_size, self._meeting = rank, len(meeting.given), meeting
 
-    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         assert x.shape[-1] == sizes[self.rank]
         return torch.cat(self._meeting.exchange(self.rank, x), -1)
 
@@ -49,7 +50,7 @@ class ThreadGroup:
             out[owned] = theirs[owned]
         return out
 
-    def led(self, model: Any, backend: Any) -> Any:
+    def wrap_backend(self, model: Any, backend: Any) -> Any:
         return backend
 
     def watch(self, watcher: Any) -> Callable[[], None]:

@@ -15,8 +15,7 @@ from waiting import WAIT, until
 
 from infer import LLM
 from infer.server.run import Server, listen
-from infer.server.service import Service
-from infer.server.settings import Settings
+from infer.server.service import Service, Settings
 
 
 class Running:
@@ -49,14 +48,14 @@ class Running:
     def idle(self) -> bool:
         """Whether nothing runs, and no page is held but for later."""
         stats = self.service.llm.stats()
-        return not (stats.running or stats.waiting or self.service.texts)
+        return not (stats.running or stats.waiting or self.service.num_sequences)
 
 
 @contextmanager
 def running(
-    engine: Callable[[], LLM], *, renews: bool = False, tracer: Any = None, **settings: Any
+    engine: Callable[[], LLM], *, restarts: bool = False, tracer: Any = None, **settings: Any
 ) -> Iterator[Running]:
-    made = Service(engine, Settings("tiny", **settings), renews=renews, tracer=tracer)
+    made = Service(engine, Settings("tiny", **settings), restarts=restarts, tracer=tracer)
     with listen("127.0.0.1", 0) as listening, made as service:
         server = Server(service)
         found = Running(server, listening.getsockname()[1])
@@ -70,6 +69,6 @@ def running(
         try:
             yield found
         finally:
-            server.end()
+            server.stop()
             thread.join(WAIT)
             assert not thread.is_alive()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-WAIT = 30.0  # seconds: longer than anything takes
+WAIT = 300.0  # seconds: longer than anything takes
 
 
 def until(holds: Callable[[], bool], seconds: float = WAIT) -> None:

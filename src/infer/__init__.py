@@ -8,24 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infer.cache import GrowingCache, KVCache, PagedCache, PagePool, SlidingCache
-    from infer.engine.batch import generate_batch
-    from infer.engine.cached import (
-        allocate_kv_cache,
-        decode_step,
-        full_attention_matrix,
-        generate_ids_cached,
-        generate_ids_greedy_cached,
-        generate_ids_greedy_full,
-        prefill,
-    )
-    from infer.engine.generate import generate, stream
+    from infer.config import ModelConfig
+    from infer.engine.generate import generate, generate_batch, stream
     from infer.engine.llm import LLM
     from infer.engine.memory import CacheMemory
+    from infer.engine.model import decode_step, prefill
     from infer.engine.params import SamplingParams
     from infer.engine.result import GenerationResult
     from infer.engine.session import Session
     from infer.evaluate.perplexity import perplexity
-    from infer.loader import ModelConfig, Tokenizer, load_model, render_chat_template
+    from infer.loader.chat import render_chat_template
+    from infer.loader.load import load_model
+    from infer.loader.tokenizer import Tokenizer
     from infer.trace import Trace
 
 # How long GNU OpenMP's threads spin before they sleep; it is read when torch is loaded. By default that is a
@@ -39,26 +33,21 @@ _HOMES = {
     "GrowingCache": "infer.cache",
     "KVCache": "infer.cache",
     "LLM": "infer.engine.llm",
-    "ModelConfig": "infer.loader",
+    "ModelConfig": "infer.loader.find",  # which sets its reader
     "PagePool": "infer.cache",
     "PagedCache": "infer.cache",
     "SamplingParams": "infer.engine.params",
     "Session": "infer.engine.session",
     "SlidingCache": "infer.cache",
-    "Tokenizer": "infer.loader",
+    "Tokenizer": "infer.loader.tokenizer",
     "Trace": "infer.trace",
-    "allocate_kv_cache": "infer.engine.cached",
-    "decode_step": "infer.engine.cached",
-    "full_attention_matrix": "infer.engine.cached",
+    "decode_step": "infer.engine.model",
     "generate": "infer.engine.generate",
-    "generate_batch": "infer.engine.batch",
-    "generate_ids_cached": "infer.engine.cached",
-    "generate_ids_greedy_cached": "infer.engine.cached",
-    "generate_ids_greedy_full": "infer.engine.cached",
-    "load_model": "infer.loader",
+    "generate_batch": "infer.engine.generate",
+    "load_model": "infer.loader.load",
     "perplexity": "infer.evaluate.perplexity",
-    "prefill": "infer.engine.cached",
-    "render_chat_template": "infer.loader",
+    "prefill": "infer.engine.model",
+    "render_chat_template": "infer.loader.chat",
     "stream": "infer.engine.generate",
 }
 
@@ -76,14 +65,9 @@ __all__ = [
     "SlidingCache",
     "Tokenizer",
     "Trace",
-    "allocate_kv_cache",
     "decode_step",
-    "full_attention_matrix",
     "generate",
     "generate_batch",
-    "generate_ids_cached",
-    "generate_ids_greedy_cached",
-    "generate_ids_greedy_full",
     "load_model",
     "perplexity",
     "prefill",

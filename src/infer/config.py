@@ -1,22 +1,22 @@
-"""What a model is: one frozen value for each thing the engine needs to know about it."""
+"""What a model is, independent of file formats."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from infer.values import ABOVE_0, FLAG, TEXT, TOKEN_ID, Kind, list_of, number, shown, whole
+from infer.values import ABOVE_0, FLAG, TEXT, TOKEN_ID, Kind, checked, integer, list_of, number, short_repr
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-INT8_GROUP = 32  # values of a key or value that share a scale in an int8 cache; the last group may be shorter
+INT8_GROUP = 32  # elements of a key or value vector that share a scale in an int8 cache; the last may be shorter
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions turn into angles."""
+    """Rotary position embedding: frequencies and their scaling."""
 
     theta: float = 10_000.0
     scaling: str = "default"  # "default" | "linear" | "llama3"
@@ -24,7 +24,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    # One divisor per frequency, as GGUF files store llama3 scaling; empty: none.
+    # One divisor per frequency, the form in which GGUF files store llama3 scaling; empty: none.
     divisors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class RopeConfig:
 class ModelConfig:
     """The shape of a model. Field names follow Hugging Face's `config.json`."""
 
-    reader: ClassVar[Callable[[str], ModelConfig] | None] = None  # of checkpoints: `infer.loader` provides it
+    reader: ClassVar[Callable[[str], ModelConfig] | None] = None  # of checkpoints, set by `infer.loader`
 
     model_type: str
     vocab_size: int
@@ -49,18 +49,18 @@ class ModelConfig:
     num_key_value_heads: int
     max_position_embeddings: int
     head_dim: int | None = None
-    rms_norm_eps: float = 1e-5  # of the norms, whichever kind they are
-    rope: RopeConfig | None = field(default_factory=RopeConfig)  # None: positions are learned
-    local_rope: RopeConfig | None = None  # of the sliding layers, where theirs differs
-    query_pre_attn_scalar: float | None = None  # scores are divided by its root; None: head_dim
-    layer_types: tuple[str, ...] = ()  # one kind per layer; empty: full attention everywhere
+    rms_norm_eps: float = 1e-5  # of LayerNorm too
+    rope: RopeConfig | None = field(default_factory=RopeConfig)  # None: learned positions
+    local_rope: RopeConfig | None = None  # of the sliding layers, if different
+    query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None: head_dim
+    layer_types: tuple[str, ...] = ()  # one per layer; empty: full attention in all
     sliding_window: int | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     norm_bias: bool = False
-    hidden_act: str | None = None  # "gelu" | "gelu_tanh" where a family has either; None: the family's own
+    hidden_act: str | None = None  # "gelu" | "gelu_tanh" for families with a choice; None: the family's
     tie_word_embeddings: bool = False
-    dropout: float = 0.0  # while training
+    dropout: float = 0.0  # in training
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -70,7 +70,7 @@ class ModelConfig:
                 kind.check(name, value)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} KV heads evenly"
+                f"{self.num_attention_heads} attention heads must be a multiple of {self.num_key_value_heads} KV heads"
             )
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
@@ -84,7 +84,7 @@ class ModelConfig:
             raise ValueError(f"{len(self.layer_types)} layer_types for {self.num_hidden_layers} layers")
         unknown = set(self.layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION}
         if unknown:
-            raise ValueError(f"layer type {shown(unknown.pop())} is not supported")
+            raise ValueError(f"layer type {short_repr(unknown.pop())} is not supported")
         if self.has_windows and not self.sliding_window:
             raise ValueError(f"sliding layers need a positive sliding_window, not {self.sliding_window}")
 
@@ -94,7 +94,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by."""
+        """Multiplies q·k."""
         return 1 / math.sqrt(self.query_pre_attn_scalar or self.computed_head_dim)
 
     @property
@@ -102,11 +102,16 @@ class ModelConfig:
         return SLIDING_ATTENTION in self.layer_types
 
     def window(self, layer_idx: int) -> int | None:
-        """How many positions back this layer looks, itself included; None: all of them."""
+        """How many positions a query of this layer sees, its own included; None: all."""
         return self.sliding_window if self.layer_types[layer_idx] == SLIDING_ATTENTION else None
 
+    @property
+    def windows(self) -> list[int | None]:
+        """The window of each layer."""
+        return [self.window(layer_idx) for layer_idx in range(self.num_hidden_layers)]
+
     def ropes(self) -> dict[str, RopeConfig]:
-        """By layer type, those that the model has."""
+        """By layer type."""
         if self.rope is None:
             return {}
         return {
@@ -115,7 +120,7 @@ class ModelConfig:
         }
 
     def cache_bytes_per_token(self, element_size: int) -> int:
-        """Bytes of K and V that one position adds over all layers. element_size: 1 is int8, which has scales too."""
+        """Bytes of K and V of one position in all layers. element_size: 1 is int8, which has scales too."""
         head_dim = self.computed_head_dim
         scales = 2 * -(-head_dim // INT8_GROUP) if element_size == 1 else 0
         return 2 * self.num_hidden_layers * self.num_key_value_heads * (head_dim * element_size + scales)
@@ -124,26 +129,26 @@ class ModelConfig:
     def from_pretrained(cls, name_or_path: str) -> ModelConfig:
         """Read a checkpoint's config without reading its weights."""
         if cls.reader is None:
-            raise RuntimeError("no file format is known here: use infer.ModelConfig, or import infer.loader")
+            raise RuntimeError("no checkpoint reader is installed: use infer.ModelConfig, or import infer.loader.find")
         return cls.reader(name_or_path)
 
 
-# Far more than any model has, and few enough that describing one takes neither time nor memory.
+# Far more than any model has, and few enough that building one on the meta device is cheap.
 MAX_LAYERS = 1024
 CONFIG_KINDS: dict[str, Kind] = {
     "model_type": TEXT,
-    "vocab_size": whole(1, 2**24),
-    "hidden_size": whole(1, 2**20),
-    "intermediate_size": whole(1, 2**24),
-    "num_hidden_layers": whole(1, MAX_LAYERS),
-    "num_attention_heads": whole(1, 2**16),
-    "num_key_value_heads": whole(1, 2**16),
-    "max_position_embeddings": whole(1, 2**31 - 1),
-    "head_dim": whole(1, 2**16),
+    "vocab_size": integer(1, 2**24),
+    "hidden_size": integer(1, 2**20),
+    "intermediate_size": integer(1, 2**24),
+    "num_hidden_layers": integer(1, MAX_LAYERS),
+    "num_attention_heads": integer(1, 2**16),
+    "num_key_value_heads": integer(1, 2**16),
+    "max_position_embeddings": integer(1, 2**31 - 1),
+    "head_dim": integer(1, 2**16),
     "rms_norm_eps": number("from 0 to 1", lambda value: 0 <= value <= 1),
     "query_pre_attn_scalar": ABOVE_0,
     "layer_types": list_of(TEXT, MAX_LAYERS),
-    "sliding_window": whole(0, 2**31 - 1),
+    "sliding_window": integer(0, 2**31 - 1),
     "attention_bias": FLAG,
     "mlp_bias": FLAG,
     "norm_bias": FLAG,
@@ -164,7 +169,13 @@ ROPE_KINDS: dict[str, Kind] = {
 }
 
 
+def read_fields(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of `ModelConfig` that a file has, each checked. names: the file's names of them."""
+    given = checked(raw, {theirs: CONFIG_KINDS[ours] for ours, theirs in names.items()})
+    return {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
+
+
 def layer_pattern(pattern: int | list[bool], layers: int) -> tuple[str, ...]:
-    """Every pattern-th layer sees everything; or one entry per layer, true where it slides."""
+    """pattern: every pattern-th layer has full attention; or one entry per layer, true for a sliding window."""
     slides = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(layers)]
     return tuple(SLIDING_ATTENTION if slide else FULL_ATTENTION for slide in slides)

@@ -1,4 +1,4 @@
-"""Where files are kept between runs. Without torch: to list models must not take seconds."""
+"""The cache folder. Without torch, so that listing models is fast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where fetched models and compiled kernels are kept: $INFER_CACHE, or `infer` in the user's cache folder."""
+    """The folder of downloaded models and compiled kernels: $INFER_CACHE, or `infer` in the user's cache folder."""
     if folder := os.environ.get("INFER_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infer"

@@ -1,7 +1,7 @@
-"""How far something slow has come, told to whoever listens: the command line does, on a terminal.
+"""Progress of slow work, reported to listeners: the command line shows it on a terminal.
 
-What is told: FETCHING a model and LOADING it in bytes, COMPILING kernels, PREFILL in tokens of the prompt, GENERATING
-in new tokens, PROMPTS of a file.
+FETCHING and LOADING a model count bytes, COMPILING kernels, PREFILL prompt tokens, GENERATING new tokens, PROMPTS the
+prompts of a file, SCORING the tokens of a text, PATHS the checks of `infer verify`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 FETCHING, LOADING, COMPILING, PREFILL = "fetching", "loading", "compiling", "prefill"
-GENERATING, PROMPTS = "generating", "prompts"
+GENERATING, PROMPTS, SCORING, PATHS = "generating", "prompts", "scoring", "paths"
 
 
 class Progress(NamedTuple):
     what: str  # one of the above
     done: int
-    total: int  # over once done has come to it
-    name: str = ""  # of what is fetched or compiled
-    note: str = ""  # how fast it goes
+    total: int  # finished when done reaches it
+    name: str = ""  # of the model or the kernel
+    note: str = ""  # e.g. the speed
 
 
 Listener = Callable[[Progress], None]
 _listeners: list[Listener] = []
-_under_way = Progress("", 0, 0), 0  # the last that was told, and how much of it is being done now
+_under_way = Progress("", 0, 0), 0  # the last report, and how much work has started since
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Let a function hear of all that is told meanwhile, from whatever thread tells it."""
+def listen(listener: Listener) -> Iterator[None]:
+    """Call a function for every report inside the block, in the thread that reports."""
     _listeners.append(listener)
     try:
         yield
@@ -38,12 +38,12 @@ def listening(listener: Listener) -> Iterator[None]:
             _listeners.remove(listener)
 
 
-def is_heard() -> bool:
+def has_listeners() -> bool:
     return bool(_listeners)
 
 
-def tell(what: str, done: int, total: int, name: str = "", *, note: str = "", under_way: int = 0) -> None:
-    """under_way: how much is being done until the next call, for `tell_part`."""
+def report(what: str, done: int, total: int, name: str = "", *, note: str = "", under_way: int = 0) -> None:
+    """under_way: the amount of work until the next call, of which `report_part` reports parts."""
     global _under_way
     if _listeners:
         progress = Progress(what, done, total, name, note)
@@ -52,8 +52,8 @@ def tell(what: str, done: int, total: int, name: str = "", *, note: str = "", un
             listener(progress)
 
 
-def tell_part(done: int, parts: int) -> None:
-    """So many parts of what is under way are done: layers of a long pass."""
+def report_part(done: int, parts: int) -> None:
+    """Report parts of the work under way, e.g. layers of a long pass."""
     if _listeners and _under_way[1]:
         progress, count = _under_way
         for listener in list(_listeners):
@@ -62,8 +62,8 @@ def tell_part(done: int, parts: int) -> None:
 
 @contextmanager
 def compiling(name: str) -> Iterator[None]:
-    tell(COMPILING, 0, 1, name)
+    report(COMPILING, 0, 1, name)
     try:
         yield
     finally:
-        tell(COMPILING, 1, 1, name)
+        report(COMPILING, 1, 1, name)

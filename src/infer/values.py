@@ -1,4 +1,4 @@
-"""The type and range of values that somebody else has written: in files, and as arguments of public functions."""
+"""Types and ranges of values from files, and of arguments of public functions."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """What a value has to be."""
+    """A type or range, in words, and the check of a value."""
 
     words: str
     accepts: Callable[[Any], bool]
 
     def check(self, name: str, value: Any) -> None:
         if not self.accepts(value):
-            raise ValueError(f"{name} must be {self.words}, not {shown(value)}")
+            raise ValueError(f"{name} must be {self.words}, not {short_repr(value)}")
 
 
-def whole(least: int, most: int) -> Kind:
-    words = f"a positive integer up to {most:,}" if least == 1 else f"a whole number from {least:,} to {most:,}"
+def integer(least: int, most: int) -> Kind:
+    words = f"a positive integer up to {most:,}" if least == 1 else f"an integer from {least:,} to {most:,}"
     return Kind(words, lambda value: type(value) is int and least <= value <= most)
 
 
 def number(words: str, accepts: Callable[[Any], bool]) -> Kind:
-    """Comparisons are exact and never true of NaN, so `accepts` needs only those."""
+    """accepts: comparisons, which are exact, and never true of NaN."""
     return Kind(words, lambda value: isinstance(value, Real) and not isinstance(value, bool) and accepts(value))
 
 
@@ -48,22 +48,17 @@ def either(*kinds: Kind) -> Kind:
     return Kind(" or ".join(kind.words for kind in kinds), lambda value: any(kind.accepts(value) for kind in kinds))
 
 
-def _is_text(value: Any) -> bool:
-    """Half a character is text to JSON and to Python, but cannot be encoded."""
-    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
-
-
 ABOVE_0 = number("above 0", lambda value: 0 < value < 1e30)
 FLAG = Kind("true or false", lambda value: type(value) is bool)
-TEXT = Kind("a text", _is_text)
+# JSON and Python allow half of a surrogate pair in a string, which cannot be encoded.
+TEXT = Kind("a string", lambda value: isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value))
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
-ANY = Kind("anything", lambda value: True)
-TOKEN_ID = whole(0, 2**31 - 1)
+TOKEN_ID = integer(0, 2**31 - 1)
 TOKEN_IDS = either(TOKEN_ID, list_of(TOKEN_ID, 1024))
 
 
 def checked(raw: Mapping[str, Any], kinds: Mapping[str, Kind]) -> dict[str, Any]:
-    """Those of the values that have a kind, each of its kind. None says nothing."""
+    """The values that have a kind, each checked. None counts as missing."""
     found = {name: raw[name] for name in kinds if raw.get(name) is not None}
     for name, value in found.items():
         kinds[name].check(name, value)
@@ -74,10 +69,10 @@ def _has(attribute: str) -> Callable[[Any], bool]:
     return lambda value: hasattr(value, attribute) and not isinstance(value, type)
 
 
-# What public functions take. Models, tokenizers and caches may be anybody's: they are known by what they can do.
+# Arguments of public functions. Models, tokenizers and caches are duck-typed.
 MODEL = Kind("a loaded model, as in `model, config = load_model(name)`", _has("parameters"))
 TOKENIZER = Kind("a tokenizer, as in `tokenizer = Tokenizer(name)`", _has("decode"))
-CACHE = Kind("a cache, as `KVCache.allocate` makes", _has("capacity"))
+CACHE = Kind("a cache, as in `KVCache.allocate(...)`", _has("capacity"))
 NAME = Kind("a name or path", lambda value: isinstance(value, str | os.PathLike))
 STRING = Kind("a string", lambda value: isinstance(value, str))
 TOKENS = Kind(
@@ -88,19 +83,21 @@ MESSAGES = Kind(
     'a list of messages, like [{"role": "user", "content": "Hello"}]',
     lambda value: isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value),
 )
-PROMPT = Kind("a text, token ids or a list of messages", lambda value: STRING.accepts(value) or TOKENS.accepts(value))
-BYTES = Kind("a whole number of bytes", lambda value: type(value) is int)
+PROMPT = Kind("a string, token ids or a list of messages", lambda value: STRING.accepts(value) or TOKENS.accepts(value))
+INTEGER = Kind("an integer", lambda value: type(value) is int)
+BYTES = Kind("an integer, in bytes", lambda value: type(value) is int)
+CALLABLE = Kind("a function", callable)
 
 
 def takes(**kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Refuse arguments of another kind: those that are swapped, or stand where another was forgotten.
+    """Check the types of arguments, so that swapped or forgotten ones give a clear error.
 
-    None is of any kind, unless the argument is required.
+    An argument whose default is None may be None.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
-        required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+        required = {name for name, parameter in parameters.items() if parameter.default is not None}
 
         @functools.wraps(function)
         def checked(*args: P.args, **options: P.kwargs) -> R:
@@ -108,7 +105,7 @@ def takes(**kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 if name not in kinds or (value is None and name not in required):
                     continue
                 if not kinds[name].accepts(value):
-                    raise TypeError(f"{name} must be {kinds[name].words}, not {named(value)}")
+                    raise TypeError(f"{name} must be {kinds[name].words}, not {value_or_type(value)}")
             return function(*args, **options)
 
         return checked
@@ -116,8 +113,8 @@ def takes(**kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def says_unknown(hints: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Let a dataclass say what to write for a keyword that is none of its fields. hints: for some; else one like it."""
+def suggests_keywords(hints: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass suggest a field for an unknown keyword: that of `hints`, or one with a similar name."""
 
     def decorate(kind: type[T]) -> type[T]:
         init, known = kind.__init__, [field.name for field in fields(kind)]  # type: ignore[arg-type]
@@ -126,7 +123,7 @@ def says_unknown(hints: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
         def checked(self: T, *args: Any, **options: Any) -> None:
             for name in options:
                 if name not in known:
-                    hint = hints.get(name) or meant(name, known)
+                    hint = hints.get(name) or did_you_mean(name, known)
                     raise TypeError(f"{kind.__name__} got an unexpected keyword argument {name!r}: {hint}")
             init(self, *args, **options)
 
@@ -136,19 +133,19 @@ def says_unknown(hints: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """Which of the names it may have been."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A suggestion for an unknown name."""
     from difflib import get_close_matches
 
     near = get_close_matches(name, [*known], 1, 0.6)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
 
-def named(value: Any) -> str:
-    """A short value of Python's own types; of another its type."""
+def value_or_type(value: Any) -> str:
+    """The value, if it is short and of a built-in type; else the name of its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    text, kind = shown(value), type(value)
+    text, kind = short_repr(value), type(value)
     return text if kind.__module__ == "builtins" and len(text) <= 80 and "\n" not in text else kind.__name__
 
 
@@ -156,8 +153,8 @@ _repr = reprlib.Repr()
 _repr.maxlevel, _repr.maxstring, _repr.maxother = 2, 80, 80
 
 
-def shown(value: Any) -> str:
-    """The value as a message may hold it: not a megabyte, and no list of lists of lists."""
-    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print the longest
+def short_repr(value: Any) -> str:
+    """The repr, abbreviated for an error message."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python does not print the longest
         return f"a number of {value.bit_length():,} bits"
     return _repr.repr(value)

@@ -1,4 +1,4 @@
-"""Which version this is, and how to get what it lacks."""
+"""The version, and the command that installs an extra."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def version() -> str:
 
     try:
         return metadata.version("infer")
-    except metadata.PackageNotFoundError:  # run from a folder, without being installed
+    except metadata.PackageNotFoundError:  # run from a folder without being installed
         return "unknown"
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra where this runs."""
+    """The command that installs an extra in this environment."""
     return f"{shlex.quote(sys.executable)} -m pip install 'infer[{extra}]'"

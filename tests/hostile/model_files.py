@@ -195,7 +195,7 @@ def gguf_bytes(
     key_count: int | None = None,
     fields: list[tuple[int, str]] | None = None,
 ) -> bytes:
-    """A GGUF file. fields: told where each number of its header lies, and as what it is packed."""
+    """A GGUF file. fields: gets the offset and the struct code of each number of its header."""
     keys, tensors = metadata() if keys is None else keys, gguf_tensors() if tensors is None else tensors
     out = bytearray(b"GGUF")
 

@@ -154,3 +154,11 @@ def test_long_errors_are_cut(server: Server) -> None:
     outcome = server.run("info", "x" * 100_000)
     assert_refused(outcome)
     assert len(outcome.err) < 3000
+
+
+def test_an_empty_name_of_a_folder(server: Server, folder: Path) -> None:
+    """`--prefix-store "$UNSET"` would be the current folder."""
+    outcome = server.run("generate", "x", "--model", folder, "--prefix-store", "")
+    assert_bounded(outcome)
+    assert outcome.status == 2
+    assert b"--prefix-store" in outcome.err

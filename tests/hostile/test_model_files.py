@@ -348,7 +348,7 @@ def test_weights_that_are_not_finite(server: Server, tmp_path: Path, name: str, 
 
 @pytest.mark.parametrize("quantize", some([(), ("--quantize", "int4")]))
 def test_blocks_that_are_not_finite(server: Server, tmp_path: Path, quantize: tuple[str, ...]) -> None:
-    """The scale of a quantised block."""
+    """The scale of a quantized block."""
     tensors, block = gguf_tensors(), struct.pack("<e", float("nan")) + bytes(16)
     tensors["blk.0.ffn_up.weight"] = ((32, 32), Q4_0, block * 32)
     outcome = server.run(*GENERATE, write_gguf(tmp_path / "m.gguf", tensors=tensors), *quantize)
@@ -515,7 +515,7 @@ PARTS: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("name", some(PARTS))
 @pytest.mark.parametrize("added", some([False, True]))
 def test_tokenizers_that_multiply(server: Server, tmp_path: Path, name: str, added: bool) -> None:
-    """added: a token that is normalised as soon as the file is read."""
+    """added: a token that is normalized as soon as the file is read."""
     folder, contents = write_folder(tmp_path / "m"), tokenizer_json()
     part, value = PARTS[name]
     contents[part] = value

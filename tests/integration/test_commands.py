@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from amount import amount, everything
 
 from infer import Tokenizer
 from infer.cli.common import DEFAULT_MODEL
@@ -41,7 +42,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def offline(environment: dict[str, str]) -> dict[str, str]:
+def offline(environment: dict[str, str], compiled: None) -> dict[str, str]:
     """The same, once the default model is cached."""
     pull(BUILTIN[DEFAULT_MODEL])
     return environment
@@ -107,7 +108,7 @@ class TestCommands:
         )
 
     def test_demo(self, offline: dict[str, str]) -> None:
-        """What `make demo` runs, with fewer tokens and as JSON; and the same prompt in chunks."""
+        """What `make demo` runs, with fewer tokens and as JSON."""
         options = ["--chat", "--max-new-tokens", "8", "--json", *EXACT, QUESTION]
         done = infer("generate", "--compare", *options, env=offline)
         output = json.loads(done.stdout)
@@ -116,13 +117,19 @@ class TestCommands:
         assert output["finish_reason"] == "length"
         assert output["without_kv_cache"]["same_tokens"] is True
         assert "faster than without the cache" in done.stderr
-        chunked = json.loads(infer("generate", "--prefill-chunk", "2", *options, env=offline).stdout)
-        assert chunked["token_ids"] == output["token_ids"]
 
+    @everything
+    def test_chunks(self, offline: dict[str, str]) -> None:
+        options = ["--chat", "--max-new-tokens", "8", "--json", *EXACT, QUESTION]
+        whole, chunked = (infer("generate", *chunk, *options, env=offline) for chunk in ([], ["--prefill-chunk", "2"]))
+        assert json.loads(chunked.stdout)["token_ids"] == json.loads(whole.stdout)["token_ids"]
+
+    @everything
     def test_no_switch_for_thinking(self, offline: dict[str, str]) -> None:
         done = infer("generate", QUESTION, "--chat", "--no-thinking", env=offline, status=2)
         assert done.stderr.startswith("error: this model's chat template has no switch for thinking")
 
+    @everything
     def test_generate_from_a_pipe(self, offline: dict[str, str]) -> None:
         text = "Größe, 水, 🦙 and\n"
         done = infer("generate", "-", "--json", "--max-new-tokens", "4", stdin=text, env=offline)
@@ -150,6 +157,7 @@ class TestCommands:
         assert "1,000 positions, 46.1 MB of cache" in text
         assert "134.5 M" in text
 
+    @everything
     def test_models_and_pull(self, offline: dict[str, str]) -> None:
         path = BUILTIN[DEFAULT_MODEL].path
         done = infer("pull", DEFAULT_MODEL, env=offline)
@@ -161,7 +169,7 @@ class TestCommands:
 
     def test_verify(self, offline: dict[str, str], tmp_path: Path) -> None:
         file = tmp_path / "prompts.txt"
-        file.write_text("The quick brown fox\nTwo and two\n")
+        file.write_text(amount("The quick brown fox\nTwo and two\n", "Two\nOne and"))
         options = ["--prompts", file, "--max-new-tokens", "2", "--all", *EXACT]
         done = infer("verify", DEFAULT_MODEL, *options, env=offline)
         promise, _, *lines = done.stdout.splitlines()
@@ -171,6 +179,7 @@ class TestCommands:
             line[:38].strip() for line in lines
         }
 
+    @everything
     def test_bench(self, offline: dict[str, str], tmp_path: Path) -> None:
         plot, report = tmp_path / "steps.png", tmp_path / "report.json"
         sizes = ["--prompt-tokens", "8", "--new-tokens", "4", "--trials", "1", "--warmup", "0", *EXACT]
@@ -179,6 +188,7 @@ class TestCommands:
         assert json.loads(report.read_text())["comparisons"][0]["same_tokens"] is True
         assert plot.read_bytes().startswith(b"\x89PNG")
 
+    @everything
     def test_perplexity(self, offline: dict[str, str], tmp_path: Path) -> None:
         """Of English words, and of the same without their order."""
         words = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split()[:80]
@@ -201,21 +211,45 @@ class TestCommands:
         "docs/kv-cache.md": "The cat sat on the",
         "docs/python.md": "cache",
         "docs/quantization.md": "",
-        "docs/scale.md": "Paris",
         "docs/trace.md": "(9, 8)",
-    }
+    } | amount({"docs/scale.md": "Paris"}, {})  # starts processes, as tests/integration/test_parallel.py does
 
-    @pytest.mark.parametrize(("page", "says"), PAGES.items(), ids=PAGES)
-    def test_python_in(self, page: str, says: str, offline: dict[str, str], tmp_path: Path) -> None:
-        """All blocks in order, as one who follows along would run them; not those that quote the source."""
-        text = (ROOT / page).read_text(encoding="utf-8")
-        blocks = re.findall(r"```python\n(?!# src/)(.*?)```", text, re.DOTALL)
-        command = [sys.executable, "-c", "\n".join(blocks)]
-        done = subprocess.run(
-            command, env=offline, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=300, check=False
+    def test_python_in_pages(self, offline: dict[str, str], tmp_path: Path) -> None:
+        """All blocks of a page in order, as a reader would run them; not those that quote the source."""
+        pages = {}
+        for page in self.PAGES:
+            text = (ROOT / page).read_text(encoding="utf-8")
+            pages[page] = "\n".join(re.findall(r"```python\n(?!# src/)(.*?)```", text, re.DOTALL))
+        # One process, which loads a model once, and generates few tokens.
+        code = (
+            "import functools, io, json, sys\nfrom contextlib import redirect_stdout\nimport infer.loader.load\n"
+            "infer.loader.load.load_model = functools.cache(infer.loader.load.load_model)\n"
+            "make, printed = infer.SamplingParams.__init__, {}\n"
+            "def few(self, max_new_tokens=10, **options):\n"
+            "    make(self, max_new_tokens=min(max_new_tokens, 10), **options)\n"
+            "infer.SamplingParams.__init__ = few\n"
+            "for page, code in json.load(sys.stdin).items():\n"
+            "    with redirect_stdout(io.StringIO()) as out:\n"
+            "        exec(compile(code, page, 'exec'), {'__name__': '__main__'})\n"
+            "    printed[page] = out.getvalue()\n"
+            "print(json.dumps(printed))"
         )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert says in done.stdout
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(
+            command,
+            env=offline,
+            cwd=tmp_path,
+            input=json.dumps(pages),
+            capture_output=True,
+            encoding="utf-8",
+            timeout=600,
+            check=False,
+        )
+        errors = [line for line in done.stderr.splitlines() if not line.startswith("compiling a kernel")]
+        assert (done.returncode, errors) == (0, [])
+        printed = json.loads(done.stdout)
+        for page, says in self.PAGES.items():
+            assert says in printed[page], page
 
 
 @contextmanager
@@ -241,7 +275,7 @@ class TestCtrlC:
             assert process.stdout is not None
             begun = process.stdout.read(20)
             process.send_signal(signal.SIGINT)
-            rest, messages = (stream.decode() for stream in process.communicate(timeout=60))
+            rest, messages = (stream.decode() for stream in process.communicate(timeout=600))
         assert process.returncode == 130
         assert len(begun) == 20
         assert rest.endswith("\n")
@@ -250,6 +284,7 @@ class TestCtrlC:
         assert figures
         assert int(figures[1]) < 400
 
+    @everything
     def test_json(self, offline: dict[str, str]) -> None:
         """The process sends itself the signal with the fifth token: from outside there is nothing to wait for."""
         code = """
@@ -266,7 +301,7 @@ main(sys.argv[1:])
 """
         command = [sys.executable, "-c", code, "generate", "Once upon a time", *self.OPTIONS, "--json"]
         with listening_to_ctrl_c():
-            done = subprocess.run(command, env=offline, capture_output=True, encoding="utf-8", timeout=120, check=False)
+            done = subprocess.run(command, env=offline, capture_output=True, encoding="utf-8", timeout=600, check=False)
         assert done.returncode == 130
         assert done.stderr.endswith("· interrupted]\n")
         assert "Traceback" not in done.stderr
@@ -276,6 +311,7 @@ main(sys.argv[1:])
         tokens = Tokenizer(DEFAULT_MODEL).decode(output["token_ids"])
         assert tokens.startswith(output["text"].rstrip("\N{REPLACEMENT CHARACTER}"))
 
+    @everything
     def test_chat(self, offline: dict[str, str]) -> None:
         """It ends the answer, not the conversation."""
         with (
@@ -294,7 +330,7 @@ main(sys.argv[1:])
             process.stdin.flush()
             process.stdout.read(20)
             process.send_signal(signal.SIGINT)
-            rest, messages = (stream.decode() for stream in process.communicate(b"/exit\n", timeout=60))
+            rest, messages = (stream.decode() for stream in process.communicate(b"/exit\n", timeout=600))
         assert process.returncode == 0
         assert rest.endswith("\n")
         assert "Traceback" not in messages

@@ -58,7 +58,7 @@ class Deployed:
         import ray
 
         actors = ray.util.list_named_actors(all_namespaces=True)
-        return [actor["name"] for actor in actors if "#Engine#" in actor["name"]]
+        return [actor["name"] for actor in actors if "#Replica#" in actor["name"]]
 
     def kill(self, name: str) -> None:
         import ray

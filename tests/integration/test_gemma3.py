@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 NAME = "gemma-3-270m"
 SHORT = ["The capital of France is", "Die drei größten Städte Deutschlands sind", "水は"]
 SHORT += amount(["Once upon a time", "def fibonacci(n):\n", "1, 1, 2, 3, 5, 8,"], [])
-LONG_TOKENS, NEW_TOKENS = amount((1_100, 24), (600, 12))
+LONG_TOKENS, NEW_TOKENS = amount((1_100, 24), (600, 8))
 CLOSE = 1e-3
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
 LICENSE = Path(__file__).parents[2] / "LICENSE"
@@ -76,7 +76,7 @@ def expected(prompts: Ids, generated: Ids) -> list[torch.Tensor]:
 def test_same_tokens_as_transformers(
     gemma: tuple[Decoder, Tokenizer], generated: Ids, expected: list[torch.Tensor]
 ) -> None:
-    """If transformers, fed our prompt and tokens, finds each token the likeliest, then it would have generated them."""
+    """If transformers, fed our prompt and tokens, finds each token the most likely, it would have generated them."""
     assert [logits[0].argmax(-1).tolist() for logits in expected] == generated
     assert "capital" in gemma[1].decode(generated[0])
 
@@ -118,7 +118,7 @@ def test_past_the_window(
 
 
 def test_default_cache_past_the_window(gemma: tuple[Decoder, Tokenizer], prompts: Ids, generated: Ids) -> None:
-    """A ring as narrow as the chunks, which is far smaller than a cache of everything."""
+    """A ring as small as the chunks, far smaller than a cache of all positions."""
     model, tokenizer = gemma
     result = generate(model, tokenizer, prompts[-1], GREEDY, prefill_chunk=64)
     assert result.token_ids == generated[-1]

@@ -214,11 +214,11 @@ def test_all_formats_hold_the_same_model(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_quantised_gguf(tmp_path: Path) -> None:
-    """Positions too, as quantised files have them."""
+    """Positions too, as in quantized files."""
     reference = reference_model("gpt2", tie_word_embeddings=True)
     path = save_gguf(reference, tmp_path / "m.gguf", Quant.Q8_0)
     ids, columns = random_ids(), reference_model("gpt2", tie_word_embeddings=True)
-    stored = nanogpt_weights(reference)  # rows are quantised, which are columns of transformers' products
+    stored = nanogpt_weights(reference)  # rows are quantized, which are columns of transformers' weights
     for name, parameter in columns.named_parameters():
         if parameter.dim() > 1:
             rows = quantised(torch.nn.ParameterList([stored[name].clone()]), Quant.Q8_0)[0]
@@ -262,7 +262,7 @@ def test_up_to_the_last_position(short: tuple[PreTrainedModel, Path], length: in
 @pytest.mark.parametrize("filled", [0, 1, CONTEXT])
 @pytest.mark.parametrize("cache_type", [KVCache, SlidingCache])
 def test_beyond_the_last_position(short: tuple[PreTrainedModel, Path], cache_type: Any, filled: int) -> None:
-    """Refused in words, and the cache stays usable, though it has room."""
+    """Refused with a message although the cache has free slots; it stays usable."""
     reference, folder = short
     model, ids = load(folder), random_ids(1, CONTEXT + 1)
     for run in WAYS.values():

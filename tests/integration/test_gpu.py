@@ -14,7 +14,8 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Collection
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,31 +28,31 @@ from torch import Tensor
 
 from infer import LLM, KVCache, SamplingParams, SlidingCache, generate, generate_batch, load_model, stream
 from infer.backend import Row, backend_for
-from infer.backend.parts import Watch
+from infer.backend.parts import ModelSnapshot
 from infer.cache import BaseCache, Cache, NoCache, PagedCache
 from infer.cache.pool import bytes_for
+from infer.engine.engine import Engine
 from infer.engine.memory import CacheMemory
 from infer.engine.model import all_logits, step
-from infer.engine.request import Request
-from infer.engine.runner import Flight, Runner
-from infer.engine.sampler import penalise, sample
+from infer.engine.sampler import penalize, sample
+from infer.engine.sequence import Sequence
 from infer.engine.session import Session
-from infer.evaluate.paths import Runs
+from infer.evaluate.paths import Comparison
 from infer.loader.text_tokenizers import character_tokenizer
 from infer.loader.tokenizer import Tokenizer
 from infer.models.common import Decoder
 from infer.models.rows import ALL, LAST, NONE
-from infer.nn.draw import Filters, weights
+from infer.nn.draw import weights
 from infer.nn.linear import Linear
 from infer.nn.norm import RMSNorm
 from infer.trace.record import Trace
 
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
 
-from infer.backend.gpu import attention, captured, device_check, precompile, products
+from infer.backend.gpu import attention, captured, device_check, gemm, launcher
 from infer.backend.gpu import backend as gpu_backend
+from infer.backend.gpu.launcher import compile_ahead
 from infer.backend.gpu.sampling import DeviceSampler
-from infer.backend.gpu.step import compile_ahead
 from infer.backend.gpu.tuned import ROWS_COMPILED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -73,24 +74,14 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 24},
     "gemma3": {"head_dim": 24, "num_hidden_layers": 2, "sliding_window": WINDOW},
 }
-SETTINGS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-)
 GREEDY = SamplingParams(max_new_tokens=24)
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.2, top_k=50, top_p=0.95, min_p=0.01, seed=17)
-PENALISED = SamplingParams(
+PENALIZED = SamplingParams(
     max_new_tokens=24, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7, logit_bias={5: 1.0}
 )
 FREE = SamplingParams(max_new_tokens=24, temperature=0.9, frequency_penalty=0.5, seed=3)
 EVERY_WAY = pytest.mark.parametrize(
-    "params", [GREEDY, SAMPLED, PENALISED, FREE], ids=["greedy", "top", "penalty", "all"]
+    "params", [GREEDY, SAMPLED, PENALIZED, FREE], ids=["greedy", "top", "penalty", "all"]
 )
 
 MakeModel = Callable[..., Decoder]
@@ -106,7 +97,7 @@ class Letters:
 @pytest.fixture(autouse=True)
 def compiled_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are not compiled ahead: tests have more models than anybody runs."""
-    monkeypatch.setattr(precompile, "possible", lambda: False)
+    monkeypatch.setattr(launcher, "can_compile_ahead", lambda: False)
 
 
 @pytest.fixture
@@ -134,7 +125,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @contextmanager
 def plain() -> Iterator[None]:
     """Plain torch, module by module: as if there were a hook."""
-    with mock.patch.object(Watch, "hooked", return_value=True):
+    with mock.patch.object(ModelSnapshot, "hooked", return_value=True):
         yield
 
 
@@ -150,7 +141,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB, (length,), generator=generator).tolist()
 
 
-def tokens_of(model: Decoder, prompt: Sequence[int], params: SamplingParams = GREEDY, **options: Any) -> list[int]:
+def tokens_of(model: Decoder, prompt: Collection[int], params: SamplingParams = GREEDY, **options: Any) -> list[int]:
     return generate(model, Letters(), prompt, params, **options).token_ids
 
 
@@ -162,7 +153,7 @@ def in_every_way(run: Callable[[], Any]) -> dict[str, Any]:
     return results
 
 
-def plainly(model: Decoder, prompt: Sequence[int], params: SamplingParams = GREEDY, **options: Any) -> list[int]:
+def plainly(model: Decoder, prompt: Collection[int], params: SamplingParams = GREEDY, **options: Any) -> list[int]:
     with plain():
         return tokens_of(model, prompt, params, **options)
 
@@ -252,7 +243,7 @@ class TestLogits:
         assert got < 2.5 * reference + 1e-5
 
     @staticmethod
-    def decoded(model: Decoder, prompts: Sequence[Sequence[int]], sliding: bool) -> Tensor:
+    def decoded(model: Decoder, prompts: Collection[Collection[int]], sliding: bool) -> Tensor:
         """Logits [B, V] behind each prompt, of which the last token is decoded."""
         rows: list[Cache] = []
         for prompt in prompts:
@@ -290,8 +281,8 @@ class TestTokens:
         results = in_every_way(lambda: tokens_of(model, prompt_of(67), params))
         assert results["captured"] == results["launched"] == results["plain"]
         assert len(set(results["plain"])) > 3
-        # Twice all but the first token; nothing is launched beyond the last one.
-        assert launches == [1] * (2 * (params.max_new_tokens - 1))
+        # Captured, and kernel by kernel: a step for each token; nothing is launched beyond the last one.
+        assert launches == [1] * (2 * params.max_new_tokens)
 
     @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
     @pytest.mark.parametrize(
@@ -315,7 +306,7 @@ class TestTokens:
             tokens_of(model, prompt, SamplingParams(max_new_tokens=count), cache=cache)
             == plainly(model, prompt)[:count]
         )
-        assert launches == [1] * (count - 1)
+        assert launches == [1] * count
         assert cache.seq_len == 5 + count - 1
 
     def test_of_a_prompt_that_is_one_token(self, make_model: MakeModel) -> None:
@@ -341,7 +332,7 @@ BATCH_PARAMS = [
     SamplingParams(max_new_tokens=1),
     SamplingParams(max_new_tokens=2),
     replace(SAMPLED, max_new_tokens=33),
-    replace(PENALISED, max_new_tokens=21),
+    replace(PENALIZED, max_new_tokens=21),
     replace(FREE, max_new_tokens=9),
     replace(SAMPLED, seed=18),
     replace(FREE, seed=4, repetition_penalty=1.5),
@@ -399,28 +390,42 @@ class TestBatches:
 
 
 class Text:
-    """A text to be generated, and when it is asked for."""
+    """A text to generate, and at which step it is submitted."""
 
-    def __init__(self, at: int, length: int, params: SamplingParams, chunk: int | None = None) -> None:
-        self.at, self.params, self.chunk = at, params, chunk
+    def __init__(self, at: int, length: int, params: SamplingParams) -> None:
+        self.at, self.params = at, params
         self.prompt = prompt_of(length, seed=at)
-        self.tokens: list[int] = []
+        self.sequence: Sequence
 
-    def admit(self, model: Decoder, runner: Runner) -> Flight:
-        request = Request(model.config, Letters(), self.prompt, self.params)
-        kind = SlidingCache if model.config.has_windows else KVCache
-        cache = make_cache(model, kind, request.max_seq_len, **{"prefill_chunk": 8} if kind is SlidingCache else {})
-        return runner.admit(request, cache, prefill_chunk=self.chunk)
+    def submit(self, engine: Engine) -> None:
+        model, positions = engine.model, len(self.prompt) + self.params.max_new_tokens
+        assert isinstance(model, Decoder)
+        if model.config.has_windows:
+            cache = make_cache(model, SlidingCache, positions, prefill_chunk=8)
+        else:
+            cache = make_cache(model, KVCache, positions)
+        self.sequence = Sequence(model.config, Letters(), self.prompt, self.params, cache=cache)
+        engine.submit(self.sequence)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sequence.token_ids[len(self.prompt) :]
 
 
 class TestComingAndGoing:
-    """Texts that a Runner is given one by one while others are on their way: each is what its prompt gives alone."""
+    """Texts that are submitted one by one while others are generated: each is what its prompt gives alone."""
 
     @pytest.mark.parametrize("family", ["llama", "gemma3"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize("way", ["captured", "launched"])
+    @pytest.mark.parametrize(("way", "prefill_chunk"), [("captured", None), ("captured", 20), ("launched", 20)])
     def test_one_by_one(
-        self, make_model: MakeModel, family: str, dtype: torch.dtype, way: str, launches: list[int]
+        self,
+        make_model: MakeModel,
+        family: str,
+        dtype: torch.dtype,
+        way: str,
+        prefill_chunk: int | None,
+        launches: list[int],
     ) -> None:
         """Greedy ones first, then others; in larger steps, then smaller ones; prompts in one pass, or in several."""
         model = make_model(family, dtype)
@@ -428,43 +433,43 @@ class TestComingAndGoing:
             Text(0, 5, replace(GREEDY, max_new_tokens=40)),
             Text(3, 130, GREEDY),
             Text(5, 1, replace(GREEDY, max_new_tokens=2)),
-            Text(6, 66, SAMPLED, chunk=20),
-            Text(6, 7, PENALISED, chunk=3),
+            Text(6, 66, SAMPLED),
+            Text(6, 7, PENALIZED),
             Text(11, 90, FREE),
-            Text(60, 12, SAMPLED),  # when all others are through
+            Text(60, 12, SAMPLED),  # after all others have finished
             Text(62, 3, GREEDY),
         ]
         with WAYS[way]():
-            self.run(model, texts)
+            self.run(model, texts, prefill_chunk=prefill_chunk)
             assert set(launches) >= {1, 2, 4}
             for text in texts:
                 assert len(text.tokens) == text.params.max_new_tokens
                 assert text.tokens == tokens_of(model, text.prompt, text.params)
 
     @staticmethod
-    def run(model: Decoder, texts: Sequence[Text], retired: dict[int, Text] | None = None) -> None:
-        """retired: texts that are given up, by the step before which they are."""
-        with Runner(model) as runner:
-            flights: dict[Flight, Text] = {}
+    def run(
+        model: Decoder,
+        texts: Collection[Text],
+        aborted: dict[int, Text] | None = None,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        """aborted: texts by the step before which they are aborted."""
+        with Engine(model, prefill_chunk=prefill_chunk) as engine:
             for i in range(200):
                 for text in texts:
                     if text.at == i:
-                        flights[text.admit(model, runner)] = text
-                for flight, text in flights.items():
-                    if retired is not None and retired.get(i) is text:
-                        runner.retire(flight)
-                for flight, token, _, started in runner.step():
-                    flights[flight].tokens.append(flight.request.push(token, started).token_id)
-                    if flight.request.finish_reason is not None:
-                        runner.retire(flight)
-            assert not runner.flights
+                        text.submit(engine)
+                if aborted is not None and i in aborted:
+                    engine.abort([aborted[i].sequence])
+                engine.step()
+            assert engine.is_idle
 
     @pytest.mark.parametrize("family", ["llama", "gemma3"])
-    def test_one_that_is_given_up(self, make_model: MakeModel, family: str) -> None:
-        """While a step of it is on its way: the others go on, and another takes its place."""
+    def test_one_that_is_aborted(self, make_model: MakeModel, family: str) -> None:
+        """While a step of it is launched ahead: the others continue, and another one takes its slot."""
         model = make_model(family, torch.bfloat16)
-        texts = [Text(0, 70, SAMPLED), Text(0, 9, SAMPLED), Text(2, 30, GREEDY), Text(8, 4, PENALISED)]
-        self.run(model, texts, retired={8: texts[1]})
+        texts = [Text(0, 70, SAMPLED), Text(0, 9, SAMPLED), Text(2, 30, GREEDY), Text(8, 4, PENALIZED)]
+        self.run(model, texts, aborted={8: texts[1]})
         assert 0 < len(texts[1].tokens) < SAMPLED.max_new_tokens
         for text in texts:
             expected = tokens_of(model, text.prompt, text.params)
@@ -596,7 +601,7 @@ class TestCaches:
     def test_streams_side_by_side(self, make_model: MakeModel, family: str) -> None:
         """Token by token, of one model: each has a captured step of its own."""
         model = make_model(family)
-        cases = [(prompt_of(70), SAMPLED), (prompt_of(3), SAMPLED), (prompt_of(12), PENALISED), (prompt_of(9), GREEDY)]
+        cases = [(prompt_of(70), SAMPLED), (prompt_of(3), SAMPLED), (prompt_of(12), PENALIZED), (prompt_of(9), GREEDY)]
         alone = [plainly(model, *case) for case in cases]
         together = zip(*(stream(model, Letters(), *case) for case in cases), strict=True)
         got = [[token.token_id for token in row] for row in zip(*together, strict=True)]
@@ -714,12 +719,12 @@ class TestFallingBack:
         """It runs in captured steps before and after, and not while the test does."""
         model = make_model()
         expected = tokens_of(model, self.PROMPT)
-        assert len(launches) == GREEDY.max_new_tokens - 1
+        assert len(launches) == GREEDY.max_new_tokens
         launches.clear()
         yield model
         assert not launches
         assert tokens_of(model, self.PROMPT) == expected
-        assert len(launches) == GREEDY.max_new_tokens - 1
+        assert len(launches) == GREEDY.max_new_tokens
 
     def check(self, model: Decoder, **options: Any) -> None:
         assert tokens_of(model, self.PROMPT, **options) == plainly(model, self.PROMPT)
@@ -781,7 +786,7 @@ class TestFallingBack:
         """Where torch is to record them, nothing may run that it does not see."""
         model.requires_grad_(True)
         backend = backend_for(model)
-        assert (backend.name, backend.why) == ("torch", "gradients are recorded")
+        assert (backend.name, backend.reason) == ("torch", "gradients are recorded")
         [logits] = backend.run([Row(NoCache(1, "cuda"), self.PROMPT[:1], ALL)])
         logits.sum().backward()
         assert model.layers[0].mlp.down_proj.weight.grad is not None
@@ -790,7 +795,7 @@ class TestFallingBack:
 
 def sensitive(rows: int, n: int, k: int) -> tuple[Tensor, Linear]:
     """Vectors and a matrix whose product is another one in any other order of the sums."""
-    return device_check._sensitive(rows, n, k, 1, torch.empty(0, dtype=torch.bfloat16, device="cuda"))
+    return device_check.sensitive(rows, n, k, 1, torch.empty(0, dtype=torch.bfloat16, device="cuda"))
 
 
 def same(got: Tensor, expected: Tensor) -> None:
@@ -806,7 +811,7 @@ class TestWhatIsTakenForGranted:
     @torch.inference_mode()
     def test_instructions_agree(self, dtype: torch.dtype) -> None:
         """If not, few rows are slower, and as exact: then this test is what tells."""
-        assert device_check._compare_instructions(torch.device("cuda", 0), dtype)
+        assert gemm.compare_instructions(torch.device("cuda", 0), dtype)
 
     @pytest.mark.parametrize("agree", [True, False], ids=["", "as if they did not"])
     @torch.inference_mode()
@@ -818,19 +823,19 @@ class TestWhatIsTakenForGranted:
         for n, k, slices in ((1024, 2048, 1), (1024, 2048, 4), (211, 64, 1), (50257, 768, 1)):
             x, linear = sensitive(300, n, k)
             linear.slices = slices
-            many, _ = products.product(linear, products.Normed(x), None)
+            many, _ = gemm.gemm(linear, gemm.GemmInput(x), None)
             for count in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129):
-                got, _ = products.product(linear, products.Normed(x[:count].contiguous()), None)
+                got, _ = gemm.gemm(linear, gemm.GemmInput(x[:count].contiguous()), None)
                 same(got, many[:count])
 
     @torch.inference_mode()
     def test_another_order_shows(self) -> None:
         """In nearly every number: a check with these notices."""
         vectors, linear = sensitive(128, 1024, 2048)
-        x = products.Normed(vectors)
-        one, _ = products.product(linear, x, None)
+        x = gemm.GemmInput(vectors)
+        one, _ = gemm.gemm(linear, x, None)
         linear.slices = 4
-        assert (products.product(linear, x, None)[0] != one).float().mean() > 0.5
+        assert (gemm.gemm(linear, x, None)[0] != one).float().mean() > 0.5
 
 
 CHUNKS = (1, 2, 8, 9, 16, 17, 64, 128, 129, 256, 257, 512)
@@ -971,8 +976,8 @@ class TestPages:
     def test_however_a_cache_came_to_its_pages(self, make_model: MakeModel, family: str, dtype: torch.dtype) -> None:
         """Prefix hits, eviction, forks, a file: the bits of one pass without a cache. A page has 64 positions."""
         model = make_model(family, dtype)
-        runs = Runs(model, [prompt_of(150), prompt_of(64, seed=1), prompt_of(65, seed=2)], 8, "auto")
-        found = [runs.compare(path) for path in runs.paths() if path.name.startswith("PagedCache")]
+        comparison = Comparison(model, Letters(), [prompt_of(150), prompt_of(64, seed=1), prompt_of(65, seed=2)], 8)
+        found = [path.check(path.name) for path in comparison.paths if path.name.startswith("PagedCache")]
         assert len(found) >= 8
         assert [result for result in found if not result.equal] == []
 
@@ -990,7 +995,7 @@ class TestPages:
             assert [result.token_ids for result in results] == expected
             memory.index.check()
             memory.index.clear()
-            assert memory.pool.free == memory.pool.count
+            assert memory.pool.num_free_pages == memory.pool.num_pages
 
     def test_a_session(self, make_model: MakeModel, tmp_path: Path) -> None:
         """Forked, rewound, saved and loaded: the answers of fresh runs."""
@@ -1076,7 +1081,7 @@ class TestCapturedPasses:
                 assert (got.token_ids, got.text, got.logprobs) == (alone.token_ids, alone.text, alone.logprobs)
             memory.index.check()
             memory.index.clear()
-            assert memory.pool.free == memory.pool.count
+            assert memory.pool.num_free_pages == memory.pool.num_pages
 
 
 def test_constrained_rows_among_others(make_model: MakeModel) -> None:
@@ -1108,7 +1113,7 @@ def test_constrained_rows_among_others(make_model: MakeModel) -> None:
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
 def test_quantised_weights_are_refused(quantize: str) -> None:
-    with pytest.raises(ValueError, match="on the CPU alone"):
+    with pytest.raises(ValueError, match="on the CPU only"):
         load_model("anything", device="cuda", quantize=quantize)
 
 
@@ -1172,7 +1177,7 @@ from infer.backend import backend_for
 model = make_tiny_model(**{sizes!r}).to("cuda")
 with torch.inference_mode():
     backend = backend_for(model)
-    assert (backend.name, "INFER_KERNELS=0" in backend.why) == ("torch", True)
+    assert (backend.name, "INFER_KERNELS=0" in backend.reason) == ("torch", True)
 print(*generate(model, Letters(), {prompt_of(80)!r}, SamplingParams(max_new_tokens=12)).token_ids)
 """
     done = run_alone(program, INFER_KERNELS="0")
@@ -1205,21 +1210,19 @@ def test_host_and_device_draw_the_same(vocab: int, dtype: torch.dtype) -> None:
     texts = [[1, 2, 3] + [0] * 3 + [1] * 5 + [2] * 7 + [9] * (row % 5) for row in range(rows)]
     sampler = DeviceSampler(rows, vocab, "cuda")
     for row, own in enumerate(params):
-        of_row = {name: getattr(own, name) for name in SETTINGS}
-        so_far = {"seed": row, "tokens": texts[row], "prompt_len": prompt_len}
-        sampler.set_rows([row], [of_row | so_far])
+        sampler.set_rows([row], [own.packed(row, vocab)], [texts[row]], [prompt_len])
     generator = torch.Generator("cuda").manual_seed(0)
     tokens = torch.zeros(rows, dtype=torch.int64, device="cuda")
-    sent = torch.zeros(1, rows, dtype=torch.int64, device="cuda")
+    host_tokens = torch.zeros(1, rows, dtype=torch.int64, device="cuda")
     for turn in range(steps):
         logits = torch.randn(rows, vocab, generator=generator, device="cuda").mul(1 + turn % 4).to(dtype)
         positions = torch.tensor([len(text) for text in texts], dtype=torch.int32, device="cuda")
-        sampler.launch(logits, positions, tokens, sent, torch.zeros(1, dtype=torch.int32, device="cuda"))
+        sampler.launch(logits, positions, tokens, host_tokens, torch.zeros(1, dtype=torch.int32, device="cuda"))
         on_host, chosen, kept = logits.cpu(), tokens.tolist(), sampler._weights.sum(1).tolist()
         for row, (own, text, param) in enumerate(zip(on_host, texts, params, strict=True)):
             assert chosen[row] == sample(own, text, prompt_len, param, row), (row, turn)
             if param.temperature > 0:
-                filters = Filters.of(param.temperature, param.top_k, param.top_p, param.min_p)
-                _, mass = weights(penalise(own.float().numpy(), text, prompt_len, param), filters)
+                columns = param.packed(row, vocab).columns
+                _, mass = weights(penalize(own.float().numpy(), text, prompt_len, param), columns)
                 assert kept[row] == int(mass.sum()), (row, turn)
             text.append(chosen[row])

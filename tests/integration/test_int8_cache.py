@@ -17,7 +17,7 @@ from infer.models.common import Decoder
 pytestmark = pytest.mark.slow
 
 TEXT = Path(__file__).parents[2] / "benchmarks" / "text.md"
-TOKENS, CHUNK = amount(1_000, 600), 128
+TOKENS, CHUNK = amount(1_000, 300), 128
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 from browser import CHROMIUM, Browser, Page
 from commands import folder  # noqa: F401
-from live_server import LiveServer, serving, slow_down
+from live_server import Gate, LiveServer, serving
 from serving import running
 
 from infer import LLM
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome is installed")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome is installed"),
+    pytest.mark.usefixtures("compiled"),  # nothing waits for a compiler
+]
 
 HOSTILE = [
     "</script><script>window.hacked = 1</script>",
@@ -38,12 +41,15 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    """About 100 passes a second: slow enough to be stopped, quick enough for a test."""
+def gate() -> Iterator[Gate]:
     with pytest.MonkeyPatch.context() as patch:
-        slow_down(patch, 0.006)
-        with serving() as server:
-            yield server
+        yield Gate(patch)
+
+
+@pytest.fixture(scope="module")
+def server(gate: Gate) -> Iterator[LiveServer]:
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture
@@ -51,7 +57,7 @@ def show(browser: Browser, server: LiveServer) -> Iterator[Show]:
     """A page on an engine at rest that remembers nothing."""
     server.api.bodies.clear()
     server.api.replies = []
-    server.llm.between_steps(lambda loop: loop.memory.index.clear()).result()
+    server.llm.between_steps(lambda _: server.llm.memory.index.clear()).result()
 
     @contextmanager
     def show(**media: str) -> Iterator[Page]:
@@ -61,7 +67,7 @@ def show(browser: Browser, server: LiveServer) -> Iterator[Show]:
 
     yield show
     wait_for(lambda: server.llm.stats().running + server.llm.stats().waiting == 0)
-    wait_for(lambda: server.llm._driver.loop._listeners == [])
+    wait_for(lambda: server.live._num_viewers == 0)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -99,17 +105,19 @@ def set_value(page: Page, selector: str, value: object) -> None:
 IDLE = "document.querySelector('#send').textContent === 'Send'"
 
 
-def test_a_chat(show: Show, server: LiveServer) -> None:
-    """Tokens come one by one, each with what it was chosen from; the next turn holds all that was said."""
+def test_a_chat(show: Show, server: LiveServer, gate: Gate) -> None:
+    """Tokens come one by one, each with its alternatives; the next turn holds all messages so far."""
     with show() as page:
         assert "tiny" in page.text("#model")
         set_value(page, "#system", SYSTEM)
         set_value(page, "#max-tokens", 40)
         set_value(page, "#seed", 3)
         set_value(page, "#temperature", 1)
-        say(page, "HELLO")
-        page.wait("document.querySelectorAll('.token').length > 3")
-        assert not page.js(IDLE), "it streams"
+        with gate.held():
+            say(page, "HELLO")
+            gate.let(4)
+            page.wait("document.querySelectorAll('.token').length === 4")
+            assert not page.js(IDLE), "it streams"
         page.wait(IDLE)
         (body,) = server.api.bodies
         assert body["messages"] == [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "HELLO"}]
@@ -119,7 +127,8 @@ def test_a_chat(show: Show, server: LiveServer) -> None:
         expected = server.llm.generate(body["messages"], max_new_tokens=40, temperature=1.0, seed=3, logprobs=5)
         assert text_of(page, ".assistant .text") == expected.text
         assert page.js("document.querySelectorAll('.token').length") == 40
-        assert re.match(r"\d+ prompt tokens · 40 generated · first after .* a second · ended by", page.text(".meta"))
+        meta = r"\d+ prompt tokens · 40 generated · first token after .* tokens per second · ended by"
+        assert re.match(meta, page.text(".meta"))
 
         page.hover(".token")
         assert expected.logprobs is not None
@@ -136,17 +145,18 @@ def test_a_chat(show: Show, server: LiveServer) -> None:
         roles = [message["role"] for message in server.api.bodies[1]["messages"]]
         assert roles == ["system", "user", "assistant", "user"]
         assert server.api.bodies[1]["messages"][2]["content"] == expected.text
-        assert "found in the cache" in text_of(page, ".meta")
+        assert "cached)" in text_of(page, ".meta")
         assert_clean(page, server)
 
 
-def test_stop(show: Show, server: LiveServer) -> None:
-    with show() as page:
+def test_stop(show: Show, server: LiveServer, gate: Gate) -> None:
+    with show() as page, gate.held():
         set_value(page, "#max-tokens", 1500)
         for stop in (lambda: page.click("#send"), lambda: page.press("Escape")):
             before = page.js("document.querySelectorAll('.token').length")
             say(page, "HELLO")
-            page.wait(f"document.querySelectorAll('.token').length > {before} + 3")
+            gate.let(4)
+            page.wait(f"document.querySelectorAll('.token').length === {before} + 4")
             assert "Stop" in page.text("#send")
             stop()
             page.wait(IDLE)
@@ -156,29 +166,32 @@ def test_stop(show: Show, server: LiveServer) -> None:
         assert_clean(page, server)
 
 
-def test_two_chats_share_their_beginning(show: Show, server: LiveServer) -> None:
-    with show() as page:
+def test_two_chats_share_their_beginning(show: Show, server: LiveServer, gate: Gate) -> None:
+    with show() as page, gate.held():
         set_value(page, "#system", SYSTEM)
         set_value(page, "#max-tokens", 300)
         say(page, "ONE")
-        page.wait("document.querySelectorAll('.token').length > 3")
+        gate.let(4)
+        page.wait("document.querySelectorAll('.token').length === 4")
         page.wait("engine.pool.own > 0")
         assert page.js("engine.pool.shared") == 0
         page.click("#new")
         assert page.js("document.querySelector('#system').value") == SYSTEM, "as in the chat before"
         say(page, "TWO")
+        page.wait("engine.stats.waiting === 1")
+        gate.let(4)
+        page.wait("document.querySelectorAll('.token').length === 4")
         page.wait("engine.pool.shared > 0")
-        page.wait("document.querySelectorAll('.token').length > 3")
         assert page.js("engine.pool.shared") == len(server.llm.encode([{"role": "system", "content": SYSTEM}])) // 8
-        assert int(page.text("#n-shared")) > 0
-        assert "shared by several" in page.js("document.querySelector('#pool').getAttribute('aria-label')")
-        assert "2 running" in page.text("#running")
-        assert "known)" in page.text("#lanes")
-        assert page.js("document.querySelectorAll('.tab.busy').length") == 2
-        colours = page.js("[...document.querySelectorAll('.tab i')].map(e => getComputedStyle(e).backgroundColor)")
-        assert len(set(colours)) == 2, "each chat has the colour of its request"
-        # Two kinds of squares are drawn for the two, one for what they share: the map is not all of one colour.
-        assert page.js("new Set(cells).size") >= 4
+        page.wait("$('n-shared').textContent === String(engine.pool.shared)")
+        page.wait("$('pool').getAttribute('aria-label').includes(`${engine.pool.shared} shared by several requests`)")
+        page.wait("$('running').textContent.includes('2 running')")
+        page.wait("$('lanes').textContent.includes('cached)')")
+        page.wait("document.querySelectorAll('.tab.busy').length === 2")
+        colors = "new Set([...document.querySelectorAll('.tab i')].map(e => getComputedStyle(e).backgroundColor))"
+        page.wait(f"{colors}.size === 2")  # each chat has the color of its request
+        # Free pages, one color for each chat, one for the pages that they share.
+        page.wait("new Set(cells).size >= 4")
         page.click(".tab")
         page.click("#send")
         page.wait(IDLE)
@@ -190,13 +203,16 @@ def test_two_chats_share_their_beginning(show: Show, server: LiveServer) -> None
         assert_clean(page, server)
 
 
-def test_four_at_once(show: Show, server: LiveServer) -> None:
+def test_four_at_once(show: Show, server: LiveServer, gate: Gate) -> None:
     with show() as page:
         set_value(page, "#max-tokens", 30)
         page.js("document.querySelector('#draft').focus()")
         page.type("A QUESTION THAT FOUR HAVE")
-        page.click("#many")
-        page.wait("engine.stats.running === 4")
+        with gate.held():
+            page.click("#many")
+            page.wait("engine.stats.waiting === 4")
+            gate.let(2)
+            page.wait("engine.stats.running === 4")
         page.wait("chats.length === 4 && chats.every(chat => !chat.abort)")
         page.wait("[...document.querySelectorAll('.lane:not(.none)')].length >= 4")
         assert all(page.js("chats.map(chat => chat.messages[1].text.length)"))
@@ -211,7 +227,7 @@ def test_pause(show: Show, server: LiveServer) -> None:
     with show() as page:
         page.click("#pause")
         assert "paused" in page.text("#status")
-        wait_for(lambda: server.llm._driver.loop._listeners == [])
+        wait_for(lambda: server.live._num_viewers == 0)
         set_value(page, "#max-tokens", 5)
         before = page.js("[engine.stats.finished, document.querySelector('#lanes').textContent]")
         say(page, "HELLO")

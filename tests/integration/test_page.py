@@ -450,7 +450,7 @@ def test_a_context_that_was_used_up_and_numbers_that_are_none(show: Open) -> Non
     with show(trace) as page:
         page.click(token(3))
         assert page.text("#cache-text") == "0 of 40 positions filled"
-        assert page.text("#cache-note").startswith("The context is used up")
+        assert page.text("#cache-note").startswith("The context is full")
         assert (page.text("#probability"), page.text("#entropy")) == ("NaN", "NaN")
         assert_clean(page)
 
@@ -497,7 +497,7 @@ def test_a_token_of_the_prompt(show: Open) -> None:
             assert percent(page.text("#probability")) == pytest.approx(prediction.probability, abs=6e-4)
             assert page.text("#surprisal") == f"surprisal {prediction.surprisal:.2f} nats, rank {prediction.rank}"
             assert page.text("#entropy") == f"{prediction.entropy:.2f} nats"
-            assert page.text("#alternatives-title") == "What the model expected here"
+            assert page.text("#alternatives-title") == "The model's prediction"
             names = texts(page, "#alternatives .name")
             assert [name.replace("·", " ") for name in names] == [
                 *(a.text for a in prediction.alternatives),
@@ -522,22 +522,22 @@ def test_a_token_of_the_prompt(show: Open) -> None:
 def test_what_was_not_kept_of_the_prompt(show: Open) -> None:
     trace = make_trace(prompt=9, prompt_rows=6)
     with show(trace) as page:
-        for position, words in [(0, "Nothing predicts the first token"), (2, "Nothing was kept of this token")]:
+        for position, words in [(0, "Nothing predicts the first token"), (2, "This token was not recorded")]:
             page.click(at(position))
             assert page.text("#unpredicted").startswith(words)
             assert page.text("#looked-about").startswith(words)
             assert page.text("#probability") == ""
             assert set(shades(page)) == {0}
         assert_clean(page)
-    trace.known = 2
+    trace.num_cached_tokens = 2
     with show(trace) as page:
-        assert "The cache held the prompt's first 2 tokens" in page.text("#prompt-note")
+        assert "The prompt's first 2 tokens came from the cache" in page.text("#prompt-note")
         page.click(at(2))
-        assert page.text("#unpredicted").startswith("The cache held what predicts this token")
+        assert page.text("#unpredicted").startswith("The prediction of this token was cached")
     with show(make_trace(prompt=9, prompt_rows=8)) as page:
         assert page.text("#prompt-note") == "", "all that can be predicted is"
     with show(make_trace(prompt=9)) as page:
-        assert page.text("#prompt-note").startswith("No surprisal and attention was kept")
+        assert page.text("#prompt-note").startswith("Surprisal and attention of the prompt were not recorded")
 
 
 def colours(page: Page, canvas: str, rows: int, columns: int) -> npt.NDArray[np.float64]:
@@ -746,8 +746,8 @@ def test_settings(show: Open) -> None:
         shown = dict(zip(texts(page, "#settings dt"), texts(page, "#settings dd"), strict=True))
         assert shown == {
             "model": HOSTILE[0],
-            "computed in": "bfloat16",
-            "quantisation": "int8",
+            "dtype": "bfloat16",
+            "quantization": "int8",
             "temperature": "0.5",
             "seed": "18446744073709551615",
             "stop": "'</dl>'",

@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from amount import ALL
+from amount import ALL, amount
 from checkpoints import reference_model, save_folder
 from safetensors.torch import load_file, save_file
 from waiting import until
 
 from infer import LLM, KVCache, SamplingParams, Trace, generate
-from infer.engine.loop import EngineFailed
-from infer.parallel import processes
+from infer.engine.engine import EngineFailed
+from infer.engine.llm import Handle
+from infer.parallel import launch
 from infer.parallel.group import ProcessGroup
 
 PROMPTS = ["hello there", "the quick brown fox", "a", "she sells sea shells by the sea shore, and he does too"]
@@ -71,12 +72,12 @@ class TestSameTexts:
     def test_score(self, one: LLM, two: LLM) -> None:
         assert one.score(PROMPTS[3], top=2) == two.score(PROMPTS[3], top=2)
 
-    def test_prefix_hits(self, one: LLM, two: LLM) -> None:
+    def test_prefix_caching(self, one: LLM, two: LLM) -> None:
         text = PROMPTS[3] * 2
         expected = one.generate(text + " so", PARAMS)
         two.generate(text + " and", PARAMS)
         found = two.generate(text + " so", PARAMS)
-        assert found.known_tokens >= 64
+        assert found.num_cached_tokens >= 64
         assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
 
     def test_sessions(self, one: LLM, two: LLM, tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ class TestSameTexts:
             session = llm.session(params=PARAMS, encode=encode)
             replies.append([session.send("hello there, how are you").token_ids])
             session.save(tmp_path / "session")
-            llm.memory.index.evict(llm.memory.pool.count)
+            llm.memory.index.evict(llm.memory.pool.num_pages)
             replies[-1].append(llm.load_session(tmp_path / "session", encode=encode).send("well").token_ids)
         assert replies[0] == replies[1]
 
@@ -102,7 +103,7 @@ class TestSameTexts:
         known = []
         for path in (folder, folder, other):
             with make(path, 2, prefix_store=tmp_path / "store") as llm:
-                known.append(llm.generate(prompt, PARAMS).known_tokens)
+                known.append(llm.generate(prompt, PARAMS).num_cached_tokens)
         assert known == [0, 320, 0]
 
     def test_generate(self, one: LLM, two: LLM) -> None:
@@ -116,12 +117,12 @@ class TestSameTexts:
             assert found.token_ids == expected.token_ids
 
     def test_preemption(self, folder: Path, one: LLM) -> None:
-        """In four processes, and so little memory that rows have to give theirs up."""
+        """With so little memory that rows have to give theirs up."""
         texts = [f"{i}, {PROMPTS[3]}" for i in range(5)]
         params = SamplingParams(max_new_tokens=80, ignore_eos=True)
-        with LLM(folder, device="cpu", tensor_parallel=4, cache_memory=100_000) as four:
-            found = four.generate(texts, params)
-            assert four.stats().preemptions > 0
+        with LLM(folder, device="cpu", tensor_parallel=amount(4, 2), cache_memory=100_000) as llm:
+            found = llm.generate(texts, params)
+            assert llm.stats().preemptions > 0
         assert [each.token_ids for each in found] == [each.token_ids for each in one.generate(texts, params)]
 
     @pytest.mark.skipif(not ALL, reason="starts many processes: a part of make test-all")
@@ -166,11 +167,11 @@ class TestRefusals:
         assert two.generate("still here", PARAMS).token_ids == one.generate("still here", PARAMS).token_ids
 
     def test_too_many(self, folder: Path) -> None:
-        with pytest.raises(ValueError, match="9 attention heads cannot be split into 10 parts"):
+        with pytest.raises(ValueError, match="9 attention heads cannot be split into 10 shards"):
             make(folder, 10)
 
     def test_a_model_that_is_loaded(self, one: LLM) -> None:
-        with pytest.raises(TypeError, match="cannot be split: give its name"):
+        with pytest.raises(TypeError, match="cannot be sharded: give its name"):
             LLM(one.model, one.tokenizer, tensor_parallel=2)
 
     def test_another_dtype(self, two: LLM) -> None:
@@ -186,8 +187,16 @@ class TestRefusals:
             make(folder, 2)
 
     def test_no_memory(self, folder: Path) -> None:
-        with pytest.raises(ValueError, match="bytes of cache hold no 64 positions"):
+        with pytest.raises(ValueError, match="bytes of cache are too few: 64 positions"):
             LLM(folder, device="cpu", tensor_parallel=2, cache_memory=10)
+
+
+def stopped_in_a_pass(llm: LLM, child: subprocess.Popen[bytes]) -> Handle:
+    """A request in a pass that does not end: one of its processes is stopped."""
+    os.kill(child.pid, signal.SIGSTOP)
+    handle = llm.submit("hello", PARAMS)
+    until(lambda: llm.stats().steps > 0)
+    return handle
 
 
 class TestLoss:
@@ -195,13 +204,11 @@ class TestLoss:
         """A process that is killed ends the run, with an error that names it, and no process stays behind."""
         llm = make(folder, 3)
         group = group_of(llm)
-        handle = llm.submit("hello", max_new_tokens=400, ignore_eos=True)
-        pieces = iter(handle)
-        next(pieces)
+        handle = stopped_in_a_pass(llm, group.children[2])
         os.kill(group.children[2].pid, signal.SIGKILL)
         with pytest.raises(EngineFailed, match="process 2 of 3 was ended by signal 9"):
-            list(pieces)
-        with pytest.raises(RuntimeError, match="this LLM has failed, make another: process 2 of 3"):
+            handle.result()
+        with pytest.raises(RuntimeError, match="this LLM has failed, create another: process 2 of 3"):
             llm.generate("again", PARAMS)
         until(lambda: all(child.poll() is not None for child in group.children.values()))
         llm.close()
@@ -220,7 +227,7 @@ class TestLoss:
             "print(llm.model.group.children[1].pid, flush=True)\n"
             "os.kill(os.getpid(), signal.SIGKILL)\n"
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == -signal.SIGKILL
         follower = int(done.stdout)
         until(lambda: not _runs(follower))
@@ -235,27 +242,27 @@ class TestLoss:
 
     def test_after_it_was_ready(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Before the processes have met."""
-        monkeypatch.setattr("infer.parallel.collectives.CONNECT", timedelta(seconds=2))
-        await_children = processes._await
+        monkeypatch.setattr("infer.parallel.collectives.CONNECT_TIMEOUT", timedelta(seconds=2))
+        await_children = launch._await_workers
 
         def then_kill(children: Any, store: Any) -> None:
             await_children(children, store)
             children[1].kill()
 
-        monkeypatch.setattr(processes, "_await", then_kill)
+        monkeypatch.setattr(launch, "_await_workers", then_kill)
         with pytest.raises(RuntimeError):
             make(folder, 2)
 
     def test_of_the_leader_while_it_starts(self, folder: Path) -> None:
         script = (
-            "import os, signal, sys\nfrom infer.parallel import processes\n"
+            "import os, signal, sys\nfrom infer.parallel import launch\n"
             "def await_children(children, store):\n"
             "    print(children[1].pid, flush=True)\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
-            "processes._await = await_children\n"
-            f"processes.load_split({str(folder)!r}, 2, device='cpu')\n"
+            "launch._await_workers = await_children\n"
+            f"launch.load_sharded({str(folder)!r}, 2, device='cpu')\n"
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == -signal.SIGKILL
         until(lambda: not _runs(int(done.stdout)))
 
@@ -265,25 +272,40 @@ class TestLoss:
         def interrupt(*args: Any, **options: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("infer.parallel.follower.load_model", interrupt)
+        monkeypatch.setattr("infer.parallel.tensor_parallel.load_model", interrupt)
         with pytest.raises(KeyboardInterrupt):
             make(folder, 2)
 
     def test_a_process_that_hangs(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("infer.engine.llm.SPLIT_PATIENCE_S", 0.5)
+        monkeypatch.setattr("infer.engine.llm.PARALLEL_CLOSE_S", 0.5)
         llm = make(folder, 2)
-        handle = llm.submit("hello", max_new_tokens=400, ignore_eos=True)
-        next(iter(handle))
         child = group_of(llm).children[1]
-        os.kill(child.pid, signal.SIGSTOP)
+        stopped_in_a_pass(llm, child)
         llm.close()
         assert child.poll() == -signal.SIGKILL
+
+    def test_a_process_that_is_stopped(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It still exists, but sends no heartbeats."""
+        with make(folder, 2) as llm:
+            child = group_of(llm).children[1]
+            handle = stopped_in_a_pass(llm, child)
+            monkeypatch.setattr("infer.parallel.group.MISSED_HEARTBEATS", 2)
+            with pytest.raises(EngineFailed, match="process 1 of 2 has not answered"):
+                handle.result()
+            until(lambda: child.poll() == -signal.SIGKILL)
+
+    def test_a_process_that_is_stopped_at_rest(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with make(folder, 2) as llm:
+            monkeypatch.setattr("infer.parallel.group.MISSED_HEARTBEATS", 2)
+            os.kill(group_of(llm).children[1].pid, signal.SIGSTOP)
+            until(lambda: llm.failure is not None)
+            assert "process 1 of 2 has not answered" in str(llm.failure)
 
     def test_a_long_message(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*args: Any, **options: Any) -> None:
             raise ValueError("水" * 5000)
 
-        monkeypatch.setattr("infer.parallel.follower.load_model", refuse)
+        monkeypatch.setattr("infer.parallel.tensor_parallel.load_model", refuse)
         with pytest.raises(ValueError, match="水水"):
             make(folder, 2)
 
@@ -377,10 +399,10 @@ class TestGPU:
         device = torch.device("cuda", 0)
         group = ProcessGroup(store, 0, 1, device, collectives="nccl", local=True)
         x = torch.randn(5, 7, device=device, dtype=torch.bfloat16)
-        assert torch.equal(group.gather(x, [7]), x)
+        assert torch.equal(group.all_gather(x, [7]), x)
         assert torch.equal(group.combine(x, torch.ones(5, dtype=torch.bool, device=device)), x)
-        group.finish()
-        assert group.agree(3) == [3]
+        group.synchronize()
+        assert group.gather_objects(3) == [3]
         group.close()
 
 
@@ -394,10 +416,10 @@ def _runs(pid: int) -> bool:
 class TestCommands:
     def test_generate(self, folder: Path) -> None:
         found = [
-            subprocess.run([*command, "hello"], capture_output=True, text=True, timeout=180, check=True).stdout
-            for command in self.commands(folder)
+            subprocess.run([*command, "hello"], capture_output=True, text=True, timeout=600, check=True).stdout
+            for command in self.commands(folder)[: amount(3, 2)]
         ]
-        assert found[0] == found[1] == found[2]
+        assert len(set(found)) == 1
         assert found[0].strip()
 
     @pytest.mark.skipif(not ALL, reason="starts many processes: a part of make test-all")
@@ -405,7 +427,7 @@ class TestCommands:
         """The first process alone reads what is piped; and one model after another can be split."""
         command = self.commands(folder)[2]
         done = subprocess.run(
-            [*command, "-"], input="hello there", capture_output=True, text=True, timeout=180, check=True
+            [*command, "-"], input="hello there", capture_output=True, text=True, timeout=600, check=True
         )
         assert "10 prompt tokens" in done.stderr
         script = folder.parent / "twice.py"
@@ -416,7 +438,7 @@ class TestCommands:
             "        print(llm.generate('hello', max_new_tokens=4).token_ids)\n"
         )
         run = [*command[: command.index("-m", 3)], str(script)]
-        done = subprocess.run(run, capture_output=True, text=True, timeout=180, check=True)
+        done = subprocess.run(run, capture_output=True, text=True, timeout=600, check=True)
         first, second = done.stdout.splitlines()
         assert first == second
 
@@ -431,32 +453,47 @@ class TestCommands:
 
     def test_verify(self, folder: Path, tmp_path: Path) -> None:
         prompts = tmp_path / "prompts"
-        prompts.write_text("hello there\nthe quick brown fox\n")
-        command = [sys.executable, "-m", "infer", "verify", str(folder), "--device", "cpu", "--max-new-tokens", "4"]
-        command += ["--prompts", str(prompts), "--tensor-parallel", "2", "--all"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        prompts.write_text(amount("hello there\nthe quick brown fox\n", "hello me\nfox\n"))
+        command = [sys.executable, "-m", "infer", "verify", str(folder), "--device", "cpu"]
+        command += ["--prompts", str(prompts), "--tensor-parallel", "2", "--all", "--max-new-tokens", amount("4", "2")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "2 processes, prefix hit" in done.stdout
+        assert "2 processes, PagedCache, prefix hit" in done.stdout
         assert "DIFFERS" not in done.stdout
-        announced = next(line for line in done.stderr.splitlines() if "paths to come" in line).split()[0]
+        announced = next(line for line in done.stderr.splitlines() if "paths to run" in line).split()[0]
         assert f"{announced} of {announced} paths give the same bits" in done.stderr
 
-    def test_serve(self, folder: Path) -> None:
-        """It answers, and ends by itself when a process is lost."""
+    @pytest.mark.parametrize("restarts", [False, True])
+    def test_serve(self, folder: Path, restarts: bool) -> None:
+        """When a process is lost, the server exits, or goes on with other processes."""
         import httpx2 as httpx
 
         command = [sys.executable, "-m", "infer", "serve", str(folder), "--device", "cpu", "--port", "0"]
-        command += ["--tensor-parallel", "2", "--cache-memory", "4MB"]
+        command += ["--tensor-parallel", "2", "--cache-memory", "4MB", *["--restart-engine"] * restarts]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
             assert server.stderr is not None
             line = next(line for line in server.stderr if "/v1" in line)
             url = line.split(" at ")[1].split("/v1")[0]
-            body = {"model": folder.name, "prompt": "hello", "max_tokens": 5}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-            assert answer.json()["usage"]["completion_tokens"] <= 5
-            children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-            followers = [int(pid) for pid in children if b"infer.parallel" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-            assert len(followers) == 1
-            os.kill(followers[0], signal.SIGKILL)
-            assert server.wait(60) == 1
+            body = {"model": folder.name, "prompt": "hello", "max_tokens": 5, "temperature": 0}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600).json()
+            assert answer["usage"]["completion_tokens"] <= 5
+            [worker] = _workers_of(server.pid)
+            os.kill(worker, signal.SIGKILL)
+            if restarts:
+                until(lambda: server.poll() is not None or _workers_of(server.pid) not in ([], [worker]))
+                until(lambda: httpx.get(f"{url}/health/ready").status_code == 200)
+                assert (
+                    httpx.post(f"{url}/v1/completions", json=body, timeout=600).json()["choices"] == answer["choices"]
+                )
+                server.terminate()
+            assert server.wait(600) == (not restarts)
             assert "process 1 of 2 was ended by signal 9" in server.stderr.read()
+
+
+def _workers_of(pid: int) -> list[int]:
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _children(task)]
+    return [child for child in children if b"infer.parallel" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def _children(task: Path) -> list[str]:
+    return (task / "children").read_text().split()

@@ -23,6 +23,7 @@ from infer.backend.cpu.backend import CpuBackend
 from infer.engine.logprobs import TokenLogprobs
 from infer.engine.result import GeneratedToken, collect
 
+pytestmark = pytest.mark.usefixtures("compiled")  # nothing waits for a compiler
 PATH = "/v1/responses"
 CHAT: Any = [{"role": "user", "content": "hello"}]
 ASK: Any = {"model": "tiny", "input": "hello"}
@@ -109,7 +110,7 @@ class Scripted:
     def __iter__(self) -> Iterator[GeneratedToken]:
         return iter(self.pieces)
 
-    async def arrivals(self) -> AsyncIterator[list[GeneratedToken]]:
+    async def token_batches(self) -> AsyncIterator[list[GeneratedToken]]:
         for piece in self.pieces:
             yield [piece]
 
@@ -125,7 +126,7 @@ class Script:
         self.params = SamplingParams()
         tokenizer = server.service.tokenizer
 
-        async def submit(prompts: Any, params: SamplingParams, priority: int | None) -> Any:
+        async def submit(_: Any, prompts: Any, params: SamplingParams, priority: int, cache_salt: str) -> Any:
             self.prompt, self.params = tokenizer.decode(prompts[0], skip_special_tokens=False), params
             return Scripted(prompts[0], self.pieces, self.reason)
 
@@ -458,17 +459,17 @@ class TestRefusals:
         ("change", "param", "words"),
         [
             ({"store": True}, "store", "nothing is stored"),
-            ({"previous_response_id": "resp_1"}, "previous_response_id", "the whole conversation"),
+            ({"previous_response_id": "resp_1"}, "previous_response_id", "send the conversation"),
             ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
             ({"background": True}, "background", "not supported"),
             ({"prompt": {"id": "x"}}, "prompt", "not supported"),
-            ({"truncation": "auto"}, "truncation", "never cut"),
+            ({"truncation": "auto"}, "truncation", "never truncated"),
             ({"max_tool_calls": 3}, "max_tool_calls", "not supported"),
             ({"include": ["file_search_call.results"]}, "include[0]", "message.output_text.logprobs"),
             ({"top_logprobs": 2}, "top_logprobs", "needs include"),
             ({"include": ["reasoning.encrypted_content"], "top_logprobs": 2}, "top_logprobs", "needs include"),
             ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
-            ({"tools": [TOOL]}, "tools", "knows no tools"),
+            ({"tools": [TOOL]}, "tools", "has no tools"),
             ({"tool_choice": "required"}, "tool_choice", "needs tools"),
             ({"tool_choice": {"type": "file_search"}}, "tool_choice", "should be"),
             ({"reasoning": {"effort": "low"}}, "reasoning.effort", "does not reason"),
@@ -480,7 +481,7 @@ class TestRefusals:
             ({"input": []}, "input", "at least 1"),
             ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input[0]: nothing is stored"),
             ({"input": "forbidden"}, "input", "not that"),
-            ({"max_output_tokens": 10**6}, "input", "is the most here"),
+            ({"max_output_tokens": 10**6}, "input", "the limit is"),
             ({"n": 2}, "n", "unknown parameter"),
             ({"strange": 2}, "strange", "unknown parameter"),
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import random
@@ -23,20 +24,29 @@ import httpx2 as httpx
 import openai
 import pytest
 from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, folder, plain  # noqa: F401
+from live_server import Gate
 from openai import OpenAI
 from serving import Running, running, until
+from waiting import WAIT
 
 from infer import LLM, GenerationResult, SamplingParams
 from infer.backend.cpu.backend import CpuBackend
-from infer.server import chat
-from infer.server.run import listen, names
+from infer.loader.tokenizer import INCOMPLETE
+from infer.server import completions
+from infer.server.run import allowed_hosts, listen
 
+pytestmark = pytest.mark.usefixtures("compiled")  # nothing waits for a compiler
 PROMPT = "hello the"
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 
 def alone(server: Running, prompt: Any, **settings: Any) -> GenerationResult:
     return server.service.llm.generate(prompt, SamplingParams(**settings))
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
 
 
 class TestCompletions:
@@ -97,6 +107,37 @@ class TestCompletions:
         assert found.text_offset is not None
         assert found.text_offset[1] == len((found.tokens or [""])[0])
 
+    @pytest.mark.parametrize(
+        ("path", "field"), [("completions", "prompt"), ("chat/completions", "messages"), ("responses", "input")]
+    )
+    def test_the_only_model_needs_no_name(self, path: str, field: str, server: Running) -> None:
+        prompt: Any = [{"role": "user", "content": PROMPT}] if field == "messages" else PROMPT
+        response = server.post(f"/v1/{path}", {field: prompt})
+        assert response.status_code == 200
+        assert response.json()["model"] == "tiny"
+
+    @pytest.mark.parametrize("echo", [True, False])
+    def test_offsets_are_those_of_the_text(self, echo: bool, server: Running) -> None:
+        """Behind parts of characters and special tokens, which the text of an answer leaves out, too."""
+        body = {"model": "tiny", "prompt": f"{PROMPT}</s>", "max_tokens": 60, "temperature": 2, "seed": 1}
+        body |= {"ignore_eos": True, "logprobs": 0, "logit_bias": {"2": 6}}
+        choice = server.post("/v1/completions", body | {"echo": echo}).json()["choices"][0]
+        found, text = choice["logprobs"], choice["text"]
+        assert found["tokens"].count("</s>") > echo
+        assert INCOMPLETE in text
+        checked = 0
+        for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+            if INCOMPLETE not in token and (token != "</s>" or offset < len(f"{PROMPT}</s>") * echo):
+                assert text.startswith(token, offset), (token, offset)
+                checked += 1
+        assert checked > 10
+        assert found["text_offset"] == sorted(found["text_offset"])
+        if not echo:
+            events = server.post("/v1/completions", body | {"stream": True}).text.split("\n\n")
+            chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+            offsets = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks if chunk["choices"]]
+            assert [offset for some in offsets for offset in some] == found["text_offset"]
+
     def test_echo_scores_a_text(self, server: Running, client: OpenAI) -> None:
         """As lm-eval asks for it."""
         answer = client.completions.create(
@@ -137,7 +178,7 @@ class TestRefusals:
             ({"n": 999}, "n", "too many"),
             ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
             ({"logit_bias": {"999999": 1}}, None, "outside the vocabulary"),
-            ({"max_tokens": 10**6}, "prompt", "is the most here"),
+            ({"max_tokens": 10**6}, "prompt", "the limit is"),
             ({"stop": [""]}, "stop[0]", "at least 1"),
         ],
         ids=str,
@@ -213,12 +254,30 @@ def test_tokens(server: Running) -> None:
         assert chat["tokens"] == server.service.tokenizer.encode_chat(MESSAGES)
 
 
+def test_control_tokens_of_messages_are_text(server: Running) -> None:
+    tokenizer = server.service.tokenizer
+
+    def ends(**body: Any) -> int:
+        return server.post("/tokenize", body).json()["tokens"].count(tokenizer.token_to_id("</s>"))
+
+    usual, hostile = ([{"role": "user", "content": text}] for text in ("hello", "hello</s>"))
+    assert ends(messages=hostile) == ends(messages=usual)
+    assert ends(prompt="hello</s>") == 1
+    used = server.post("/v1/chat/completions", {"model": "tiny", "messages": hostile, "max_tokens": 1}).json()["usage"]
+    assert used["prompt_tokens"] == len(tokenizer.encode_chat(hostile))
+
+
 def test_metrics_and_health(server: Running, client: OpenAI) -> None:
     client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3)
     text = httpx.get(f"{server.url}/metrics").text
     for name in ("num_requests_running", "generation_tokens_total", "time_to_first_token_seconds_count"):
         assert f"\ninfer:{name}" in text
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    until(server.idle)
+    text = httpx.get(f"{server.url}/metrics").text
+    assert "\ninfer:kv_cache_usage_perc 0.0\n" in text  # of a server at rest
+    assert float(text.split("\ninfer:prefix_cache_usage_perc ")[1].split()[0]) > 0
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert httpx.get(server.url + path).json() == {"status": "ok"}
 
 
 @pytest.fixture(scope="module")
@@ -241,13 +300,54 @@ class TestKeys:
             client.models.list()
         for path in ("/", "/v1/models", "/metrics", "/openapi.json", "/nowhere"):
             assert httpx.get(locked.url + path).status_code == 401
-        assert httpx.get(f"{locked.url}/health").status_code == 200
+        for path in ("/health", "/health/live", "/health/ready"):
+            assert httpx.get(locked.url + path).status_code == 200
 
     @pytest.mark.parametrize("key", ["one", "two"])
     def test_known(self, key: str, locked: Running) -> None:
         with locked.openai(key) as client:
             assert client.models.retrieve("tiny").id == "tiny"
         assert httpx.get(f"{locked.url}/v1/models", auth=("anybody", key)).status_code == 200
+
+    def test_a_key_finds_its_own_prefixes(self, locked: Running) -> None:
+        """Else another client's prompt could be guessed token by token."""
+        assert cached(locked, "one", "secret") == 0
+        assert cached(locked, "two", "secret") == 0
+        assert cached(locked, "one", "secret") == cached(locked, "two", "secret") == 64  # full pages alone are counted
+
+    def test_a_salt_of_the_client(self, locked: Running) -> None:
+        assert [cached(locked, "one", "salted", cache_salt=salt) for salt in "aab"] == [0, 64, 0]
+        assert cached(locked, "two", "salted", cache_salt="a") == 0
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+        for salt in ("", 1, "x" * 257):
+            refused = locked.post("/v1/completions", body | {"cache_salt": salt}, headers=auth("one"))
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "cache_salt"
+
+    def test_prefixes_may_be_shared(self, folder: Path) -> None:  # noqa: F811
+        keys = frozenset({"one", "two"})
+        with running(lambda: LLM(folder, cache_memory=10**6), api_keys=keys, share_prefixes=True) as server:
+            assert cached(server, "one", "shared") == 0
+            assert cached(server, "two", "shared") == 64
+            assert cached(server, "two", "shared", cache_salt="a") == 0
+
+    def test_without_keys_all_share(self, server: Running) -> None:
+        assert cached(server, "one", "open") == 0
+        assert cached(server, "two", "open") == 64
+
+
+def auth(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def cached(server: Running, key: str, prompt: str, **fields: Any) -> int:
+    """How much of a prompt the usage says was cached; the prompt has more than one page, less than two."""
+    ids = server.service.llm.encode(prompt * 40)[:100]
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 1, **fields}
+    usage = server.post("/v1/completions", body, headers=auth(key)).json()["usage"]
+    assert usage["prompt_tokens"] == 100
+    count: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return count
 
 
 LONG = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
@@ -302,10 +402,10 @@ class TestHosts:
 
     def test_where_it_listens(self) -> None:
         with listen("127.0.0.1", 0) as here, listen("0.0.0.0", 0) as everywhere:
-            assert names(here, "127.0.0.1", []) == ("127.0.0.1",)
-            assert names(here, "box", ["a.example"]) == ("box", "a.example")
-            assert names(everywhere, "0.0.0.0", []) is None
-            assert names(everywhere, "0.0.0.0", ["a.example"]) == ("0.0.0.0", "a.example")
+            assert allowed_hosts(here, "127.0.0.1", []) == ("127.0.0.1",)
+            assert allowed_hosts(here, "box", ["a.example"]) == ("box", "a.example")
+            assert allowed_hosts(everywhere, "0.0.0.0", []) is None
+            assert allowed_hosts(everywhere, "0.0.0.0", ["a.example"]) == ("0.0.0.0", "a.example")
 
 
 def test_an_upgrade_is_not_needed(server: Running) -> None:
@@ -326,11 +426,14 @@ class TestClientsThatMisbehave:
             connection.close()
         until(server.idle)
 
-    def test_gone_while_it_waits(self, server: Running) -> None:
-        connection = server.begin("/v1/completions", LONG | {"stream": False})
-        until(lambda: server.service.llm.stats().running == 1)
-        connection.close()
-        until(server.idle)
+    def test_gone_while_it_waits(self, server: Running, gate: Gate) -> None:
+        with gate.held():
+            connection = server.begin("/v1/completions", LONG | {"stream": False})
+            until(lambda: server.service.llm.stats().waiting == 1)
+            gate.let(2)
+            until(lambda: server.service.llm.stats().running == 1)
+            connection.close()
+            until(server.idle)
 
     def test_half_a_body(self, server: Running) -> None:
         connection = server.connect()
@@ -342,7 +445,7 @@ class TestClientsThatMisbehave:
     def test_garbage(self, data: bytes, server: Running) -> None:
         connection = server.connect()
         connection.sendall(data)
-        connection.settimeout(5)
+        connection.settimeout(WAIT)
         try:
             answer = connection.recv(1000)
         except ConnectionResetError:
@@ -385,16 +488,19 @@ class TestClientsThatMisbehave:
             assert size > 5 * 10**6
             connection.close()
 
-    def test_gone_with_another_request_behind(self, server: Running) -> None:
-        whole = server.service.metrics._ended.labels("length")._value
-        before = whole.get()
-        connection = server.begin("/v1/completions", LONG | {"n": 32})
-        assert connection.recv(100)
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        until(lambda: any(protocol.pipeline for protocol in server.server.server_state.connections))  # type: ignore[union-attr]
-        connection.close()
-        until(server.idle)
-        assert whole.get() == before
+    def test_gone_with_another_request_behind(self, server: Running, gate: Gate) -> None:
+        finished = server.service.metrics._finished.labels("length")._value
+        before = finished.get()
+        with gate.held():
+            connection = server.begin("/v1/completions", LONG | {"n": 32})
+            assert connection.recv(100)
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            until(lambda: any(protocol.pipeline for protocol in server.server.server_state.connections))  # type: ignore[union-attr]
+            connection.close()
+            while not server.idle():  # noticed once tokens cannot be written: after far fewer passes than the text has
+                gate.let(1)
+                time.sleep(0.1)
+        assert finished.get() == before
 
     def test_endless_headers(self, server: Running) -> None:
         connection = server.connect()
@@ -421,19 +527,66 @@ class TestClientsThatMisbehave:
             until(lambda: not server.server.server_state.connections)
             assert httpx.get(f"{server.url}/health").status_code == 200
 
-    def test_a_full_queue(self, folder: Path) -> None:  # noqa: F811
-        with running(lambda: LLM(folder, cache_memory=10**6, max_rows=1), max_waiting=1) as server:
-            two = [server.begin("/v1/completions", LONG) for _ in range(2)]
-            until(lambda: server.service.texts == 2)
-            answer = server.post("/v1/completions", LONG)
-            assert answer.status_code == 429
-            assert answer.headers["retry-after"] == "1"
-            for connection in two:
+    def test_a_repeated_error_is_logged_once(
+        self,
+        folder: Path,  # noqa: F811
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        tried = threading.Semaphore(0)
+
+        def accept(_: socket.socket) -> None:
+            tried.release()
+            raise OSError(errno.EMFILE, "too many open files")
+
+        with running(lambda: LLM(folder, cache_memory=10**6)) as server:
+            monkeypatch.setattr(socket.socket, "accept", accept)
+            with server.connect():
+                for _ in range(10):
+                    assert tried.acquire(timeout=WAIT)
+            monkeypatch.undo()
+        assert [record.message for record in caplog.records if "socket.accept()" in record.message] == [
+            "socket.accept() out of system resource"
+        ]
+
+    def test_the_limit_of_draining(self, folder: Path, gate: Gate) -> None:  # noqa: F811
+        """A response that has not begun is the API's own error, and a stream ends with an event."""
+        with running(lambda: LLM(folder, cache_memory=10**6), drain_seconds=1) as server, gate.held():
+            waiting = server.begin("/v1/completions", LONG | {"stream": False})
+            sending = server.connect()
+            sending.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            streams = [
+                server.begin("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, "stream": True}),
+                server.begin("/v1/responses", {"model": "tiny", "input": "x", "stream": True}),
+            ]
+            heads = [stream.recv(1 << 16) for stream in streams]
+            until(lambda: server.service.num_sequences == 3)
+            server.server.stop()
+            for connection in (waiting, sending):
+                answer = connection.makefile("rb").read()
+                assert answer.startswith(b"HTTP/1.1 503 "), answer
+                assert b'"code":"draining"' in answer
+            for head, stream in zip(heads, streams, strict=True):
+                answer = head + stream.makefile("rb").read()
+                assert b'"code":"draining"' in answer
+                assert answer.endswith(b"\r\n0\r\n\r\n")
+            for connection in (waiting, sending, *streams):
                 connection.close()
-            until(server.idle)
+
+    def test_a_full_queue(self, folder: Path, gate: Gate) -> None:  # noqa: F811
+        with running(lambda: LLM(folder, cache_memory=10**6, max_rows=1), max_waiting=1) as server:
+            with gate.held():
+                two = [server.begin("/v1/completions", LONG) for _ in range(2)]
+                until(lambda: server.service.num_sequences == 2)
+                answer = server.post("/v1/completions", LONG)
+                assert answer.status_code == 429
+                assert answer.headers["retry-after"] == "1"
+                for connection in two:
+                    connection.close()
+                until(server.idle)
             assert server.post("/v1/completions", LONG | {"max_tokens": 1, "stream": False}).status_code == 200
 
-    @pytest.mark.parametrize(("name", "value", "status"), [("texts", 10**6, 429), ("draining", True, 503)])
+    @pytest.mark.parametrize(("name", "value", "status"), [("num_sequences", 10**6, 429), ("draining", True, 503)])
     @pytest.mark.parametrize(
         ("path", "asked"),
         [
@@ -477,23 +630,31 @@ class TestUnderPressure:
             until(server.idle)
             until(lambda: not server.server.server_state.connections and not server.server.server_state.tasks)
             llm = server.service.llm
-            llm._driver.call(lambda: llm.memory.pool.make_room(llm.memory.pool.count))  # else it raises NoPages
+            pages = llm.memory.pool
+            llm.between_steps(lambda _: pages.ensure_free(pages.num_pages)).result()  # raises if one is in use
             expected = alone(server, PROMPT, max_new_tokens=12).text
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
             assert server.post("/v1/completions", body).json()["choices"][0]["text"] == expected
 
-    def test_too_little_memory_for_all(self, server: Running, folder: Path) -> None:  # noqa: F811
+    def test_too_little_memory_for_all(self, server: Running, folder: Path, gate: Gate) -> None:  # noqa: F811
         """Texts give up their pages to others and come back, and stay what they are alone."""
         asks = [{"prompt": f"{PROMPT} {i}", "seed": i, "max_tokens": 150} for i in range(8)]
         common = {"model": "tiny", "temperature": 0.9, "ignore_eos": True, "logprobs": 1}
         one_by_one = [server.post("/v1/completions", ask | common).json()["choices"] for ask in asks]
         few = CONTEXT * CACHE_BYTES_PER_TOKEN * 2
         with running(lambda: LLM(folder, cache_memory=few)) as small, ThreadPoolExecutor(len(asks)) as pool:
-            answers = pool.map(lambda ask: small.post("/v1/completions", ask | common).json()["choices"], asks)
+            with gate.held():
+                answers = pool.map(lambda ask: small.post("/v1/completions", ask | common).json()["choices"], asks)
+                until(lambda: small.service.llm.stats().waiting == len(asks))
             assert list(answers) == one_by_one
             assert small.service.llm.stats().preemptions > 0
 
-    def test_an_error_in_the_middle_of_a_batch(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_an_error_in_the_middle_of_a_batch(
+        self,
+        folder: Path,  # noqa: F811
+        gate: Gate,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         """All who wait hear of it, in whatever way is left; and the next engine answers."""
         run, calls = CpuBackend.run, iter(range(30))
 
@@ -503,11 +664,14 @@ class TestUnderPressure:
                 raise RuntimeError("a device, at /secret/path")
             return run(*args)
 
-        with running(lambda: LLM(folder, cache_memory=10**7), renews=True) as server:
+        with running(lambda: LLM(folder, cache_memory=10**7), restarts=True) as server:
             monkeypatch.setattr(CpuBackend, "run", breaking)
             with ThreadPoolExecutor(6) as pool:
                 bodies = [LONG | {"stream": i % 2 == 0, "seed": i} for i in range(6)]
-                answers = list(pool.map(lambda body: server.post("/v1/completions", body), bodies))
+                with gate.held():
+                    posted = pool.map(lambda body: server.post("/v1/completions", body), bodies)
+                    until(lambda: server.service.llm.stats().waiting == 6)
+                answers = list(posted)
             assert [answer.status_code for answer in answers] == [200, 503] * 3
             for answer in answers:
                 assert "engine_failed" in answer.text
@@ -525,7 +689,7 @@ class TestItsEnd:
         with running(lambda: LLM(folder, cache_memory=10**6)) as server:
             connection = server.begin("/v1/completions", LONG)
             connection.recv(10)
-            server.server.end()
+            server.server.stop()
             data = b""
             while part := connection.recv(65536):
                 data += part
@@ -540,7 +704,7 @@ class TestItsEnd:
         assert server.status == 1
 
     def test_another_engine(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-        with running(lambda: LLM(folder, cache_memory=10**6), renews=True) as server:
+        with running(lambda: LLM(folder, cache_memory=10**6), restarts=True) as server:
             self.break_once(server, monkeypatch)
             until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
             assert server.post("/v1/completions", {"model": "tiny", "prompt": PROMPT}).status_code == 200
@@ -568,12 +732,12 @@ class TestItsEnd:
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
             foreign = httpx.get(f"{url}/v1/models", headers={"Host": "evil.example"})
             assert foreign.json()["error"]["code"] == "foreign_host"
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
                 lines = answer.iter_lines()
                 next(lines)
                 process.send_signal(signal.SIGTERM)
                 assert list(lines)[-2:] == ["data: [DONE]", ""]
-            assert process.wait(30) == 0
+            assert process.wait(600) == 0
             assert process.stderr.read() == ""
 
 
@@ -617,13 +781,13 @@ class TestChat:
         assert chunks[-1].usage.completion_tokens == 32
 
     def test_others_go_on_while_a_large_answer_is_made(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-        made_in, make = [], chat.chat_logprobs
+        made_in, make = [], completions.chat_logprobs
 
         def noted(*args: Any) -> Any:
             made_in.append(threading.current_thread().name)
             return make(*args)
 
-        monkeypatch.setattr(chat, "chat_logprobs", noted)
+        monkeypatch.setattr(completions, "chat_logprobs", noted)
         body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "logprobs": True}
         assert server.post("/v1/chat/completions", body).status_code == 200
         assert [name.startswith("asyncio_") for name in made_in] == [True]
@@ -653,16 +817,16 @@ class TestChat:
             ({"messages": [{"role": "user", "content": "forbidden"}]}, "not that"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image"),
             ({"top_logprobs": 2}, "needs logprobs"),
-            ({"functions": [{}]}, "functions is not supported: they are called tools now"),
+            ({"functions": [{}]}, "functions is not supported: use tools"),
             ({"store": True}, "store is not supported: nothing is stored here"),
-            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "has no tools"),
             ({"tool_choice": "required"}, "tool_choice needs tools"),
             ({"reasoning_effort": "low"}, "does not reason"),
-            ({"chat_template_kwargs": {"messages": []}}, "not the client's"),
-            ({"chat_template_kwargs": {"tokenizer": 1}}, "not the client's"),
-            ({"chat_template_kwargs": {"self": 1}}, "not the client's"),
+            ({"chat_template_kwargs": {"messages": []}}, "is reserved"),
+            ({"chat_template_kwargs": {"tokenizer": 1}}, "is reserved"),
+            ({"chat_template_kwargs": {"self": 1}}, "is reserved"),
             ({"response_format": {"type": "json_schema"}}, "needs a schema"),
-            ({"max_completion_tokens": 10**6}, "is the most here"),
+            ({"max_completion_tokens": 10**6}, "the limit is"),
         ],
         ids=str,
     )
@@ -711,7 +875,7 @@ class TestSessions:
         assert httpx.delete(f"{server.url}/v1/sessions/{session}").status_code == 200
         assert httpx.get(f"{server.url}/v1/sessions/{session}").status_code == 404
 
-    def test_what_is_wrong(self, server: Running) -> None:
+    def test_what_is_wrong(self, server: Running, gate: Gate) -> None:
         session = server.post("/v1/sessions", {}).json()["id"]
         path = f"/v1/sessions/{session}"
         body = {"model": "tiny", "messages": MESSAGES}
@@ -721,11 +885,12 @@ class TestSessions:
         assert server.post("/v1/sessions/none/chat/completions", body).status_code == 404
         # An answer that is broken off is not remembered, and leaves the session free.
         long = body | {"stream": True, "ignore_eos": True}
-        connection = server.begin(f"{path}/chat/completions", long)
-        connection.recv(10)
-        assert server.post(f"{path}/chat/completions", body).status_code == 409
-        connection.close()
-        until(server.idle)
+        with gate.held():
+            connection = server.begin(f"{path}/chat/completions", long)
+            connection.recv(10)
+            assert server.post(f"{path}/chat/completions", body).status_code == 409
+            connection.close()
+            until(server.idle)
         until(lambda: server.post(f"{path}/chat/completions", body | {"max_tokens": 1}).status_code == 200)
         assert len(httpx.get(server.url + path).json()["messages"]) == 2
 

@@ -25,6 +25,7 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
     status_code_conformance,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled")  # nothing waits for a compiler
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 EXAMPLES = 400 if ALL else 25
 # In place of what is drawn: a text stays short, and half of the requests get as far as the engine.

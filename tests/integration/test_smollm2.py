@@ -52,9 +52,9 @@ CHAT = [
     "Explique la gravité.",
     "Write a Python function that reverses a string.",
 ]
-GENERATED = amount([*RAW, *CHAT], [*RAW[::3], *CHAT[:2]])
+GENERATED = amount([*RAW, *CHAT], [*RAW[::4], CHAT[0]])
 FIRST_CHAT = GENERATED.index(CHAT[0])
-TOKENS = amount(64, 32)
+TOKENS = amount(64, 12)
 MODES = {
     "greedy": SamplingParams(temperature=0.0, max_new_tokens=TOKENS, ignore_eos=True),
     "seeded": SamplingParams(temperature=0.8, top_p=0.95, seed=1234, max_new_tokens=TOKENS, ignore_eos=True),

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_server import Gate
 from serving import Running, running, until
 
 from infer import LLM
 from infer.backend.cpu.backend import CpuBackend
-from infer.server.spans import exporting
+from infer.server.telemetry import exporting
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs OpenTelemetry: pip install 'infer[otel]'")
 
@@ -25,6 +26,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+pytestmark = pytest.mark.usefixtures("compiled")  # nothing waits for a compiler
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SESAME: Any = {"model": "tiny", "prompt": "sesame", "max_tokens": 6, "ignore_eos": True}
 CHAT: Any = {"model": "tiny", "messages": [{"role": "user", "content": "sesame"}], "max_tokens": 4, "ignore_eos": True}
@@ -52,7 +54,7 @@ class Traced:
 def traced(folder: Path) -> Iterator[Traced]:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    with running(lambda: LLM(folder, cache_memory=10**7), renews=True, tracer=provider.get_tracer("test")) as server:
+    with running(lambda: LLM(folder, cache_memory=10**7), restarts=True, tracer=provider.get_tracer("test")) as server:
         yield Traced(server, exporter)
 
 
@@ -109,10 +111,12 @@ def test_a_refusal(traced: Traced) -> None:
     assert span.status.status_code is StatusCode.UNSET  # the server has not failed
 
 
-def test_a_client_that_goes(traced: Traced) -> None:
-    connection = traced.server.begin("/v1/completions", {**SESAME, "max_tokens": 200, "stream": True})
-    connection.recv(10)
-    connection.close()
+def test_a_client_that_goes(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Gate(monkeypatch).held():
+        connection = traced.server.begin("/v1/completions", {**SESAME, "max_tokens": 200, "stream": True})
+        connection.recv(10)
+        connection.close()
+        until(traced.server.idle)
     assert dict(traced.made().attributes or {})["gen_ai.response.finish_reasons"] == ("abort",)
 
 
@@ -172,8 +176,8 @@ def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_imported_unless_asked_for() -> None:
     code = (
-        "import sys, infer.server.run, infer.server.spans as spans\n"
-        "with spans.exporting(None) as tracer: assert tracer is None\n"
+        "import sys, infer.server.run, infer.server.telemetry as telemetry\n"
+        "with telemetry.exporting(None) as tracer: assert tracer is None\n"
         "print([name for name in sys.modules if 'opentelemetry' in name])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

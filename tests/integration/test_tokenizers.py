@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amount import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from npm import json_files
@@ -94,7 +95,7 @@ TEXTS = [
     *(f"a{' ' * n}b" for n in range(1, 40)),
     *(f"{' ' * n}return" for n in range(1, 20)),
 ]
-# Tokens of the three families, whole and broken, among text.
+# Special tokens of the three families, complete and broken, among text.
 CONTROL = [
     "<bos>",
     "<eos>",
@@ -200,7 +201,7 @@ any_end = pytest.mark.parametrize("add_generation_prompt", [True, False], ids=["
 
 
 def settings_of(name: str) -> list[dict[str, Any]]:
-    """What a family's template can be told."""
+    """Variables of a family's template."""
     return {"llama": [DATE], "qwen3": THINKING, "gemma3": [{}]}[name]
 
 
@@ -213,6 +214,29 @@ def test_chat(family: Family, chat: list[dict[str, str]], add_generation_prompt:
         assert prompt == family.theirs.apply_chat_template(chat, tokenize=False, **told)
         ids = family.ours.encode(prompt, add_special_tokens=False)
         assert ids == family.theirs.apply_chat_template(chat, tokenize=True, return_dict=False, **told)
+
+
+@any_chat
+def test_encoded_chat(family: Family, chat: list[dict[str, str]]) -> None:
+    """Ids are those of the rendered text; but control tokens of the messages are text, where the family has them."""
+    for variables in settings_of(family.name):
+        prompt = render_chat_template(chat, tokenizer=family.ours, **variables)
+        ids, plain = family.ours.encode_chat(chat, **variables), family.ours.encode(prompt, add_special_tokens=False)
+        assert family.ours.decode(ids, skip_special_tokens=False) == prompt
+        assert (ids == plain) == (chat is not CHATS["control tokens"])
+        control = {i for i, token in family.ours._backend.get_added_tokens_decoder().items() if token.special}
+        harmless = [{**message, "content": "hi"} for message in chat]
+        told = family.ours.encode_chat(harmless, **variables)
+        assert [i for i in ids if i in control] == [i for i in told if i in control]
+
+
+@pytest.mark.parametrize("chat", [chat for name, chat in CHATS.items() if name != "control tokens"])
+def test_private_names_change_no_ids(family: Family, chat: list[dict[str, str]]) -> None:
+    control = family.ours._control
+    for variables in settings_of(family.name):
+        prompt = render_chat_template(chat, tokenizer=family.ours, **variables)
+        ids = control.backend.encode(control.renamed(prompt), add_special_tokens=False).ids
+        assert control.unrenamed(ids) == family.ours.encode(prompt, add_special_tokens=False)
 
 
 @any_end
@@ -283,13 +307,13 @@ def test_gemma_text(gemma_gguf: Tokenizer, gemma: Family) -> None:
         assert_same_on(gemma_gguf, gemma.theirs, text)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=amount(500, 100), deadline=None)
 @given(text=st.text() | st.text(alphabet=" ▁\n\tab<>1é東🦙\x00") | st.lists(st.sampled_from(ALL_TEXTS)).map("".join))
 def test_gemma_any_text(gemma_gguf: Tokenizer, gemma: Family, text: str) -> None:
     assert_same_on(gemma_gguf, gemma.theirs, text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=amount(300, 100), deadline=None)
 @given(ids=st.lists(st.integers(0, 262_143) | st.integers(0, 500)))
 def test_gemma_any_ids(gemma_gguf: Tokenizer, gemma: Family, ids: list[int]) -> None:
     for skip in (True, False):

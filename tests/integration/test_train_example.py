@@ -218,6 +218,6 @@ def test_a_file_where_the_folder_should_be(example: Any, text: Path, tmp_path: P
 
 def test_as_a_script(text: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--text", str(text), "--out", str(tmp_path / "out"), *TINY, "--steps", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "ckpt.pt").exists()

@@ -23,19 +23,21 @@ from infer import (
     Tokenizer,
     Trace,
     decode_step,
-    full_attention_matrix,
     generate,
     generate_batch,
-    generate_ids_cached,
-    generate_ids_greedy_cached,
-    generate_ids_greedy_full,
     load_model,
     perplexity,
     prefill,
     render_chat_template,
     stream,
 )
-from infer.engine.caches import make_cache
+from infer.compat.seeds import (
+    full_attention_matrix,
+    generate_ids_cached,
+    generate_ids_greedy_cached,
+    generate_ids_greedy_full,
+)
+from infer.engine.model import make_cache
 from infer.models.common import Decoder
 
 IDS = [1, 2, 3]
@@ -44,10 +46,10 @@ ENDS: dict[str, Any] = {"max_new_tokens": 1, "eot_token_id": 0}
 MESSAGE = {"role": "user", "content": "hello"}
 MODEL = "model must be a loaded model, as in `model, config = load_model(name)`, not "
 TOKENIZER = "tokenizer must be a tokenizer, as in `tokenizer = Tokenizer(name)`, not "
-CACHE = "cache must be a cache, as `KVCache.allocate` makes, not "
+CACHE = "cache must be a cache, as in `KVCache.allocate(...)`, not "
 PARAMS = "params must be SamplingParams(max_new_tokens=..., temperature=..., ...), not "
 PATH = "name_or_path must be a name or path, not "
-PROMPT = "must be a text, token ids or a list of messages, not "
+PROMPT = "must be a string, token ids or a list of messages, not "
 
 
 class Parts(NamedTuple):
@@ -100,7 +102,7 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda p: LLM(p.model, p.folder), TOKENIZER + "PosixPath"),
     (
         lambda p: LLM(p.model, p.tokenizer, cache_memory="2GB"),
-        "cache_memory must be a whole number of bytes",
+        "cache_memory must be an integer, in bytes",
     ),
     (lambda p: Tokenizer(p.model), PATH + "Llama"),
     (lambda p: load_model(p.tokenizer), PATH + "Tokenizer"),

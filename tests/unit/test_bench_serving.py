@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from amount import ALL
 from matplotlib.image import imread
 
 from infer.loader.hf_config import config_from_hf
 from infer.models.registry import build_model
+
+if not ALL:
+    pytest.skip("benchmarks run in `make test-all`", allow_module_level=True)
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -28,14 +32,14 @@ def serving() -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
-def nano_asks(serving: SimpleNamespace) -> Any:
-    return serving.serving_load.make_asks(128_256, *serving.bench_serving.GPU.nano)
+def nano_requests(serving: SimpleNamespace) -> Any:
+    return serving.serving_load.make_requests(128_256, *serving.bench_serving.GPU.nano)
 
 
 def test_the_lengths_are_nano_vllms(serving: SimpleNamespace) -> None:
     """Its own report names the sum of the new tokens."""
-    asks = nano_asks(serving)
-    assert (len(asks), sum(ask.params.max_new_tokens for ask in asks)) == (256, 133_966)
+    requests = nano_requests(serving)
+    assert (len(requests), sum(request.params.max_new_tokens for request in requests)) == (256, 133_966)
 
 
 @pytest.mark.parametrize(("shape", "expected"), [("qwen3-0.6b", 38_200), ("llama-1b", 71_800), ("llama-8b", 14_100)])
@@ -43,7 +47,7 @@ def test_roofline(serving: SimpleNamespace, shape: str, expected: int) -> None:
     """Beside figures worked out with other lengths drawn from the same range."""
     with torch.device("meta"):
         model = build_model(config_from_hf(serving.gpu_shapes.SHAPES[shape])).to(torch.bfloat16)
-    assert serving.serving_load.roofline(model, nano_asks(serving)) == pytest.approx(expected, rel=0.06)
+    assert serving.serving_load.roofline(model, nano_requests(serving)) == pytest.approx(expected, rel=0.06)
 
 
 @pytest.mark.parametrize(("percent", "expected"), [(0, 1), (1, 1), (50, 50), (99, 99), (99.5, 100), (100, 100)])
@@ -58,15 +62,15 @@ def test_arrivals(serving: SimpleNamespace) -> None:
 
 
 def test_passes(serving: SimpleNamespace) -> None:
-    """The host's share, passes that hold a chunk, and gaps, of passes made up."""
+    """The host's share, steps with a chunk of a prompt, and gaps, of made-up steps."""
     load = serving.serving_load
-    row, prompt = SimpleNamespace(times=[1.0, 2.0, 4.5, 5.0]), SimpleNamespace(times=[4.6])
+    row, prompt = SimpleNamespace(token_times=[1.0, 2.0, 4.5, 5.0]), SimpleNamespace(token_times=[4.6])
     watched: list[Any] = []
     passes = load.Passes(SimpleNamespace(watch=lambda listener: watched.append(listener) or watched.clear))
     with passes:
         watched[0](load.Event(0.0, "admitted"))
-        for time, fed in ((1.0, {1: 1}), (2.0, {1: 1}), (4.5, {1: 1, 2: 512}), (5.0, {1: 1, 2: 1})):
-            watched[0](load.Event(time, "pass", None, fed, 0.4))
+        for time, counts in ((1.0, {1: 1}), (2.0, {1: 1}), (4.5, {1: 1, 2: 512}), (5.0, {1: 1, 2: 1})):
+            watched[0](load.Event(time, "step", None, [*counts.items()], 0.4))
     assert watched == []
     assert passes.host_us() == pytest.approx(1e6 * (0.6 + 2.1 + 0.1) / 5)
     assert passes.rows() == 1.5
@@ -103,7 +107,7 @@ def test_texts_that_differ(
     monkeypatch.setattr(serving.bench_serving, "same_alone", lambda *_: False)
     with pytest.raises(SystemExit) as end:
         serving.bench_serving.main(["--quick", "--device", "cpu", "--only", "alone", "prefix"])
-    assert end.value.code == "a text is not what `generate` gives alone"  # which is the exit status 1
+    assert end.value.code == "a text differs from that of `generate` alone"  # which is the exit status 1
     assert ": NO" in capsys.readouterr().out
 
 

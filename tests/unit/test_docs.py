@@ -63,3 +63,23 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if not link.startswith("http")]
     missing = [link for link in links if not (page.parent / link).exists()]
     assert missing == []
+
+
+RECIPES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "sampling.md"]
+CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+
+
+def test_recipes_name_what_is_there() -> None:
+    """Files, by any end of their path; classes, functions, fields and tables, as words of the code."""
+    files = [path for folder in ("src", "tests", "benchmarks", "docs", ".ci") for path in (ROOT / folder).rglob("*")]
+    paths = [f"/{path.relative_to(ROOT)}" for path in [*files, *ROOT.iterdir()]]
+    code = [path.read_text(encoding="utf-8") for path in files if path.suffix in (".py", ".json")]
+    words = set(re.findall(r"\w+", "\n".join(code) + (ROOT / "Makefile").read_text(encoding="utf-8")))
+    lost = []
+    for recipe in RECIPES:
+        for name in CODE.findall(recipe.read_text(encoding="utf-8")):
+            if re.fullmatch(r"[\w./]+\.(py|md)", name) and "NAME" not in name:
+                lost += [] if any(path.endswith(f"/{name}") for path in paths) else [name]
+            elif re.fullmatch(r"[A-Za-z_][\w.]*", name):
+                lost += [part for part in name.split(".") if part not in words]
+    assert lost == []

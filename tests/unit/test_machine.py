@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from infer import machine
-from infer.machine import available_memory, cpu_multiplies, cpu_threads, resolve_device, resolve_dtype, use_threads
+from infer.machine import available_memory, cpu_threads, has_fast_matmul, resolve_device, resolve_dtype, use_threads
 
 CPU = torch.device("cpu")
 OWN = "/proc/self/cgroup"
@@ -60,7 +60,7 @@ class TestDevice:
     @pytest.mark.parametrize(
         ("gpus", "device", "message"),
         [
-            (0, "cuda", "'cuda' was asked for, but torch sees no CUDA GPU here: use cpu"),
+            (0, "cuda", "'cuda' is not available, torch sees no CUDA GPU: use cpu"),
             (0, "cuda:1", "no CUDA GPU"),
             (2, "cuda:2", r"there is no cuda:2: this machine has 2 CUDA GPU\(s\)"),
             (0, "gpu", "unknown device 'gpu': use auto, cpu, cuda"),
@@ -92,16 +92,16 @@ class TestDtype:
         self, monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], expected: bool
     ) -> None:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-        assert cpu_multiplies(torch.bfloat16) == expected
+        assert has_fast_matmul(torch.bfloat16) == expected
 
     def test_what_is_fast_in_half_precision(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """An ARM core that computes in float16 is none that multiplies matrices fast."""
         for capabilities, expected in (({"fp16_arith": True, "bf16": True}, False), ({"amx_fp16": True}, True)):
             monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
-            assert cpu_multiplies(torch.float16) == expected
+            assert has_fast_matmul(torch.float16) == expected
 
     def test_this_machine_answers(self) -> None:
-        assert cpu_multiplies(torch.bfloat16) in (True, False)
+        assert has_fast_matmul(torch.bfloat16) in (True, False)
 
     @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
     def test_as_given(self, name: str) -> None:
@@ -230,7 +230,7 @@ class TestThreads:
 
     @pytest.mark.parametrize("count", [0, -1, 17, 2.0, "2", True])
     def test_refused(self, used: list[int], count: object) -> None:
-        message = f"threads must be a whole number from 1 to this machine's 16 CPUs, not {count!r}"
+        message = f"threads must be an integer from 1 to this machine's 16 CPUs, not {count!r}"
         with pytest.raises(ValueError, match=message):
             use_threads(count)  # type: ignore[arg-type]
         assert used == [8]
@@ -261,7 +261,7 @@ class Promised:
 
 @pytest.fixture
 def nothing_promised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "promises", WeakSet())
+    monkeypatch.setattr(machine, "lazy_allocations", WeakSet())
 
 
 @pytest.mark.usefixtures("nothing_promised")
@@ -348,7 +348,7 @@ class TestMemory:
         with_files(monkeypatch, {MEMINFO: "MemAvailable: 4 kB\n"})
         monkeypatch.setattr(resource, "getrlimit", lambda name: (resource.RLIM_INFINITY, -1))
         first, second = Promised(1000), Promised(500)
-        machine.promises.update((first, second))  # type: ignore[arg-type]
+        machine.lazy_allocations.update((first, second))  # type: ignore[arg-type]
         assert available_memory(CPU) == 4096 - 1500
         with machine.reserved(100):
             assert available_memory(CPU) == 4096 - 1600
@@ -360,7 +360,7 @@ class TestMemory:
         del first
         monkeypatch.setattr(resource, "getrlimit", lambda name: (resource.RLIM_INFINITY, -1))
         assert available_memory(CPU) == 4096
-        machine.promises.add(other := Promised(10**6))  # type: ignore[arg-type]
+        machine.lazy_allocations.add(other := Promised(10**6))  # type: ignore[arg-type]
         assert other.unwritten_bytes > available_memory(CPU) == 0
 
     def test_system_without_the_line(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,13 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from ctypes.util import find_library
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from amount import amount
 
 import infer
 
@@ -30,14 +31,9 @@ PUBLIC = [
     "SlidingCache",
     "Tokenizer",
     "Trace",
-    "allocate_kv_cache",
     "decode_step",
-    "full_attention_matrix",
     "generate",
     "generate_batch",
-    "generate_ids_cached",
-    "generate_ids_greedy_cached",
-    "generate_ids_greedy_full",
     "load_model",
     "perplexity",
     "prefill",
@@ -55,7 +51,7 @@ LAYERS = {
     "nn": {"machine", "values", "config"},
     "cache": {"machine", "values", "config", "nn"},
     "models": {"machine", "values", "config", "nn", "cache"},
-    "backend": {"folders", "machine", "progress", "values", "config", "nn", "cache", "models"},
+    "backend": {"folders", "machine", "version", "progress", "values", "config", "nn", "cache", "models"},
     "loader": {"folders", "machine", "progress", "values", "config", "nn", "cache", "models", "backend"},
     "trace": {"machine", "values", "config", "nn", "cache"},
     "parallel": {"machine", "values", "config", "nn", "cache", "models", "backend", "loader"},
@@ -123,6 +119,24 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
+def module_name(path: Path) -> str:
+    return ".".join(("infer", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def imported(path: Path, names: Mapping[str, Path]) -> set[str]:
+    """The modules that a file imports when it runs: at module level, or inside a function."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    checks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    for_types = {id(node) for check in checks for node in ast.walk(check)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+            found |= {full if (full := f"{node.module}.{alias.name}") in names else node.module for alias in node.names}
+        elif isinstance(node, ast.Import) and id(node) not in for_types:
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name in names}
+
+
 def own_imports(path: Path) -> list[str]:
     """Those of this package."""
     return [module for module in imports(path) if module.split(".")[0] == "infer"]
@@ -180,6 +194,11 @@ class TestLayers:
 
     def test_order_has_no_cycle(self) -> None:
         TopologicalSorter(LAYERS).prepare()
+
+    def test_modules_import_in_one_direction(self) -> None:
+        """No module imports itself through others, not even inside a function."""
+        names = {module_name(path): path for path in sources()}
+        TopologicalSorter({name: imported(path, names) - {name} for name, path in names.items()}).prepare()
 
     def test_what_a_model_is_knows_nothing_of_how_it_is_run(self) -> None:
         for part in ("nn", "cache", "models"):
@@ -250,5 +269,5 @@ class TestCost:
             "kernels() and kernels().use_threads(before)\n"
             "print(before, torch.get_num_threads())"
         )
-        for shared in ({}, {"LD_PRELOAD": str(find_library("gomp"))}):
+        for shared in ({"LD_PRELOAD": str(find_library("gomp"))}, *amount([{}], [])):
             assert in_fresh_python(code, OMP_NUM_THREADS="1", **shared) == "1 1\n"

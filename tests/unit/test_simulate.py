@@ -7,7 +7,8 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Collection
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +16,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import ALL
 from mocks import MockTokenizer
 from tiny import make_tiny_model
 
 from infer import SamplingParams
-from infer.engine.loop import Event, Loop, Task
+from infer.engine.engine import Engine, Event
 from infer.engine.memory import CacheMemory
-from infer.engine.request import samples
+from infer.engine.sequence import Sequence
+
+if not ALL:
+    pytest.skip("benchmarks run in `make test-all`", allow_module_level=True)
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LETTERS = MockTokenizer([chr(33 + i) for i in range(512)])
-NAMES = ("simulate", *(f"simulate_{name}" for name in ("check", "steps", "traces", "replica", "cluster")))
+NAMES = ("__main__", "check", "steps", "traces", "replica", "cluster")
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +38,9 @@ def sim() -> Iterator[SimpleNamespace]:
     """All names of the simulation's modules."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
-        modules = [importlib.import_module(name) for name in NAMES]
-        names = {name: value for module in modules for name, value in vars(module).items()}
-        yield SimpleNamespace(**names, **dict(zip(NAMES, modules, strict=True)))
+        modules = {name: importlib.import_module(f"simulate.{name}") for name in NAMES}
+        names = {name: value for module in modules.values() for name, value in vars(module).items()}
+        yield SimpleNamespace(**names, modules=SimpleNamespace(**modules))
 
 
 def made_up(sim: SimpleNamespace, fixed: float = 1.0, per_position: float = 0.0, **engine: Any) -> Any:
@@ -56,8 +61,8 @@ def arrivals(sim: SimpleNamespace, *requests: tuple[float, int, int]) -> list[An
     ]
 
 
-def served(sim: SimpleNamespace, steps: Any, requests: Sequence[Any], replicas: int = 1, **options: Any) -> Any:
-    return sim.simulate_cluster.run(sim.Cluster(steps, replicas, options.pop("router", "least"), **options), requests)
+def served(sim: SimpleNamespace, steps: Any, requests: Collection[Any], replicas: int = 1, **options: Any) -> Any:
+    return sim.modules.cluster.run(sim.Cluster(steps, replicas, options.pop("router", "least"), **options), requests)
 
 
 def test_worked_out_by_hand(sim: SimpleNamespace) -> None:
@@ -114,37 +119,37 @@ def document(number: int) -> list[int]:
     return [400 + number, *(draw.randrange(400) for _ in range(17 + 9 * number))]
 
 
-def real_passes(model: Any, asked: Sequence[Asked], pages: int, rows: int, chunk: int) -> Any:
-    """What the engine feeds, pass by pass; tokens of each request that were known; and how many were preempted."""
-    page_bytes = CacheMemory(model, 10**6, page=4).pool.page_bytes
-    loop = Loop(model, CacheMemory(model, pages * page_bytes, page=4), max_rows=rows, prefill_chunk=chunk)
-    tasks: list[Task] = []
+def real_passes(model: Any, asked: Collection[Asked], pages: int, rows: int, chunk: int) -> Any:
+    """What the engine computes, step by step; tokens of each request that were cached; and how many were preempted."""
+    page_bytes = CacheMemory(model, 10**6, page_size=4).pool.page_bytes
+    memory = CacheMemory(model, pages * page_bytes, page_size=4)
+    engine = Engine(model, memory, max_rows=rows, prefill_chunk=chunk)
+    sequences: list[Sequence] = []
     passes: list[dict[int, int]] = []
 
     def listen(event: Event) -> None:
-        if event.kind == "pass":
-            passes.append({tasks.index(task): n for task, n in event.fed.items()})
+        if event.kind == "step":
+            passes.append({sequences.index(sequence): n for sequence, n in event.scheduled})
 
-    loop.watch(listen)
-    while len(tasks) < len(asked) or not loop.idle:
-        while len(tasks) < len(asked) and (asked[len(tasks)].before <= len(passes) or loop.idle):
-            ask = asked[len(tasks)]
-            own = random.Random(len(tasks))
+    engine.watch(listen)
+    while len(sequences) < len(asked) or not engine.is_idle:
+        while len(sequences) < len(asked) and (asked[len(sequences)].before <= len(passes) or engine.is_idle):
+            index, ask = len(sequences), asked[len(sequences)]
+            own = random.Random(index)
             prompt = [] if ask.document is None else document(ask.document)
-            prompt = prompt if ask.after is None else list(tasks[ask.after].request.tokens)
-            prompt = [*prompt, len(tasks), *(own.randrange(400) for _ in range(ask.own - 1))][: len(prompt) + ask.own]
+            prompt = prompt if ask.after is None else list(sequences[ask.after].token_ids)
+            prompt = [*prompt, index, *(own.randrange(400) for _ in range(ask.own - 1))][: len(prompt) + ask.own]
             params = SamplingParams(max_new_tokens=ask.new, ignore_eos=True, temperature=0.0)
-            [request] = samples(model.config, LETTERS, prompt, params)
-            loop.check(request)
-            tasks.append(Task(request))
-            loop.submit(tasks[-1])
-        loop.step()
-    preemptions = loop.scheduler.preemptions
-    loop.close()
-    return passes, [task.known for task in tasks], preemptions
+            sequences.append(Sequence(model.config, LETTERS, prompt, params))
+            engine.check(sequences[-1])
+            engine.submit(sequences[-1])
+        engine.step()
+    preemptions = engine.scheduler.num_preemptions
+    engine.close()
+    return passes, [sequence.num_cached_tokens for sequence in sequences], preemptions
 
 
-def simulated_passes(sim: SimpleNamespace, steps: Any, asked: Sequence[Asked]) -> Any:
+def simulated_passes(sim: SimpleNamespace, steps: Any, asked: Collection[Asked]) -> Any:
     """The same of the simulation, one pass at a time."""
     replica, passes, rows, now = sim.Replica(steps), list[dict[int, int]](), list[Any](), 0.0
     replica._alike = lambda takers: 1
@@ -154,7 +159,7 @@ def simulated_passes(sim: SimpleNamespace, steps: Any, asked: Sequence[Asked]) -
             ask, index = asked[len(rows)], len(rows)
             parts = [] if ask.document is None else [sim.Part(-1 - ask.document, len(document(ask.document)))]
             if ask.after is not None:
-                before = rows[ask.after].arrival
+                before = rows[ask.after].request
                 parts = [*before.parts, sim.Part(before.answer, before.output)]
             parts += [sim.Part(2 * index, ask.own)] if ask.own else []
             rows.append(sim.Row(index, sim.Arrival(now, tuple(parts), ask.new, 2 * index + 1)))
@@ -168,7 +173,7 @@ def simulated_passes(sim: SimpleNamespace, steps: Any, asked: Sequence[Asked]) -
         now = replica.due
         submit(idle=False)
         replica.finish()
-    return passes, [row.known for row in rows], replica.scheduler.preemptions
+    return passes, [row.known for row in rows], replica.scheduler.num_preemptions
 
 
 def drawn(seed: int, count: int = 24) -> list[Asked]:
@@ -243,8 +248,8 @@ def test_nothing_is_lost(sim: SimpleNamespace, router: str) -> None:
     steps = made_up(sim, 0.02, 1e-5, max_rows=8, prefill_chunk=64, pages=400)
     outcome = served(sim, steps, trace, 4, router=router, max_waiting=10**6)
     assert len(outcome.rows) == 600
-    assert all(row.left_to_make == 0 and row.arrival.time < row.first <= row.ended for row in outcome.rows)
-    assert all(row.length == row.prompt + row.arrival.output for row in outcome.rows)
+    assert all(row.left_to_make == 0 and row.request.time < row.first <= row.ended for row in outcome.rows)
+    assert all(row.num_tokens == row.prompt + row.request.output for row in outcome.rows)
     assert sum(outcome.gaps.values()) == sum(arrival.output - 1 for arrival in trace)
     again = served(sim, steps, trace, 4, router=router, max_waiting=10**6)
     assert again.figures(1.0, 0.1, 1.0) == outcome.figures(1.0, 0.1, 1.0)
@@ -261,9 +266,9 @@ def test_memory_is_given_back(sim: SimpleNamespace) -> None:
     while replica.due < math.inf:
         replica.finish()
     pages = replica.pages
-    assert replica.scheduler.preemptions > 0
+    assert replica.scheduler.num_preemptions > 0
     assert replica.hits > 0
-    assert pages.free + pages.evictable == 150
+    assert pages.num_free + pages.evictable == 150
     assert not any([pages._computing, pages._whole, pages._awaited])
     assert all(not part.pins for part in pages._parts.values())
 
@@ -273,20 +278,23 @@ def test_the_end_of_a_prompt_is_forgotten_first(sim: SimpleNamespace) -> None:
     pages = sim.Pages(sim.Engine(page=4, pages=8))
     parts = tuple(sim.Part(i, 8) for i in range(3))
     row = sim.Row(0, sim.Arrival(0.0, parts, 1, 9))
-    assert pages.admit(row) == 0
-    assert pages.reserve(row, 24) == 24
-    row.held = row.computed = 24
-    row.length = 25
-    pages.release(row)
-    assert (pages.free, pages.evictable) == (2, 6)
+    assert pages.allocate(row)
+    assert row.num_computed_tokens == 0
+    assert pages.reserve(row, 24)
+    assert row.num_reserved_slots == 24
+    row.num_computed_tokens = 24
+    row.num_tokens = 25
+    pages.free(row)
+    assert (pages.num_free, pages.evictable) == (2, 6)
     known = []
     for free in range(2, 9):
-        assert pages.spare(free)
+        assert pages.can_grow(free)
         again = sim.Row(1, sim.Arrival(0.0, parts, 5, 10))
-        known.append(pages.admit(again))
-        pages.release(again)
+        assert pages.allocate(again)
+        known.append(again.num_computed_tokens)
+        pages.free(again)
     assert known == [23, 20, 16, 12, 8, 4, 0]
-    assert not pages.spare(9)
+    assert not pages.can_grow(9)
 
 
 def test_least_spreads_evenly(sim: SimpleNamespace) -> None:
@@ -313,7 +321,7 @@ def test_prefix_routing_finds_more(sim: SimpleNamespace) -> None:
 
 def test_the_prefix_router_ranks_as_the_real_one(sim: SimpleNamespace) -> None:
     """Only a few replicas are ranked: the first of all of them is the same."""
-    ordered, table = sim.simulate_cluster.ordered, sim.simulate_cluster.PrefixTable()
+    ordered, table = sim.modules.cluster.ordered, sim.modules.cluster.PrefixTable()
     router, draw = sim.PrefixRouter(20, random.Random(0)), random.Random(1)
     for i in range(300):
         queues = np.array([draw.randrange(30) for _ in range(20)])
@@ -446,11 +454,11 @@ def report(sim: SimpleNamespace, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def refused(sim: SimpleNamespace, report: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """`simulate.py run` ends with status 2 and says why, before it has done anything."""
+    """`benchmarks/simulate run` ends with status 2 and says why, before it has done anything."""
 
-    def check(*messages: str, trace: Any = "poisson", steps: Any = report, more: Sequence[str] = ()) -> None:
+    def check(*messages: str, trace: Any = "poisson", steps: Any = report, more: Collection[str] = ()) -> None:
         with pytest.raises(SystemExit, match="2"):
-            sim.simulate.main(["run", "--steps", str(steps), "--trace", str(trace), "--rate", "1", *more])
+            sim.main(["run", "--steps", str(steps), "--trace", str(trace), "--rate", "1", *more])
         printed = capsys.readouterr()
         assert all(message in printed.err for message in messages)
         assert not printed.out
@@ -504,27 +512,27 @@ class TestSteps:
     def test_measured(self, sim: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         out = tmp_path / "steps.json"
         options = ["--shape", "tiny", "--device", "cpu", "--quick", "--cache-memory", "10000000"]
-        sim.simulate.main(["measure", *options, "--out", str(out)])
+        sim.main(["measure", *options, "--out", str(out)])
         assert "samples that were not fitted: off by" in capsys.readouterr().out
         read = sim.read_report(out)
         assert (read.model, read.engine.captured, read.engine.prefill_chunk) == ("tiny", False, 128)
         assert {sample.made_of.rows for sample in read.samples} >= {1, 2, 4}
         assert {sample.made_of.tokens for sample in read.samples} >= {0, 4, 8, 40}
         assert all(sample.seconds > 0 for sample in read.samples)
-        assert json.loads(out.read_text())["commands"] == [f"python benchmarks/simulate.py measure {' '.join(options)}"]
+        assert json.loads(out.read_text())["commands"] == [f"python benchmarks/simulate measure {' '.join(options)}"]
 
     @pytest.mark.parametrize("text", ["", "{}", '{"benchmark": "gpu"}', '{"benchmark": "steps", "passes": [[1]]}'])
     def test_no_report(self, tmp_path: Path, text: str, refused: Callable[..., None]) -> None:
         path = tmp_path / "a.json"
         path.write_text(text)
-        refused("is no report of step times: make one with `simulate.py measure`", steps=path)
+        refused("is no report of step times: make one with `benchmarks/simulate measure`", steps=path)
 
 
 def test_a_run(sim: SimpleNamespace, report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "run.json", tmp_path / "run.png"
     options = ["--trace", "bursts", "--rate", "4", "--requests", "50", "--replicas", "1", "4"]
     options += ["--router", "prefix", "random", "--price", "2"]
-    sim.simulate.main(["run", "--steps", str(report), *options, "--json", str(out), "--plot", str(picture)])
+    sim.main(["run", "--steps", str(report), *options, "--json", str(out), "--plot", str(picture)])
     printed = capsys.readouterr().out
     values = json.loads(out.read_text())
     rows = values["sections"]["run"]
@@ -540,7 +548,7 @@ def test_a_run(sim: SimpleNamespace, report: Path, tmp_path: Path, capsys: pytes
 def test_an_h200(sim: SimpleNamespace) -> None:
     """nano-vllm's benchmark by its step times, beside what other H200s were measured to do (docs/performance.md)."""
     report = sim.read_report(BENCHMARKS / "reports" / "h200-llama-8b-steps.json")
-    asks = importlib.import_module("serving_load").make_asks(128_256, 256, (100, 1024), (100, 1024))
+    asks = importlib.import_module("serving_load").make_requests(128_256, 256, (100, 1024), (100, 1024))
     requests = arrivals(sim, *((0.0, len(ask.prompt), ask.params.max_new_tokens) for ask in asks))
     figures = served(sim, sim.fit(report.engine, report.samples).steps, requests).figures(1, 1)
     for measured in (9_933, 9_383):

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from infer.values import ABOVE_0, FLAG, TEXT, TOKEN_IDS, Kind, checked, list_of, shown, whole
+from infer.values import ABOVE_0, FLAG, TEXT, TOKEN_IDS, Kind, checked, integer, list_of, short_repr
 
-SIZE = whole(1, 100)
+SIZE = integer(1, 100)
 
 
 @pytest.mark.parametrize(
@@ -43,5 +43,5 @@ def test_values_in_messages_are_short() -> None:
     for _ in range(60):
         nested = [nested, nested]  # 2**60 entries, if all were shown
     for value in ("x" * 10**6, [0] * 10**6, {i: i for i in range(10**5)}, 10**5000, -(10**5000), nested, float("nan")):
-        assert len(shown(value)) < 200
-    assert (shown("a"), shown(None), shown([16]), shown(-1)) == ("'a'", "None", "[16]", "-1")
+        assert len(short_repr(value)) < 200
+    assert (short_repr("a"), short_repr(None), short_repr([16]), short_repr(-1)) == ("'a'", "None", "[16]", "-1")

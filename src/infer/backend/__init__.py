@@ -1,7 +1,7 @@
-"""One door between what a model is and how it is run: `backend_for` a model, which then runs rows.
+"""The backend interface between what a model is and how it runs: `backend_for` chooses a backend, which runs rows.
 
 Three backends: `torch` calls the modules, on any device; `cpu` and `gpu` have kernels, and keep the promise of
-exactness. Which one runs a model is decided here and nowhere else.
+exactness. The choice is made here and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infer.backend import cpu
-from infer.backend.parts import NotPlain, Watch, parts_of
+from infer.backend.parts import ModelSnapshot, UnsupportedByKernels, parts_of
 from infer.backend.plain import TorchBackend
-from infer.models.common import Decoder
+from infer.models.common import Decoder, Run
 from infer.models.rows import Row
+from infer.nn.module import Module
 
-__all__ = ["AHEAD", "Backend", "Row", "backend_for", "expected"]
-
-AHEAD = 1  # captured steps launched beyond the one whose tokens are awaited; any ring can be truncated by both
+__all__ = ["Backend", "ModelVersion", "Row", "backend_for", "expected"]
 
 
 class Backend(Protocol):
@@ -31,15 +30,17 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...  # torch, cpu or gpu
     @property
-    def why(self) -> str: ...  # why this one runs the model, for people
-    def run(self, rows: Sequence[Row]) -> list[Tensor]: ...  # logits of each row, [B, wanted, V]
-    def decoding(self, lazy: bool = False) -> Any: ...  # captured steps (`gpu.captured.Decoding`); None: there are none
+    def reason(self) -> str: ...  # why it runs the model, for users
+    @property
+    def compiler(self) -> str: ...  # of its kernels: name, version, and the processor it compiles for
+    def run(self, rows: Sequence[Row]) -> list[Tensor]: ...  # logits of each row, [B, k, V]
+    def captured_decoder(self) -> Any: ...  # a `gpu.captured.CapturedDecoder`; None: it captures no steps
 
 
 class _Planned(NamedTuple):
-    watch: Watch
+    snapshot: ModelSnapshot
     backend: Backend | None  # None: torch's, which refers to the model
-    why: str
+    reason: str
 
 
 _planned: WeakKeyDictionary[Decoder, _Planned] = WeakKeyDictionary()
@@ -50,25 +51,61 @@ if hasattr(os, "register_at_fork"):
 def backend_for(model: Any) -> Backend:
     """The backend that runs a model: planned once, and again when a module or a weight of the model has changed."""
     if not isinstance(model, Decoder):
-        return TorchBackend(model, "it is no model of infer's own")
-    if torch.is_grad_enabled():
-        return _plain(model, "gradients are recorded")
+        return TorchBackend(model, "not an infer model class")
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in model.parameters()):
+        return _torch_backend(model, "gradients are recorded")
+    planned = _plan_of(model)
+    if planned.snapshot.hooked():
+        return _torch_backend(model, "a module has a hook")
+    return _torch_backend(model, planned.reason) if planned.backend is None else planned.backend
+
+
+def _plan_of(model: Decoder) -> _Planned:
     planned = _planned.get(model)
-    if planned is None or planned.watch.changed(model):
+    if planned is None or planned.snapshot.changed(model):
+        if planned is not None:
+            Module.changes += 1  # whoever runs the model chooses its backend again
         planned = _planned[model] = _plan(model)
-    if planned.watch.hooked():
-        return _plain(model, "a module has a hook")
-    return _plain(model, planned.why) if planned.backend is None else planned.backend
+    return planned
+
+
+class ModelVersion:
+    """Numbers the states of a model: keys and values that one state has computed are not those of another.
+
+    The state is its modules, its hooks and its weights. Not seen: what torch does not count, such as changes by
+    `weight.data`, through NumPy, or of weights that were made in inference mode.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model: nn.Module = model if isinstance(model, nn.Module) else nn.ParameterList(model.parameters())
+        self._snapshot: ModelSnapshot | None = None
+
+    def number(self) -> int:
+        """Of the present state."""
+        if isinstance(self._model, Decoder):
+            return _plan_of(self._model).snapshot.version()
+        if self._snapshot is None or self._snapshot.changed(self._model):
+            self._snapshot = ModelSnapshot(self._model)
+        return self._snapshot.version()
+
+
+def _run_of(model: Decoder) -> Run:
+    """What runs a model that is called: its kernels; plain torch with gradients, with hooks, or without kernels."""
+    backend = backend_for(model)
+    return model.run if isinstance(backend, TorchBackend) else backend.run
+
+
+Decoder.run_of = _run_of
 
 
 def expected(device: torch.device, dtype: torch.dtype) -> str:
-    """What will run a model of this dtype that nobody changes, and why, before there is one."""
+    """The backend of an unchanged model of this dtype, and why, before it is loaded."""
     if device.type == "cuda":
         from infer.backend import gpu
 
         try:
             gpu.check(device)
-        except NotPlain as reason:
+        except UnsupportedByKernels as reason:
             return f"torch: {reason}"
         return "gpu: Triton kernels"
     if device.type != "cpu":
@@ -78,24 +115,26 @@ def expected(device: torch.device, dtype: torch.dtype) -> str:
     return "cpu: numba kernels"
 
 
-def _plain(model: Decoder, why: str) -> Backend:
-    return _led(model, TorchBackend(model, why))
+def _torch_backend(model: Decoder, reason: str) -> Backend:
+    return _for_all_ranks(model, TorchBackend(model, reason))
 
 
-def _led(model: Decoder, backend: Backend) -> Backend:
-    """Where other processes have a part of the model, they run along."""
-    return backend if model.group is None else model.group.led(model, backend)
+def _for_all_ranks(model: Decoder, backend: Backend) -> Backend:
+    """Wrap the backend of a sharded model, so that the other processes run each pass, too."""
+    return backend if model.group is None else model.group.wrap_backend(model, backend)
 
 
+@torch.no_grad()
 def _plan(model: Decoder) -> _Planned:
     try:
-        return _Planned(Watch(model), _led(model, _with_kernels(model)), "")
-    except NotPlain as reason:
-        return _Planned(Watch(model), None, str(reason))
+        backend = _for_all_ranks(model, _with_kernels(model))  # first: a plan may change the layout of weights
+        return _Planned(ModelSnapshot(model), backend, "")
+    except UnsupportedByKernels as reason:
+        return _Planned(ModelSnapshot(model), None, str(reason))
 
 
 def _with_kernels(model: Decoder) -> Backend:
-    """Raises NotPlain where no kernels run such a model."""
+    """Raises UnsupportedByKernels where no kernels run such a model."""
     kind = model.device.type
     if kind == "cpu":
         from infer.backend.cpu.backend import CpuBackend
@@ -108,4 +147,4 @@ def _with_kernels(model: Decoder) -> Backend:
         from infer.backend.gpu.backend import GpuBackend
 
         return GpuBackend.of(parts_of(model), model.dtype)
-    raise NotPlain(f"there are no kernels for {kind}")
+    raise UnsupportedByKernels(f"there are no kernels for {kind}")

@@ -1,28 +1,33 @@
-"""A model as kernels see it: which modules stand where. And the one check that they are what kernels compute."""
+"""The structure of a model as kernels need it, and the check that its modules compute what kernels do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, count
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from infer.config import ModelConfig
 from infer.models.common import MLP, Attention, Block, Decoder, UngatedMLP
 from infer.nn.activation import ACTIVATIONS
 from infer.nn.linear import Embedding, FusedLinear, Linear
 from infer.nn.module import Module
-from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
+from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCenteredRMSNorm
 from infer.nn.quantized import QuantizedWeight
 from infer.nn.rope import Rope
-from infer.nn.split import SplitEmbedding, SplitLinear
+from infer.nn.sharded import ShardedEmbedding, ShardedLinear
 
-# What kernels compute, as it is defined: a class whose method was replaced is no longer among them.
-KINDS = (Block, Attention, MLP, UngatedMLP, RMSNorm, ZeroCentredRMSNorm, LayerNorm, Linear, FusedLinear, Embedding)
-SPLIT = (SplitLinear, SplitEmbedding)
-FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in (*KINDS, *SPLIT, QuantizedWeight)}
+# Classes the kernels implement; a monkeypatched forward disqualifies the class.
+SUPPORTED = (Block, Attention, MLP, UngatedMLP, RMSNorm, ZeroCenteredRMSNorm, LayerNorm, Linear, FusedLinear, Embedding)
+SHARDED = (ShardedLinear, ShardedEmbedding)
+FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in (*SUPPORTED, *SHARDED, QuantizedWeight)}
 METHODS = {name: getattr(Decoder, name) for name in ("forward", "run", "embed")}
+
+
+STEPS_AHEAD = 1  # captured steps launched before the last tokens are read; a ring can be rolled back by STEPS_AHEAD + 1
 
 
 class EmbeddingParts(NamedTuple):
@@ -48,7 +53,7 @@ class BlockParts(NamedTuple):
     scale: float
     activation: str
     layer_type: str = ""
-    gated: bool = True  # `up` is a gate, and what it is multiplied with
+    gated: bool = True  # `up` is the fused gate_up projection
     window: int | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
@@ -75,7 +80,7 @@ class BlockParts(NamedTuple):
 
 
 class HeadParts(NamedTuple):
-    """What stands behind the blocks."""
+    """The final norm and the head."""
 
     norm: Norm
     linear: Linear
@@ -93,16 +98,16 @@ class ModelParts(NamedTuple):
     positions_learned: int | None  # how many, where positions are
 
 
-class NotPlain(Exception):
+class UnsupportedByKernels(Exception):
     """Why no kernels run a model."""
 
 
 def parts_of(model: Decoder) -> ModelParts:
-    """Raises NotPlain where kernels would not compute what the modules do."""
+    """Raises UnsupportedByKernels where kernels would not compute what the modules do."""
     _check_modules(model)
     config, layers = model.config, list(model.layers)
     if len(layers) != config.num_hidden_layers:
-        raise NotPlain(f"the model has {len(layers)} layers, and its config {config.num_hidden_layers}")
+        raise UnsupportedByKernels(f"the model has {len(layers)} layers, and its config {config.num_hidden_layers}")
     blocks = [_block_parts(layer, i, config) for i, layer in enumerate(layers) if isinstance(layer, Block)]
     embedding = EmbeddingParts(model.embed_tokens, model.embed_positions, model.embed_scale)
     tables = [(model.embed_tokens, config.vocab_size), (model.embed_positions, config.max_position_embeddings)]
@@ -110,22 +115,22 @@ def parts_of(model: Decoder) -> ModelParts:
     head = HeadParts(model.norm, model.lm_head)
     fit = fit and head.fit(config.hidden_size) and all(block.fit(config.hidden_size) for block in blocks)
     if len(blocks) != len(layers) or not fit:
-        raise NotPlain("shapes of its weights do not fit each other")
+        raise UnsupportedByKernels("shapes of its weights do not fit each other")
     learned = None if model.embed_positions is None else model.embed_positions.weight.shape[0]
     return ModelParts(config, embedding, blocks, head, model.ropes, learned)
 
 
 def _block_parts(block: Block, layer_idx: int, config: ModelConfig) -> BlockParts:
     attn, mlp = block.self_attn, block.mlp
-    if block.drops:
-        raise NotPlain("it is in training mode, with dropout")
+    if block.training and block.dropout:
+        raise UnsupportedByKernels("it is in training mode, with dropout")
     if mlp.activation not in ACTIVATIONS or (attn.q_norm is None) != (attn.k_norm is None):
-        raise NotPlain(f"kernels have no such block as layer {layer_idx}")
+        raise UnsupportedByKernels(f"layer {layer_idx}: unsupported block structure")
     # The tables of a cache, and RoPE, go by the config.
     has = attn.layer_idx, attn.window, attn.layer_type, attn.num_kv_heads, attn.head_dim
     expected = layer_idx, config.window(layer_idx), config.layer_types[layer_idx], config.num_key_value_heads
     if has != (*expected, config.computed_head_dim):
-        raise NotPlain(f"layer {layer_idx} is not what its config says")
+        raise UnsupportedByKernels(f"layer {layer_idx} does not match the config")
     return BlockParts(
         attn.qkv_proj,
         attn.o_proj,
@@ -148,16 +153,16 @@ def _block_parts(block: Block, layer_idx: int, config: ModelConfig) -> BlockPart
 def _check_modules(model: Decoder) -> None:
     for name, method in METHODS.items():
         if getattr(type(model), name) is not method or name in vars(model):
-            raise NotPlain(f"the model has a method {name} of its own")
+            raise UnsupportedByKernels(f"the model has a custom {name}")
     for name, module in _modules(model):
         known = FORWARDS.get(_kind(module))
         if type(module).forward is not known or "forward" in vars(module):
-            raise NotPlain(f"{name} computes in a way of its own")
+            raise UnsupportedByKernels(f"{name} has a custom forward")
         if "parametrizations" in module._modules:
-            raise NotPlain(f"{name} has parametrised weights")  # torch computes them anew at each look
+            raise UnsupportedByKernels(f"{name} has parametrized weights")  # torch computes them at each access
         for weight in module._parameters.values():
             if weight is not None and (type(weight) is not nn.Parameter or not weight.is_contiguous()):
-                raise NotPlain(f"a weight of {name} is no contiguous parameter")
+                raise UnsupportedByKernels(f"a weight of {name} is no contiguous parameter")
 
 
 def _kind(module: nn.Module) -> type[nn.Module] | None:
@@ -170,76 +175,110 @@ def _modules(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList))
 
 
-class Watch:
+_versions = count()
+_fused_steps = [0]  # of all optimizers
+
+
+def _count_fused_step(optimizer: Optimizer, *_: Any) -> None:
+    """torch does not count the changes that fused optimizers make in place."""
+    _fused_steps[0] += any(group.get("fused") for group in optimizer.param_groups)
+
+
+register_optimizer_step_post_hook(_count_fused_step)
+
+
+class ModelSnapshot:
     """Tells whether a model is still what it was when a plan was made of it."""
 
-    def __init__(self, model: Decoder) -> None:
-        modules = [model, *(module for _, module in _modules(model))]
+    def __init__(self, model: nn.Module) -> None:
+        modules = [*model.modules()]
         self._changes, self._state = Module.changes, _state(model)
-        self._methods: list[tuple[Any, str]] = [(type(model), name) for name in METHODS]
+        self._methods: list[tuple[Any, str]] = [(type(model), name) for name in METHODS if isinstance(model, Decoder)]
         self._methods += [(kind, "forward") for kind in {type(m) for m in modules}]
-        self._functions = self._found()
-        self._layers = [*model.layers]
-        self._kept = [modules[1:], [*vars(model).values()]]  # as long as they are, nothing else has their ids
+        self._functions = self._current_methods()
+        self._layers = [*model.layers] if isinstance(model, Decoder) else None
+        known = (Module, nn.ModuleList) if self._layers is not None else ()
+        self._counted = all(isinstance(m, known) for m in modules)  # whether `Module.changes` counts all changes
+        # So that their ids are not reused. Not the model, which then would stay.
+        self._strong_refs = [modules[1:], [v for m in modules for v in vars(m).values() if v is not model]]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._weights = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-        self._places = _places(self._weights)
+        self._addresses = _addresses(self._weights)
+        self._versioned = [t for t in dict.fromkeys(self._weights) if not t.is_inference()]  # these have no version
+        self._counts, self._version = self._count(), next(_versions)
 
-    def changed(self, model: Decoder) -> bool:
-        """Asked at every pass: without a line of Python for each weight."""
-        if self._changes != Module.changes:  # of any model
+    def changed(self, model: nn.Module) -> bool:
+        """Compare without a Python loop over weights: it is called often."""
+        if self._changes != Module.changes or not self._counted:  # of any model
             if self._state != _state(model):
                 return True
             self._changes = Module.changes
         # ModuleList does not bump `Module.changes`; assigning an attribute does.
         return (
-            self._layers != [*model.layers]
-            or self._places != _places(self._weights)
-            or not all(map(Tensor.is_contiguous, self._weights))
-            or self._functions != self._found()
+            (self._layers is not None and self._layers != [*model.layers])  # type: ignore[misc]
+            or self._addresses != _addresses(self._weights)
+            or self._functions != self._current_methods()
         )
 
-    def _found(self) -> list[Any]:
-        """The methods of all classes: one that is patched tells no module."""
+    def _current_methods(self) -> list[Any]:
+        """The methods of all classes: patching a class does not change `Module.changes`."""
         return [getattr(kind, name) for kind, name in self._methods]
 
     def hooked(self) -> bool:
         return any(self._hooks)
 
+    def version(self) -> int:
+        """A number for the hooks and the values of the weights: no other state of this or any model has it."""
+        if self._counts != (counts := self._count()):
+            self._counts, self._version = counts, next(_versions)
+        return self._version
 
-def _state(model: Decoder) -> list[Any]:
-    """All modules with their classes and attributes: constants by value, everything else by identity."""
-    modules = [model, *(module for _, module in _modules(model))]
+    def _count(self) -> list[int]:
+        """The changes of each weight in place, and the numbers of all hooks: torch gives each its own."""
+        return [*map(_version, self._versioned), *chain.from_iterable(filter(None, self._hooks)), *_fused_steps]
+
+
+def _state(model: nn.Module) -> list[Any]:
+    """All modules with their classes, weights and attributes: constants by value, everything else by identity.
+
+    Of modules that are not infer's, `forward` is the only attribute: others may change in each pass.
+    """
     plain = (bool, int, float, str, type(None))
     return [
         (
             id(m),
             type(m),
-            [(k, v if isinstance(v, plain) else id(v)) for k, v in vars(m).items()],
+            [
+                (k, v if isinstance(v, plain) else id(v))
+                for k, v in vars(m).items()
+                if k == "forward" or isinstance(m, Module)
+            ],
             [*map(id, m._parameters.values()), *map(id, m._buffers.values())],
         )
-        for m in modules
+        for m in model.modules()
     ]
 
 
-def _places(weights: Sequence[Tensor]) -> list[Any]:
-    return [*map(Tensor.data_ptr, weights), *map(Tensor.numel, weights), *map(_dtype, weights)]
+def _addresses(weights: Sequence[Tensor]) -> list[Any]:
+    parts: list[Callable[[Tensor], Any]] = [Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous, _dtype]
+    return [*chain.from_iterable(map(part, weights) for part in parts)]
 
 
 _dtype: Callable[[Tensor], Any] = attrgetter("dtype")
+_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def _embedding_fits(embedding: Embedding, count: int, size: int) -> bool:
-    rows = len(embedding.own) if isinstance(embedding, SplitEmbedding) else count
+    rows = len(embedding.vocab_range) if isinstance(embedding, ShardedEmbedding) else count
     return tuple(embedding.weight.shape) == (rows, size)
 
 
 def _linear_fits(linear: Linear, rows: int, columns: int) -> bool:
     fit = (linear.out_features, linear.in_features) == (rows, columns)
-    if isinstance(linear, SplitLinear):
-        rows, columns = linear.own_shape
-    whole = tuple(linear.weight.shape) == (rows, columns) and (linear.bias is None or linear.bias.shape == (rows,))
-    return fit and whole
+    if isinstance(linear, ShardedLinear):
+        rows, columns = linear.shard_shape
+    stored = tuple(linear.weight.shape) == (rows, columns) and (linear.bias is None or linear.bias.shape == (rows,))
+    return fit and stored
 
 
 def _norm_fits(norm: Norm | None, size: int) -> bool:

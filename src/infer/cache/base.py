@@ -1,33 +1,33 @@
-"""The cache protocol, and what every cache shares.
+"""The cache protocol, and the parts that all caches share.
 
-A forward pass over n tokens goes: `positions(n)` once, `attend` once per layer, `advance(n)` once. All layers
-therefore write at the same position, and nothing counts as filled before the whole pass is through: a pass that
-fails leaves `seq_len` as it was, and the next one writes over what it left. `positions` reserves memory where a cache
-takes it as it grows; whoever lets kernels write without asking for positions calls `reserve` first.
+A forward pass over n tokens calls `positions(n)` once, `attend` once per layer, and `advance(n)` once. All layers
+therefore write at the same position, and new positions count as filled only after the pass: a pass that fails leaves
+`seq_len` as it was, and the next pass overwrites its keys and values. `positions` allocates memory in caches that
+grow; code that lets kernels write without calling `positions` calls `reserve` first.
 """
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, Required, Self, TypedDict, Unpack
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from infer.cache.contents import Contents
 from infer.cache.int8 import decode, encode, width
 from infer.config import ModelConfig
 from infer.machine import available_memory, resolve_device, resolve_dtype
 from infer.nn.attention import Masks, span_attention
-from infer.values import Kind, shown
+from infer.values import Kind, short_repr
 
-CACHE_DTYPES = ("auto", "int8")  # auto: the model's own
+CACHE_DTYPES = ("auto", "int8")  # auto: the model's dtype
 
 
 class Cache(Protocol):
-    """What models and the engine ask of a cache."""
+    """The interface that models and the engine use."""
 
     @property
     def seq_len(self) -> int: ...  # positions filled
@@ -36,36 +36,36 @@ class Cache(Protocol):
     @property
     def memory_bytes(self) -> int: ...
     def positions(self, n: int) -> Tensor: ...  # [B, n], of the next n queries
-    def reserve(self, n: int) -> int: ...  # refuses n more positions, or has memory for them: up to which position?
+    def reserve(self, n: int) -> int: ...  # slots for n more positions, or an error; returns the number of slots
     def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...  # n new -> all S
     def attend(
-        self,
-        layer_idx: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        kernel: AttentionKernel | None = None,
+        self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendOptions]
     ) -> Tensor: ...  # [B, Hq, n, D]
     def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any: ...  # see BaseCache.table
     def advance(self, n: int) -> None: ...  # once per forward pass
-    def truncate(self, seq_len: int) -> None: ...  # rewind; refuses, never corrupts
+    def truncate(self, seq_len: int) -> None: ...  # raises if the positions are gone; never leaves stale keys
     def reset(self) -> None: ...
 
 
 class AttentionKernel(Protocol):
-    """How a backend attends: q [B, Hq, n, D] at the n positions before `end`, k and v at as many before it."""
+    """A backend's attention: q [B, Hq, n, D] at the n positions before `end`; k and v at the S positions before it."""
 
-    takes_int8: bool  # keys and values of an 8-bit cache, as they are stored
+    takes_int8: bool  # whether k and v can be int8, as an int8 cache stores them
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int
     ) -> Tensor: ...  # [B, Hq, n, D]
     def weights(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int
-    ) -> Tensor: ...  # float32 [B, Hq, n, S], by which it mixes the values
+    ) -> Tensor: ...  # float32 [B, Hq, n, S]: the softmax
+
+
+class AttendOptions(TypedDict, total=False):
+    """The keyword arguments of `attend`."""
+
+    scale: Required[float]
+    window: int | None
+    kernel: AttentionKernel | None
 
 
 class CacheShape(NamedTuple):
@@ -78,22 +78,74 @@ class CacheShape(NamedTuple):
     head_dim: int
 
 
-# What caches are made of; most callers want an empty one.
+# Constructor arguments; most callers need an empty cache.
 TENSOR = Kind("a tensor (`allocate` makes an empty cache)", lambda value: isinstance(value, Tensor))
 SHAPE = Kind("a CacheShape (`allocate` makes an empty cache)", lambda value: isinstance(value, CacheShape))
+
+
+class CachedTokens:
+    """The tokens that a cache of one row holds, and the model that computed their keys and values.
+
+    Each pass adds its tokens. The tokens of a cache that was filled by hand are unknown.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[list[int] | Tensor] = []  # a tensor on a device stays there until the tokens are read
+        self._count = 0  # tokens in all pieces
+        self._model: ref[nn.Module] | None = None
+        self.version: int | None = None  # of the model; None: not filled by the engine
+
+    def add(self, at: int, tokens: Sequence[int] | Tensor, model: nn.Module | None) -> None:
+        """Tokens at the positions from `at` on. model: identified by its token embedding."""
+        self.truncate(at)
+        if at == 0:
+            self._model = None if model is None else ref(model)
+        if at != self._count:
+            return  # earlier positions were filled by hand
+        if isinstance(tokens, Tensor):
+            if tokens.shape[0] > 1:
+                return
+            piece: list[int] | Tensor = tokens[0].tolist() if tokens.is_cpu else tokens[0].clone()
+        else:
+            piece = list(tokens)
+        self._pieces.append(piece)
+        self._count += len(piece)
+
+    def truncate(self, seq_len: int) -> None:
+        if seq_len < self._count:
+            self._pieces, self._count = [self._ids()[:seq_len]], seq_len
+
+    def tokens(self, seq_len: int) -> list[int] | None:
+        """The tokens of all `seq_len` positions; None if they are unknown."""
+        return self._ids() if self._count == seq_len else None
+
+    def is_from(self, model: nn.Module) -> bool:
+        """False if another model is known to have filled the cache."""
+        return self._model is None or self._model() is model
+
+    def _ids(self) -> list[int]:
+        if len(self._pieces) > 1 or any(isinstance(piece, Tensor) for piece in self._pieces):
+            ids = [i for piece in self._pieces for i in (piece.tolist() if isinstance(piece, Tensor) else piece)]
+            self._pieces = [ids]
+        return list(self._pieces[0]) if self._pieces else []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_model": None, "version": None}  # neither means anything in another process
 
 
 class BaseCache(ABC):
     """A cache whose rows all have the same length, and which returns keys in the order of their positions.
 
-    One of dtype int8 takes and returns floats of any dtype, rounded: a pass attends to its own keys and values as
-    they are stored, so that results do not depend on how a prompt is cut into passes.
+    An int8 cache takes and returns floats of any dtype, rounded: a pass attends to its own keys and values as they are
+    stored, so results do not depend on how a prompt is cut into passes.
     """
 
     keeps_gradients = False
+    drops_positions = False  # beyond a layer's window: then `allocate` takes the windows
+    dropout = 0.0  # of attention weights: NoCache in training
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A cache that stores or attends in a way of its own is asked to, unless it has a table of its own too."""
+        """A subclass that overrides how to store or attend has no table, unless it overrides `table` too."""
         super().__init_subclass__(**options)
         if vars(cls).keys() & {"_store", "update", "attend"} and "table" not in vars(cls):
             cls.table = BaseCache.table  # type: ignore[method-assign]
@@ -101,23 +153,25 @@ class BaseCache(ABC):
     def __init__(
         self, shape: CacheShape, dtype: torch.dtype, device: torch.device, windows: Sequence[int | None] = ()
     ) -> None:
-        """windows: how far back each layer keeps what it was given; empty, or None where that is everything."""
+        """windows: the positions that each layer keeps, None: all of them; empty: all layers keep all positions."""
         self.shape = shape
         self.dtype = dtype
         self.device = device
         self.windows = tuple(windows) or (None,) * shape.num_layers
         sizes = [window for window in self.windows if window is not None]
         if len(self.windows) != shape.num_layers or any(type(size) is not int or size < 1 for size in sizes):
-            raise ValueError(f"{shape.num_layers} layers need a window of at least 1, or None, each; not {windows}")
+            raise ValueError(
+                f"windows must have a positive integer or None for each of {shape.num_layers} layers, not {windows}"
+            )
         self.quantized = dtype is torch.int8
-        self.width = width(shape.head_dim, dtype)  # elements that it stores of each vector
+        self.width = width(shape.head_dim, dtype)  # elements stored per vector
         if self.quantized:
             self.keeps_gradients = False
         self.seq_len = 0
-        self._most_filled = 0  # positions that were ever filled
-        self.contents = Contents()
+        self._most_filled = 0  # the largest seq_len so far
+        self.contents = CachedTokens()
         self._masks: Masks = {}  # of this forward pass
-        self._suited: tuple[ModelConfig, torch.dtype, bool] | None = None  # what `_suits` has last said
+        self._kernel_compatibility: tuple[ModelConfig, torch.dtype, bool] | None = None  # the last result
 
     def __repr__(self) -> str:
         shape, dtype = self.shape, str(self.dtype).removeprefix("torch.")
@@ -137,10 +191,16 @@ class BaseCache(ABC):
         batch_size: int = 1,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "auto",
+        **options: Any,
     ) -> Self:
-        """An empty cache. dtype: "int8" for one that rounds; "auto" chooses as `load_model` does."""
+        """An empty cache. dtype: "int8" rounds; "auto" chooses as `load_model` does. options: see the class."""
         shape = CacheShape(num_layers, batch_size, num_kv_heads, max_seq_len, head_dim)
-        return cls._empty(*checked(shape, dtype, device))
+        for name, size in shape._asdict().items():
+            if not 1 <= size < 2**63:
+                raise ValueError(f"{name} must be at least 1, not {short_repr(size)}")
+        device = resolve_device(device)
+        dtype = torch.int8 if dtype in ("int8", torch.int8) else resolve_dtype(dtype, device)
+        return cls._empty(shape, dtype, device, **options)
 
     @classmethod
     def from_model_config(
@@ -151,21 +211,18 @@ class BaseCache(ABC):
         batch_size: int = 1,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "auto",
+        **options: Any,
     ) -> Self:
-        """An empty cache for a model of this config."""
-        return cls.allocate(
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-            config.computed_head_dim,
-            max_seq_len,
-            batch_size=batch_size,
-            dtype=dtype,
-            device=device,
-        )
+        """An empty cache for a model of this config. options: see the class."""
+        if cls.drops_positions:
+            options["windows"] = config.windows
+        options |= {"batch_size": batch_size, "dtype": dtype, "device": device}
+        layers, heads, head_dim = config.num_hidden_layers, config.num_key_value_heads, config.computed_head_dim
+        return cls.allocate(layers, heads, head_dim, max_seq_len, **options)
 
     @classmethod
-    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
-        return cls(shape, dtype, device)
+    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device, **options: Any) -> Self:
+        return cls(shape, dtype, device, **options)
 
     @property
     def capacity(self) -> int:
@@ -178,21 +235,21 @@ class BaseCache(ABC):
 
     @property
     def unwritten_bytes(self) -> int:
-        """Of those, what has never been written: a CPU's memory counts as free until then."""
+        """The part of `memory_bytes` that was never written: on a CPU it still counts as free memory."""
         return self.memory_bytes - self.memory_bytes * self._most_filled // self.capacity
 
     @abstractmethod
     def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """`update`, but what it returns is as stored: [B, Hkv, seq_len + n, width]."""
+        """Like `update`, but returns keys and values as they are stored: [B, Hkv, seq_len + n, width]."""
 
     def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, Hkv, n, D] behind what is filled; return all keys and values [B, Hkv, seq_len + n, D]."""
+        """Store k, v [B, Hkv, n, D] at the next positions; return all keys and values [B, Hkv, seq_len + n, D]."""
         keys, values = self._store(layer_idx, k, v)
         return (decode(keys, k.dtype), decode(values, v.dtype)) if self.quantized else (keys, values)
 
     def reserve(self, n: int) -> int:
-        """Refuse n more positions where there is no room for them; how many there is memory for in all."""
-        self._check_room(n)
+        """Have slots for n more positions, or raise before anything changes; returns the number of all slots."""
+        self._check_fits(n)
         return self.capacity
 
     def positions(self, n: int) -> Tensor:
@@ -210,10 +267,7 @@ class BaseCache(ABC):
         window: int | None = None,
         kernel: AttentionKernel | None = None,
     ) -> Tensor:
-        """Store k and v, then attend from q [B, Hq, n, D] to every key the rule makes visible.
-
-        kernel: what computes attention; None: plain torch.
-        """
+        """Store k and v, then attend from q [B, Hq, n, D] to all visible keys. kernel: None for plain torch."""
         self._check_window(layer_idx, window)
         keys, values = self._store(layer_idx, k, v)
         if self.quantized and (kernel is None or not kernel.takes_int8):
@@ -221,24 +275,24 @@ class BaseCache(ABC):
             keys, values = decode(keys[:, :, -seen:], k.dtype), decode(values[:, :, -seen:], v.dtype)
         if kernel is not None:
             return kernel(q, keys, values, scale=scale, window=window, end=self.seq_len + q.shape[2])
-        return span_attention(q, keys, values, scale=scale, window=window, masks=self._masks)
+        return span_attention(q, keys, values, scale=scale, window=window, masks=self._masks, dropout=self.dropout)
 
     def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any:
-        """Where kernels may write the next n keys and values themselves, and attend: `cache.table.Table.at`.
+        """Where kernels write the next n keys and values and read all others: addresses, strides, slots (`Table.at`).
 
-        For a model of this config that computes in this dtype. None: nowhere, so every layer must `attend`. It only
-        asks: what a pass has written counts after `advance`.
+        For a model of this config that computes in this dtype. None: every layer must call `attend`. The cache does
+        not change: what kernels write counts as filled after `advance`.
         """
         return None
 
     def advance(self, n: int) -> None:
-        self._check_room(n)
+        self._check_fits(n)
         self._move_to(self.seq_len + n)
 
     def truncate(self, seq_len: int) -> None:
-        """Forget everything from position seq_len on."""
+        """Keep the first `seq_len` positions."""
         if type(seq_len) is not int:
-            raise TypeError(f"a cache is truncated to a whole number of positions, not {seq_len!r}")
+            raise TypeError(f"truncate takes an integer number of positions, not {seq_len!r}")
         if not 0 <= seq_len <= self.seq_len:
             raise ValueError(f"cannot truncate to {seq_len}: the cache holds {self.seq_len} positions")
         self._check_rewind(seq_len)
@@ -250,12 +304,12 @@ class BaseCache(ABC):
     def check_model(
         self, config: ModelConfig, batch_size: int, dtype: torch.dtype | None, device: torch.device
     ) -> None:
-        """Refuse a model, or a batch, that this cache was not made for. dtype: None if any will do."""
+        """Refuse a model or a batch that does not fit this cache. dtype: None for any."""
         own = self.shape
         for name, has, needs in (
             ("layers", own.num_layers, config.num_hidden_layers),
             ("KV heads", own.num_kv_heads, config.num_key_value_heads),
-            ("dimensions a head", own.head_dim, config.computed_head_dim),
+            ("dimensions per head", own.head_dim, config.computed_head_dim),
             ("rows", own.batch_size, batch_size),
         ):
             if has != needs:
@@ -266,8 +320,8 @@ class BaseCache(ABC):
             self._check_window(layer_idx, config.window(layer_idx))
 
     def check_contents(self, model: nn.Module) -> None:
-        """Refuse to go on behind keys and values of another model. model: by what turns its tokens into vectors."""
-        if self.seq_len and not self.contents.is_of(model):
+        """Refuse to continue after keys and values of another model. model: identified by its token embedding."""
+        if self.seq_len and not self.contents.is_from(model):
             raise ValueError("the cache holds keys and values of another model: reset it, or use another cache")
 
     def _check_window(self, layer_idx: int, window: int | None) -> None:
@@ -276,57 +330,54 @@ class BaseCache(ABC):
             raise ValueError(f"layer {layer_idx} sees {window or 'all'} positions, but its cache keeps only {kept}")
 
     def _check_rewind(self, seq_len: int) -> None:
-        """Refuse to go back to where a layer no longer has its window."""
+        """Refuse a length at which a layer no longer has the keys of its window."""
         return
 
-    def _first_seen(self, layer_idx: int) -> int:
-        return first_seen(self.seq_len, self.windows[layer_idx])
+    def _first_visible(self, layer_idx: int) -> int:
+        return first_visible(self.seq_len, self.windows[layer_idx])
 
-    def _suits_kernels(self, config: ModelConfig, dtype: torch.dtype) -> bool:
-        """Whether kernels can write to this cache for such a model: what does not fit is left to `attend` to refuse."""
-        if self._suited is None or self._suited[:2] != (config, dtype):
-            self._suited = config, dtype, self._suits(config, dtype)
-        return self._suited[2]
-
-    def _suits(self, config: ModelConfig, dtype: torch.dtype) -> bool:
-        own = self.shape
-        rounds = self.quantized and self.device.type == "cpu"
-        return (
-            (self.dtype is dtype or rounds)
-            and own.num_layers == config.num_hidden_layers
-            and all(kept is None or kept == config.window(i) for i, kept in enumerate(self.windows))
-            and own.num_kv_heads == config.num_key_value_heads
-            and own.head_dim == config.computed_head_dim
-        )
+    def _is_kernel_compatible(self, config: ModelConfig, dtype: torch.dtype) -> bool:
+        """Whether kernels can write to this cache for this model. If not, `attend` raises the error, if it is one."""
+        own, known = self.shape, self._kernel_compatibility
+        if known is None or known[:2] != (config, dtype):
+            compatible = (
+                (self.dtype is dtype or (self.quantized and self.device.type == "cpu"))
+                and own.num_layers == config.num_hidden_layers
+                and all(kept is None or kept == config.window(i) for i, kept in enumerate(self.windows))
+                and own.num_kv_heads == config.num_key_value_heads
+                and own.head_dim == config.computed_head_dim
+            )
+            known = self._kernel_compatibility = config, dtype, compatible
+        return known[2]
 
     def _move_to(self, seq_len: int) -> None:
         self.seq_len = seq_len
         self._most_filled = max(self._most_filled, seq_len)
-        self.contents.cut(seq_len)
+        self.contents.truncate(seq_len)
         self._masks.clear()
 
-    def _check_room(self, n: int) -> None:
+    def _check_fits(self, n: int) -> None:
         if n < 0:
             raise ValueError(f"cannot move by {n} positions")
         if type(self.seq_len) is not int or not 0 <= self.seq_len <= self.capacity:
             raise ValueError(f"seq_len was set to {self.seq_len!r}, which is outside 0..{self.capacity}")
         if self.seq_len + n > self.capacity:
             raise ValueError(
-                f"KV cache overflow: {self.seq_len} positions filled, {n} more asked for, capacity {self.capacity}"
+                f"KV cache overflow: {self.seq_len} positions filled, {n} more requested, capacity {self.capacity}"
             )
 
     def _check_stored(self, name: str, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
-        """Refuse tensors set by hand that are not what the cache had: kernels know them by address alone."""
-        alike = len(tensors) == len(shapes) and all(
+        """Refuse assigned tensors of another shape, dtype or device: kernels read only their addresses."""
+        fits = len(tensors) == len(shapes) and all(
             isinstance(t, Tensor) and t.shape == shape and t.dtype is self.dtype and t.device == self.device
             for t, shape in zip(tensors, shapes, strict=True)
         )
-        if not alike:
-            kept = f"{list(shapes[0])} of {self.dtype} on {self.device}"
-            raise ValueError(f"the cache's {name} was set to what does not fit it: a layer has {kept}")
+        if not fits:
+            expected = f"{list(shapes[0])} of {self.dtype} on {self.device}"
+            raise ValueError(f"the cache's {name} was replaced by tensors that do not fit: a layer has {expected}")
 
-    def _to_store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[int, Tensor, Tensor]:
-        """Everything that could go wrong with a write, before anything is written. Returns n, and what to write."""
+    def _check_and_quantize(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[int, Tensor, Tensor]:
+        """Check everything that a write could fail at, before anything is written. Returns n, and k and v to write."""
         num_layers, batch_size, num_kv_heads, _, head_dim = self.shape
         if not 0 <= layer_idx < num_layers:
             raise ValueError(f"layer {layer_idx} of a cache with {num_layers} layers")
@@ -346,58 +397,23 @@ class BaseCache(ABC):
             raise ValueError("this cache keeps no gradients: run the model under torch.no_grad() or inference_mode()")
         if k.device != self.device or v.device != self.device:
             raise ValueError(f"k is on {k.device} and v on {v.device}, but the cache is on {self.device}")
-        self._check_room(n)
+        self._check_fits(n)
         if self.quantized:
             k, v = encode(torch.stack((k, v))).unbind()
         return n, k, v
 
 
-def first_seen(position: int, window: int | None) -> int:
-    """The furthest position that a query at this one sees."""
-    return 0 if window is None else max(0, position - window + 1)
-
-
-def checked(
-    shape: CacheShape, dtype: torch.dtype | str, device: torch.device | str
-) -> tuple[CacheShape, torch.dtype, torch.device]:
-    """A shape that can be, and what "auto" stands for."""
-    for name, size in shape._asdict().items():
-        if not 1 <= size < 2**63:
-            raise ValueError(f"{name} must be at least 1, not {shown(size)}")
-    device = resolve_device(device)
-    return shape, torch.int8 if dtype in ("int8", torch.int8) else resolve_dtype(dtype, device), device
-
-
-def resolve_cache_dtype(cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """What a cache stores for a model of this dtype."""
-    if cache_dtype not in CACHE_DTYPES:
-        raise ValueError(f"cache_dtype must be one of {', '.join(CACHE_DTYPES)}, not {cache_dtype!r}")
-    return torch.int8 if cache_dtype == "int8" else dtype
-
-
-def check_memory(positions: int, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a cache that would not fit, before it is allocated. positions: stored by all layers together."""
-    needed = 2 * positions * shape.batch_size * shape.num_kv_heads * width(shape.head_dim, dtype) * dtype.itemsize
-    free = available_memory(device)
-    if free is not None and needed > free:
-        raise ValueError(
-            f"a cache of {shape.max_seq_len} positions needs {needed / 1e9:.2f} GB, "
-            f"but {free / 1e9:.2f} GB are free on {device}: ask for fewer positions"
-        )
-
-
 class NoCache(BaseCache):
-    """No cache is a cache too: it keeps nothing, so that every forward pass starts at position 0."""
+    """Keeps nothing, so that every forward pass starts at position 0: the reference that caches are compared with."""
 
     def __init__(self, batch_size: int = 1, device: torch.device | str = "cpu", dropout: float = 0.0) -> None:
-        """dropout: of attention weights, while a model is trained: training is a pass without a cache."""
-        unlimited = CacheShape(0, batch_size, 0, sys.maxsize, 0)
-        super().__init__(unlimited, torch.float32, torch.device(device))
-        self._dropout = dropout
+        """dropout: of attention weights; training is a pass without a cache."""
+        super().__init__(CacheShape(0, batch_size, 0, sys.maxsize, 0), torch.float32, torch.device(device))
+        self.dropout = dropout
 
     @classmethod
-    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> Self:
-        return cls(shape.batch_size, device)
+    def _empty(cls, shape: CacheShape, dtype: torch.dtype, device: torch.device, **options: Any) -> Self:
+        return cls(shape.batch_size, device, **options)
 
     @property
     def memory_bytes(self) -> int:
@@ -406,21 +422,6 @@ class NoCache(BaseCache):
     def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v
 
-    def attend(
-        self,
-        layer_idx: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        kernel: AttentionKernel | None = None,
-    ) -> Tensor:
-        if kernel is not None:
-            return kernel(q, k, v, scale=scale, window=window, end=q.shape[2])
-        return span_attention(q, k, v, scale=scale, window=window, masks=self._masks, dropout=self._dropout)
-
     def advance(self, n: int) -> None:
         self._masks.clear()
 
@@ -428,3 +429,83 @@ class NoCache(BaseCache):
         self, config: ModelConfig, batch_size: int, dtype: torch.dtype | None, device: torch.device
     ) -> None:
         pass
+
+
+class CacheWrapper:
+    """A cache around another, which does all the work. Subclasses observe it."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+
+    @property
+    def seq_len(self) -> int:
+        return self.cache.seq_len
+
+    @property
+    def capacity(self) -> int:
+        return self.cache.capacity
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.cache.memory_bytes
+
+    def positions(self, n: int) -> Tensor:
+        return self.cache.positions(n)
+
+    def reserve(self, n: int) -> int:
+        return self.cache.reserve(n)
+
+    def update(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cache.update(layer_idx, k, v)
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
+        return self.cache.attend(layer_idx, q, k, v, **options)
+
+    def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any:
+        return None  # an observer needs every layer to call `attend`
+
+    def advance(self, n: int) -> None:
+        self.cache.advance(n)
+
+    def truncate(self, seq_len: int) -> None:
+        self.cache.truncate(seq_len)
+
+    def reset(self) -> None:
+        self.cache.reset()
+
+
+def wrappers(cache: Cache) -> Iterator[CacheWrapper]:
+    """Those around a cache, the outermost first."""
+    while isinstance(cache, CacheWrapper):
+        yield cache
+        cache = cache.cache
+
+
+def unwrap(cache: Cache) -> Cache:
+    """The cache inside all wrappers."""
+    while isinstance(cache, CacheWrapper):
+        cache = cache.cache
+    return cache
+
+
+def first_visible(position: int, window: int | None) -> int:
+    """The first position that a query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def resolve_cache_dtype(cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a cache for a model of this dtype."""
+    if cache_dtype not in CACHE_DTYPES:
+        raise ValueError(f"cache_dtype must be one of {', '.join(CACHE_DTYPES)}, not {cache_dtype!r}")
+    return torch.int8 if cache_dtype == "int8" else dtype
+
+
+def check_memory(positions: int, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a cache that does not fit into free memory, before it is allocated. positions: of all layers together."""
+    needed = 2 * positions * shape.batch_size * shape.num_kv_heads * width(shape.head_dim, dtype) * dtype.itemsize
+    free = available_memory(device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"a cache of {shape.max_seq_len} positions needs {needed / 1e9:.2f} GB, "
+            f"but {free / 1e9:.2f} GB are free on {device}: use fewer positions"
+        )

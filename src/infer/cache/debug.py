@@ -1,40 +1,42 @@
-"""A cache that prints what happens to it: KV_DEBUG=1, and KV_DEBUG_LAYER=N for one layer's events alone."""
+"""A cache that prints each operation: KV_DEBUG=1; KV_DEBUG_LAYER=N prints only the events of one layer."""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Unpack
 
 from torch import Tensor
 
-from infer.cache.base import AttentionKernel, Cache, NoCache
-from infer.cache.wrapped import WrappedCache
+from infer.cache.base import AttendOptions, Cache, CacheWrapper, NoCache, wrappers
 
 
-def debugged(cache: Cache) -> Cache:
-    """The cache itself, unless KV_DEBUG=1 asks for one that prints. A run asks once: its tokens pay nothing."""
-    if os.environ.get("KV_DEBUG", "0") in ("", "0") or _prints(cache):
+def debugged(cache: Cache, num_layers: int) -> Cache:
+    """With KV_DEBUG=1 a cache that prints, otherwise the cache itself. Called once per run, not per token."""
+    # The engine passes a cache that prints to a model call.
+    if not _is_on() or any(isinstance(wrapper, DebugCache) for wrapper in wrappers(cache)):
         return cache
+    check_debug_layer(num_layers)
     layer = os.environ.get("KV_DEBUG_LAYER", "")
-    if layer and not layer.isdecimal():
-        raise ValueError(f"KV_DEBUG_LAYER must be the number of a layer, not {layer!r}")
     return DebugCache(cache, int(layer) if layer else None)
 
 
-def _prints(cache: Cache) -> bool:
-    """Whether it does so already: the engine hands such a cache to a model that is called."""
-    while isinstance(cache, WrappedCache):
-        if isinstance(cache, DebugCache):
-            return True
-        cache = cache.cache
-    return False
+def check_debug_layer(num_layers: int) -> None:
+    """Refuse a KV_DEBUG_LAYER that the model does not have: nothing would be printed."""
+    layer = os.environ.get("KV_DEBUG_LAYER", "")
+    if _is_on() and layer and not (layer.isdecimal() and int(layer) < num_layers):
+        raise ValueError(f"KV_DEBUG_LAYER must be the number of a layer, 0 to {num_layers - 1}, not {layer!r}")
 
 
-class DebugCache(WrappedCache):
-    """Prints what the cache does on each call: positions once per pass, and for each layer what is added to what."""
+def _is_on() -> bool:
+    return os.environ.get("KV_DEBUG", "0") not in ("", "0")
+
+
+class DebugCache(CacheWrapper):
+    """Prints the positions of each pass, and for each layer the numbers of new and cached keys."""
 
     def __init__(self, cache: Cache, layer: int | None = None) -> None:
-        """layer: the only one to print; None: all."""
+        """layer: the only one to print; None: all layers."""
         super().__init__(cache)
         self.layer = layer
 
@@ -50,20 +52,10 @@ class DebugCache(WrappedCache):
         self._print_attention(layer_idx, k.shape[2], keys.shape[2])
         return keys, values
 
-    def attend(
-        self,
-        layer_idx: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        kernel: AttentionKernel | None = None,
-    ) -> Tensor:
-        n, end = q.shape[2], self.seq_len + q.shape[2]
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
+        n, end, window = q.shape[2], self.seq_len + q.shape[2], options.get("window")
         self._print_attention(layer_idx, n, end if window is None else min(end, window + n - 1))
-        return super().attend(layer_idx, q, k, v, scale=scale, window=window, kernel=kernel)
+        return super().attend(layer_idx, q, k, v, **options)
 
     def _print_attention(self, layer_idx: int, n: int, keys: int) -> None:
         if self.layer not in (None, layer_idx):
@@ -84,6 +76,6 @@ class DebugCache(WrappedCache):
 
 
 def _span(start: int, n: int) -> str:
-    """Positions start..start+n-1; the middle of many left out."""
+    """Positions start..start+n-1; of many, only the first three and the last."""
     shown = [str(position) for position in range(start, start + n)]
     return f"[{','.join(shown if n <= 8 else [*shown[:3], '...', shown[-1]])}]"

@@ -1,7 +1,7 @@
-"""The growing cache: each new position is concatenated. The shortest cache there is, to teach from and compare with.
+"""The growing cache: each new position is concatenated. The shortest cache, for teaching and comparison.
 
-It copies everything it holds at each step, so a sequence of n tokens costs O(n^2) copied bytes where `KVCache`
-writes each position once.
+It copies all keys and values in each step, so a sequence of n tokens copies O(n^2) bytes; `KVCache` writes each
+position once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from infer.values import takes
 
 
 class GrowingCache(BaseCache):
-    """Holds exactly what was written, up to max_seq_len positions."""
+    """Holds exactly the filled positions, up to max_seq_len."""
 
     keeps_gradients = True
 
@@ -32,14 +32,14 @@ class GrowingCache(BaseCache):
     def positions(self, n: int) -> Tensor:
         positions = super().positions(n)
         for name, layers in (("k", self.k), ("v", self.v)):
-            # A pass that failed may have left more.
+            # A failed pass may have left more.
             filled = [t[:, :, : self.seq_len] if isinstance(t, Tensor) and t.dim() == 4 else t for t in layers]
             self._check_stored(name, filled, [(*self.shape[1:3], self.seq_len, self.width)] * self.shape.num_layers)
         return positions
 
     def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        _, k, v = self._to_store(layer_idx, k, v)
-        # Only what is filled: a forward pass that failed may have left more.
+        _, k, v = self._check_and_quantize(layer_idx, k, v)
+        # Only filled positions: a failed pass may have left more.
         self.k[layer_idx] = torch.cat((self.k[layer_idx][:, :, : self.seq_len], k), dim=2)
         self.v[layer_idx] = torch.cat((self.v[layer_idx][:, :, : self.seq_len], v), dim=2)
         return self.k[layer_idx], self.v[layer_idx]

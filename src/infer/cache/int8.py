@@ -1,7 +1,7 @@
-"""Vectors in 8 bits: D values, and behind them their float16 scales, one for each group of values.
+"""Vectors in 8 bits: D values, then their float16 scales, one per group of values.
 
 A value is its byte times its scale. That product is exact in float32 (7 bits times 11), so every way to compute it
-gives the same. The fewer values share a scale, the less a single large one costs the others: keys have such ones.
+gives the same bits. Groups are small because keys have outliers: a large value costs precision only in its group.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _SMALLEST = 2.0**-24  # of float16 above 0
 
 
 def width(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements that a cache of this dtype stores for a vector."""
+    """Elements that a cache of this dtype stores per vector."""
     if dtype is not torch.int8:
         return head_dim
     if head_dim % SCALE_BYTES:
-        raise ValueError(f"an int8 cache needs an even head_dim, not {head_dim}: scales must lie at even addresses")
+        raise ValueError(f"an int8 cache needs an even head_dim, not {head_dim}: scales need even addresses")
     return head_dim + SCALE_BYTES * _count(head_dim, GROUP)
 
 
 def values_in(width: int) -> int:
-    """The head_dim that an int8 cache of this width has."""
+    """The head_dim of an int8 cache of this width."""
     return width - SCALE_BYTES * _count(width, GROUP + SCALE_BYTES)
 
 
 def encode(x: Tensor) -> Tensor:
-    """x [..., D] -> int8 [..., width]. Off by half a step at most, a step being 1/127 of the group's largest value.
+    """x [..., D] -> int8 [..., width]. The error is at most half a step: 1/254 of the group's largest value.
 
-    Scales are rounded up, so that nothing exceeds 127 steps; values that no float16 scale reaches saturate.
-    A group with a NaN or an infinity in it becomes NaN altogether: what went wrong stays visible.
+    Scales are rounded up, so that no value exceeds 127 steps; values beyond the largest float16 scale saturate.
+    A NaN or an infinity makes all values of its group NaN, so that the error stays visible.
     """
     head_dim = x.shape[-1]
     size = min(GROUP, head_dim)
@@ -63,7 +63,7 @@ def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
     else:
         x = (values.view(*values.shape[:-1], count, head_dim // count) * scale.unsqueeze(-1)).flatten(-2)
     if dtype is torch.float16:
-        x = x.clamp(-_LARGEST, _LARGEST)  # the scale was rounded up: its largest value may be beyond
+        x = x.clamp(-_LARGEST, _LARGEST)  # the scale was rounded up: 127 steps may exceed float16
     return x.to(dtype)
 
 

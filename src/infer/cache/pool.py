@@ -1,8 +1,7 @@
-"""The page pool: the memory of many caches, taken once and handed out in pages.
+"""The page pool: memory for many caches, allocated once and handed out in pages.
 
-A page holds a fixed number of positions of several layers, all pages are alike, and any free one will do: there is
-nothing to fragment. Caches that hold the same tokens hold the same pages; a page is free again when the last one that
-holds it lets it go.
+A page holds the keys and values of `page_size` positions of several layers. All pages have the same size, so nothing
+fragments. Caches that hold the same tokens share pages: a page is free again when its reference count drops to 0.
 """
 
 from __future__ import annotations
@@ -10,40 +9,36 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from infer.cache.base import CacheShape, check_memory, first_seen
+from infer.cache.base import CacheShape, check_memory, first_visible
 from infer.cache.int8 import width
 from infer.config import ModelConfig
-from infer.machine import available_memory, promises
+from infer.machine import available_memory, lazy_allocations
 
-PAGE = 64  # positions: a multiple of the blocks of keys that attention takes, so that no sum depends on pages
-RUN = 16  # pages that a sequence takes one behind the other while there are so many: a CPU reads ahead beyond a page
+# In positions. The reduction order does not depend on the page layout. On a GPU only multiples of 64 have a table.
+PAGE_SIZE = 64
+NO_PAGE = -1  # in a page table: released, all of its positions are before the window
+RUN_PAGES = 16  # contiguous pages, which one sequence gets while such runs are free: a CPU prefetches across pages
 
 
-class NoPages(ValueError):
+class OutOfPages(ValueError):
     """All pages are in use."""
 
 
 class LayerGroup(NamedTuple):
-    """Layers that see as far back as each other: a page holds the keys and values of one group."""
+    """Layers with the same window: a page holds the keys and values of one group."""
 
-    window: int | None  # None: they see everything
+    window: int | None  # None: they see all positions
     layers: tuple[int, ...]
 
 
-def layer_groups(windows: Sequence[int | None]) -> Sequence[LayerGroup]:
-    """All layers in groups of one size, the largest that leaves none over: then pages are alike, and none is wasted."""
-    return _layer_groups(tuple(windows))
-
-
-@cache
-def _layer_groups(windows: tuple[int | None, ...]) -> Sequence[LayerGroup]:
+def layer_groups(windows: Sequence[int | None]) -> list[LayerGroup]:
+    """All layers in groups of one size, the largest that divides them evenly: pages have one size, without padding."""
     by_window: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
         by_window.setdefault(window, []).append(layer)
@@ -56,41 +51,40 @@ def _layer_groups(windows: tuple[int | None, ...]) -> Sequence[LayerGroup]:
 
 
 class PagePool:
-    """Pages of `page` positions, and how many caches hold each of them."""
+    """Pages of `page_size` positions, and the reference count of each."""
 
     def __init__(
         self,
-        count: int,
+        num_pages: int,
         layers: int,
         num_kv_heads: int,
         head_dim: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
-        page: int = PAGE,
+        page_size: int = PAGE_SIZE,
     ) -> None:
-        """count: of pages. layers: of which each holds keys and values."""
-        if type(page) is not int or page < 1:
-            raise ValueError(f"a page has a whole number of positions, 1 or more, not {page!r}")
-        if type(count) is not int or count < 1:
-            raise ValueError(f"a pool has a whole number of pages, 1 or more, not {count!r}")
-        self.page, self.layers, self.num_kv_heads, self.head_dim = page, layers, num_kv_heads, head_dim
+        """layers: how many a page holds keys and values of."""
+        for name, value in (("page_size", page_size), ("num_pages", num_pages)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        self.page_size, self.layers, self.num_kv_heads, self.head_dim = page_size, layers, num_kv_heads, head_dim
         self.dtype, self.device = dtype, device
-        shape = CacheShape(layers, 1, num_kv_heads, count * page, head_dim)
-        check_memory(layers * count * page, shape, dtype, device)
-        # A head's pages lie behind each other: a sequence that has taken its pages one after the other is read as if
-        # it were contiguous.
-        stored = (layers, 2, num_kv_heads, count, page, width(head_dim, dtype))
+        shape = CacheShape(layers, 1, num_kv_heads, num_pages * page_size, head_dim)
+        check_memory(layers * num_pages * page_size, shape, dtype, device)
+        # The pages of a head are contiguous: a sequence with a run of pages is read as if it had no pages.
+        stored = (layers, 2, num_kv_heads, num_pages, page_size, width(head_dim, dtype))
         self.memory = _zeros(stored, dtype, device)
-        self.holders = np.zeros(count, np.int32)  # of each page
-        self.reclaim: Callable[[int], None] | None = None  # asked to let go of so many pages when there are too few
-        self._free_runs = list(range(-(-count // RUN) - 1, -1, -1))  # of which all pages are free, the lowest last
-        self._free_in_run = np.minimum(count - RUN * np.arange(-(-count // RUN)), RUN)  # of each
-        self._loose: OrderedDict[int, None] = OrderedDict()  # free pages of other runs
-        self._free = count
-        self._touched = 0  # pages that were ever taken
+        self.ref_counts = np.zeros(num_pages, np.int32)
+        self.evict: Callable[[int], None] | None = None  # releases cached pages when too few are free
+        runs = -(-num_pages // RUN_PAGES)
+        self._free_runs = list(range(runs - 1, -1, -1))  # all their pages are free; the lowest run is last
+        self._free_in_run = np.minimum(num_pages - RUN_PAGES * np.arange(runs), RUN_PAGES)
+        self._free_pages: OrderedDict[int, None] = OrderedDict()  # of all other runs
+        self._num_free = num_pages
+        self._num_touched = 0  # pages that were ever allocated
         if device.type == "cpu":
-            promises.add(self)
+            lazy_allocations.add(self)
 
     @classmethod
     def for_model(
@@ -100,35 +94,35 @@ class PagePool:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        page: int = PAGE,
+        page_size: int = PAGE_SIZE,
     ) -> Self:
-        """As many pages as so many bytes hold."""
-        groups = layer_groups([config.window(i) for i in range(config.num_hidden_layers)])
+        """As many pages as fit into this many bytes."""
+        groups = layer_groups(config.windows)
         layers, heads, head_dim = len(groups[0].layers), config.num_key_value_heads, config.computed_head_dim
-        size = page_bytes(layers, heads, head_dim, dtype, page)
+        size = page_bytes(layers, heads, head_dim, dtype, page_size)
         if memory < size * len(groups):
             raise ValueError(
-                f"{memory:,} bytes of cache hold no {page} positions of this model: these take "
+                f"{memory:,} bytes of cache are too few: {page_size} positions of this model take "
                 f"{size * len(groups):,} bytes"
             )
         free = available_memory(device)
         if free is not None and memory > free:
             raise ValueError(
-                f"{memory / 1e9:.2f} GB were asked for caches, but {free / 1e9:.2f} GB are free on {device}"
+                f"{memory / 1e9:.2f} GB were requested for caches, but {free / 1e9:.2f} GB are free on {device}"
             )
-        return cls(memory // size, layers, heads, head_dim, dtype=dtype, device=device, page=page)
+        return cls(memory // size, layers, heads, head_dim, dtype=dtype, device=device, page_size=page_size)
 
     @property
-    def count(self) -> int:
-        return len(self.holders)
+    def num_pages(self) -> int:
+        return len(self.ref_counts)
 
     @property
-    def free(self) -> int:
-        return self._free
+    def num_free_pages(self) -> int:
+        return self._num_free
 
     @property
     def page_bytes(self) -> int:
-        return self.memory.nbytes // self.count
+        return self.memory.nbytes // self.num_pages
 
     @property
     def memory_bytes(self) -> int:
@@ -136,82 +130,77 @@ class PagePool:
 
     @property
     def unwritten_bytes(self) -> int:
-        return (self.count - self._touched) * self.page_bytes
+        return (self.num_pages - self._num_touched) * self.page_bytes
 
     def close(self) -> None:
-        """Give the memory back, whoever still knows this pool. Its caches cannot be used any more."""
+        """Free the memory, even if references to this pool remain. Its caches cannot be used any more."""
         self.memory = self.memory.new_empty(0)
-        promises.discard(self)
+        lazy_allocations.discard(self)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # torch would keep it for itself, and the device not call it free
+            torch.cuda.empty_cache()  # torch would keep the memory, and the device would not report it as free
 
-    def make_room(self, count: int) -> None:
-        """Have so many pages free, or raise NoPages."""
-        if count > self.free and self.reclaim is not None:
-            self.reclaim(max(count - self.free, min(RUN, self.count // 64)))  # in runs, rather than one by one
-        if count > self.free:
-            raise NoPages(
-                f"no memory is left for the cache: {count} more pages of {self.page} positions are needed, and of "
-                f"{self.count} ({self.memory_bytes / 1e6:.0f} MB) {self.free} are free"
+    def ensure_free(self, count: int) -> None:
+        """Have this many free pages, by eviction if necessary; otherwise raise OutOfPages."""
+        if count > self._num_free and self.evict is not None:
+            self.evict(max(count - self._num_free, min(RUN_PAGES, self.num_pages // 64)))  # fewer evictions
+        if count > self._num_free:
+            raise OutOfPages(
+                f"the cache memory is full: {count} more pages of {self.page_size} positions are needed, but of "
+                f"{self.num_pages} ({self.memory_bytes / 1e6:.0f} MB) {self._num_free} are free"
             )
 
-    def take(self, count: int, after: int = -1) -> list[int]:
-        """So many free pages, to be held by the caller; others are let go of first where that takes it.
-
-        after: a page that these should lie behind, if they can.
-        """
-        self.make_room(count)
-        taken: list[int] = []
+    def allocate(self, count: int, after: int = NO_PAGE) -> list[int]:
+        """Free pages, now with a reference count of 1. after: the page to continue contiguously, where possible."""
+        self.ensure_free(count)
+        pages: list[int] = []
         for _ in range(count):
-            after = self._next(after + 1)
-            taken.append(after)
-            self.holders[after] = 1
-            self._touched = max(self._touched, after + 1)
-        return taken
+            after = self._pop_free(after + 1)
+            pages.append(after)
+            self.ref_counts[after] = 1
+            self._num_touched = max(self._num_touched, after + 1)
+        return pages
 
-    def share(self, pages: Iterable[int]) -> None:
-        """One more holds each of these."""
+    def retain(self, pages: Iterable[int]) -> None:
+        """Increment the reference count of each page."""
         for page in pages:
-            if page < 0 or self.holders[page] < 1:
-                raise RuntimeError(f"page {page} is shared, but nobody holds it")
-            self.holders[page] += 1
+            if page < 0 or self.ref_counts[page] < 1:
+                raise RuntimeError(f"page {page} is retained, but it is free")
+            self.ref_counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One less holds each of these."""
+        """Decrement the reference count of each page, and free those that reach 0."""
         for page in pages:
-            if page < 0 or self.holders[page] < 1:
-                raise RuntimeError(f"page {page} is released, but nobody holds it")
-            self.holders[page] -= 1
-            if not self.holders[page]:
-                self._give_back(page)
+            if page < 0 or self.ref_counts[page] < 1:
+                raise RuntimeError(f"page {page} is released, but it is free")
+            self.ref_counts[page] -= 1
+            if not self.ref_counts[page]:
+                self._push_free(page)
 
-    def _next(self, wanted: int) -> int:
-        """A free page: this one, or the first of a run that is all free, or any."""
-        if wanted not in self._loose:
+    def _pop_free(self, page: int) -> int:
+        """This page if it is free, otherwise the first of a free run, otherwise any free page."""
+        if page not in self._free_pages:
             if self._free_runs:
-                run = self._free_runs.pop()
-                wanted = run * RUN
-                self._loose.update(dict.fromkeys(range(wanted, min(wanted + RUN, self.count))))
-            else:  # not the last one: what lies behind a page that was free for long is likely to be free too
-                wanted = next(iter(self._loose))
-        del self._loose[wanted]
-        self._free_in_run[wanted // RUN] -= 1
-        self._free -= 1
-        return wanted
+                page = self._free_runs.pop() * RUN_PAGES
+                self._free_pages.update(dict.fromkeys(range(page, min(page + RUN_PAGES, self.num_pages))))
+            else:  # the one that was freed first: the pages after it are the most likely to be free too
+                page = next(iter(self._free_pages))
+        del self._free_pages[page]
+        self._free_in_run[page // RUN_PAGES] -= 1
+        self._num_free -= 1
+        return page
 
-    def _give_back(self, page: int) -> None:
-        run = page // RUN
-        self._loose[page] = None
+    def _push_free(self, page: int) -> None:
+        run = page // RUN_PAGES
+        self._free_pages[page] = None
         self._free_in_run[run] += 1
-        self._free += 1
-        pages = range(run * RUN, min((run + 1) * RUN, self.count))
+        self._num_free += 1
+        pages = range(run * RUN_PAGES, min((run + 1) * RUN_PAGES, self.num_pages))
         if self._free_in_run[run] == len(pages):
             for each in pages:
-                del self._loose[each]
+                del self._free_pages[each]
             self._free_runs.append(run)
 
     def copy(self, page: int, to: int) -> None:
-        """Put the contents of one page into another."""
         self.memory[:, :, :, to] = self.memory[:, :, :, page]
 
     def read(self, pages: Sequence[int]) -> Tensor:
@@ -219,39 +208,39 @@ class PagePool:
         return self.memory[:, :, :, list(pages)].movedim(3, 0).contiguous()
 
     def write(self, pages: Sequence[int], contents: Tensor) -> None:
-        """Put back what `read` gave."""
+        """contents: as returned by `read`."""
         where = torch.tensor(list(pages), dtype=torch.int64, device=self.device)
         self.memory.index_copy_(3, where, contents.to(self.device).movedim(0, 3))
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """[layers, 2, num_kv_heads, page, width]"""
+        """[layers, 2, num_kv_heads, page_size, width]"""
         return (*self.memory.shape[:3], *self.memory.shape[4:])
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """[pages, num_kv_heads, page, width] each, of one of the layers that a page holds."""
+        """Two tensors [pages, num_kv_heads, page_size, width]. layer: its index within a page."""
         return self.memory[layer, 0].transpose(0, 1), self.memory[layer, 1].transpose(0, 1)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, memory that is taken when it is first written to: torch would write to all of it now."""
+    """On a CPU, memory that the system commits on the first write: torch would write to all of it now."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def page_bytes(layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, page: int = PAGE) -> int:
-    return layers * 2 * num_kv_heads * page * width(head_dim, dtype) * dtype.itemsize
+def page_bytes(layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, page_size: int = PAGE_SIZE) -> int:
+    return layers * 2 * num_kv_heads * page_size * width(head_dim, dtype) * dtype.itemsize
 
 
-def pages_for(config: ModelConfig, length: int, page: int = PAGE, chunk: int = 0) -> int:
-    """That a conversation of so many tokens holds; while a pass of `chunk` of them runs, if there is one."""
-    groups = layer_groups([config.window(i) for i in range(config.num_hidden_layers)])
-    last, before = -(-length // page), max(0, length - chunk)
-    return sum(last - max(0, first_seen(before, group.window) - page) // page for group in groups)
+def pages_for(config: ModelConfig, length: int, page_size: int = PAGE_SIZE, chunk: int = 0) -> int:
+    """Pages that a sequence of this many tokens holds. chunk: tokens of the pass under way, if there is one."""
+    last, before = -(-length // page_size), max(0, length - chunk)
+    groups = layer_groups(config.windows)
+    return sum(last - max(0, first_visible(before, group.window) - page_size) // page_size for group in groups)
 
 
-def bytes_for(config: ModelConfig, length: int, itemsize: int, page: int = PAGE, chunk: int = 0) -> int:
-    """That a conversation of so many tokens takes. itemsize: bytes of a number, 1 with scales. chunk: as above."""
-    groups = layer_groups([config.window(i) for i in range(config.num_hidden_layers)])
-    return pages_for(config, length, page, chunk) * page * config.cache_bytes_per_token(itemsize) // len(groups)
+def bytes_for(config: ModelConfig, length: int, itemsize: int, page_size: int = PAGE_SIZE, chunk: int = 0) -> int:
+    """Bytes that a sequence of this many tokens holds. itemsize: bytes of an element; 1 includes int8's scales."""
+    pages = pages_for(config, length, page_size, chunk)
+    return pages * page_size * config.cache_bytes_per_token(itemsize) // len(layer_groups(config.windows))

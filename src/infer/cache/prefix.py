@@ -1,8 +1,8 @@
-"""Which tokens lead to which pages: what one sequence has computed, another that begins alike need not.
+"""The prefix cache: finds the pages of a token prefix, so that sequences with a common prefix compute it once.
 
-A radix tree over tokens. A node stands for a run of tokens within one page, and holds pages whose first positions are
-of these tokens and of all before them. A sequence that leaves another in the middle of a page has copied that page, so
-the nodes after a fork have pages of their own, which hold what lies before the fork too.
+A radix tree over tokens. A node stands for consecutive tokens within one page, and holds the pages that contain these
+tokens and those before them in the same page. A sequence that diverges from another in the middle of a page has copied
+that page, so the nodes after a fork have pages of their own, which also contain the tokens before the fork.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from infer.cache.pool import PagePool
+from infer.cache.pool import NO_PAGE, PagePool
 
-Pages = tuple[int, ...]  # one of each group of layers; -1: not held
-TRIES = 8  # pages of others that are looked at in vain before a leaf goes: they are no work to come back to each time
+Pages = tuple[int, ...]  # one of each group of layers, or NO_PAGE
+TRIES = 8  # nodes whose pages are in use that `evict` skips before it drops a leaf, to bound its work
 
 
 class Match(NamedTuple):
-    """What is there of some tokens, held for the caller, who releases it."""
+    """The cached prefix of some tokens. Its pages are retained for the caller, who releases them."""
 
     length: int  # in tokens
-    pages: list[Pages]  # -1 where a window no longer reaches
+    pages: list[Pages]  # NO_PAGE for positions before a window
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    parent: _Node | None  # None: the root, or a node that is gone
+    parent: _Node | None  # None: the root, or a removed node
     tokens: tuple[int, ...]
     start: int  # of the first token, within its page
     pages: Pages
@@ -45,7 +45,7 @@ class _Node:
 
 
 class _Queue:
-    """Nodes, the least recently used first. One that was used since it came is put back when it is its turn."""
+    """Nodes, the least recently used first. A node that was used after its `push` is requeued instead of popped."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, _Node]] = []
@@ -77,82 +77,85 @@ class _Queue:
 
 
 class PrefixIndex:
-    """The pages of sequences past and present, by their tokens; those used least recently go when pages run out."""
+    """The pages of running and finished sequences by their tokens; evicts the least recently used."""
 
     def __init__(self, pool: PagePool, windows: Sequence[int | None]) -> None:
         """windows: of each group of layers."""
         self.pool, self.windows = pool, tuple(windows)
-        self._limited = [(group, window) for group, window in enumerate(windows) if window is not None]
-        self._unlimited = [group for group, window in enumerate(windows) if window is None]
-        self._narrowest = min((window for _, window in self._limited), default=0)
-        self._widest = max((window for _, window in self._limited), default=0)
+        self._windowed = [(group, window) for group, window in enumerate(windows) if window is not None]
+        self._full = [group for group, window in enumerate(windows) if window is None]
+        self._narrowest = min((window for _, window in self._windowed), default=0)
+        self._widest = max((window for _, window in self._windowed), default=0)
         self._clock = 0
-        self._begin()
-        pool.reclaim = _weakly(self.evict)
+        self._reset()
+        pool.evict = _weak(self.evict)
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._root = _Node(None, (), 0, (), 0)
         self._size = 0
-        self._held: dict[int, int] = {}  # how often each page is held here
+        self._ref_counts = np.zeros_like(self.pool.ref_counts)  # of each page: the nodes that hold it
         self._leaves = _Queue()
-        self._passed = _Queue()  # every node with a window's page that no hit is likely to need, and some others
+        self._window_evictable = _Queue()  # all nodes with a window page that no hit is likely to need, and some others
 
     def __len__(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return self._size
 
     @property
-    def pages(self) -> int:
-        """How many pages are held."""
-        return len(self._held)
+    def num_pages(self) -> int:
+        """Pages that the index holds."""
+        return int(np.count_nonzero(self._ref_counts))
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """The longest beginning of these tokens of which all is there that the next token would see."""
-        tokens = tuple(tokens)
+    def match(self, tokens: Sequence[int], salt: str = "") -> Match:
+        """The longest prefix of these tokens whose cached pages include all positions that the next token sees.
+
+        salt: only pages that were inserted with the same one are found.
+        """
+        tokens = _salted(tokens, salt)
         self._clock += 1
         node, at, path, best, length = self._root, 0, list[_Node](), 0, 0
-        whole_from = [0] * len(self.windows)  # the pages of a group that lie before `at` are all there from this one on
+        gapless_from = [0] * len(self.windows)  # of each group: the entry from which no page before `at` is missing
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             node = child
             common = _common(node.tokens, tokens[at : at + len(node.tokens)])
-            index = at // self.pool.page
+            index = at // self.pool.page_size
             at += common
             node.last_used = self._clock
             path.append(node)
-            # Within a node the furthest length asks for the least: others are worth no look.
+            # Within a node, the longest length needs the fewest pages: shorter ones need no check.
             if all(
-                (first := self._first(at, window)) > index or (node.pages[group] >= 0 and first >= whole_from[group])
-                for group, window in self._limited
+                (first := self._first(at, window)) > index or (node.pages[group] >= 0 and first >= gapless_from[group])
+                for group, window in self._windowed
             ):
                 best, length = len(path), at
             if common < len(node.tokens):
                 break
-            if node.stop == self.pool.page:
-                for group, _ in self._limited:
+            if node.stop == self.pool.page_size:
+                for group, _ in self._windowed:
                     if node.pages[group] < 0:
-                        whole_from[group] = index + 1
+                        gapless_from[group] = index + 1
         pages: list[Pages] = []
         for node in path[:best]:
             if node.start:
-                pages.pop()  # the deeper node has the rest of the page too
+                pages.pop()  # the deeper node's page contains these tokens too
             pages.append(node.pages)
         firsts = [0 if window is None else self._first(length, window) for window in self.windows]
         for index in range(min(len(pages), max(firsts, default=0))):
-            reach = zip(pages[index], firsts, strict=True)
-            pages[index] = tuple(page if index >= first else -1 for page, first in reach)
-        self.pool.share(page for some in pages for page in _real(some))
+            entries = zip(pages[index], firsts, strict=True)
+            pages[index] = tuple(page if index >= first else NO_PAGE for page, first in entries)
+        self.pool.retain(page for some in pages for page in _present(some))
         return Match(length, pages)
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[Pages]) -> None:
-        """Keep what is not there yet. The last page may be filled in part; the caller goes on holding what it holds."""
-        tokens = tuple(tokens)
-        size = self.pool.page
+    def insert(self, tokens: Sequence[int], pages: Sequence[Pages], salt: str = "") -> None:
+        """Add what is missing. The last page may be partly filled. The caller keeps its own references."""
+        tokens = _salted(tokens, salt)
+        size = self.pool.page_size
         if len(pages) != -(-len(tokens) // size):
-            raise ValueError(f"{len(tokens)} tokens are in {-(-len(tokens) // size)} pages, not in {len(pages)}")
-        if any(len(some) != len(self.windows) or any(some[group] < 0 for group in self._unlimited) for some in pages):
-            raise ValueError("each group of layers has a page, and only one with a window may lack it")
+            raise ValueError(f"{len(tokens)} tokens need {-(-len(tokens) // size)} pages, not {len(pages)}")
+        if any(len(some) != len(self.windows) or any(some[group] < 0 for group in self._full) for some in pages):
+            raise ValueError("every group of layers needs a page; only a group with a window may have NO_PAGE")
         self._clock += 1
-        node, at, path = self._root, 0, list[tuple[_Node, int]]()  # nodes and where each ends
+        node, at, path = self._root, 0, list[tuple[_Node, int]]()  # nodes and their end positions
         while at < len(tokens):
             own = pages[at // size]
             rest = tokens[at : at - at % size + size]
@@ -160,14 +163,14 @@ class PrefixIndex:
             if child is not None:
                 common = _common(child.tokens, rest)
                 both = child.pages
-                if -1 in both:  # what of it the caller still holds is kept
+                if NO_PAGE in both:  # the caller may still hold the missing page
                     both = tuple(own[group] if page < 0 else page for group, page in enumerate(both))
                 if common < len(child.tokens) and (both != child.pages or at + common < len(tokens)):
                     child = self._split(child, common)
                 if both != child.pages:
                     self._replace(child, both)
             elif 0 < node.stop < size and not node.children:
-                # The tail of a sequence that goes on. It is the node before, which is on the path already.
+                # The last node of a sequence that has grown: extend it. It is on the path already.
                 path.pop()
                 common, child = len(rest), node
                 node.tokens += rest
@@ -182,56 +185,49 @@ class PrefixIndex:
             path.append((node, at - at % size + node.stop))
             at += common
         if path:
-            self._offer(path)
+            self._enqueue(path)
 
-    def _offer(self, path: list[tuple[_Node, int]]) -> None:
-        """After an insert: its leaf, and what now lies further back than a window reaches from there."""
+    def _enqueue(self, path: list[tuple[_Node, int]]) -> None:
+        """After an insert, queue its leaf, and the nodes that are now outside the windows of the leaf's end."""
         last, end = path[-1]
         if not last.children:
             self._leaves.push(last)
             end -= self._narrowest
         for node, stop in path:
-            if stop <= end and any(node.pages[group] >= 0 for group, _ in self._limited):
-                self._passed.push(node)
+            if stop <= end and any(node.pages[group] >= 0 for group, _ in self._windowed):
+                self._window_evictable.push(node)
 
     def evict(self, count: int) -> None:
-        """Let go of pages that nobody else holds until so many more are free, or no more can be."""
-        goal = self.pool.free + count
-        busy: list[tuple[_Queue, _Node]] = []
-        while self.pool.free < goal:
+        """Release pages that no sequence holds, until `count` more pages are free or none is left to release."""
+        goal = self.pool.num_free_pages + count
+        pinned: list[tuple[_Queue, _Node]] = []
+        while self.pool.num_free_pages < goal:
             if not (
-                self._strip(busy, TRIES)
-                or self._drop(busy)
-                or self._strip(busy, len(self._passed))
-                or self._strip_busy(busy)
-                or self._fold(busy)
+                self._evict_window_pages(pinned, TRIES)
+                or self._drop(pinned)
+                or self._evict_window_pages(pinned, len(self._window_evictable))
+                or self._evict_pinned_window_pages(pinned)
+                or self._share_descendant_page(pinned)
             ):
                 break
         self._clock += 1
-        for queue, node in busy:
+        for queue, node in pinned:
             node.last_used = self._clock
             queue.push(node)
 
-    def holds(self, page: int) -> int:
-        """How often the index holds a page."""
-        return self._held.get(page, 0)
-
-    def in_use(self) -> np.ndarray[Any, Any]:
-        """Pages that somebody holds beside the index."""
-        holders = self.pool.holders.copy()
-        held = np.fromiter(self._held.items(), np.dtype((np.int64, 2)), len(self._held))
-        holders[held[:, 0]] -= held[:, 1]
-        return holders.nonzero()[0]
+    def pages_in_use(self) -> np.ndarray[Any, Any]:
+        """Pages that sequences hold. From any thread."""
+        return (self.pool.ref_counts > self._ref_counts).nonzero()[0]
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Release all pages."""
         for node in self._nodes():
-            self.pool.release(_real(node.pages))
+            self.pool.release(_present(node.pages))
             node.parent = None
-        self._begin()
+        self._reset()
 
     def check(self) -> Counter[int]:
-        """Raise AssertionError if anything is amiss; how often each page is held here."""
+        """Assert all invariants, for tests. Returns the number of nodes that hold each page."""
         held: Counter[int] = Counter()
         nodes = list(self._nodes())
         assert len(nodes) == self._size
@@ -239,26 +235,26 @@ class PrefixIndex:
             assert node.parent is not None
             assert node.tokens
             assert node.parent.children[node.tokens[0]] is node
-            assert node.start == node.parent.stop % self.pool.page
-            assert node.stop <= self.pool.page
+            assert node.start == node.parent.stop % self.pool.page_size
+            assert node.stop <= self.pool.page_size
             assert len(node.pages) == len(self.windows)
-            assert all(node.pages[group] >= 0 for group in self._unlimited)
+            assert all(node.pages[group] >= 0 for group in self._full)
             assert all(child.parent is node for child in node.children.values())
             assert node.last_used <= self._clock
             assert node.children or node in self._leaves
-            assert node in self._passed or not self._spare(node)
-            held.update(_real(node.pages))
-        assert held == self._held
-        assert all(self.pool.holders[page] >= times for page, times in held.items())
+            assert node in self._window_evictable or not self._unneeded_groups(node)
+            held.update(_present(node.pages))
+        assert held == {page: self._ref_counts[page] for page in self._ref_counts.nonzero()[0]}
+        assert all(self.pool.ref_counts[page] >= times for page, times in held.items())
         return held
 
     def _first(self, length: int, window: int) -> int:
-        """The first page that a window asks for after so many tokens."""
+        """The entry of the first page that a window needs after this many tokens."""
         low = max(0, length - window + 1)
-        return (low if low < length else length + self.pool.page - 1) // self.pool.page
+        return (low if low < length else length + self.pool.page_size - 1) // self.pool.page_size
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """The first tokens of a node as a node before it, with the same pages."""
+        """Split a node's first tokens off into a parent with the same pages."""
         assert node.parent is not None
         upper = _Node(node.parent, node.tokens[:at], node.start, node.pages, node.last_used)
         self._hold(upper.pages)
@@ -268,37 +264,37 @@ class PrefixIndex:
         upper.children[node.tokens[0]] = node
         return upper
 
-    def _spare(self, node: _Node) -> list[int]:
-        """Groups whose page no hit is likely to need: all of a window's positions after the node lie on one line.
+    def _unneeded_groups(self, node: _Node) -> list[int]:
+        """Groups whose page no hit is likely to need: a window's positions after the node have no fork.
 
-        One position more than the window needs, as whoever asks for a whole prompt again wants its last token anew.
+        One more position than the window: a repeated prompt matches without its last token, which is recomputed.
         """
         ahead, last = 0, node
         while ahead < self._widest and len(last.children) == 1:
             [last] = last.children.values()
             ahead += len(last.tokens)
-        return [group for group, window in self._limited if window <= ahead and node.pages[group] >= 0]
+        return [group for group, window in self._windowed if window <= ahead and node.pages[group] >= 0]
 
-    def _strip(self, busy: list[tuple[_Queue, _Node]], tries: int) -> bool:
-        """Let go of a node's pages that no hit is likely to need. tries: how often these may be another's too."""
-        while tries > 0 and (node := self._passed.pop()) is not None:
-            spare = self._spare(node)
-            idle = [group for group in spare if not self._in_use(node.pages[group])]
-            if len(idle) < len(spare):
-                busy.append((self._passed, node))
+    def _evict_window_pages(self, pinned: list[tuple[_Queue, _Node]], tries: int) -> bool:
+        """Release a node's pages that no hit is likely to need. tries: how many nodes in use to skip at most."""
+        while tries > 0 and (node := self._window_evictable.pop()) is not None:
+            unneeded = self._unneeded_groups(node)
+            idle = [group for group in unneeded if not self._in_use(node.pages[group])]
+            if len(idle) < len(unneeded):
+                pinned.append((self._window_evictable, node))
                 tries -= 1
             if idle:
-                self._replace(node, tuple(-1 if group in idle else page for group, page in enumerate(node.pages)))
+                self._replace(node, tuple(NO_PAGE if group in idle else page for group, page in enumerate(node.pages)))
                 return True
         return False
 
-    def _drop(self, busy: list[tuple[_Queue, _Node]]) -> bool:
-        """Let go of a leaf."""
+    def _drop(self, pinned: list[tuple[_Queue, _Node]]) -> bool:
+        """Remove a leaf."""
         while (node := self._leaves.pop()) is not None:
             if node.children:
                 continue
-            if any(self._in_use(page) for page in _real(node.pages)):
-                busy.append((self._leaves, node))
+            if any(self._in_use(page) for page in _present(node.pages)):
+                pinned.append((self._leaves, node))
                 continue
             assert node.parent is not None
             parent, node.parent = node.parent, None
@@ -307,27 +303,27 @@ class PrefixIndex:
             self._size -= 1
             if parent is not self._root and not parent.children:
                 self._leaves.push(parent)
-            # A fork that is none any more: what lies before it may be further back now than a window reaches.
+            # This may have been a fork: nodes before it may be outside all windows now.
             ahead = 0
             while parent.parent is not None and len(parent.children) == 1 and ahead < self._widest:
-                self._passed.push(parent)
+                self._window_evictable.push(parent)
                 ahead += len(parent.tokens)
                 parent = parent.parent
             return True
         return False
 
-    def _strip_busy(self, busy: list[tuple[_Queue, _Node]]) -> bool:
-        """Let go of what nobody else holds of a node that is in use by its other pages."""
-        for _, node in busy:
-            idle = [g for g, _ in self._limited if node.pages[g] >= 0 and not self._in_use(node.pages[g])]
+    def _evict_pinned_window_pages(self, pinned: list[tuple[_Queue, _Node]]) -> bool:
+        """Release unused window pages of a node whose other pages are in use."""
+        for _, node in pinned:
+            idle = [g for g, _ in self._windowed if node.pages[g] >= 0 and not self._in_use(node.pages[g])]
             if idle:
-                self._replace(node, tuple(-1 if group in idle else page for group, page in enumerate(node.pages)))
+                self._replace(node, tuple(NO_PAGE if group in idle else page for group, page in enumerate(node.pages)))
                 return True
         return False
 
-    def _fold(self, busy: list[tuple[_Queue, _Node]]) -> bool:
-        """Give a node the page of one behind it that is in use, and holds its tokens too, in place of its own."""
-        for _, node in busy:
+    def _share_descendant_page(self, pinned: list[tuple[_Queue, _Node]]) -> bool:
+        """Replace a node's page by the page of its descendant that is in use and contains its tokens too."""
+        for _, node in pinned:
             while node.parent is not None and node.parent is not self._root:
                 parent = node.parent
                 if node.start:
@@ -341,7 +337,7 @@ class PrefixIndex:
         return False
 
     def _in_use(self, page: int) -> bool:
-        return bool(self.pool.holders[page] > self._held[page])
+        return bool(self.pool.ref_counts[page] > self._ref_counts[page])
 
     def _replace(self, node: _Node, pages: Pages) -> None:
         self._hold(pages)
@@ -349,16 +345,14 @@ class PrefixIndex:
         node.pages = pages
 
     def _hold(self, pages: Pages) -> None:
-        self.pool.share(_real(pages))
-        for page in _real(pages):
-            self._held[page] = self._held.get(page, 0) + 1
+        self.pool.retain(_present(pages))
+        for page in _present(pages):
+            self._ref_counts[page] += 1
 
     def _release(self, pages: Pages) -> None:
-        self.pool.release(_real(pages))
-        for page in _real(pages):
-            self._held[page] -= 1
-            if not self._held[page]:
-                del self._held[page]
+        self.pool.release(_present(pages))
+        for page in _present(pages):
+            self._ref_counts[page] -= 1
 
     def _nodes(self) -> Iterator[_Node]:
         rest = list(self._root.children.values())
@@ -368,8 +362,8 @@ class PrefixIndex:
             yield node
 
 
-def _weakly(method: Callable[[int], None]) -> Callable[[int], None]:
-    """Without keeping the index: a pool that nobody has any more is to go at once."""
+def _weak(method: Callable[[int], None]) -> Callable[[int], None]:
+    """Calls the method without keeping its index alive: the pool must be freed with its last user."""
     reference = WeakMethod(method)
 
     def call(count: int) -> None:
@@ -379,12 +373,17 @@ def _weakly(method: Callable[[int], None]) -> Callable[[int], None]:
     return call
 
 
-def _real(pages: Pages) -> Pages:
-    return pages if -1 not in pages else tuple(page for page in pages if page >= 0)
+def _present(pages: Pages) -> Pages:
+    return pages if NO_PAGE not in pages else tuple(page for page in pages if page >= 0)
+
+
+def _salted(tokens: Sequence[Any], salt: str) -> tuple[Any, ...]:
+    """With a salt, the first token is of another kind, and with it the whole branch."""
+    return ((salt, tokens[0]), *tokens[1:]) if salt and len(tokens) else tuple(tokens)
 
 
 def _common(run: tuple[int, ...], tokens: tuple[int, ...]) -> int:
-    """How many tokens both begin with."""
+    """The length of the common prefix."""
     length = min(len(run), len(tokens))
     if run[:length] == tokens[:length]:
         return length

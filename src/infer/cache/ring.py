@@ -1,22 +1,22 @@
-"""The sliding cache: a layer that sees a window stores a window, not the whole sequence.
+"""The sliding cache: a layer with a sliding window stores the window instead of the sequence.
 
-Position p of a window layer lies in slot p % slots of a ring. The ring has room for the window and for the chunk being
-written beside it, so that a pass overwrites nothing that its own queries, or the next pass after a failed one, still
-see. What lies beyond the window is kept until it is overwritten: that is how far `truncate` can go back.
+Position p of a window layer is in slot p % slots of a ring buffer. The ring has slots for the window plus one prefill
+chunk, so that a pass overwrites nothing that its own queries still see, or those of the next pass if this one fails.
+Positions before the window are kept until they are overwritten: `truncate` can go back that far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from infer.cache.base import SHAPE, BaseCache, CacheShape, check_memory, checked, first_seen
+from infer.cache.base import SHAPE, BaseCache, CacheShape, check_memory, first_visible
 from infer.cache.table import Table
 from infer.config import ModelConfig
-from infer.machine import promises
+from infer.machine import lazy_allocations
 from infer.nn.attention import ring_span
 from infer.values import takes
 
@@ -24,10 +24,15 @@ PREFILL_CHUNK = 512
 
 
 class SlidingCache(BaseCache):
-    """Window layers keep a ring of `window + prefill_chunk` positions, the others keep everything.
+    """Window layers keep a ring of `window + prefill_chunk` positions, the others keep all positions.
 
-    k, v: one tensor per layer, [batch, num_kv_heads, slots, width]: the head_dim, and in int8 the scales.
+    `allocate` takes windows (one per layer, None where it sees all positions; empty: all layers do) and prefill_chunk,
+    the number of tokens that most passes do not exceed.
+
+    k, v: one tensor per layer, [batch, num_kv_heads, slots, width]; width: head_dim, and in int8 the scales.
     """
+
+    drops_positions = True
 
     @takes(shape=SHAPE)
     def __init__(
@@ -40,7 +45,7 @@ class SlidingCache(BaseCache):
     ) -> None:
         super().__init__(shape, dtype, device, windows)
         if type(prefill_chunk) is not int or prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk must be a whole number, 1 or more, not {prefill_chunk!r}")
+            raise ValueError(f"prefill_chunk must be a positive integer, not {prefill_chunk!r}")
         slots = [ring_slots(window, prefill_chunk, shape.max_seq_len) for window in self.windows]
         check_memory(sum(slots), shape, dtype, device)
         self.k, self.v = (
@@ -49,52 +54,10 @@ class SlidingCache(BaseCache):
         )
         self._stored = [tuple(k.shape) for k in self.k]
         self._table: Table | None = None
-        self._oldest = [0] * shape.num_layers  # the first position that has not been overwritten
-        self._staged: dict[int, tuple[Tensor, Tensor]] = {}  # of a pass too wide to be written before it is through
+        self._oldest = [0] * shape.num_layers  # of each layer, the first position that was not overwritten
+        self._staged: dict[int, tuple[Tensor, Tensor]] = {}  # by a pass too long to be written before `advance`
         if device.type == "cpu":
-            promises.add(self)
-
-    @classmethod
-    def allocate(
-        cls,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_seq_len: int,
-        *,
-        batch_size: int = 1,
-        dtype: torch.dtype | str = "auto",
-        device: torch.device | str = "auto",
-        windows: Sequence[int | None] = (),
-        prefill_chunk: int = PREFILL_CHUNK,
-    ) -> Self:
-        """An empty cache. windows: one per layer, None where it sees everything; empty: all layers do."""
-        shape = CacheShape(num_layers, batch_size, num_kv_heads, max_seq_len, head_dim)
-        return cls(*checked(shape, dtype, device), windows, prefill_chunk)
-
-    @classmethod
-    def from_model_config(
-        cls,
-        config: ModelConfig,
-        max_seq_len: int,
-        *,
-        batch_size: int = 1,
-        prefill_chunk: int = PREFILL_CHUNK,
-        dtype: torch.dtype | str = "auto",
-        device: torch.device | str = "auto",
-    ) -> Self:
-        """An empty cache for a model of this config. prefill_chunk: the tokens that most passes have at most."""
-        return cls.allocate(
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-            config.computed_head_dim,
-            max_seq_len,
-            batch_size=batch_size,
-            dtype=dtype,
-            device=device,
-            windows=[config.window(i) for i in range(config.num_hidden_layers)],
-            prefill_chunk=prefill_chunk,
-        )
+            lazy_allocations.add(self)
 
     @property
     def memory_bytes(self) -> int:
@@ -105,21 +68,21 @@ class SlidingCache(BaseCache):
         return sum(t.nbytes // t.shape[2] * max(0, t.shape[2] - self._most_filled) for t in self.k + self.v)
 
     def positions(self, n: int) -> Tensor:
-        self._check_room(n)
+        self._check_fits(n)
         self._check_stored("k", self.k, self._stored)
         self._check_stored("v", self.v, self._stored)
         if self._interrupted():
-            raise ValueError("a pass was interrupted while it wrote: reset the cache, and feed the tokens again")
+            raise ValueError("a pass was interrupted during a write: reset the cache, and feed the tokens again")
         positions = super().positions(n)
         self._staged = {}  # by a pass that was not completed
-        if self._fits_ring(n):  # the pass that begins here writes before it attends
+        if self._fits_ring(n):  # then the pass writes before it attends
             self._will_overwrite(n)
         return positions
 
     def _store(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As in every cache, but a window layer returns only the keys and values that the new queries can see."""
-        n, k, v = self._to_store(layer_idx, k, v)
-        first, end = self._first_seen(layer_idx), self.seq_len + n
+        n, k, v = self._check_and_quantize(layer_idx, k, v)
+        first, end = self._first_visible(layer_idx), self.seq_len + n
         rings = self.k[layer_idx], self.v[layer_idx]
         slots = rings[0].shape[2]
         if end - first <= slots:
@@ -132,7 +95,7 @@ class SlidingCache(BaseCache):
         )
 
     def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any:
-        if not self._suits_kernels(config, dtype) or self._interrupted() or not self._fits_ring(n):
+        if not self._is_kernel_compatible(config, dtype) or self._interrupted() or not self._fits_ring(n):
             return None
         self._staged = {}  # by a pass that was not completed
         if self._table is None or not self._table.is_of(self.k, self.v):
@@ -140,15 +103,15 @@ class SlidingCache(BaseCache):
         return self._table.at(self.seq_len) if self._table.aligned else None
 
     def advance(self, n: int) -> None:
-        self._check_room(n)
+        self._check_fits(n)
         for layer_idx, (k, v) in list(self._staged.items()):
             self._write(layer_idx, self.seq_len + n - k.shape[2], k, v)
-        self._will_overwrite(n)  # by kernels that ran ahead of `positions`
+        self._will_overwrite(n)  # for kernels that wrote without a call of `positions`
         super().advance(n)
 
     def _check_rewind(self, seq_len: int) -> None:
         for window, oldest in zip(self.windows, self._oldest, strict=True):
-            needed = first_seen(seq_len, window)
+            needed = first_visible(seq_len, window)
             if needed < min(oldest, seq_len):
                 raise ValueError(
                     f"cannot truncate to {seq_len}: its window begins at {needed}, "
@@ -156,27 +119,26 @@ class SlidingCache(BaseCache):
                 )
 
     def _move_to(self, seq_len: int) -> None:
-        # First: an interrupt in between must not leave them behind.
-        self._staged = {}
+        self._staged = {}  # first: an interrupt before the move must not leave staged keys
         super()._move_to(seq_len)
         if seq_len == 0:
             self._oldest = [0] * self.shape.num_layers
 
     def _interrupted(self) -> bool:
-        """Whether a pass has overwritten what the next query sees, and was not completed."""
-        return any(self._first_seen(i) < min(oldest, self.seq_len) for i, oldest in enumerate(self._oldest))
+        """Whether a pass overwrote keys that the next query sees, and was not completed."""
+        return any(self._first_visible(i) < min(oldest, self.seq_len) for i, oldest in enumerate(self._oldest))
 
     def _fits_ring(self, n: int) -> bool:
-        """Whether n more positions can be written before they are attended to: none that is still seen is lost."""
+        """Whether n more positions can be written before attention without overwriting a visible key."""
         end = self.seq_len + n
-        return all(end - self._first_seen(i) <= k.shape[2] for i, k in enumerate(self.k))
+        return all(end - self._first_visible(i) <= k.shape[2] for i, k in enumerate(self.k))
 
     def _will_overwrite(self, n: int) -> None:
         end = self.seq_len + n
         self._oldest = [max(oldest, end - k.shape[2]) for oldest, k in zip(self._oldest, self.k, strict=True)]
 
     def _write(self, layer_idx: int, start: int, k: Tensor, v: Tensor) -> None:
-        """Put k, v [B, Hkv, n, width] into the slots of positions start..start+n-1, no more than the ring has."""
+        """Put k, v [B, Hkv, n, width] into the slots of positions start..start+n-1; n <= slots."""
         self._staged.pop(layer_idx, None)
         n, slots = k.shape[2], self.k[layer_idx].shape[2]
         slot = start % slots
@@ -191,10 +153,10 @@ class SlidingCache(BaseCache):
 
 
 def ring_slots(window: int | None, prefill_chunk: int, max_seq_len: int) -> int:
-    """How many positions a layer stores."""
+    """Positions that a layer stores."""
     return max_seq_len if window is None else min(window + prefill_chunk, max_seq_len)
 
 
 def layer_slots(config: ModelConfig, max_seq_len: int, prefill_chunk: int = PREFILL_CHUNK) -> list[int]:
-    """How many positions each layer of a model stores."""
-    return [ring_slots(config.window(i), prefill_chunk, max_seq_len) for i in range(config.num_hidden_layers)]
+    """Positions that each layer of a model stores."""
+    return [ring_slots(window, prefill_chunk, max_seq_len) for window in config.windows]

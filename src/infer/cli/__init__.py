@@ -1,4 +1,4 @@
-"""The `infer` command: what happens around every command of `commands.py`."""
+"""The `infer` command: exit status, errors and interrupts of all commands in `commands.py`."""
 
 import atexit
 import math
@@ -16,21 +16,21 @@ from infer import progress
 from infer.cli import status as status_line
 from infer.cli.streams import close_streams, open_streams, say_error
 
-SOON = 1.0  # seconds after Ctrl-C within which an error is taken for its doing
+INTERRUPT_GRACE_S = 1.0  # an error so soon after Ctrl-C is attributed to it
 
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line, then exit.
 
-    Status 2: something the user can mend, which one line names. 1: a check failed, the reader of the output went away,
-    or something unexpected happened, which one line names too. 130: Ctrl-C. INFER_TRACEBACK=1 shows where.
+    Status 2: an error that the user can fix, in one line. 1: a failed check, a closed pipe, or an unexpected error, in
+    one line. 130: Ctrl-C. INFER_TRACEBACK=1 prints the traceback.
     """
     try:
         open_streams()
-        with _noting_interrupts(), status_line.shown(progress.FETCHING, progress.LOADING, progress.COMPILING):
+        with _recording_interrupts(), status_line.shown(progress.FETCHING, progress.LOADING, progress.COMPILING):
             if "TORCHELASTIC_RUN_ID" in os.environ:
-                _share_among_processes()
-            from infer.cli.commands import app  # here, so that Ctrl-C is caught
+                _join_torchrun()
+            from infer.cli.commands import app  # inside `try`: Ctrl-C may come during the import
 
             app(args)
     except KeyboardInterrupt:
@@ -38,28 +38,28 @@ def main(args: list[str] | None = None) -> None:
     except SystemExit as ending:
         status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
         if status == 0:
-            status = _flushed()
-    except BaseException as error:  # also what is no Exception: a panic in Rust
-        status = 130 if time.monotonic() - _interrupted_at < SOON else _report(error)
+            status = _flush_stdout()
+    except BaseException as error:  # a panic in Rust is not an Exception
+        status = 130 if time.monotonic() - _interrupted_at < INTERRUPT_GRACE_S else _report(error)
     close_streams()
     sys.exit(status)
 
 
-def _share_among_processes() -> None:
-    """Of those that torchrun has started, the first runs the command. The others follow, and ask for nothing."""
-    from infer.parallel import torchrun
+def _join_torchrun() -> None:
+    """Of the processes that torchrun has started, rank 0 runs the command; the others are its workers."""
+    from infer.parallel import launch
 
-    if torchrun.rank():
-        torchrun.follow()
-    atexit.register(torchrun.say_over)
+    if launch.torchrun_rank():
+        launch.run_torchrun_worker()
+    atexit.register(launch.end_torchrun_workers)
 
 
 _interrupted_at = -math.inf
 
 
 @contextmanager
-def _noting_interrupts() -> Iterator[None]:
-    """Remember when Ctrl-C was pressed: C++ sometimes makes another error of a KeyboardInterrupt."""
+def _recording_interrupts() -> Iterator[None]:
+    """Record the time of Ctrl-C: C++ code may turn a KeyboardInterrupt into another error."""
     global _interrupted_at
     _interrupted_at = -math.inf
 
@@ -68,19 +68,19 @@ def _noting_interrupts() -> Iterator[None]:
         _interrupted_at = time.monotonic()
         signal.default_int_handler(number, frame)
 
-    usual = threading.current_thread() is threading.main_thread()
-    usual = usual and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if usual:
-        signal.signal(signal.SIGINT, interrupt)
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        if usual:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _flushed() -> int:
-    """The exit status, once the answer has been written."""
+def _flush_stdout() -> int:
+    """Flush stdout and return the exit status."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -94,7 +94,7 @@ def _report(error: BaseException) -> int:
     if os.environ.get("INFER_TRACEBACK") == "1":
         traceback.print_exception(error)
     if isinstance(error, UnicodeError):
-        say_error(f"this is not text in UTF-8: {error}")
+        say_error(f"this is not UTF-8 text: {error}")
     elif isinstance(error, FileNotFoundError) and error.filename is not None:
         say_error(f"there is no file {error.filename}")
     elif isinstance(error, ValueError | OSError | ImportError):
@@ -103,7 +103,7 @@ def _report(error: BaseException) -> int:
         say_error(str(error))
         return 1
     else:
-        hint = "it does not fit into memory" if isinstance(error, MemoryError) else "INFER_TRACEBACK=1 shows where"
+        hint = "out of memory" if isinstance(error, MemoryError) else "INFER_TRACEBACK=1 shows where"
         say_error(f"{type(error).__name__}: {error} ({hint})" if str(error) else f"{type(error).__name__} ({hint})")
         return 1
     return 2

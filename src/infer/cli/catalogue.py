@@ -1,32 +1,31 @@
-"""`infer pull`, `infer rm`, `infer models` and `infer info`: what there is, and what it will need."""
+"""`infer pull`, `infer rm`, `infer models` and `infer info`: which models there are, and the memory they need."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from infer.cli.common import (
-    DEFAULT_MODEL,
     CacheDtypeOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
+    ModelChoice,
     QuantizeOption,
     check_cache_dtype,
-    model_option,
 )
+from infer.cli.streams import print_table
 
-NAME_HELP = "A built-in name, or a hub id: owner/name or owner/name/FILE.gguf, with @revision if you like."
+NAME_HELP = "A built-in name, or a hub id: owner/name or owner/name/FILE.gguf, optionally with @revision."
 NameArgument = Annotated[str, typer.Argument(help=NAME_HELP, metavar="NAME")]
 
 
 def pull(
     name: NameArgument,
-    force: Annotated[bool, typer.Option("--force", help="Fetch it even if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Fetch it even if it is cached.")] = False,
 ) -> None:
-    """Fetch a model, so that it can be used offline. One that is already there is hashed again."""
+    """Fetch a model for offline use. A cached model is checked by its hash."""
     from infer.loader.find import locate
 
     print(locate(name, weights=True, check=True, force=force))
@@ -46,7 +45,7 @@ def rm(name: NameArgument) -> None:
 
 
 def models(as_json: JsonOption = False) -> None:
-    """List built-in models and what is cached."""
+    """List the built-in and the cached models."""
     from infer.loader.builtin import BUILTIN
     from infer.loader.hub import cached_models
 
@@ -60,11 +59,11 @@ def models(as_json: JsonOption = False) -> None:
         print(f"{name:<24} {size / 1e6:>8.0f} MB   {'cached' if cached else 'not yet fetched':<16} {source}")
 
 
-@model_option
 def info(
-    model: str = DEFAULT_MODEL,
+    *,
+    chosen: ModelChoice,
     context: Annotated[
-        int | None, typer.Option(help="Positions to count the cache for.", show_default="all the model has")
+        int | None, typer.Option(help="Positions of the cache.", show_default="the model's context")
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -72,13 +71,12 @@ def info(
     cache_dtype: CacheDtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """What a model is and what it will need, before anything is allocated."""
-    from infer.loader.describe import describe
+    """Show a model's architecture and the memory it needs, without allocating anything."""
+    from infer.loader.describe import describe, lines
 
     check_cache_dtype(cache_dtype)
-    facts = describe(model, dtype, device, context, quantize=quantize, cache_dtype=cache_dtype)
+    facts = describe(chosen.name, dtype, device, context, quantize=quantize, cache_dtype=cache_dtype)
     if as_json:
-        print(json.dumps(asdict(facts)))
+        print(json.dumps(facts))
         return
-    for name, value in facts.lines():
-        print(f"{name:<22} {value}")
+    print_table(*lines(facts))

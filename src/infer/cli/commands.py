@@ -1,11 +1,11 @@
-"""The commands of `infer`. Torch and the rest are imported by those that need them: `--help` answers at once."""
+"""The commands of `infer`. They import torch only when they run, so that `--help` is fast."""
 
 from typing import Annotated
 
 import typer
 
-from infer.cli import catalogue, chat, compare, deploy, explain, generate, measure, score, serve, trace, verify
-from infer.cli.help import Group, GroupedCommand
+from infer.cli import catalogue, chat, explain, generate, measure, serve, trace, verify
+from infer.cli.common import Group, GroupedCommand, with_options
 
 WIDTH = {"max_content_width": 100}  # of help
 app = typer.Typer(
@@ -13,8 +13,8 @@ app = typer.Typer(
 )
 
 
-def show_version(asked: bool) -> None:
-    if asked:
+def show_version(given: bool) -> None:
+    if given:
         from infer.version import version
 
         print(f"infer {version()}")
@@ -34,11 +34,11 @@ for command in (
     generate.generate,
     chat.chat,
     serve.serve,
-    deploy.deploy,
+    serve.deploy,
     trace.trace,
     explain.explain,
-    score.score,
-    compare.compare,
+    measure.score,
+    measure.compare,
     catalogue.pull,
     catalogue.rm,
     catalogue.models,
@@ -47,4 +47,4 @@ for command in (
     measure.bench,
     measure.perplexity,
 ):
-    app.command(cls=GroupedCommand, context_settings=WIDTH)(command)
+    app.command(cls=GroupedCommand, context_settings=WIDTH)(with_options(command))

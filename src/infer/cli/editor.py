@@ -1,4 +1,4 @@
-"""What the user types in a chat. On a terminal: history, arrow keys, pastes, completion. From a pipe: plain lines."""
+"""Input of a chat. On a terminal: history, arrow keys, pastes, completion. From a pipe: plain lines."""
 
 import os
 import sys
@@ -7,24 +7,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from infer.cli.streams import in_colour, say
+from infer.cli.streams import in_color, say
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
 PROMPT = "> "
-HISTORY_BYTES = 2**20  # that are kept between runs; the oldest half is forgotten beyond
-FILE = ("FILE",)  # what completes to the names of files
-PASTE_ON, PASTE_OFF = "\033[?2004h", "\033[?2004l"  # whether a terminal says where a paste begins and ends
+MAX_HISTORY = 2**20  # bytes kept between runs; beyond that, the older half is dropped
+FILE = ("FILE",)  # completes to file names
+PASTE_ON, PASTE_OFF = "\033[?2004h", "\033[?2004l"  # bracketed paste
 KEYS = (
-    ("Alt-Enter", "begin another line (or Esc, then Enter); a paste is one message, however many lines it has"),
-    ("Ctrl-C", "clear the line, or stop a reply; what was said until then is kept"),
+    ("Alt-Enter", "start a new line (or Esc, then Enter); a paste of several lines is one message"),
+    ("Ctrl-C", "clear the line, or stop a reply and keep its beginning"),
     ("Ctrl-D", "leave"),
 )
 
 
 class Lines:
-    """One message a line, from a pipe or a file."""
+    """One message per line, from a pipe or a file."""
 
     def ask(self) -> str | None:
         """The user's next message; None at the end."""
@@ -43,7 +43,7 @@ class Editor:
     """A line editor on a terminal."""
 
     def __init__(self, words: Mapping[str, Sequence[str]], history: Path) -> None:
-        """words: commands, and what may stand behind each."""
+        """words: commands, with the completions of each one's argument."""
         self._session = _prompt_session(words, history)
 
     def ask(self) -> str | None:
@@ -56,12 +56,12 @@ class Editor:
             except EOFError:
                 return None
             finally:
-                _write(PASTE_ON)  # also of a paste while the model answers
+                _write(PASTE_ON)  # for pastes while the model answers, too
 
 
 @contextmanager
 def editor(words: Mapping[str, Sequence[str]], history: Path) -> Iterator[Lines | Editor]:
-    """What to ask. On a terminal, keys typed while nobody asks are kept for the next time, and not shown."""
+    """Reads messages. On a terminal, keys typed while the model answers are kept for the next prompt, not echoed."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()) or os.environ.get("TERM") == "dumb":
         yield Lines()
         return
@@ -71,7 +71,7 @@ def editor(words: Mapping[str, Sequence[str]], history: Path) -> Iterator[Lines 
 
 @contextmanager
 def _quiet_keys() -> Iterator[None]:
-    """Neither echo keys nor gather them into lines: of a line, a terminal keeps no more than 4,095 bytes."""
+    """Turn off echo and line buffering: a terminal buffers at most 4,095 bytes of a line."""
     try:
         import termios
     except ImportError:  # Windows
@@ -124,13 +124,13 @@ def _prompt_session(words: Mapping[str, Sequence[str]], history: Path) -> "Promp
         complete_style=CompleteStyle.READLINE_LIKE,
         lexer=SimpleLexer("class:typed"),
         style=Style.from_dict({"typed": "ansicyan", "prompt": "ansicyan bold"}),
-        color_depth=None if in_colour() else ColorDepth.DEPTH_1_BIT,
+        color_depth=None if in_color() else ColorDepth.DEPTH_1_BIT,
         output=_output(sys.stderr),
     )
 
 
 def _output(stream: TextIO) -> Any:
-    """A terminal is not asked where its cursor is: its answer may come when nobody reads it any more."""
+    """Never queries the cursor position: the terminal may answer when nothing reads it any more."""
     from prompt_toolkit.output import create_output
 
     if sys.platform == "win32":
@@ -143,7 +143,7 @@ def _output(stream: TextIO) -> Any:
 
 
 def _completer(words: Mapping[str, Sequence[str]]) -> Any:
-    """Of commands, and of what may stand behind one."""
+    """Completes commands and their arguments."""
     from prompt_toolkit.completion import Completer, Completion, PathCompleter
     from prompt_toolkit.document import Document
 
@@ -164,12 +164,12 @@ def _completer(words: Mapping[str, Sequence[str]]) -> Any:
 
 
 def _history(path: Path) -> Any:
-    """What was typed in earlier runs, in a file for this user alone; where that cannot be, of this run."""
+    """The history of all runs, in a file that only this user can read; of this run, if there is no such file."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     class PrivateHistory(FileHistory):
         def store_string(self, string: str) -> None:
-            with suppress(OSError, UnicodeError):  # a full disk, or half a character
+            with suppress(OSError, UnicodeError):  # a full disk, or a lone surrogate
                 super().store_string(string)
 
     try:
@@ -177,9 +177,9 @@ def _history(path: Path) -> Any:
         file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
         with open(file, "r+b") as kept:
             os.chmod(path, 0o600)
-            if os.fstat(file).st_size > HISTORY_BYTES:
-                kept.seek(-HISTORY_BYTES // 2, os.SEEK_END)
-                _, _, rest = kept.read().partition(b"\n\n")  # an empty line is between two messages
+            if os.fstat(file).st_size > MAX_HISTORY:
+                kept.seek(-MAX_HISTORY // 2, os.SEEK_END)
+                _, _, rest = kept.read().partition(b"\n\n")  # an empty line separates two messages
                 kept.seek(0)
                 kept.truncate()
                 kept.write(b"\n" + rest)

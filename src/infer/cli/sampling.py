@@ -1,4 +1,4 @@
-"""How a command samples: as the user says, else as the model's own files do, else as is usual for the command."""
+"""Sampling settings of a command: the user's options, then the model's files, then the defaults of the command."""
 
 import sys
 from collections.abc import Mapping
@@ -6,35 +6,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.cli.streams import say
-from infer.engine.params import SamplingParams
+from infer.engine.params import DISTRIBUTION_SETTINGS, SamplingParams
 
-# For a chat with a model whose files give none: greedy, a small one soon repeats itself for ever.
+# For a chat where the model's files give no settings: with greedy decoding a small model soon repeats itself forever.
 CHAT = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
-SETTINGS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)  # which tokens are likely: a model's files may have their own
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the user has said."""
-
-    params: SamplingParams
-    given: frozenset[str]  # of SETTINGS, those that are the user's
+SETTINGS = DISTRIBUTION_SETTINGS  # that a model's files may set
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is sampled with, and who says so."""
+    """The sampling parameters in effect, and where they come from."""
 
     params: SamplingParams
-    sources: dict[str, str]  # of each of SETTINGS that is not as ever
+    sources: dict[str, str]  # by name, for each of SETTINGS that is not SamplingParams' default; of an option, its name
 
     def changed(self, source: str, **values: Any) -> "Settings":
         return Settings(replace(self.params, **values), self.sources | dict.fromkeys(values, source))
@@ -45,25 +29,30 @@ class Settings:
         for name in SETTINGS:
             if source := self.sources.get(name):
                 named.setdefault(source, []).append(f"{name} {getattr(self.params, name)}")
-        told = ", ".join(f"{', '.join(values)} ({source})" for source, values in named.items())
-        return told if self.params.temperature else f"greedy{f': {told}' if told else ''}"
+        text = ", ".join(f"{', '.join(values)} ({source})" for source, values in named.items())
+        return text if self.params.temperature else f"greedy{f': {text}' if text else ''}"
 
 
-def resolve(model: str, asked: Asked, usual: Mapping[str, float] | None = None, whose: str = "") -> Settings:
-    """usual: settings where the model's files give none; whose they are. Says what those files have wrong."""
-    from infer.loader.sampling import sampling_defaults
+def resolve(
+    model_name: str, chosen: Settings, defaults: Mapping[str, float] | None = None, source: str = ""
+) -> Settings:
+    """The user's options, completed with the model's settings, or the defaults if its files give none.
 
-    found = sampling_defaults(model)
+    source: what `Settings` calls the origin of the defaults. Says which settings of the model's files are ignored.
+    """
+    from infer.loader.find import open_checkpoint
+
+    found = open_checkpoint(model_name, weights=False).sampling_defaults()
     for message in found.ignored:
         say(f"note: {message}")
-    greedy = "temperature" in asked.given and not asked.params.temperature  # the user wants no help against repetition
-    values, source = (found.values, found.source) if found.values else ({} if greedy else usual or {}, whose)
-    values = {name: value for name, value in values.items() if name not in asked.given}
-    own = {name: f"--{name.replace('_', '-')}" for name in SETTINGS if name in asked.given}
-    return Settings(replace(asked.params, **values), dict.fromkeys(values, source) | own)
+    # --temperature 0 is plain greedy decoding, without the penalties of the defaults.
+    greedy = "temperature" in chosen.sources and not chosen.params.temperature
+    values, source = (found.values, found.source) if found.values else ({} if greedy else defaults or {}, source)
+    values = {name: value for name, value in values.items() if name not in chosen.sources}
+    return Settings(replace(chosen.params, **values), dict.fromkeys(values, source) | chosen.sources)
 
 
-def tell(settings: Settings) -> None:
-    """On a terminal, what a model's files have chosen."""
+def say_settings(settings: Settings) -> None:
+    """Print the settings on a terminal, if some come from the model's files."""
     if sys.stderr.isatty() and any(not source.startswith("--") for source in settings.sources.values()):
         say(f"[sampling: {settings}]", dim=True)

@@ -1,7 +1,7 @@
-"""The line on a terminal that says what one waits for: `prefill 1,024/4,623`. Anything else that is printed erases it.
+"""The status line on a terminal: `prefill 1,024/4,623`. Any other output erases it.
 
-It is drawn on stderr by a thread, for what takes longer than DELAY_S. While it is there, stdout and stderr are wrapped,
-so that no text can end up behind it.
+A thread draws it on stderr when work takes longer than DELAY_S. stdout and stderr are wrapped to erase it before they
+write. (rich's Live would instead buffer streamed text and break long lines of JSON.)
 """
 
 import os
@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO
 
 from infer import progress
@@ -24,33 +24,29 @@ ERASE = "\r\033[K"
 
 
 class Status:
-    """Hears of progress and draws it, the latest stage that is not over. From any thread."""
+    """Draws the latest unfinished stage that `progress` reports, from any thread."""
 
     def __init__(self) -> None:
-        self.kinds: Counter[str] = Counter()  # what is drawn; the rest is passed over
+        self.kinds: Counter[str] = Counter()  # to draw; others are ignored
         self._lock = threading.RLock()
-        self._stages: dict[tuple[str, str], tuple[float, Progress]] = {}  # when each began, and how far it is
-        self._busy = threading.Event()
+        self._stages: dict[tuple[str, str], tuple[float, Progress]] = {}  # start time and progress
         self._thread: threading.Thread | None = None
-        self._replaced: list[tuple[str, TextIO]] = []  # streams that are wrapped while the line is there
-        # What wraps each. `print` holds no reference to sys.stdout: one that it writes to must not be freed meanwhile.
-        self._wrapped: dict[TextIO, _Erasing] = {}
+        self._is_drawn = False
 
-    def __call__(self, told: Progress) -> None:
-        if not self.kinds[told.what]:
+    def __call__(self, report: Progress) -> None:
+        if not self.kinds[report.what]:
             return
-        key = told.what, told.name
+        key = report.what, report.name
         with self._lock:
-            began, _ = self._stages.pop(key, (time.monotonic(), told))
-            if told.done < told.total:
-                self._stages[key] = began, told
-                self._busy.set()
+            began, _ = self._stages.pop(key, (time.monotonic(), report))
+            if report.done < report.total:
+                self._stages[key] = began, report
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="status", daemon=True)
                     self._thread.start()
 
     def forget(self) -> None:
-        """Draw no more of what is not to be drawn any longer."""
+        """Drop the stages that are not drawn any more."""
         with self._lock:
             self._stages = {key: stage for key, stage in self._stages.items() if self.kinds[key[0]]}
             if not self._stages:
@@ -58,77 +54,73 @@ class Status:
 
     def erase(self) -> None:
         with self._lock:
-            if self._replaced:
-                for name, stream in self._replaced:
-                    setattr(sys, name, stream)
-                self._replaced = []
+            if self._is_drawn:
+                self._is_drawn = False
                 _write(ERASE)
 
     def _run(self) -> None:
-        while self._busy.wait():
+        """Draw until all stages are finished."""
+        while True:
             with self._lock:
                 if not self._stages:
                     self.erase()
-                    self._busy.clear()
-                else:
-                    began, told = list(self._stages.values())[-1]
-                    seconds = time.monotonic() - began
-                    if seconds >= DELAY_S or self._replaced:
-                        self._draw(line(told, seconds))
+                    self._thread = None
+                    return
+                began, report = list(self._stages.values())[-1]
+                seconds = time.monotonic() - began
+                if seconds >= DELAY_S or self._is_drawn:
+                    self._is_drawn = True
+                    _write(f"\r{line(report, seconds)[: shutil.get_terminal_size().columns - 1]}\033[K")
             time.sleep(FRAME_S)
-
-    def _draw(self, text: str) -> None:
-        if not self._replaced:
-            for name in ("stdout", "stderr"):
-                stream = getattr(sys, name)
-                if stream.isatty():
-                    self._replaced.append((name, stream))
-                    setattr(sys, name, self._wrapped.setdefault(stream, _Erasing(stream, self)))
-        _write(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K")
-
-
-class _Erasing:
-    """A stream that erases the line before it writes."""
-
-    def __init__(self, stream: TextIO, status: Status) -> None:
-        self._stream, self._status = stream, status
-
-    def write(self, text: str) -> int:
-        self._status.erase()
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 STATUS = Status()
 
 
+class _Erasing:
+    """A terminal that erases the status line before it writes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        STATUS.erase()
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def _erasing(stream: TextIO) -> Any:
+    return _Erasing(stream) if stream.isatty() and not isinstance(stream, _Erasing) else stream
+
+
 @contextmanager
 def shown(*kinds: str) -> Iterator[None]:
-    """Draw such progress meanwhile, where stderr is a terminal that can erase a line."""
+    """Draw progress of these kinds inside the block, if stderr is a terminal that can erase a line."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield
         return
     STATUS.kinds.update(kinds)
-    try:
-        with progress.listening(STATUS):
-            yield
-    finally:
-        STATUS.kinds.subtract(kinds)
-        STATUS.forget()
+    with redirect_stdout(_erasing(sys.stdout)), redirect_stderr(_erasing(sys.stderr)):
+        try:
+            with progress.listen(STATUS):
+                yield
+        finally:
+            STATUS.kinds.subtract(kinds)
+            STATUS.forget()
 
 
-def line(told: Progress, seconds: float) -> str:
-    name = f" {escaped(told.name)}" if told.name else ""
-    if told.what == progress.COMPILING:
+def line(report: Progress, seconds: float) -> str:
+    name = f" {escaped(report.name)}" if report.name else ""
+    if report.what == progress.COMPILING:
         return f"compiling a kernel, once:{name} ({seconds:.0f} s)"
-    bar = _bar(told.done / told.total)
-    if told.what in (progress.PREFILL, progress.GENERATING, progress.PROMPTS):
-        return f"{told.what}{name} {bar} {told.done:,}/{told.total:,}{told.note and f', {told.note}'}"
-    size, unit = (1e9, "GB") if told.total >= 1e9 else (1e6, "MB")
+    bar = _bar(report.done / report.total)
+    if report.what not in (progress.FETCHING, progress.LOADING):
+        return f"{report.what}{name} {bar} {report.done:,}/{report.total:,}{report.note and f', {report.note}'}"
+    size, unit = (1e9, "GB") if report.total >= 1e9 else (1e6, "MB")
     digits = 2 if unit == "GB" else 0
-    return f"{told.what}{name} {bar} {told.done / size:.{digits}f}/{told.total / size:.{digits}f} {unit}"
+    return f"{report.what}{name} {bar} {report.done / size:.{digits}f}/{report.total / size:.{digits}f} {unit}"
 
 
 def _bar(share: float) -> str:
@@ -138,10 +130,8 @@ def _bar(share: float) -> str:
 
 
 def _write(text: str) -> None:
-    """To the terminal itself, which may be gone."""
-    try:
-        stream = sys.stderr._stream if isinstance(sys.stderr, _Erasing) else sys.stderr
+    """Write to the terminal, which may be closed."""
+    stream = getattr(sys.stderr, "stream", sys.stderr)  # without erasing the line
+    with suppress(OSError, ValueError):
         stream.write(text)
         stream.flush()
-    except (OSError, ValueError):
-        pass

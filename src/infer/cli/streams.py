@@ -1,24 +1,24 @@
-"""Standard input, output and error: open, whatever the caller has closed, and safe to show on a terminal."""
+"""Standard input, output and error: always open, and safe to show on a terminal."""
 
 import os
 import sys
 from contextlib import suppress
 
-LONGEST = 2000  # characters of an error: what a hostile file says may be of any length
-# What a terminal would obey (C0 but tab and newline, DEL, C1), and what turns the direction of text.
+MAX_ERROR = 2000  # characters: an error may quote a hostile file
+# Control characters (C0 except tab and newline, DEL, C1), and those that change the direction of text.
 _CODES = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
 _ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CODES}
 
 
 def open_streams() -> None:
-    """Where one is closed, read nothing and write nowhere. A file opened later would get its number otherwise."""
+    """Open closed streams on the null device. Otherwise, a file opened later would get their file descriptor."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
-    # What is no UTF-8 is refused by whoever encodes it, in one line; what a locale cannot show is shown as \uXXXX.
+    # Input that is not UTF-8 is refused later, when it is encoded; output that the locale cannot encode becomes \uXXXX.
     for stream, options in (
         (sys.stdin, {"encoding": "utf-8", "errors": "surrogateescape"}),
         (sys.stdout, {"errors": "backslashreplace"}),
@@ -29,7 +29,7 @@ def open_streams() -> None:
 
 
 def close_streams() -> None:
-    """Write what is left; what cannot be written is dropped, which Python would complain about when it ends."""
+    """Flush the streams. Drop what cannot be written: Python would report it at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -39,32 +39,38 @@ def close_streams() -> None:
 
 
 def say(message: str = "", *, dim: bool = False) -> None:
-    """Everything but the answer itself goes to stderr. dim: figures, that stand behind what they are about."""
+    """Print to stderr: stdout has only the answer. dim: for statistics after an answer."""
     text = escaped(message)
-    print(f"\033[2m{text}\033[0m" if dim and in_colour() else text, file=sys.stderr, flush=True)
+    print(f"\033[2m{text}\033[0m" if dim and in_color() else text, file=sys.stderr, flush=True)
 
 
-def in_colour() -> bool:
-    """Whether stderr is a terminal that shows colours, whose user wants them (no-color.org)."""
+def in_color() -> bool:
+    """Whether stderr is a terminal with colors, and NO_COLOR is not set (no-color.org)."""
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def say_error(message: str) -> None:
-    """In one line."""
+    """Print an error in one line."""
     message = " ".join(message.split())
-    with suppress(OSError, ValueError):  # nobody listens any more
-        say(f"error: {message if len(message) <= LONGEST else f'{message[:LONGEST]}…'}")
+    with suppress(OSError, ValueError):  # stderr is closed
+        say(f"error: {message if len(message) <= MAX_ERROR else f'{message[:MAX_ERROR]}…'}")
 
 
 def escaped(text: str) -> str:
-    """Without anything that a terminal would obey."""
+    """Control characters become \\x1b and the like."""
     return text.translate(_ESCAPES)
 
 
 def on_stdout(text: str) -> str:
-    """A model's text, as it may be printed: a terminal obeys none of it, a file or a pipe gets it as it is."""
+    """A model's text, escaped for a terminal and unchanged for a file or a pipe."""
     return escaped(text) if sys.stdout.isatty() else text
 
 
 def counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def print_table(*rows: tuple[str, str]) -> None:
+    """Names and values, in two columns."""
+    for name, value in rows:
+        print(f"{name:<22} {value}")

@@ -1,10 +1,10 @@
-"""`infer trace`: a run looked at from inside."""
+"""`infer trace`: how each token of a run was chosen. --from repeats the run of a saved page."""
 
-import functools
 import json
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,207 +12,209 @@ import typer
 
 from infer.cli.common import (
     DEFAULT_MODEL,
-    CacheDtypeOption,
-    CacheMemoryOption,
-    ChatOption,
     JsonOption,
-    KVCacheOption,
-    Loading,
+    LoadOptions,
     ModelOption,
-    OnFullOption,
-    PrefillChunkOption,
-    PrefixStoreOption,
-    PromptArgument,
-    SystemOption,
-    ThinkingOption,
-    loading_options,
-    parse_size,
+    OptionGroup,
+    PrefixCacheOptions,
     sampling_options,
 )
-from infer.cli.generate import Pages, as_dict, cache_for, figures, prepare, read_prompt, show
-from infer.cli.repeat import TraceOptions, compared, overridden, repeated
+from infer.cli.run import Run, SequenceOptions, as_dict, read_prompt, spread, stats_line
 from infer.cli.streams import say
 from infer.engine.params import SamplingParams
+from infer.values import short_repr
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from infer.trace import Trace
-    from infer.trace.repeat import SavedRun
+    from infer.trace.page import SavedRun
 
 PIPED_WIDTH = 100
 DEFAULT_LAYERS = 4
-DEFAULT_PROMPT_ROWS = 256
-MOST_ALTERNATIVES = 2**31
+MAX_ALTERNATIVES = 2**31
+NEUTRAL = {"layers", "heads", "alternatives", "prompt_rows"}  # options that change no token
+ENCODING = ("prompt", "chat", "system", "thinking")  # options that change how the prompt is encoded
+# Settings of a page: those that have the name of an option; values where there is none; types, if nothing else checks.
+SAME_NAMES = (
+    *(*ENCODING, "kv_cache", "on_full", "prefill_chunk", "cache_dtype", "prompt_rows"),
+    *("dtype", "device", "quantize"),
+)
+MISSING_SETTINGS: dict[str, Any] = dict.fromkeys(("model", *ENCODING)) | {"chat": False}
+KINDS = {
+    **dict.fromkeys(("model", "prompt", "system"), str | None),
+    **dict.fromkeys(("chat", "kv_cache"), bool),
+    **dict.fromkeys(("top_k", "prompt_rows"), int),
+    "thinking": bool | None,
+}
 
 
-@functools.partial(sampling_options, max_new_tokens=32)
-@loading_options
+@dataclass(frozen=True)
+class RecordOptions(OptionGroup):
+    """What to record."""
+
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Layers to trace: all, or some, like 0,5,-1.", show_default="four, evenly spaced"),
+    ] = None
+    heads: Annotated[str, typer.Option(help="Heads to trace: all, or some, like 0,5,-1.")] = "all"
+    alternatives: Annotated[int, typer.Option(help="Number of most likely tokens to record at each step.")] = 10
+    prompt_rows: Annotated[
+        int, typer.Option(help="Also trace this many of the prompt's last tokens; 0: none.", min=0)
+    ] = 256
+
+
 def trace(
-    context: typer.Context,
-    prompt: PromptArgument = None,
     *,
+    context: typer.Context,
     from_page: Annotated[
         Path | None,
         typer.Option(
             "--from",
             metavar="PAGE.html",
-            help="Repeat the run of a page that --html wrote, with its prompt and settings, and say whether the "
-            "tokens are the same. Options beside it replace the page's.",
+            help="Repeat the run of a page that --html wrote, with its prompt and settings, and check that the tokens "
+            "are the same. Other options override those of the page.",
         ),
     ] = None,
-    model: ModelOption = DEFAULT_MODEL,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Layers to trace: all, or some, like 0,5,-1.", show_default="four, from the first to the last"
-        ),
-    ] = None,
-    heads: Annotated[str, typer.Option(help="Heads to trace: all, or some, like 0,5,-1.")] = "all",
-    alternatives: Annotated[int, typer.Option(help="How many of the likeliest tokens to keep for each step.")] = 10,
-    prompt_rows: Annotated[
-        int,
-        typer.Option(help="Trace so many of the prompt's tokens too, the last ones; 0: none.", min=0),
-    ] = DEFAULT_PROMPT_ROWS,
+    model_name: ModelOption = DEFAULT_MODEL,
+    record: RecordOptions,
     show_layer: Annotated[
-        int | None, typer.Option(help="Draw the attention of this layer.", show_default="the mean of those traced")
+        int | None, typer.Option(help="Draw the attention of this layer.", show_default="the mean of all traced")
     ] = None,
     show_head: Annotated[
-        int | None, typer.Option(help="Draw the attention of this head.", show_default="the mean of those traced")
+        int | None, typer.Option(help="Draw the attention of this head.", show_default="the mean of all traced")
     ] = None,
-    show_step: Annotated[str, typer.Option(help="Draw a strip for this step, for the last, or for all.")] = "last",
-    html: Annotated[Path | None, typer.Option(help="Write a page to look at in a browser.")] = None,
+    show_step: Annotated[str, typer.Option(help="Draw a heat strip for this step, for last, or for all.")] = "last",
+    html: Annotated[Path | None, typer.Option(help="Write a page to open in a browser.")] = None,
     save: Annotated[
         list[Path] | None, typer.Option(help="Write the numbers into this .jsonl or .npz file; may be repeated.")
     ] = None,
-    chat: ChatOption = False,
-    system: SystemOption = None,
-    thinking: ThinkingOption = None,
-    prefill_chunk: PrefillChunkOption = None,
-    kv_cache: KVCacheOption = True,
-    cache_dtype: CacheDtypeOption = "auto",
-    on_full: OnFullOption = "error",
-    cache_memory: CacheMemoryOption = None,
-    prefix_store: PrefixStoreOption = None,
+    sequence: SequenceOptions,
+    caches: PrefixCacheOptions,
     as_json: JsonOption = False,
-    loading: Loading,
-    params: SamplingParams,
+    load: LoadOptions,
+    params: Annotated[SamplingParams, sampling_options(max_new_tokens=32)],
 ) -> None:
-    """See how each token was chosen: from which others, how surely, and where attention looked.
+    """See how each token was chosen: its alternatives, the model's certainty, and where attention looked.
 
-    Probabilities and entropy are the model's own, before temperature and filters.
+    Probabilities and entropy are the model's, before temperature and filters.
     """
     from infer import Trace
-    from infer.engine.generate import stream
-    from infer.engine.result import collect
+    from infer.trace.page import read_page
 
     files = [*(save or []), *([html] if html is not None else [])]
     check_files(files, html)
-    options = TraceOptions(
-        model=model,
-        prompt=None if prompt is None else read_prompt(prompt),
-        chat=chat,
-        system=system,
-        thinking=thinking,
-        prefill_chunk=prefill_chunk,
-        kv_cache=kv_cache,
-        cache_dtype=cache_dtype,
-        on_full=on_full,
-        layers=layers,
-        heads=heads,
-        alternatives=alternatives,
-        prompt_rows=prompt_rows,
-        loading=loading,
-        params=params,
-    )
-    saved, given, known_ids = None, set[str](), None
+    if sequence.prompt is not None:
+        sequence = replace(sequence, prompt=read_prompt(sequence.prompt))
+    saved, saved_ids, is_changed = None, None, False
     if from_page is not None:
-        from infer.trace.repeat import read_page
-
         saved = read_page(from_page)
-        given = {name for name in context.params if is_given(context, name)}
-        options, known_ids = repeated(options, saved, given, from_page)
-    elif options.prompt is None:
-        options = replace(options, prompt=read_prompt(None, ", or a page to repeat with --from"))
-    if not 1 <= options.alternatives <= MOST_ALTERNATIVES:
-        raise ValueError(f"--alternatives must be 1 or more, up to {MOST_ALTERNATIVES:,}, not {options.alternatives}")
-    params = options.params
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+        values = saved_options(saved, from_page, given)
+        is_changed = bool(given & values.keys() - NEUTRAL)
+        model_name, sequence, caches, record, load, params = (
+            model_name if "model_name" in given else values["model_name"],
+            *(overridden(group, values, given) for group in (sequence, caches, record, load, params)),
+        )
+        saved_ids = saved_prompt(saved, from_page, given, sequence)
+    elif sequence.prompt is None:
+        sequence = replace(sequence, prompt=read_prompt(None, ", or a page to repeat with --from"))
+    if not 1 <= record.alternatives <= MAX_ALTERNATIVES:
+        raise ValueError(f"--alternatives must be 1 or more, up to {MAX_ALTERNATIVES:,}, not {record.alternatives}")
     parse_step(show_step, params.max_new_tokens)
-    asked_layers = None if options.layers is None else parse_numbers("--layers", options.layers)
-    asked_heads = parse_numbers("--heads", options.heads)
+    layers = None if record.layers is None else parse_numbers("--layers", record.layers)
+    heads = parse_numbers("--heads", record.heads)
 
-    tokenizer, config, prompt_ids = prepare(
-        options.prompt or "" if known_ids is None else known_ids,
-        options.model,
-        params,
-        chat=options.chat,
-        system=options.system,
-        thinking=options.thinking,
-        prefill_chunk=options.prefill_chunk,
-        kv_cache=options.kv_cache,
-        cache_dtype=options.cache_dtype,
-        on_full=options.on_full,
-    )
-    if options.layers is None:
-        asked_layers = spread(config.num_hidden_layers, DEFAULT_LAYERS) + ([] if show_layer is None else [show_layer])
-    trace = Trace(asked_layers, asked_heads, options.alternatives, options.prompt_rows)
-    trace.title = options.model
-    trace.check(config, len(prompt_ids), params.max_new_tokens)  # before the weights are read
-    layer = shown("layer", show_layer, config.num_hidden_layers, trace.layers)
-    head = shown("head", show_head, config.num_attention_heads, trace.heads)
-
-    pages = Pages(parse_size(cache_memory), prefix_store)
-    pages.check(options.kv_cache)
+    prompt_or_ids = sequence.prompt or "" if saved_ids is None else saved_ids
+    run = Run(model_name, prompt_or_ids, params, sequence, caches)
+    config = run.config
+    if record.layers is None:
+        layers = spread(config.num_hidden_layers, DEFAULT_LAYERS) + ([] if show_layer is None else [show_layer])
+    trace = Trace(layers, heads, record.alternatives, record.prompt_rows)
+    trace.title = model_name
+    trace.check(config, len(run.prompt_ids), params.max_new_tokens)  # before the weights are read
+    layer = traced("layer", show_layer, config.num_hidden_layers, trace.layers)
+    head = traced("head", show_head, config.num_attention_heads, trace.heads)
     if from_page is not None:
-        say(f"repeating {from_page} with {options.model}")
-    positions = len(prompt_ids) + params.max_new_tokens
-    network = options.loading.load(options.model, config if options.kv_cache else None, positions, options.cache_dtype)
-    cache = cache_for(network, prompt_ids, params, options.prefill_chunk, options.kv_cache, options.cache_dtype, pages)
-    chunk = pages.chunk(config, options.prefill_chunk)
-    stepping = stream(
-        network, tokenizer, prompt_ids, params, cache=cache, prefill_chunk=chunk, on_full=options.on_full, trace=trace
-    )
-    steps = show(stepping, quiet=as_json, most=params.max_new_tokens)
-    if not steps:
-        sys.exit(130)
-    del trace.steps[len(steps) :]  # a step that Ctrl-C kept from being printed
-    trace.settings |= options.settings()
-    result = collect(prompt_ids, steps, cache.memory_bytes)
-    pages.keep(cache)
-    unsaved = save_all(trace, files)  # first: whoever reads the output may close it early
-    same, verdict = compare(trace, saved, from_page)
+        say(f"repeating {from_page} with {model_name}")
+    run.load(load)
+    result = run.generate(quiet=as_json, trace=trace)
+    del trace.steps[result.generated_tokens :]  # a step that was interrupted before it was printed
+    trace.settings |= {"model": model_name, "device": load.device, "quantize": load.quantize}
+    trace.settings |= {name: getattr(sequence, name) for name in ENCODING}
+    unsaved = save_all(trace, files)  # first: the reader of the output may close it early
+    same, verdict = True, ""
+    if saved is not None:
+        same, verdict = compare(trace, saved, from_page)
     if as_json:
         about = {} if saved is None else {"from": str(from_page), "same_tokens": same}
-        print(json.dumps({"model": options.model, **as_dict(result), **about, **summary(trace, layer, head)}))
+        print(json.dumps({"model": model_name, **as_dict(result), **about, **summary(trace, layer, head)}))
     else:
-        print_trace(trace, layer, head, parse_step(show_step, params.max_new_tokens, len(steps)))
+        print_trace(trace, layer, head, parse_step(show_step, params.max_new_tokens, result.generated_tokens))
     for file in files:
         if file not in unsaved:
             say(f"wrote {file}")
-    say(f"[{figures(result)}{verdict and f' · {verdict}'}]")
+    say(f"[{stats_line(result)}{verdict and f' · {verdict}'}]")
     for file, error in unsaved.items():
         raise OSError(f"{file} could not be written: {error}")
     if result.finish_reason == "interrupted":
         sys.exit(130)
-    if not same and not overridden(given):
+    if not same and not is_changed:
         sys.exit(1)
 
 
-def is_given(context: typer.Context, name: str) -> bool:
-    """Whether an option stands on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+def saved_options(saved: "SavedRun", path: Path, given: Collection[str]) -> dict[str, Any]:
+    """The options that repeat a saved run. given: names of the options on the command line."""
+    settings = MISSING_SETTINGS | saved.settings
+    if settings["model"] is None and "model_name" not in given:
+        raise ValueError(f"{path} does not say which model it ran: give it with --model")
+    try:
+        for name, kind in KINDS.items():
+            if not isinstance(settings[name], kind):
+                raise ValueError(f"{name} is {short_repr(settings[name])}")
+        values = {name: settings[name] for name in SAME_NAMES}
+        values |= {"model_name": settings["model"], "alternatives": settings["top_k"]}
+        values |= {
+            "layers": ",".join(map(str, saved.layers)) or None,
+            "heads": ",".join(map(str, saved.heads)) or "all",
+        }
+        untraced = {"n": 1, "logprobs": None, "prompt_logprobs": None}
+        return values | vars(SamplingParams.from_json({**settings["params"], **untraced}))
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} is not a page of a trace that can be repeated: {reason}") from None
 
 
-def compare(trace: "Trace", saved: "SavedRun | None", page: Path | None) -> tuple[bool, str]:
-    """With the run that was repeated, if there is one."""
-    if saved is None or page is None:
-        return True, ""
-    return compared(saved, [step.token_id for step in trace.steps], [step.text for step in trace.steps], page)
+def overridden(group: Any, saved: Mapping[str, Any], given: Collection[str]) -> Any:
+    """A group of options, with the saved value of those that were not given."""
+    names = [field.name for field in fields(group) if field.name in saved and field.name not in given]
+    return replace(group, **{name: saved[name] for name in names})
 
 
-def save_all(trace: "Trace", files: "Sequence[Path]") -> dict[Path, OSError]:
-    """Returns what could not be written, and why: a run is worth showing all the same."""
+def saved_prompt(saved: "SavedRun", path: Path, given: Collection[str], sequence: SequenceOptions) -> list[int] | None:
+    """The tokens of a saved prompt; None if the prompt must be encoded again."""
+    encoding = {*ENCODING, "model_name"}.intersection(given)
+    if not encoding or (encoding == {"model_name"} and saved.settings.get("prompt") is None):
+        return saved.prompt
+    if sequence.prompt is None:
+        raise ValueError(f"{path} holds only the tokens of its prompt: give the prompt as well")
+    return None
+
+
+def compare(trace: "Trace", saved: "SavedRun", path: Path | None) -> tuple[bool, str]:
+    """Whether both runs have the same tokens, as far as both go; and a sentence that says so."""
+    tokens = [step.token_id for step in trace.steps]
+    both = min(len(tokens), len(saved.tokens))
+    at = next((i for i in range(both) if tokens[i] != saved.tokens[i]), None)
+    if at is not None:
+        text = trace.steps[at].text
+        return False, f"DIFFERENT tokens than in {path} from step {at + 1} on: {text!r}, not {saved.texts[at]!r}"
+    if len(tokens) == len(saved.tokens):
+        return True, f"the same {both} tokens as in {path}"
+    return True, f"the same first {both} tokens as in {path}, which has {len(saved.tokens)} of them, not {len(tokens)}"
+
+
+def save_all(trace: "Trace", files: Sequence[Path]) -> dict[Path, OSError]:
+    """Returns the files that could not be written, with the errors: the run is shown regardless."""
     unsaved = {}
     for file in files:
         try:
@@ -222,11 +224,11 @@ def save_all(trace: "Trace", files: "Sequence[Path]") -> dict[Path, OSError]:
     return unsaved
 
 
-def check_files(files: "Sequence[Path]", html: Path | None) -> None:
+def check_files(files: Sequence[Path], html: Path | None) -> None:
     from infer.trace.save import check_path
 
     if html is not None and html.suffix != ".html":
-        raise ValueError(f"--html writes a page, whose name must end in .html, not {html.name!r}: see also --save")
+        raise ValueError(f"--html needs a file name that ends in .html, not {html.name!r}; --save writes other formats")
     for file in files:
         check_path(file)
 
@@ -237,41 +239,36 @@ def parse_numbers(option: str, text: str) -> list[int] | None:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise ValueError(f"{option} is all, or numbers like 0,5,-1, not {text!r}") from None
+        raise ValueError(f"{option} must be all, or numbers like 0,5,-1, not {text!r}") from None
 
 
-def parse_step(text: str, most: int, count: int | None = None) -> list[int]:
-    """The steps to draw strips for, counted from 0. most: that there can be; count: that there were."""
-    count = most if count is None else count
+def parse_step(text: str, maximum: int, count: int | None = None) -> list[int]:
+    """The steps to draw strips for, from 0. maximum: the limit on steps; count: the steps that were run."""
+    count = maximum if count is None else count
     if text == "all":
         return list(range(count))
     if text == "last":
         return [count - 1]
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--show-step is a number from 1 on, last or all, not {text!r}")
-    if int(text) > most:
-        raise ValueError(f"--show-step {text} is beyond the {most} steps that --max-new-tokens allows")
+        raise ValueError(f"--show-step must be a number from 1 on, last or all, not {text!r}")
+    if int(text) > maximum:
+        raise ValueError(f"--show-step {text} is beyond the {maximum} steps that --max-new-tokens allows")
     return [min(int(text), count) - 1]
 
 
-def spread(count: int, most: int) -> list[int]:
-    """From the first to the last of so many, evenly."""
-    chosen = min(count, most)
-    return [i * (count - 1) // max(1, chosen - 1) for i in range(chosen)]
-
-
-def shown(what: str, asked: int | None, count: int, traced: "Sequence[int]") -> int | None:
-    if asked is None:
+def traced(what: str, number: int | None, count: int, numbers: Sequence[int]) -> int | None:
+    """The layer or head to draw, which must be among those traced."""
+    if number is None:
         return None
-    number = asked + count if asked < 0 else asked
-    if number not in traced:
-        raise ValueError(f"--show-{what} {asked} is not traced: --{what}s are {', '.join(map(str, traced))}")
-    return number
+    index = number + count if number < 0 else number
+    if index not in numbers:
+        raise ValueError(f"--show-{what} {number} is not traced: --{what}s are {', '.join(map(str, numbers))}")
+    return index
 
 
 def summary(trace: "Trace", layer: int | None, head: int | None) -> dict[str, Any]:
-    """All but the attention rows."""
-    from infer.trace.looks import attention, looked_at
+    """The trace as JSON values, without its attention rows."""
+    from infer.trace.data import attention, looked_at
     from infer.trace.save import without_rows
 
     looks = [looked_at(trace, attention(trace, i, layer=layer, head=head)) for i in range(len(trace.steps))]
@@ -282,7 +279,7 @@ def summary(trace: "Trace", layer: int | None, head: int | None) -> dict[str, An
     return {"layers": trace.layers, "heads": trace.heads, "steps": steps}
 
 
-def print_trace(trace: "Trace", layer: int | None, head: int | None, strips: "Sequence[int]") -> None:
+def print_trace(trace: "Trace", layer: int | None, head: int | None, strips: Sequence[int]) -> None:
     from rich.console import Console
 
     from infer.trace.terminal import draw

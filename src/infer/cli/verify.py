@@ -1,190 +1,152 @@
-"""`infer verify`: is it the same on every path?"""
+"""`infer verify`: checks that every path gives the same bits."""
 
-import functools
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from infer import progress
 from infer.cli.common import (
-    DEFAULT_MODEL,
     CacheDtypeOption,
     JsonOption,
-    Loading,
+    ModelChoice,
+    ParallelLoadOptions,
     check_cache_dtype,
-    loading_options,
-    model_option,
     read_utf8,
 )
+from infer.cli.status import shown
 from infer.cli.streams import say
 from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:
+    from infer.config import ModelConfig
     from infer.evaluate.paths import PathResult
-    from infer.loader import Tokenizer
-    from infer.models.common import Decoder
+    from infer.loader.tokenizer import Tokenizer
 
-MOST_THREADS = 256  # OpenMP ends the process where it cannot start as many as it is asked for
+MAX_THREADS = 256  # OpenMP ends the process if it cannot start that many
 
 
-@model_option
-@functools.partial(loading_options, split=True)
 def verify(
-    model: str = DEFAULT_MODEL,
     *,
+    chosen: ModelChoice,
     prompts: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Tokens to generate for each prompt.")
     ] = 32,
-    seed: Annotated[int, typer.Option(help="For the sampled runs.")] = 0,
-    also_threads: Annotated[list[int] | None, typer.Option(help="On a CPU: on so many threads as well.")] = None,
+    seed: Annotated[int, typer.Option(help="The seed of the sampled runs.")] = 0,
+    also_threads: Annotated[
+        list[int] | None, typer.Option(help="On a CPU: also run with this many threads; may be repeated.")
+    ] = None,
     cache_dtype: CacheDtypeOption = "auto",
-    every: Annotated[bool, typer.Option("--all", help="Show each path, not only those that differ.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show all paths, not only different ones.")] = False,
     as_json: JsonOption = False,
-    loading: Loading,
+    load: ParallelLoadOptions,
 ) -> None:
-    """Check that the cache changes nothing: compare the logits of every path with those of one pass without a cache.
+    """Check that the cache changes nothing: compare the logits of every path with one pass without a cache.
 
-    Every kind of cache, chunks, truncation, traces, batches, and texts sampled with a seed. Through kernels all bits
-    must be equal; in plain torch, the likeliest tokens. With --tensor-parallel, also in several processes.
+    Every kind of cache, chunks, truncation, traces, batches, and texts sampled with a seed. With kernels all bits must
+    be equal; in plain torch, the most likely tokens. With --tensor-parallel, also in several processes.
     """
     from infer import ModelConfig, Tokenizer
-    from infer.evaluate.verify import check, own_prompts, why_plain_torch, with_long_prompt
+    from infer.evaluate.paths import Comparison
+    from infer.evaluate.verify import check, why_plain_torch
     from infer.machine import resolve_device
-    from infer.models.split import check_split
+    from infer.models.sharding import check_world_size
 
     check_cache_dtype(cache_dtype)
-    SamplingParams(seed=seed)  # refused now, not after the weights have been read
-    if also_threads and not 1 <= min(also_threads) <= max(also_threads) <= MOST_THREADS:
-        raise ValueError(f"--also-threads must be from 1 to {MOST_THREADS}")
-    if also_threads and resolve_device(loading.device).type != "cpu":
+    SamplingParams(seed=seed)  # checks the seed before the weights are read
+    if also_threads and not 1 <= min(also_threads) <= max(also_threads) <= MAX_THREADS:
+        raise ValueError(f"--also-threads must be from 1 to {MAX_THREADS}")
+    if also_threads and resolve_device(load.device).type != "cpu":
         raise ValueError("--also-threads is for a CPU")
-    texts: list[str] = []
-    if prompts is not None:
-        texts = [line for line in read_utf8(prompts).splitlines() if line.strip()]
-        if not texts:
-            raise ValueError(f"{prompts} holds no prompts")
-    tokenizer, config = Tokenizer(model), ModelConfig.from_pretrained(model)
+    texts = [] if prompts is None else [line for line in read_utf8(prompts).splitlines() if line.strip()]
+    if prompts is not None and not texts:
+        raise ValueError(f"{prompts} holds no prompts")
+    tokenizer, config = Tokenizer(chosen.name), ModelConfig.from_pretrained(chosen.name)
     if prompts is None:
-        own = own_prompts(config, tokenizer, max_new_tokens)
-        if not own:
-            raise ValueError("the model can read none of the built-in prompts: give it some of its own with --prompts")
-        prompt_ids = with_long_prompt(config, list(own.values()), max_new_tokens)
-        long = "(a text longer than the window)" if config.has_windows else "(a longer text)"
-        texts = [*own, *[long] * (len(prompt_ids) - len(own))]
+        texts, prompt_ids = built_in_prompts(config, tokenizer, max_new_tokens)
     else:
         prompt_ids = [tokenizer.encode(text) for text in texts]
-    check(config, prompt_ids, max_new_tokens)  # before the weights are read
-    check_split(config, loading.tensor_parallel)
+    check(config, prompt_ids, max_new_tokens)
+    check_world_size(config, load.tensor_parallel)
     if config.has_windows and max(map(len, prompt_ids)) <= (config.sliding_window or 0):
-        say(f"note: no prompt is longer than the window of {config.sliding_window}: what windows forget goes untested")
-    network = replace(loading, tensor_parallel=1).load(model)
-    split = loading.load(model) if loading.tensor_parallel > 1 else None
-    table = Table(texts, why_plain_torch(network), quiet=as_json, every=every)
-    settings = {"seed": seed, "cache_dtype": cache_dtype, "threads": also_threads or []}
-    found = table.fill(network, split, tokenizer, prompt_ids, max_new_tokens, settings)
+        say(f"note: no prompt is longer than the window of {config.sliding_window}: sliding windows are not tested")
+    model = replace(load, tensor_parallel=1).load(chosen.name)
+    split = load.load(chosen.name) if load.tensor_parallel > 1 else None
+
+    plain = why_plain_torch(model)  # None: kernels run
+    reference = "one pass without a cache"
+    if cache_dtype != "auto":
+        reference += f" that rounds as {cache_dtype} caches do"
+    compare = partial(Comparison, model, tokenizer, prompt_ids, max_new_tokens, seed=seed, cache_dtype=cache_dtype)
+    comparisons = [compare(threads=also_threads or [], diagnose=plain is None)]
+    if split is not None:
+        comparisons.append(compare(split=split, diagnose=False))
+    total = sum(map(len, comparisons))
+
+    if not as_json:
+        promise = f"plain torch ({plain}): paths agree within rounding"
+        print("kernels: every path must give the same bits" if plain is None else promise, flush=True)
+    if every and not as_json:
+        print(f"{'path':<38} {'prompts':>7} {'positions':>9}", flush=True)
+    say(f"{total} paths to run, each compared with {reference}")
+    results = []
+    with shown(progress.PATHS):
+        for result in chain(*comparisons):
+            results.append(result)
+            progress.report(progress.PATHS, len(results), total)
+            if not as_json and (every or result.difference is not None):
+                print(path_line(result, texts, plain), flush=True)
+    equal = sum(result.equal for result in results)
+    say(f"{equal} of {len(results)} paths give the same bits as {reference}")
+    passed = equal == len(results)
+    if plain is not None:
+        passed = not any(result.other_tokens for result in results)
+        say(f"the most likely token is the same {'everywhere, near-ties aside' if passed else 'NOT everywhere'}")
     if as_json:
-        print(json.dumps({"model": model, **found}))
-    if not found["passed"]:
+        listed = [asdict(result) | {"equal": result.equal} for result in results]
+        for path in listed:
+            if path["difference"] is not None:
+                path["difference"]["prompt"] = texts[path["difference"]["prompt"]]
+        outcome = {"kernels": plain is None, "plain_torch": plain, "passed": passed}
+        print(json.dumps({"model": chosen.name, **outcome, "paths": listed}))
+    if not passed:
         sys.exit(1)
 
 
-@dataclass(frozen=True)
-class Table:
-    """One line for each path."""
+def built_in_prompts(
+    config: "ModelConfig", tokenizer: "Tokenizer", max_new_tokens: int
+) -> tuple[list[str], list[list[int]]]:
+    """Texts and tokens, with one prompt that is longer than the window if the model has windows."""
+    from infer.evaluate.verify import own_prompts, with_long_prompt
 
-    texts: list[str]  # the prompts
-    plain: str | None  # why plain torch runs; None: kernels do
-    quiet: bool
-    every: bool  # a line for paths that agree, too
+    own = own_prompts(config, tokenizer, max_new_tokens)
+    if not own:
+        raise ValueError("the model can encode none of the built-in prompts: give it some with --prompts")
+    prompt_ids = with_long_prompt(config, list(own.values()), max_new_tokens)
+    long = "(a text longer than the window)" if config.has_windows else "(a longer text)"
+    return [*own, *[long] * (len(prompt_ids) - len(own))], prompt_ids
 
-    def fill(
-        self,
-        network: "Decoder",
-        split: "Decoder | None",
-        tokenizer: "Tokenizer",
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        settings: dict[str, Any],
-    ) -> dict[str, Any]:
-        """split: the same model in several processes."""
-        from infer.evaluate.paths import compare, number_of_paths
-        from infer.evaluate.processes import compare_split, number_of_split_paths
 
-        rounds = "" if settings["cache_dtype"] == "auto" else f" that rounds as {settings['cache_dtype']} caches do"
-        reference = f"one pass without a cache{rounds}"
-        if self.plain is None:
-            self.show("kernels: every path must give the same bits")
-        else:
-            self.show(f"plain torch ({self.plain}): paths agree within rounding")
-        paths_to_come = number_of_paths(prompts, settings["threads"])
-        if split is not None:
-            paths_to_come += number_of_split_paths(prompts, settings["cache_dtype"])
-        say(f"{paths_to_come} paths to come, each compared with {reference}")
-        if self.every:
-            self.show(f"{'path':<38} {'prompts':>7} {'positions':>9}")
-
-        def found() -> "Iterator[PathResult]":
-            yield from compare(network, tokenizer, prompts, max_new_tokens, diagnose=self.plain is None, **settings)
-            if split is not None:
-                same = {name: settings[name] for name in ("seed", "cache_dtype")}
-                yield from compare_split(network, split, tokenizer, prompts, max_new_tokens, **same)
-
-        results = []
-        for result in found():
-            results.append(result)
-            self.count(len(results), paths_to_come)
-            if self.every or result.difference is not None:
-                self.show(self.line(result))
-        self.count(0, 0)
-        equal = sum(result.equal for result in results)
-        say(f"{equal} of {len(results)} paths give the same bits as {reference}")
-        tokens_equal = not any(result.other_tokens for result in results)
-        if self.plain is not None:
-            where = "everywhere, near-ties aside" if tokens_equal else "NOT everywhere"
-            say(f"the likeliest token is the same {where}")
-        paths = [asdict(result) | {"equal": result.equal} for result in results]
-        for path in paths:
-            if path["difference"] is not None:
-                path["difference"]["prompt"] = self.texts[path["difference"]["prompt"]]
-        return {
-            "kernels": self.plain is None,
-            "plain_torch": self.plain,
-            "passed": equal == len(results) if self.plain is None else tokens_equal,
-            "paths": paths,
-        }
-
-    def line(self, result: "PathResult") -> str:
-        line = f"{result.path:<38} {result.prompts:>7} {result.positions:>9}  "
-        found = result.difference
-        if found is None:
-            return f"{line}equal"
-        first = f"first in {self.named(found.prompt)}, {found}"
-        if self.plain is not None and not result.other_tokens:
-            if found.element is None:
-                return f"{line}{result.different} other tokens; {first}"
-            return f"{line}apart by {result.largest:.1e} at most, at {result.different} positions"
-        if self.plain is not None:
-            first = f"another likeliest token at {result.other_tokens}; {first}"
-        line += f"DIFFERS at {result.different} positions; {first}"
-        return line if found.divergence is None else f"{line}\n    from {found.divergence}"
-
-    def named(self, prompt: int) -> str:
-        """Its text, or how it begins."""
-        text = json.dumps(self.texts[prompt], ensure_ascii=False)
-        return text if len(text) <= 40 else f'{text[:38]}…"'
-
-    def show(self, line: str) -> None:
-        if not self.quiet:
-            self.count(0, 0)
-            print(line, flush=True)
-
-    def count(self, done: int, all_paths: int) -> None:
-        """On a terminal, how many paths are done; 0: erase that."""
-        if sys.stderr.isatty():
-            told = f"  {done} of {all_paths} paths" if done else ""
-            print(f"\r\033[K{told}", end="", file=sys.stderr, flush=True)
+def path_line(result: "PathResult", texts: Sequence[str], plain: str | None) -> str:
+    line = f"{result.path:<38} {result.prompts:>7} {result.positions:>9}  "
+    found = result.difference
+    if found is None:
+        return f"{line}equal"
+    prompt = json.dumps(texts[found.prompt], ensure_ascii=False)
+    prompt = prompt if len(prompt) <= 40 else f'{prompt[:38]}…"'
+    first = f"first in {prompt}, {found}"
+    if plain is not None and not result.other_tokens:
+        if found.element is None:
+            return f"{line}{result.different} different tokens; {first}"
+        return f"{line}differs by at most {result.largest:.1e}, at {result.different} positions"
+    if plain is not None:
+        first = f"{result.other_tokens} different most likely tokens; {first}"
+    line += f"DIFFERS at {result.different} positions; {first}"
+    return line if found.divergence is None else f"{line}\n    from {found.divergence}"

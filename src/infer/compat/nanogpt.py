@@ -20,9 +20,9 @@ from infer.cache.growing import GrowingCache
 from infer.config import ModelConfig
 from infer.engine.model import check_mode, step
 from infer.engine.params import SamplingParams
-from infer.loader.gpt2_names import decoder_name, stored_name
 from infer.loader.load import load_model
 from infer.loader.nanogpt import config_from_nanogpt
+from infer.loader.tensor_names import from_gpt2, to_gpt2
 from infer.models.gpt2 import GPT2
 
 PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -42,14 +42,14 @@ class GPTConfig:
 
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig, decoder: GPT2 | None = None) -> None:
-        """decoder: one with weights; None: one to train."""
+        """decoder: a loaded model; None: a new one with random weights."""
         super().__init__()
         self.config = config
         self.decoder = GPT2(config_from_nanogpt(asdict(config))) if decoder is None else decoder
 
     @classmethod
     def from_pretrained(cls, model_type: str, override_args: Mapping[str, Any] | None = None) -> GPT:
-        """One of OpenAI's by nanoGPT's names for them, or any GPT-2 that `load_model` finds. It can be trained."""
+        """An OpenAI model by nanoGPT's name, or any GPT-2 that `load_model` finds. It can be trained."""
         overrides = override_args or {}
         if overrides.keys() - {"dropout"}:
             raise ValueError(f"of a trained model only dropout can be overridden, not {', '.join(overrides)}")
@@ -68,17 +68,18 @@ class GPT(nn.Module):
         """idx [B, T] -> logits, loss, keys and values.
 
         With targets [B, T]: logits of all positions, and their loss (a target of -1 does not count). Without: logits
-        of the last position [B, 1, V], and None. Keys and values are those of past_kv and of idx, if asked for.
+        of the last position [B, 1, V], and None. Keys and values of past_kv and idx are returned if one of past_kv and
+        use_cache is given.
         """
         cache: Cache = NoCache(len(idx), idx.device, self.config.dropout if self.training else 0.0)
         if past_kv is not None or use_cache:
-            cache = self._holding(past_kv or (), idx)
+            cache = self._cache_with(past_kv or (), idx)
         logits = self.decoder(idx, kv_cache=cache, all_logits=targets is not None)
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits, loss, tuple(zip(cache.k, cache.v, strict=True)) if isinstance(cache, GrowingCache) else None
 
-    def _holding(self, past_kv: KeysValues, idx: Tensor) -> GrowingCache:
-        """A cache with the past in it, which keeps gradients."""
+    def _cache_with(self, past_kv: KeysValues, idx: Tensor) -> GrowingCache:
+        """A cache that holds past_kv and keeps gradients."""
         check_mode(self.decoder)
         cache: GrowingCache = self._empty(GrowingCache, idx, self.config.block_size)
         lengths = {tensor.shape[-2] for pair in past_kv for tensor in pair}
@@ -102,21 +103,23 @@ class GPT(nn.Module):
         top_k: int | None = None,
         use_cache: bool = True,
     ) -> Tensor:
-        """idx [B, T] -> [B, T + max_new_tokens], drawn by torch's own generator; a temperature of 0 is greedy.
+        """idx [B, T] -> [B, T + max_new_tokens], sampled by torch's generator; a temperature of 0 is greedy.
 
-        The cache changes no token. Beyond block_size each step feeds the last block_size tokens anew: cropping moves
-        every token to another position, so what was cached no longer holds.
+        The cache changes no token. Beyond block_size each step recomputes the last block_size tokens: cropping moves
+        every token to another position, so cached keys are no longer valid.
         """
-        top_k = SamplingParams(temperature=temperature, top_k=top_k).top_k  # refuses what makes no sense
+        top_k = SamplingParams(temperature=temperature, top_k=top_k).top_k  # raises on invalid values
         check_mode(self.decoder)
         block, vocabulary = self.config.block_size, self.config.vocab_size
         if idx.numel() and not 0 <= int(idx.min()) <= int(idx.max()) < vocabulary:
             raise ValueError(f"idx has token ids outside the vocabulary 0..{vocabulary - 1}")
-        room = min(idx.shape[1] + max_new_tokens, block)
-        cache = debugged(self._empty(KVCache if use_cache else NoCache, idx, room))
+        capacity = min(idx.shape[1] + max_new_tokens, block)
+        cache = debugged(
+            self._empty(KVCache if use_cache else NoCache, idx, capacity), self.decoder.config.num_hidden_layers
+        )
         for _ in range(max_new_tokens):
             if idx.shape[1] > block:
-                cache = debugged(NoCache(len(idx), idx.device))
+                cache = debugged(NoCache(len(idx), idx.device), self.decoder.config.num_hidden_layers)
             logits = step(self.decoder, cache, idx[:, cache.seq_len :][:, -block:])  # [B, V]
             if top_k:
                 least = logits.topk(min(top_k, vocabulary)).values[:, -1:]
@@ -138,9 +141,9 @@ class GPT(nn.Module):
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=device_type == "cuda")
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        """By nanoGPT's names, as its ckpt.pt has them."""
-        return {stored_name(name): weight for name, weight in self.decoder.state_dict(*args, **options).items()}
+        """With nanoGPT's names, as in its ckpt.pt."""
+        return {to_gpt2(name): weight for name, weight in self.decoder.state_dict(*args, **options).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        named = {decoder_name(name): weight for name, weight in state_dict.items()}
+        named = {from_gpt2(name): weight for name, weight in state_dict.items()}
         return self.decoder.load_state_dict({name: weight for name, weight in named.items() if name}, strict, assign)

@@ -1,1 +1,1 @@
-"""The server as replicas on Ray Serve, which places, restarts, scales and drains them."""
+"""Replicas of the server on Ray Serve, which places, restarts, scales and drains them."""

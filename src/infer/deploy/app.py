@@ -1,4 +1,4 @@
-"""The application: `import_path: infer.deploy.app:build` in a Serve config; its `args` are the DeployOptions."""
+"""The Serve application: `import_path: infer.deploy.app:build` in a Serve config; its `args` are DeployOptions."""
 
 from typing import Any
 
@@ -7,26 +7,24 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from infer.deploy.engine import Engine
 from infer.deploy.ingress import Ingress
-from infer.deploy.options import DeployOptions
-from infer.deploy.placement import Place, placed
-from infer.server.settings import Settings
+from infer.deploy.options import DeployOptions, Resources, resources_for
+from infer.deploy.replica import Replica, settings_of
 
 HEALTH_S = 2.0  # between two health checks
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
 
 def build(options: DeployOptions) -> Application:
-    """Ray reads the type of its argument, which must not be a string: no `from __future__ import annotations` here."""
-    place = placed(options, ray.nodes())
-    engines = _engines(options, place).bind(options, place.threads, place.neighbours)
-    door = None if options.port is None else (options.host, options.port)
-    return _ingress(options).bind(engines, _settings(options), door)
+    """Ray reads the annotation of the argument, which must not be a string: no `from __future__ import annotations`."""
+    resources = resources_for(options, ray.nodes())
+    replicas = _replicas(options, resources).bind(options, resources.threads, resources.neighbors)
+    listen_on = None if options.port is None else (options.host, options.port)
+    return _ingress(options).bind(replicas, settings_of(options), listen_on)
 
 
-def _engines(options: DeployOptions, place: Place) -> serve.Deployment:
-    devices = {"CPU": place.threads} | ({"GPU": place.gpus} if place.gpus else {})
+def _replicas(options: DeployOptions, resources: Resources) -> serve.Deployment:
+    devices = {"CPU": resources.threads} | ({"GPU": resources.gpus} if resources.gpus else {})
     more: dict[str, Any] = {"num_replicas": options.replicas}
     if options.max_replicas is not None:
         more = {
@@ -36,13 +34,13 @@ def _engines(options: DeployOptions, place: Place) -> serve.Deployment:
                 "target_ongoing_requests": options.target_requests,
             }
         }
-    if options.tensor_parallel > 1:  # one bundle: the ranks are processes of one machine
+    if options.tensor_parallel > 1:  # one bundle: all ranks are on one machine
         more["placement_group_bundles"] = [devices]
     if options.prefix_routing:
         router = RequestRouterConfig(request_router_class="infer.deploy.router:PrefixRouter")
         more["request_router_config"] = router
-    return serve.deployment(Engine).options(
-        ray_actor_options={"num_cpus": place.threads, "num_gpus": place.gpus},
+    return serve.deployment(Replica).options(
+        ray_actor_options={"num_cpus": resources.threads, "num_gpus": resources.gpus},
         max_ongoing_requests=options.max_rows,
         max_queued_requests=options.max_waiting,
         graceful_shutdown_timeout_s=options.drain_seconds,
@@ -59,17 +57,7 @@ def _ingress(options: DeployOptions) -> serve.Deployment:
         ray_actor_options={"num_cpus": 0},
         num_replicas=options.ingresses,
         max_surge_percent=100,  # in an update, the next one listens before this one ends
-        max_ongoing_requests=1 << 16,  # it only hands on: what waits, waits for a replica
+        max_ongoing_requests=1 << 16,  # it only forwards: requests wait for a replica
         graceful_shutdown_timeout_s=options.drain_seconds,
         logging_config=LOGGING,
-    )
-
-
-def _settings(options: DeployOptions) -> Settings:
-    return Settings(
-        options.model_id,
-        api_keys=options.api_keys,
-        cors=options.cors,
-        hosts=options.hosts,
-        drain_seconds=options.drain_seconds,
     )

@@ -1,88 +1,125 @@
-"""The way of answers from replicas to an ingress: one connection between any two, which all their requests share.
+"""Requests from an ingress to a replica, and the connections on which responses come back, as ASGI messages.
 
-Requests go through Ray, which chooses the replica. But a message of Ray's takes milliseconds of a processor, too much
-for every token. Here the pieces of a step, of all texts, are one write.
+Requests go through Ray, which chooses the replica. But a message of Ray's takes milliseconds of CPU time, too much for
+every token. So each replica keeps one TCP connection to each ingress for all their requests, and what a step generates
+for all streams is one write.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import marshal
 import secrets
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
-Headers = list[tuple[bytes, bytes]]
-FRAME = struct.Struct("!16sBI")  # whose answer, which part of it, how many bytes follow
-START, BODY, END = range(3)
-LARGEST = 1 << 28  # bytes of a frame
+from starlette.types import Message
+
+from infer.deploy.prefixes import prompt_keys
+
+FRAME = struct.Struct("!16sI")  # request key, bytes of the message that follows
+MAX_FRAME = 1 << 28  # bytes
 
 
-class Address(NamedTuple):
-    """Where an answer is to go. Its name is a secret: nobody else can answer."""
+class ReplyAddress(NamedTuple):
+    """Where a response goes. Its key is a secret: only the replica that has the request can respond."""
 
     host: str
     port: int
-    name: bytes
+    key: bytes
 
 
-NOWHERE = Address("", 0, b"")
+NO_REPLY = ReplyAddress("", 0, b"")
+
+
+@dataclass
+class ForwardedRequest:
+    """An HTTP request, as the ingress sends it to a replica."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    reply_to: ReplyAddress
+    tried: list[str] = field(default_factory=list)  # replicas that it was sent to
+
+    def __reduce__(self) -> Any:
+        """Without what the router has added: that stays in the ingress."""
+        return ForwardedRequest, (self.method, self.path, self.query, self.headers, self.body, self.reply_to)
+
+    @cached_property
+    def prefix(self) -> list[int]:
+        return prompt_keys(self.body) if self.method == "POST" else []
+
+    def scope(self) -> dict[str, Any]:
+        """The ASGI scope."""
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": self.method,
+            "scheme": "http",
+            "path": self.path,
+            "raw_path": self.path.encode(),
+            "root_path": "",
+            "query_string": self.query,
+            "headers": self.headers,
+        }
 
 
 class ReplicaLost(Exception):
-    """A connection ended before an answer did."""
+    """A connection was closed before a response was complete."""
 
 
-class Answer:
-    """What has come of one, in the ingress."""
+class PendingResponse:
+    """The ASGI messages of one response that the ingress has received."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ReplyAddress) -> None:
         self.address = address
-        self.source: object = None  # the connection by which it comes
+        self.source: object = None  # the connection that it comes from
         self.complete = False
-        self._frames: asyncio.Queue[tuple[int, bytes] | Exception] = asyncio.Queue()
+        self._messages: asyncio.Queue[Message | Exception] = asyncio.Queue()
 
-    def put(self, frame: tuple[int, bytes] | Exception) -> None:
-        """An exception: it goes no further, unless it is complete."""
-        self.complete = self.complete or (isinstance(frame, tuple) and frame[0] == END)
-        self._frames.put_nowait(frame)
+    def put(self, message: Message | Exception) -> None:
+        """Add a message, or the error that ends an incomplete response."""
+        self.complete = self.complete or (not isinstance(message, Exception) and is_last(message))
+        self._messages.put_nowait(message)
 
-    async def start(self) -> tuple[int, Headers]:
-        """Its status and headers."""
-        _, data = await self._next()
-        status, headers = json.loads(data)
-        return status, [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+    async def next(self) -> Message:
+        """The next message. Parts of the body that have arrived by now are one."""
+        message, body = await self._next(), []
+        while message["type"] == "http.response.body":
+            body.append(message.get("body", b""))
+            if is_last(message) or self._messages.empty():
+                return {**message, "body": b"".join(body)}
+            message = await self._next()
+        return message
 
-    async def body(self) -> bytes | None:
-        """All that has come since the last call; None: it is complete."""
-        pieces: list[bytes] = []
-        while not pieces or not self._frames.empty():
-            kind, data = await self._next()
-            if kind == END and not pieces:
-                return None
-            if kind == END:
-                self.put((kind, data))  # told by the next call
-                break
-            pieces.append(data)
-        return b"".join(pieces)
+    async def _next(self) -> Message:
+        message = await self._messages.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
 
-    async def _next(self) -> tuple[int, bytes]:
-        frame = await self._frames.get()
-        if isinstance(frame, Exception):
-            raise frame
-        return frame
+
+def is_last(message: Message) -> bool:
+    """Whether it completes a response."""
+    return message["type"] == "http.response.body" and not message.get("more_body")
 
 
 class Inbox:
-    """All answers that an ingress waits for."""
+    """All responses that an ingress waits for."""
 
     def __init__(self, host: str) -> None:
-        """host: by which replicas reach this machine."""
+        """host: the address at which replicas reach this machine."""
         self._host, self._port = host, 0
-        self._answers: dict[bytes, Answer] = {}
-        self._lines: set[asyncio.StreamWriter] = set()
+        self._responses: dict[bytes, PendingResponse] = {}
+        self._writers: set[asyncio.StreamWriter] = set()
 
     async def open(self) -> None:
         self._server = await asyncio.start_server(self._read, self._host, 0)
@@ -90,86 +127,77 @@ class Inbox:
 
     def close(self) -> None:
         self._server.close()
-        for line in self._lines:
-            line.close()
+        for writer in self._writers:
+            writer.close()
 
     @contextmanager
-    def answer(self) -> Iterator[Answer]:
-        name = secrets.token_bytes(16)
-        answer = self._answers[name] = Answer(Address(self._host, self._port, name))
+    def response(self) -> Iterator[PendingResponse]:
+        key = secrets.token_bytes(16)
+        response = self._responses[key] = PendingResponse(ReplyAddress(self._host, self._port, key))
         try:
-            yield answer
+            yield response
         finally:
-            del self._answers[name]
+            del self._responses[key]
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._lines.add(writer)
+        self._writers.add(writer)
         try:
             with suppress(asyncio.IncompleteReadError, OSError):
                 while True:
-                    name, kind, size = FRAME.unpack(await reader.readexactly(FRAME.size))
-                    if size > LARGEST:
+                    key, size = FRAME.unpack(await reader.readexactly(FRAME.size))
+                    if size > MAX_FRAME:
                         break
                     data = await reader.readexactly(size)
-                    if answer := self._answers.get(name):  # whose client is still there
-                        answer.source = writer
-                        answer.put((kind, data))
+                    if response := self._responses.get(key):  # else the client has disconnected
+                        response.source = writer
+                        response.put(marshal.loads(data))  # of the replica, which alone knows the key
         finally:
-            self._lines.discard(writer)
+            self._writers.discard(writer)
             writer.close()
-            for answer in self._answers.values():
-                if answer.source is writer:
-                    answer.put(ReplicaLost("the connection has ended"))
+            for response in self._responses.values():
+                if response.source is writer:
+                    response.put(ReplicaLost("the connection was closed"))
 
 
-class Line:
+class Connection:
     """A replica's connection to an ingress."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writer, self._waiting = writer, list[bytes]()
-        self.lost = asyncio.ensure_future(self._hear(reader))
+        self._writer, self._buffer = writer, list[bytes]()
+        self.lost = asyncio.ensure_future(self._wait_closed(reader))
 
-    async def _hear(self, reader: asyncio.StreamReader) -> None:
-        """Nothing is ever said on it: whatever is heard is its end."""
+    async def _wait_closed(self, reader: asyncio.StreamReader) -> None:
+        """The ingress sends nothing: a read returns when the connection is closed."""
         with suppress(OSError):
             await reader.read(1)
         self.close()
 
-    def start(self, name: bytes, status: int, headers: Headers) -> None:
-        told = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
-        self._write(name, START, json.dumps([status, told]).encode())
-
-    def body(self, name: bytes, data: bytes) -> None:
-        self._write(name, BODY, data)
-
-    def end(self, name: bytes) -> None:
-        self._write(name, END, b"")
+    def send(self, key: bytes, message: Message) -> None:
+        if not self._buffer:  # one write for all that is added in this round of the event loop
+            asyncio.get_running_loop().call_soon(self._flush)
+        data = marshal.dumps(dict(message))
+        self._buffer += (FRAME.pack(key, len(data)), data)
 
     def close(self) -> None:
         self._writer.close()
 
-    def _write(self, name: bytes, kind: int, data: bytes) -> None:
-        if not self._waiting:  # what others write before the loop comes round goes with it
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._waiting += (FRAME.pack(name, kind, len(data)), data)
-
     def _flush(self) -> None:
-        self._writer.write(b"".join(self._waiting))
-        self._waiting.clear()
+        self._writer.write(b"".join(self._buffer))
+        self._buffer.clear()
 
 
-class Lines:
-    """A replica's connections, made when they are first needed."""
+class Connections:
+    """A replica's connections, opened when they are first needed."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[str, int], asyncio.Future[Line]] = {}
+        self._connections: dict[tuple[str, int], asyncio.Future[Connection]] = {}
 
-    async def to(self, address: Address) -> Line:
+    async def to(self, address: ReplyAddress) -> Connection:
         place = (address.host, address.port)
-        known = self._lines.get(place)
+        known = self._connections.get(place)
         if known is None or (known.done() and (known.exception() or known.result().lost.done())):
-            known = self._lines[place] = asyncio.ensure_future(self._connected(*place))
+            known = self._connections[place] = asyncio.ensure_future(self._connect(*place))
         return await asyncio.shield(known)
 
-    async def _connected(self, host: str, port: int) -> Line:
-        return Line(*await asyncio.open_connection(host, port))
+    async def _connect(self, host: str, port: int) -> Connection:
+        return Connection(*await asyncio.open_connection(host, port))

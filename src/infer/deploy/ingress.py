@@ -1,4 +1,4 @@
-"""What clients talk to: checks who asks, hands the request to a replica, and the answer back."""
+"""The HTTP side of a deployment: authenticates clients, forwards requests to replicas, and streams responses back."""
 
 from __future__ import annotations
 
@@ -20,153 +20,149 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from infer.deploy.channel import NOWHERE, Answer, Headers, Inbox, ReplicaLost
-from infer.deploy.forward import ForwardedRequest
-from infer.engine.loop import EngineFailed
+from infer.deploy.channel import NO_REPLY, ForwardedRequest, Inbox, PendingResponse, ReplicaLost, is_last
+from infer.engine.engine import EngineFailed
 from infer.server.app import guards
-from infer.server.errors import ApiError
 from infer.server.run import http_config, listen
-from infer.server.service import log_error
-from infer.server.settings import Settings
-from infer.server.streams import quietly_closed, read_all, while_connected
-from infer.server.text import as_event
+from infer.server.service import Settings, log_error
+from infer.server.wire import ApiError, as_event, client_closed_request, receive_body, while_connected
 
-ATTEMPTS = 4  # to have a request answered
+ATTEMPTS = 4  # for each request
 METRICS_S = 10.0  # for the metrics of all replicas
-LATE_S = 10.0  # for the rest of an answer, once the replica says that it is done
+LATE_S = 10.0  # for the rest of a response, once the replica's call has returned
 REPLICA_FAILED = (RayActorError, EngineFailed, ReplicaLost, DeploymentUnavailableError)
-OF_ONE_ENGINE = ("/v1/sessions", "/live")  # and the page at /: a replica has them for itself alone
+NOT_REPLICATED = ("/v1/sessions", "/live")  # and the page at /: state of one engine
 
 
 class Ingress:
-    """One application behind two doors: Serve's HTTP proxies, and a port of its own, which is faster."""
+    """One application on two sockets: Serve's HTTP proxies, and a port of its own, which is faster."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, engines: DeploymentHandle[Any], settings: Settings, door: tuple[str, int] | None
+        self, replicas: DeploymentHandle[Any], settings: Settings, listen_on: tuple[str, int] | None
     ) -> None:
-        """door: a host and a port to listen on."""
-        self._engines, self._settings = engines, settings
+        """listen_on: host and port."""
+        self._replicas, self._settings = replicas, settings
         self._inbox = Inbox(ray.util.get_node_ip_address())
         self._calls: set[asyncio.Future[None]] = set()
         await self._inbox.open()
         self._app = Starlette(
             routes=[Route("/metrics", self._metrics), Mount("/", self._forward)],
             middleware=guards(settings),
-            exception_handlers={ApiError: _told, ClientDisconnect: _told, Exception: _told},
+            exception_handlers={ApiError: _on_error, ClientDisconnect: _on_error, Exception: _on_error},
         )
         self._server = uvicorn.Server(http_config(self._app, settings))
         self._serving: asyncio.Future[None] | None = None
-        if door is not None:  # shared with the ingress that follows this one, in an update
-            self._serving = asyncio.ensure_future(self._server.serve([listen(*door, shared=True)]))
+        if listen_on is not None:  # shared with the next ingress during an update
+            self._serving = asyncio.ensure_future(self._server.serve([listen(*listen_on, shared=True)]))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
 
     async def __del__(self) -> None:
-        """Called by Ray, and waited for."""
+        """Called and awaited by Ray."""
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving
 
     async def _metrics(self, request: Request) -> Response:
-        found = await self._engines.broadcast("metrics").results_async(timeout_s=METRICS_S)
+        found = await self._replicas.broadcast("metrics").results_async(timeout_s=METRICS_S)
         registry = CollectorRegistry()
-        registry.register(_Together(found))
+        registry.register(_Merged(found))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if path == "/" or path.startswith(OF_ONE_ENGINE):
+        if path == "/" or path.startswith(NOT_REPLICATED):
             message = (
-                "replicas share no state: send a chat's messages each time, and the replica that holds them answers"
+                "replicas share no state: send all messages of a chat with each request (its cached prefix is found)"
             )
             raise ApiError(501, message, code="not_replicated")
-        body = await read_all(Request(scope, receive), self._settings.max_body, self._settings.read_seconds)
+        body = await receive_body(Request(scope, receive), self._settings.max_body, self._settings.read_seconds)
         headers = list(scope["headers"])
-        asked = ForwardedRequest(scope["method"], path, scope["query_string"], headers, body, NOWHERE)
-        await while_connected(self._answer(asked, send), receive)
+        request = ForwardedRequest(scope["method"], path, scope["query_string"], headers, body, NO_REPLY)
+        await while_connected(self._respond(request, send), receive)
 
-    async def _answer(self, asked: ForwardedRequest, send: Send) -> None:
-        """Have it answered. Where a replica fails before it has begun to, another one is asked."""
+    async def _respond(self, request: ForwardedRequest, send: Send) -> None:
+        """If a replica fails before its response has begun, the request goes to another."""
         for attempt in range(ATTEMPTS):
-            await asyncio.sleep(max(0, attempt - 1))  # at once, then when those that have failed may be back
-            with self._call(asked) as answer:
+            await asyncio.sleep(max(0, attempt - 1))  # at once, then after a failed replica may have restarted
+            with self._call(request) as response:
                 try:
-                    status, headers = await answer.start()
+                    start = await response.next()
                 except BackPressureError:
-                    message = "too many requests wait: come again"
+                    message = "the queue is full: try again"
                     raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"}) from None
                 except REPLICA_FAILED as error:
                     log_error(error)
                     continue
-                await send({"type": "http.response.start", "status": status, "headers": headers})
-                await _hand_on(answer, headers, send)
+                await send(start)
+                await _forward_body(response, start["headers"], send)
                 return
-        message = "no replica could answer: come again"
+        message = "no replica could answer: try again"
         raise ApiError(503, message, code="replica_failed", headers={"Retry-After": "10"})
 
     @contextmanager
-    def _call(self, asked: ForwardedRequest) -> Iterator[Answer]:
-        """Ask a replica, for as long as somebody waits for the answer."""
-        with self._inbox.answer() as answer:
-            asked.reply_to = answer.address
-            calling = asyncio.ensure_future(self._calling(asked, answer))
+    def _call(self, request: ForwardedRequest) -> Iterator[PendingResponse]:
+        """Call a replica; the call is cancelled if the block ends before the response is complete."""
+        with self._inbox.response() as response:
+            request.reply_to = response.address
+            calling = asyncio.ensure_future(self._await_call(request, response))
             self._calls.add(calling)
             calling.add_done_callback(self._calls.discard)
             try:
-                yield answer
+                yield response
             finally:
-                if not answer.complete:
+                if not response.complete:
                     calling.cancel()
 
-    async def _calling(self, asked: ForwardedRequest, answer: Answer) -> None:
-        response = self._engines.remote(asked)
+    async def _await_call(self, request: ForwardedRequest, response: PendingResponse) -> None:
+        call = self._replicas.remote(request)
         try:
-            await response
-            if not answer.complete:
+            await call
+            if not response.complete:
                 await asyncio.sleep(LATE_S)
-                answer.put(ReplicaLost("the answer was lost"))
+                response.put(ReplicaLost("the response was lost"))
         except asyncio.CancelledError:
-            response.cancel()
+            call.cancel()
             raise
         except Exception as error:
-            answer.put(error)
+            response.put(error)
 
 
-async def _hand_on(answer: Answer, headers: Headers, send: Send) -> None:
-    """The body. An event stream that breaks off says so; of others, the connection is closed before their end."""
+async def _forward_body(response: PendingResponse, headers: list[tuple[bytes, bytes]], send: Send) -> None:
+    """An event stream that breaks off ends with an error event; other connections are closed early."""
     try:
-        while (piece := await answer.body()) is not None:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        while not is_last(message := await response.next()):
+            await send(message)
     except Exception as error:
         log_error(error)
         if not any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers):
             raise
         lost = ApiError(503, "the replica that was answering has failed", code="replica_failed")
-        await send({"type": "http.response.body", "body": as_event(lost.body, "error"), "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+        message = {"type": "http.response.body", "body": as_event(lost.body, "error")}
+    await send(message)
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
-        return quietly_closed()
+        return client_closed_request()
     if not isinstance(error, ApiError):
         log_error(error)
-        error = ApiError(500, "something unexpected has happened", code="internal_error")
+        error = ApiError(500, "an unexpected error occurred", code="internal_error")
     return error.response()
 
 
-class _Together:
-    """The metrics of all replicas, with the number of each as a label."""
+class _Merged:
+    """The metrics of all replicas, with a label `replica`."""
 
     def __init__(self, found: Sequence[Sequence[Metric]]) -> None:
         self._found = found
 
     def collect(self) -> Iterator[Metric]:
-        together: dict[str, Metric] = {}
+        merged: dict[str, Metric] = {}
         for number, metrics in enumerate(self._found):
             for metric in metrics:
-                family = together.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                family = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 for sample in metric.samples:
                     family.samples.append(sample._replace(labels={**sample.labels, "replica": str(number)}))
-        return iter(together.values())
+        return iter(merged.values())

@@ -1,4 +1,4 @@
-"""Which replica was sent which beginnings of prompts."""
+"""Which replica has been sent which prompt prefixes."""
 
 from __future__ import annotations
 
@@ -7,47 +7,48 @@ import random
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 
-from infer.server.text import as_json
+from infer.server.wire import as_json
 
 CHUNK = 256  # bytes of a prompt: about a page of tokens
-MOST_CHUNKS = 1 << 10  # of one prompt
-MOST = 1 << 18  # chunks of all prompts: some 50 MB
-FIELDS = ("tools", "instructions", "messages", "prompt", "input")  # of a body: what its prompt is made of, in order
+MAX_PROMPT_CHUNKS = 1 << 10
+MAX_CHUNKS = 1 << 18  # of all prompts: some 50 MB
+# Fields of a request body that make its prompt, in order.
+FIELDS = ("cache_salt", "tools", "instructions", "messages", "prompt", "input")
 
 
 def prompt_keys(body: bytes) -> list[int]:
-    """A key for each whole chunk of a request's prompt. Equal keys: the prompts are alike up to the chunk's end."""
+    """A key for each full chunk of a request's prompt. Equal keys: the prompts are equal up to the end of the chunk."""
     try:
         fields = json.loads(body)
         prompt = b"".join(as_json(fields[name]) for name in FIELDS if fields.get(name) is not None)
-    except (ValueError, AttributeError, RecursionError):  # the replica says what is wrong with it
+    except (ValueError, AttributeError, RecursionError):  # the replica reports the error
         return []
     keys, key = [], 0
-    for end in range(CHUNK, min(len(prompt), MOST_CHUNKS * CHUNK) + 1, CHUNK):
+    for end in range(CHUNK, min(len(prompt), MAX_PROMPT_CHUNKS * CHUNK) + 1, CHUNK):
         key = hash((key, prompt[end - CHUNK : end]))
         keys.append(key)
     return keys
 
 
 class PrefixTable:
-    """Forgets what was not asked for longest."""
+    """The replicas that have been sent each chunk; the least recently used chunks are evicted."""
 
-    def __init__(self, most: int = MOST) -> None:
-        self._most = most
+    def __init__(self, max_chunks: int = MAX_CHUNKS) -> None:
+        self._max_chunks = max_chunks
         self._holders: OrderedDict[int, set[str]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def record(self, keys: Sequence[int], replica: str) -> None:
-        for key in reversed(keys):  # so that a prompt's beginning is the last of it to be forgotten
+        for key in reversed(keys):  # the beginning of a prompt is evicted last
             self._holders.setdefault(key, set()).add(replica)
             self._holders.move_to_end(key)
-        while len(self._holders) > self._most:
+        while len(self._holders) > self._max_chunks:
             self._holders.popitem(last=False)
 
     def matches(self, keys: Sequence[int]) -> dict[str, int]:
-        """How many chunks of a prompt each replica holds; those that hold none are left out."""
+        """How many chunks of a prompt each replica has, if any."""
         found: dict[str, int] = {}
         for count, key in enumerate(keys, 1):
             holders = self._holders.get(key)
@@ -58,7 +59,7 @@ class PrefixTable:
         return found
 
     def retain(self, replicas: Collection[str]) -> None:
-        """Forget all others."""
+        """Drop all other replicas."""
         for key, holders in list(self._holders.items()):
             holders.intersection_update(replicas)
             if not holders:
@@ -68,10 +69,10 @@ class PrefixTable:
 def ordered(
     queues: Mapping[str, int], known: Mapping[str, int], tried: Collection[str] = (), slack: int = 0
 ) -> list[str]:
-    """Replicas, the best for a prompt first: who knows most of it, of those that are not much busier than others.
+    """Replicas, the best for a prompt first: the longest prefix among those that are not much busier than others.
 
-    queues: how many requests each has. known: how many chunks of the prompt. tried: those that have failed.
-    slack: requests that one may have more than the least busy, and still be preferred for what it knows.
+    queues: requests of each replica. known: chunks of the prompt that each has. tried: those that have failed.
+    slack: a replica with at most so many requests more than the least busy one is still chosen by its prefix.
     """
     most = min(queues.values(), default=0) + slack
 

@@ -1,4 +1,4 @@
-"""Ray Serve's request router, by prefix: where most of a prompt was sent before, unless that replica is too busy."""
+"""A request router for Ray Serve: to the replica with the longest cached prefix, unless it is too busy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from infer.deploy.forward import ForwardedRequest
+from infer.deploy.channel import ForwardedRequest
 from infer.deploy.prefixes import PrefixTable, ordered
 
 
@@ -15,7 +15,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     def initialize_state(self, slack: int = 8) -> None:
         """slack: as for `ordered`."""
         self._slack, self._table = slack, PrefixTable()
-        self._sent: dict[str, tuple[PendingRequest, str]] = {}  # those not answered yet, and where they go
+        self._sent: dict[str, tuple[PendingRequest, str]] = {}  # running requests and their replicas
 
     def update_replicas(self, replicas: Sequence[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -24,7 +24,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     async def choose_replicas(
         self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """All of them, the best first: Serve takes the first that has room."""
+        """All of them, the best first: Serve takes the first with a free slot."""
         request = _request(pending_request)
         replicas = {each.replica_id.unique_id: each for each in candidate_replicas}
         known = {} if request is None else self._table.matches(request.prefix)
@@ -35,8 +35,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         return [[replicas[name]] for name in best]
 
     def _queues(self, names: Collection[str]) -> dict[str, int]:
-        """How many requests each replica has. Serve's own numbers are of some time ago: of requests that come at once
-        most would go to one replica."""
+        """How many requests each replica has. Serve's own counts lag: with them, most requests that arrive together
+        would go to one replica."""
         self._sent = {key: sent for key, sent in self._sent.items() if not sent[0].future.cancelled()}
         counted = Counter(name for _, name in self._sent.values())
         return {name: counted[name] for name in names}
@@ -49,13 +49,13 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         request = _request(pending_request)
-        if pending_request.metadata.internal_request_id in self._sent:  # it may have been answered already
-            self._send(pending_request, replica_id.unique_id)  # another than the best, if that was full
+        if pending_request.metadata.internal_request_id in self._sent:  # else it has completed already
+            self._send(pending_request, replica_id.unique_id)  # not the best one, if that was full
         if request is not None:
             request.tried.append(replica_id.unique_id)
             self._table.record(request.prefix, replica_id.unique_id)
 
 
 def _request(pending: PendingRequest | None) -> ForwardedRequest | None:
-    """None: it is none of a client's, as a look at the metrics."""
+    """None: not a client's, for example a request for metrics."""
     return pending.args[0] if pending is not None and pending.args else None

@@ -1,4 +1,4 @@
-"""A deployment in the foreground: on a Ray of its own on this machine, or on the cluster at RAY_ADDRESS."""
+"""A deployment in the foreground: on a local Ray instance of its own, or on the cluster at RAY_ADDRESS."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from infer.deploy.options import DeployOptions
 
 NAME = "infer"  # of the application
-OBJECTS = 100 << 20  # bytes of Ray's object store: nothing large goes through it
+OBJECT_STORE_BYTES = 100 << 20  # of Ray: nothing large goes through it
 
 
 @contextmanager
 def deployed(options: DeployOptions) -> Iterator[None]:
-    """As long as it lasts, replicas answer. What this has started ends with it."""
+    """Within, replicas serve. All that was started ends with the block."""
     with connected():
         from ray import serve
 
@@ -36,18 +36,18 @@ def deployed(options: DeployOptions) -> Iterator[None]:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """To the cluster at RAY_ADDRESS; or to one that is made for this process alone."""
+    """To the cluster at RAY_ADDRESS, or to a local one of this process."""
     alone = not os.environ.get("RAY_ADDRESS")
-    if "ray" not in sys.modules:  # which reads these once
+    if "ray" not in sys.modules:  # Ray reads these at import
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")  # Serve's own news are in its log files
-        if alone:  # its ports are open to all networks
+        os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")  # Serve writes log files
+        if alone:  # its ports listen on all networks
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
 
-    local = {"include_dashboard": False, "object_store_memory": OBJECTS, "_node_ip_address": "127.0.0.1"}
+    local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1"}
     ray.init("local" if alone else None, namespace="serve", logging_level="WARNING", **(local if alone else {}))
-    # Ray would end the process at once, and leave its own behind.
+    # Ray's handler would end this process at once, and leave Ray's processes running.
     usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -58,11 +58,11 @@ def connected() -> Iterator[None]:
 
 @contextmanager
 def signalled() -> Iterator[threading.Event]:
-    """Set by Ctrl-C and SIGTERM."""
-    told = threading.Event()
-    usual = {number: signal.signal(number, lambda *_: told.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    """An event that Ctrl-C and SIGTERM set."""
+    stop = threading.Event()
+    usual = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield told
+        yield stop
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)

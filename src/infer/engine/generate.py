@@ -1,36 +1,50 @@
-"""Generation: prefill the prompt once, then decode one token per step.
+"""Generation: compute the prompt, then decode one token per step. Read this first.
 
-`stream` yields tokens as they come, `generate` collects them. Both check everything first (`_prepare`), then drive one
-request through `Runner.step`, which feeds the model what the cache does not hold yet.
+`stream` yields tokens as they are generated, `generate` collects them, `generate_batch` does so for several prompts.
+Each makes a `Sequence` per text and calls `Engine.step`, which schedules tokens, runs them and commits the next ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Collection
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from infer.backend import ModelVersion
 from infer.cache.base import Cache, NoCache
-from infer.cache.debug import debugged
-from infer.cache.traced import TracedCache
-from infer.engine.caches import check_cache_dtype, check_fits, check_keeps, keep_prefix, make_cache
-from infer.engine.model import Model, check_mode, check_traceable, configured, model_device
-from infer.engine.params import OTHER_NAMES, SamplingParams
-from infer.engine.request import Request, check_chunk
+from infer.cache.pool import OutOfPages, bytes_for
+from infer.engine.engine import Engine
+from infer.engine.memory import DEFAULT_MEMORY_FRACTION, CacheMemory
+from infer.engine.model import (
+    Model,
+    cache_dtype_of,
+    check_cache,
+    check_cache_dtype,
+    check_mode,
+    check_trace,
+    configured,
+    keep_prefix,
+    make_cache,
+    model_device,
+    reset_if_outdated,
+)
+from infer.engine.params import OTHER_NAMES, SamplingParams, check_prefill_chunk
 from infer.engine.result import GeneratedToken, GenerationResult, collect
-from infer.engine.runner import PromptLogits, Runner
-from infer.engine.settings import run_settings
-from infer.engine.text import Decodes
+from infer.engine.sequence import NoToken, Sequence, make_sequences, named, params_of_each
+from infer.engine.text import Detokenizer, SupportsDecode
+from infer.machine import available_memory
+from infer.models.common import Decoder
 from infer.trace.record import Trace
-from infer.values import CACHE, MODEL, TOKENIZER, says_unknown, takes
+from infer.values import CACHE, MODEL, TOKENIZER, Kind, suggests_keywords, takes
 
 _SAMPLING = OTHER_NAMES | {field.name: field.name for field in fields(SamplingParams)}
+EACH = Kind("SamplingParams, or one for each prompt", lambda value: isinstance(value, SamplingParams | list | tuple))
 
 
-@says_unknown({other: f"write SamplingParams({name}=...)" for other, name in _SAMPLING.items()})
+@suggests_keywords({other: f"write SamplingParams({name}=...)" for other, name in _SAMPLING.items()})
 @dataclass(frozen=True)
 class RunOptions:
     """The options of `stream`."""
@@ -44,130 +58,153 @@ class RunOptions:
     cache_dtype: str = "auto"
 
 
-class Recorder(PromptLogits, Protocol):
-    """What watches a run."""
-
-    def watch(self, cache: Cache) -> TracedCache: ...  # with the rows that it wants
-    def record(self, tokens: Sequence[int], logits: Tensor, cache: TracedCache, time_s: float) -> None: ...
-
-
 @takes(model=MODEL, tokenizer=TOKENIZER, cache=CACHE)
 def stream(
     model: Model,
-    tokenizer: Decodes,
-    prompt_token_ids: Sequence[int],
+    tokenizer: SupportsDecode,
+    prompt_token_ids: Collection[int],
     params: SamplingParams | None = None,
     **options: Any,
 ) -> Iterator[GeneratedToken]:
-    """Generate token by token. What cannot be generated is refused here, before the first token is asked for.
+    """Generate token by token. What cannot be generated is refused here, before the first token.
 
-    Options, of which what is generated depends on none:
+    Options; only `cache_dtype` and `on_full` can change the text:
 
-    - `device`: the model's own, which one that is given must match.
-    - `use_kv_cache`: False recomputes the whole sequence at each step: slow, and the reference for all else.
-    - `cache`: one of your own instead of a fresh one. What it holds of the prompt's beginning is kept, and the rest
-      prefilled. It ends up holding every token but the last generated, as far as there is room.
+    - `device`: must match the model's.
+    - `use_kv_cache`: False recomputes the whole sequence at each step: slow, and the reference for everything else.
+    - `cache`: your own, instead of a fresh one. The prefix of the prompt that it holds is kept, and the rest
+      prefilled. In the end it holds every token but the last, up to its capacity.
     - `cache_dtype`: "int8" keeps keys and values in 8 bits; "auto": in the model's dtype.
-    - `prefill_chunk`: feed the prompt in passes of at most so many tokens; None: at once.
-    - `on_full`: what to do about more positions than the model or the cache has. "error": refuse. "recompute": once
-      they are used up, feed the last ones that fit again at each step, which no cache can help with.
+    - `prefill_chunk`: compute the prompt in passes of at most this many tokens; None: in one pass.
+    - `on_full`: if the text needs more positions than the model or the cache has: "error" refuses; "recompute":
+      when the context is full, recompute the last tokens at every step, without a cache.
     - `trace`: a `Trace` that records every step.
     """
-    run = _prepare(model, tokenizer, prompt_token_ids, params, RunOptions(**options))
-    if run.request.prompt_logprobs is not None:
-        raise ValueError("a stream has no place for prompt_logprobs: `generate` and `LLM` give them")
-    return steps(run)
+    if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+        raise ValueError("a stream does not return prompt_logprobs: use `generate` or `LLM`")
+    return _start(model, tokenizer, prompt_token_ids, params, RunOptions(**options))[1]
 
 
 @takes(model=MODEL, tokenizer=TOKENIZER, cache=CACHE)
 def generate(
     model: Model,
-    tokenizer: Decodes,
-    prompt_token_ids: Sequence[int],
+    tokenizer: SupportsDecode,
+    prompt_token_ids: Collection[int],
     params: SamplingParams | None = None,
     **options: Any,
 ) -> GenerationResult:
-    """Generate to the end and return it all. Arguments and options are those of `stream`."""
-    run = _prepare(model, tokenizer, prompt_token_ids, params, RunOptions(**options))
-    tokens, request = list(steps(run)), run.request
-    return collect(
-        request.prompt,
-        tokens,
-        run.cache.memory_bytes,
-        seed=request.seed,
-        prompt_logprobs=request.prompt_logprobs,
-    )
+    """Generate to the end and return everything. Arguments and options are those of `stream`."""
+    sequence, tokens = _start(model, tokenizer, prompt_token_ids, params, RunOptions(**options))
+    cache, steps = sequence.cache, list(tokens)
+    memory_bytes = 0 if cache is None else cache.memory_bytes
+    scores = sequence.prompt_logprobs
+    return collect(sequence.prompt, steps, memory_bytes, seed=sequence.seed, prompt_logprobs=scores)
 
 
-class Run(NamedTuple):
-    """A request with all that it takes."""
-
-    model: Model
-    request: Request
-    cache: Cache
-    prefill_chunk: int | None = None
-    recorder: Recorder | None = None
-
-
-def steps(run: Run) -> Iterator[GeneratedToken]:
-    """Run it token by token."""
-    model, request, cache, prefill_chunk, recorder = run
-    with Runner(model) as runner:
-        flight = runner.admit(request, cache, prefill_chunk=prefill_chunk, watch=watching(recorder), scores=recorder)
-        while request.finish_reason is None:
-            for _, chosen, logits, started in runner.step():
-                token = request.push(chosen, started)
-                if recorder is not None and logits is not None and isinstance(flight.cache, TracedCache):
-                    recorder.record(request.tokens, logits, flight.cache, token.time_s)
-                yield token
+def run(
+    model: Model, sequence: Sequence, prefill_chunk: int | None = None, on_full: str = "error"
+) -> Iterator[GeneratedToken]:
+    """Run one sequence, with its own cache, token by token."""
+    text = Detokenizer(sequence.tokenizer, sequence.params.stop)
+    with Engine(model, prefill_chunk=prefill_chunk, on_full=on_full) as engine:
+        if sequence.finish_reason is None:
+            engine.submit(sequence)
+        while not engine.is_idle:
+            num_read = len(sequence.token_times)
+            engine.resync_with_cache(sequence)
+            engine.step()
+            engine.runner.sync(sequence)
+            if sequence.error is not None:
+                raise sequence.error
+            for at in range(num_read, len(sequence.token_times)):
+                yield sequence.read(at, text, time_s=sequence.step_time_s)
 
 
-def watching(recorder: Recorder | None = None) -> Callable[[Cache], Cache]:
-    """What wraps a cache: what prints its events, and what records its rows, where these are asked for."""
-    if recorder is None:
-        return debugged
-    return lambda cache: recorder.watch(debugged(cache))
-
-
-def _prepare(
-    model: Model, tokenizer: Decodes, prompt: Sequence[int], params: SamplingParams | None, options: RunOptions
-) -> Run:
-    """Check everything, then make the cache, unless there is one."""
-    model = configured(model, needed=options.use_kv_cache or options.trace is not None)
-    device, cache, trace, chunk = (
-        model_device(model, options.device),
-        options.cache,
-        options.trace,
-        options.prefill_chunk,
-    )
+def _start(
+    model: Model, tokenizer: SupportsDecode, prompt: Collection[int], params: SamplingParams | None, options: RunOptions
+) -> tuple[Sequence, Iterator[GeneratedToken]]:
+    """Check everything, then make the cache, unless one is given."""
+    cache, trace, chunk = options.cache, options.trace, options.prefill_chunk
+    model = configured(model, needed=options.use_kv_cache or trace is not None)
+    device = model_device(model, options.device)
     if cache is not None and not options.use_kv_cache:
         raise ValueError("use_kv_cache=False and a cache were both given: leave one out")
     check_cache_dtype(options.cache_dtype, cache, options.use_kv_cache)
-    capacity = None if cache is None else cache.capacity
-    request = Request(model.config, tokenizer, prompt, params, capacity, options.on_full)
-    if request.params.n != 1:
-        raise ValueError(f"n={request.params.n}: this gives one text; `LLM` and `generate_batch` give several")
-    check_chunk(chunk)
+    sequence = Sequence(model.config, tokenizer, prompt, params, cache=cache, on_full=options.on_full, recorder=trace)
+    if sequence.params.n != 1:
+        raise ValueError(f"n={sequence.params.n}: this gives one text; `LLM` and `generate_batch` give several")
+    check_prefill_chunk(chunk, has_cache=options.use_kv_cache and not isinstance(cache, NoCache))
     check_mode(model)
-    check_fits(model, cache, 1)
-    if trace is not None:
-        if not isinstance(trace, Trace):
-            raise TypeError(f"trace must be a Trace, not {type(trace).__name__}")
-        check_traceable(model)
-        trace.check(model.config, len(request.tokens), request.params.max_new_tokens)
-    check_keeps(options.use_kv_cache and not isinstance(cache, NoCache), chunk)
-    if cache is None:
-        helps = options.use_kv_cache and len(request.tokens) <= model.config.max_position_embeddings
-        cache = (
-            make_cache(model, request.max_seq_len, device, prefill_chunk=chunk, cache_dtype=options.cache_dtype)
-            if helps
-            else NoCache(1, device)
-        )
-    if request.prompt_logprobs is not None:
+    check_cache(model, cache, 1)
+    check_trace(model, trace, sequence)
+    context = model.config.max_position_embeddings
+    if cache is None and options.use_kv_cache and sequence.num_tokens <= context:
+        cache = make_cache(model, sequence.max_len, device, prefill_chunk=chunk, cache_dtype=options.cache_dtype)
+    elif cache is None:
+        cache = NoCache(1, device)
+    if sequence.prompt_logprobs is not None:
         cache.reset()  # all positions have to be computed
-    if len(request.tokens) <= min(cache.capacity, model.config.max_position_embeddings):
-        keep_prefix(cache, request.tokens)
-    if trace is not None:
-        settings = run_settings(model, request, cache, chunk, options.on_full)
-        trace.start(model.config, tokenizer, request.tokens, cache.seq_len, settings)
-    return Run(model, request, cache, chunk, trace)
+    if isinstance(model, Decoder):
+        reset_if_outdated(cache, ModelVersion(model).number())
+    if sequence.num_tokens <= min(cache.capacity, context):
+        keep_prefix(cache, sequence.token_ids)
+    sequence.cache = cache
+    return sequence, run(model, sequence, chunk, options.on_full)
+
+
+@takes(model=MODEL, tokenizer=TOKENIZER, params=EACH)
+def generate_batch(
+    model: Model,
+    tokenizer: SupportsDecode,
+    prompts: Collection[Collection[int]],
+    params: SamplingParams | Collection[SamplingParams] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    prefill_chunk: int | None = None,
+    on_full: str = "error",
+    cache_dtype: str = "auto",
+    memory: CacheMemory | None = None,
+) -> list[GenerationResult]:
+    """Generate from all prompts (token ids), in their order; the n samples of a prompt follow each other.
+
+    params: one for all, or one each. on_full, cache_dtype: see `stream`. prefill_chunk: prompt tokens of one pass.
+    memory: whose pages the prompts share, with each other and with earlier ones; None: a fresh one. As many prompts
+    run at once as fit into it. The first prompt that fails ends them all.
+    """
+    device, dtype = model_device(model, device), cache_dtype_of(model, cache_dtype)
+    sequences = list[Sequence]()
+    own = params_of_each(prompts, SamplingParams() if params is None else params)
+    for i, (prompt, each) in enumerate(zip(prompts, own, strict=True)):
+        with named(f"prompt {i}", ValueError, TypeError):
+            sequences += make_sequences(model.config, tokenizer, prompt, each, on_full=on_full, name=f"prompt {i}")
+    if not sequences:
+        return []
+    if memory is None:
+        memory = _memory_for(model, sequences, device, cache_dtype)
+    elif cache_dtype != "auto" and dtype is not memory.pool.dtype:
+        raise ValueError(f"cache_dtype={cache_dtype!r} was given, but the memory holds {memory.pool.dtype}")
+    with Engine(model, memory, prefill_chunk=prefill_chunk, on_full=on_full) as engine:
+        for sequence in sequences:
+            with named(sequence.name, ValueError):
+                engine.check(sequence)
+        for sequence in sequences:
+            engine.submit(sequence)
+        while not engine.is_idle:
+            num_finished = engine.num_finished
+            engine.step()
+            for sequence in sequences if engine.num_finished > num_finished else ():
+                if sequence.error is not None:
+                    with named(sequence.name, NoToken, OutOfPages):
+                        raise sequence.error
+    return [sequence.result() for sequence in sequences]
+
+
+def _memory_for(model: Model, sequences: list[Sequence], device: torch.device, cache_dtype: str) -> CacheMemory:
+    """Memory for all sequences at full length; or half of what is free, and some wait for others."""
+    config, item = model.config, cache_dtype_of(model, cache_dtype).itemsize
+    lengths = [min(sequence.max_len, config.max_position_embeddings) for sequence in sequences]
+    copied = bytes_for(config, 1, item)  # the last page, if it is shared
+    sizes = [bytes_for(config, length, item, chunk=length) + copied for length in lengths]
+    free = available_memory(device)
+    size = sum(sizes) if free is None else min(sum(sizes), max(int(free * DEFAULT_MEMORY_FRACTION), max(sizes)))
+    return CacheMemory(model, size, cache_dtype=cache_dtype)

@@ -1,6 +1,6 @@
 """Constrained output: which tokens may follow, so that the text matches a JSON schema, a regex or a grammar.
 
-`llguidance` parses the text; it is given the bytes of every token of a vocabulary, and asked once a token.
+`llguidance` parses the text; it gets the bytes of every token of a vocabulary, and computes a mask for each token.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 COMPILED = 64  # grammars that a vocabulary keeps: those of a server come back
-LEXER_STATES = 50_000  # that one request may come to take, of 1 to 2 kB each
-# Between the parts of a JSON text: blanks, or a new line with its indent. Small models that may add more often do,
-# until their tokens are spent.
+LEXER_STATES = 50_000  # maximum lexer states per request (1 to 2 kB each)
+# Between the parts of a JSON text: blanks, or a new line with its indent. Without a limit small models emit white
+# space up to max_new_tokens.
 WHITESPACE = r"[ \t]{1,8}|\r?\n[ \t]{0,64}"
-# The model decides how forced text is cut into tokens, as it does elsewhere: then no tokenizer is asked to encode.
+# The model decides how forced text is cut into tokens, as it does elsewhere: then nothing has to be encoded.
 OPTIONS = '%llguidance {"no_forcing": true}'
 
 Mask = NDArray[np.bool_]
@@ -40,15 +40,15 @@ class HasTokenBytes(Protocol):
 
 
 class Guide:
-    """What may follow the tokens taken so far, by a grammar. Each request has its own."""
+    """The grammar state of one sequence: which tokens may come next."""
 
     def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, kind: str) -> None:
         self._vocabulary, self._matcher, self._kind = vocabulary, matcher, kind
         self._begun = False
-        self._allowed: Mask | None = None  # once it was asked for, until the next token
+        self._allowed: Mask | None = None  # computed once per token
 
     def allowed(self) -> Mask:
-        """The tokens that may come next, [V]: none, where `error` says why, or where the text is whole."""
+        """The tokens that may come next, [V]: none if `error` says why, or if the text is complete."""
         if self._allowed is None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             self._allowed = np.unpackbits(bits, count=self._vocabulary.size, bitorder="little").view(np.bool_)
@@ -58,15 +58,15 @@ class Guide:
                 self._allowed &= self._vocabulary.can_begin
         return self._allowed
 
-    def take(self, token: int) -> bool:
-        """Go on behind a token; whether the text is whole then, and no token can follow, not even an end."""
+    def append_token(self, token: int) -> bool:
+        """Append a token. Returns whether the text is complete and no token can follow, not even an end."""
         self._begun, self._allowed = True, None
         self._matcher.consume_token(token)
         return not self._vocabulary.eos and not self.allowed().any() and not self.error
 
     @property
     def error(self) -> str:
-        """Why no token can follow, though the text is not whole; empty: one can."""
+        """Why no token can follow, although the text is incomplete; empty: one can."""
         if not self._matcher.is_error():
             return ""
         reason = self._matcher.get_error().partition("\n")[0]
@@ -81,13 +81,13 @@ class Vocabulary:
         llguidance = _llguidance()
         self.size, self.eos = size, eos
         tokens, first = tokenizer.token_bytes(size)
-        # A text would lack the space that a tokenizer drops from its first token.
+        # Tokens that lose their leading space as the first of a text cannot begin one.
         self.can_begin: Mask = np.array([a == b for a, b in zip(tokens, first, strict=True)])
         self.can_begin[list(eos)] = True
         for i in eos:
-            tokens[i] = b"eos"  # whatever text it has, it ends one
+            tokens[i] = b"eos"  # whatever its bytes, it ends the text
         wrapped = llguidance.TokenizerWrapper(_Tokens(tokens, eos))
-        # Without an eos token, llguidance adds one to the tokens: a mask's bit behind those of the model.
+        # Without an eos token, llguidance adds one to the tokens: one more bit at the end of a mask.
         self._tokenizer = llguidance.LLTokenizer(wrapped, eos_token=list(eos) or None)
         self._limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
         self._compiled = lru_cache(COMPILED)(self._compile)
@@ -128,18 +128,18 @@ class _Tokens:
 
 
 _vocabularies: WeakKeyDictionary[HasTokenBytes, dict[tuple[int, tuple[int, ...]], Vocabulary]] = WeakKeyDictionary()
-_making = threading.Lock()
+_lock = threading.Lock()
 
 
 def vocabulary_of(tokenizer: object, config: ModelConfig) -> Vocabulary:
-    """Made once for each tokenizer and kind of model, in a second or so; then it is there as long as the tokenizer."""
+    """Cached for each tokenizer and kind of model, as it takes about a second."""
     if not isinstance(tokenizer, HasTokenBytes):
         raise TypeError(
             f"a json_schema, regex or grammar needs the bytes of each token, which {type(tokenizer).__name__} does "
             "not give: use infer.Tokenizer, or define token_bytes as it does"
         )
     eos = tuple(i for i in config.eos_token_ids if i < config.vocab_size)
-    with _making:
+    with _lock:
         own = _vocabularies.setdefault(tokenizer, {})
         key = config.vocab_size, eos
         if key not in own:

@@ -1,39 +1,40 @@
-"""`LLM`: text in, text out, for one request or thousands at once. A thread drives the model; any thread may ask."""
+"""`LLM`: text in, text out, for one request or thousands at once, from any thread. One thread drives the model."""
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Sequence as Collection
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar, overload
 
-from infer.engine.driver import Driver, News
-from infer.engine.loop import Event, Loop, Stats, Task
+from infer.engine.engine import Engine, Event, Stats
 from infer.engine.memory import CacheMemory
-from infer.engine.model import Model, check_mode, check_traceable
+from infer.engine.model import Model, check_trace
 from infer.engine.params import PARAMS, SamplingParams
-from infer.engine.request import check_chunk, samples
 from infer.engine.result import GeneratedToken, GenerationResult, Score
+from infer.engine.sequence import Sequence, make_sequences, named, params_of_each
 from infer.engine.session import Encode, Session
-from infer.engine.text import TextStream
+from infer.engine.text import Detokenizer
+from infer.engine.thread import EngineThread, Notifier
 from infer.models.common import Decoder
 from infer.trace.record import Trace
 from infer.trace.text import token_texts
-from infer.values import BYTES, MESSAGES, MODEL, NAME, PROMPT, STRING, TOKENIZER, either, takes
+from infer.values import BYTES, CALLABLE, MESSAGES, MODEL, NAME, PROMPT, STRING, TOKENIZER, either, takes
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
-SPLIT_PATIENCE_S = 10.0  # for a step of several processes, one of which may hang, before they are ended
-Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or the messages of a chat
+PARALLEL_CLOSE_S = 10.0  # to wait for a step of several processes, one of which may hang, before they are killed
+Prompt = str | Collection[int] | Collection[Message]  # text, token ids, or the messages of a chat
 
 
 class LLM:
-    """A model with its tokenizer, and the memory of all its conversations.
+    """A model with its tokenizer, and the memory for the caches of all its requests.
 
-    Each text is what `generate` gives that request alone, to the bit, whatever runs beside it.
+    Each text is bit for bit the one that `generate` gives, whatever else is in the batch.
     """
 
     @takes(model=either(NAME, MODEL), tokenizer=TOKENIZER, cache_memory=BYTES)
@@ -53,47 +54,44 @@ class LLM:
         max_rows: int | None = None,
         prefill_chunk: int | None = None,
     ) -> None:
-        """model: a name, a folder, a file or a hub id; or a model that is loaded, with its tokenizer.
+        """model: a name, a folder, a file or a hub id; or a loaded model, with its tokenizer.
 
-        tensor_parallel: number of processes to split the model over, on GPUs one GPU each; texts stay the same to the
-        bit. cache_memory: bytes for all caches, in each process; None: half of what is free, which processes on one
-        device share. memory: instead of it, one that is there.
-        max_rows: requests that run at once. prefill_chunk: tokens of prompts in one pass, beside those that decode.
+        tensor_parallel: number of processes to shard the model over, on GPUs one GPU each; texts stay the same to the
+        bit. cache_memory: bytes for all caches, in each process; None: half of the free memory, which processes on one
+        device share. memory: an existing CacheMemory to use instead.
+        max_rows: sequences that run at once. prefill_chunk: prompt tokens of one step, beside sequences that decode.
         """
         group = None
         if isinstance(model, str | Path):
-            from infer.loader import Tokenizer, load_model
-            from infer.parallel.processes import load_split
+            from infer.loader.load import load_model
+            from infer.loader.tokenizer import Tokenizer
+            from infer.parallel.launch import load_sharded
 
             tokenizer = Tokenizer(model) if tokenizer is None else tokenizer
             if tensor_parallel == 1:
                 model = load_model(model, dtype=dtype, device=device, quantize=quantize)[0]
             else:
-                model = load_split(model, tensor_parallel, dtype=dtype, device=device, quantize=quantize)[0]
+                model = load_sharded(model, tensor_parallel, dtype=dtype, device=device, quantize=quantize)[0]
                 group = model.group
         elif tensor_parallel != 1:
-            raise TypeError(
-                "a model that is loaded cannot be split: give its name, and LLM loads a part in each process"
-            )
+            raise TypeError("a loaded model cannot be sharded: give its name, and LLM loads a shard in each process")
         elif tokenizer is None:
-            raise TypeError("a model that is loaded needs its tokenizer beside it: LLM(model, tokenizer)")
+            raise TypeError("a loaded model needs its tokenizer: LLM(model, tokenizer)")
         self.model, self.tokenizer = model, tokenizer
         with ExitStack() as opened:
             if group is not None:
                 opened.callback(group.close)
-            check_mode(model)
-            check_chunk(prefill_chunk)
             if memory is None:
                 memory = CacheMemory(model, cache_memory, cache_dtype=cache_dtype, store=prefix_store)
             elif cache_memory is not None or prefix_store is not None or cache_dtype != "auto":
                 raise ValueError("memory was given: leave cache_memory, cache_dtype and prefix_store out")
             self.memory = memory
             shared = model.group if isinstance(model, Decoder) else None
-            loop = Loop(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk)
-            self._driver = Driver(loop, None if shared is None else SPLIT_PATIENCE_S)
-            opened.callback(self._driver.close)
+            engine = Engine(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk)
+            self._thread = EngineThread(engine, None if shared is None else PARALLEL_CLOSE_S)
+            opened.callback(self._thread.close)
             if shared is not None:
-                opened.callback(shared.watch(self._driver.fail))
+                opened.callback(shared.watch(self._thread.fail))
             self._finalizer = weakref.finalize(self, opened.pop_all().close)
 
     def __repr__(self) -> str:
@@ -109,7 +107,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End what runs and give the memory back."""
+        """Abort everything and free the memory."""
         self._finalizer()
 
     def submit(
@@ -118,69 +116,72 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
         trace: Trace | None = None,
         **settings: Any,
     ) -> Handle:
-        """Ask for a text without waiting for it. What cannot be generated is refused at once.
+        """Submit a prompt without waiting for the text. What cannot be generated is refused at once.
 
-        params: how to sample, or settings by their names: temperature=0.8. priority: lower goes first. trace: records
-        the run.
+        The options are those of `submit_all`.
         """
-        return Handle(self, self._tasks(prompt, _params(params, settings), priority, trace))
+        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "trace": trace}
+        return self.submit_all([prompt], params, **options, **settings)
 
     def submit_all(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, priority: int = 0, **settings: Any
+        self,
+        prompts: Collection[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        trace: Trace | None = None,
+        **settings: Any,
     ) -> Handle:
-        """Ask for the texts of several prompts as one: pieces with their `index`, n for each prompt."""
-        params = _params(params, settings)
-        return Handle(self, [task for prompt in prompts for task in self._tasks(prompt, params, priority, None)])
+        """Submit several prompts as one request: tokens have their `index`, n for each prompt.
 
-    def _tasks(self, prompt: Prompt, params: SamplingParams, priority: int, trace: Trace | None) -> list[Task]:
-        requests = samples(self.model.config, self.tokenizer, self.encode(prompt), params)
-        if trace is not None:
-            if not isinstance(trace, Trace):
-                raise TypeError(f"trace must be a Trace, not {type(trace).__name__}")
-            check_traceable(self.model)
-            if len(requests) > 1:
-                raise ValueError(f"a trace records one text, not n={len(requests)}")
-            trace.check(self.model.config, len(requests[0].tokens), params.max_new_tokens)
-        for request in requests:
-            self._driver.loop.check(request)
-        return [Task(request, priority=priority, recorder=trace) for request in requests]
+        params: how to sample, or settings by their names: temperature=0.8. priority: lower runs first.
+        cache_salt: only requests with the same one share cached prefixes. trace: records the run of a single prompt.
+        """
+        if trace is not None and len(prompts) > 1:
+            raise ValueError(f"a trace records one text, not those of {len(prompts)} prompts")
+        params, sequences = _params(params, settings), list[Sequence]()
+        options = {"priority": priority, "cache_salt": cache_salt, "recorder": trace}
+        for prompt in prompts:
+            sequences += make_sequences(self.model.config, self.tokenizer, self.encode(prompt), params, **options)
+        for sequence in sequences:
+            check_trace(self.model, trace, sequence)
+            self._thread.engine.check(sequence)
+        return Handle(self, sequences)
 
     @overload
     def generate(
-        self, prompts: str | Sequence[int] | Sequence[Message], params: SamplingParams | None = None, **settings: Any
+        self,
+        prompts: str | Collection[int] | Collection[Message],
+        params: SamplingParams | None = None,
+        **settings: Any,
     ) -> GenerationResult: ...
     @overload
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Collection[str] | Collection[Collection[int]] | Collection[Collection[Message]],
+        params: SamplingParams | Collection[SamplingParams] | None = None,
         **settings: Any,
     ) -> list[GenerationResult]: ...
     @takes(prompts=PROMPT)
     def generate(self, prompts: Any, params: Any = None, **settings: Any) -> Any:
-        """The text that follows a prompt; or of several prompts, in their order.
+        """The text that follows a prompt; or those of several prompts, in their order.
 
         params: how to sample, or one for each prompt; or settings by their names: temperature=0.8. With n samples, each
-        prompt gives a list of them.
+        prompt gives a list.
         """
         prompts = prompts if isinstance(prompts, str) else list(prompts)
         if _is_one(prompts):
             return self.submit(prompts, params, **settings).result()
-        each = params if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(
-                f"{len(each)} SamplingParams for {len(prompts)} prompts: give one for all, or one for each"
-            )
         handles: list[Handle] = []
         try:
-            for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-                try:
+            for i, (prompt, own) in enumerate(zip(prompts, params_of_each(prompts, params), strict=True)):
+                with named(f"prompt {i}", ValueError, TypeError):
                     handles.append(self.submit(prompt, own, **settings))
-                except (ValueError, TypeError) as error:
-                    raise type(error)(f"prompt {i}: {error}") from None
             return [handle.result() for handle in handles]
         except BaseException:
             for handle in handles:
@@ -188,47 +189,40 @@ class LLM:
             raise
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any) -> Handle:
-        """The text that follows a prompt, piece by piece: `for piece in llm.stream(...)`, or `async for`."""
+        """The text that follows a prompt, token by token: `for token in llm.stream(...)`, or `async for`."""
         return self.submit(prompt, params, **settings)
 
     @takes(messages=either(STRING, MESSAGES))
     def chat(
-        self, messages: Sequence[Message] | str, params: SamplingParams | None = None, **settings: Any
+        self, messages: Collection[Message] | str, params: SamplingParams | None = None, **settings: Any
     ) -> GenerationResult:
-        """The answer to a chat's messages, or to one of the user's, by the model's own template."""
+        """The answer to the messages of a chat, or to one user message, by the model's chat template."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self.submit(messages, params, **settings).result()  # type: ignore[no-any-return]
 
-    def session(
-        self,
-        *,
-        system: str | None = None,
-        params: SamplingParams | None = None,
-        context: int | None = None,
-        encode: Encode | None = None,
-    ) -> Session:
-        """A chat that goes on, turn by turn. The options are those of `Session`."""
-        return Session(self, system=system, params=params, context=context, encode=encode)
+    def session(self, **options: Any) -> Session:
+        """A conversation, turn by turn. The options are those of `Session`."""
+        return Session(self, **options)
 
     def load_session(self, path: str | Path, *, encode: Encode | None = None) -> Session:
-        """A chat that was saved, where it was left. encode: as for `Session`."""
+        """A conversation that was saved. encode: see `Session`."""
         return Session.load(path, self, encode=encode)
 
-    def score(self, text: str | Sequence[int], top: int = 0) -> Score:
-        """The log-probability of each token of a text: the very numbers that generation would see.
+    def score(self, text: str | Collection[int], top: int = 0) -> Score:
+        """The log-probability of each token of a text: the numbers that generation would see.
 
-        top: of so many of the likeliest tokens in its place as well.
+        top: also of the top-k tokens in its place.
         """
         result = self.submit(text, SamplingParams(max_new_tokens=0, prompt_logprobs=top)).result()
         ids = result.prompt_token_ids
         return Score(ids, token_texts(self.tokenizer, ids), result.prompt_logprobs or [])
 
     @takes(prompt=PROMPT)
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt."""
+    def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
+        """The token ids of a prompt. max_tokens: see `Tokenizer.encode`."""
         if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
+            return list(self.tokenizer.encode(prompt, **({} if max_tokens is None else {"max_tokens": max_tokens})))
         prompt = list(prompt)  # type: ignore[assignment]
         if prompt and all(isinstance(each, Mapping) for each in prompt):
             return list(self.tokenizer.encode_chat(prompt))
@@ -236,156 +230,137 @@ class LLM:
 
     @property
     def max_rows(self) -> int:
-        """Texts that run at once."""
-        return self._driver.loop.scheduler.max_rows
+        """Sequences that run at once."""
+        return self._thread.engine.scheduler.max_rows
 
     @property
     def prefill_chunk(self) -> int:
-        """Tokens of prompts in one pass."""
-        return self._driver.loop.scheduler.prefill_chunk
+        """Prompt tokens of one step."""
+        return self._thread.engine.scheduler.prefill_chunk
 
     @property
     def failure(self) -> BaseException | None:
-        """What has ended it: then it can only be made anew."""
-        return self._driver.failure
+        """The error that ended the engine: create another LLM."""
+        return self._thread.failure
 
     def stats(self) -> Stats:
-        """What it does at the moment, and has done so far."""
-        return self._driver.loop.stats()
+        """What runs at the moment, and totals."""
+        return self._thread.engine.stats()
 
+    @takes(listener=CALLABLE)
     def watch(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Let a function hear of all that happens, from the engine's own thread; returns what ends that."""
-        return self._driver.loop.watch(listener)
+        """Call a function with every event, in the engine's thread. Returns a function that ends this."""
+        return self._thread.engine.watch(listener)
 
-    def between_steps(self, function: Callable[[Loop], T]) -> Future[T]:
-        """Let a function look at the loop in the engine's own thread, between two steps: nothing changes meanwhile."""
-        return self._driver.between_steps(lambda: function(self._driver.loop))
+    @takes(function=CALLABLE)
+    def between_steps(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Call a function with the engine, in the engine's thread, between two steps."""
+        return self._thread.between_steps(function)
 
 
 class Handle:
-    """A request on its way: iterate over its pieces, `await` it, or ask for the `result`. Let go of, it is aborted."""
+    """A submitted request: iterate over its tokens, `await` it, or wait for its `result`. Deleting it aborts it."""
 
-    def __init__(self, llm: LLM, tasks: Sequence[Task]) -> None:
-        self._llm, self._tasks = llm, tasks  # as long as somebody waits, it is not closed by being forgotten
-        self._readers = [_Reader(task, index) for index, task in enumerate(tasks)]
-        self._news = News(llm._driver.wakeups)
-        for task in tasks:
-            task.news = self._news
-        llm._driver.submit(tasks)
-        weakref.finalize(self, llm._driver.abort, tasks).atexit = False
+    def __init__(self, llm: LLM, sequences: list[Sequence]) -> None:
+        self._llm, self.sequences = llm, sequences  # an LLM is not closed while it has handles
+        self._texts = [Detokenizer(sequence.tokenizer, sequence.params.stop) for sequence in sequences]
+        self._num_read = [0] * len(sequences)
+        self._notifier = Notifier(llm._thread)
+        for sequence in sequences:
+            sequence.notify = self._notifier
+        llm._thread.submit(sequences)
+        weakref.finalize(self, llm._thread.abort, sequences).atexit = False
 
     @property
     def done(self) -> bool:
-        return all(task.done for task in self._tasks)
+        return all(sequence.is_finished for sequence in self.sequences)
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether a token has been read."""
-        return any(reader.seen for reader in self._readers)
+        return any(self._num_read)
 
     def abort(self) -> None:
-        """It is not wanted any more: its row and its pages go to others."""
-        self._llm._driver.abort(self._tasks)
+        """Stop generating, and free the memory."""
+        self._llm._thread.abort(self.sequences)
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the end: a `GenerationResult`, or a list of n. Raises what has gone wrong."""
-        self._news.wait(lambda: self.done, pieces=False, timeout=timeout)
+        """Wait for the end: a `GenerationResult`, or a list of n. Raises the error that ended it."""
+        self._notifier.wait(lambda: self.done, tokens=False, timeout=timeout)
         return self._result()
 
     def __iter__(self) -> Iterator[GeneratedToken]:
-        """Pieces as they come; of n samples with their `index`. Who stops early aborts the rest."""
+        """Tokens as they are generated; of n samples, with their `index`. Leaving the loop aborts the rest."""
         try:
             while True:
                 last = self.done
-                yield from self._pieces()
+                yield from self._read()
                 if last:
                     return
-                self._news.wait(self._has_pieces, pieces=True)
+                self._notifier.wait(self._has_tokens, tokens=True)
         finally:
             self.abort()
 
     async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
-        async for pieces in self.arrivals():
-            for piece in pieces:
-                yield piece
+        async for tokens in self.token_batches():
+            for token in tokens:
+                yield token
 
-    async def arrivals(self) -> AsyncIterator[list[GeneratedToken]]:
-        """As `async for`, but all pieces that have come since the last ones at once."""
+    async def token_batches(self) -> AsyncIterator[list[GeneratedToken]]:
+        """Lists of all tokens since the last list."""
         try:
             while True:
                 last = self.done
-                if pieces := list(self._pieces()):
-                    yield pieces
+                if tokens := list(self._read()):
+                    yield tokens
                 if last:
                     return
-                await self._news.wait_async(self._has_pieces, pieces=True)
+                await self._notifier.wait_async(self._has_tokens, tokens=True)
         finally:
             self.abort()
 
     def __await__(self) -> Any:
-        return self._awaited().__await__()
-
-    async def _awaited(self) -> Any:
-        await self.finished()
+        yield from self.finished().__await__()
         return self._result()
 
     async def finished(self) -> None:
-        """Wait for the end, whatever that is. Cancelled, it aborts."""
+        """Wait for the end, also of a failure. If this is cancelled, the request is aborted."""
         try:
-            await self._news.wait_async(lambda: self.done, pieces=False)
+            await self._notifier.wait_async(lambda: self.done, tokens=False)
         except asyncio.CancelledError:
             self.abort()
             raise
 
     def results(self) -> list[GenerationResult]:
-        """Of all texts, once it is done. Raises what has gone wrong."""
-        for task in self._tasks:
-            if task.error is not None:
-                raise task.error
-        return [task.result() for task in self._tasks]
+        """Of all texts, once it is done. Raises the error that ended it."""
+        for sequence in self.sequences:
+            _raise(sequence.error)
+        return [sequence.result() for sequence in self.sequences]
 
     def _result(self) -> Any:
         results = self.results()
         return results[0] if len(results) == 1 else results
 
-    def _has_pieces(self) -> bool:
-        return self.done or any(reader.behind for reader in self._readers)
+    def _has_tokens(self) -> bool:
+        return self.done or any(
+            len(sequence.token_times) > num_read
+            for sequence, num_read in zip(self.sequences, self._num_read, strict=True)
+        )
 
-    def _pieces(self) -> Iterator[GeneratedToken]:
-        for reader in self._readers:
-            yield from reader.read()
+    def _read(self) -> Iterator[GeneratedToken]:
+        """The tokens since the last call, decoded in the reader's thread; then the error that ended it, if any."""
+        for index, sequence in enumerate(self.sequences):
+            error = sequence.error
+            while len(sequence.token_times) > (at := self._num_read[index]):
+                self._num_read[index] += 1
+                yield sequence.read(at, self._texts[index], index)
+            _raise(error)
 
 
-class _Reader:
-    """Turns the tokens of a request into text, in the thread of whoever reads it."""
-
-    def __init__(self, task: Task, index: int) -> None:
-        self.task, self.index, self.seen = task, index, 0
-        self._text = TextStream(task.request.tokenizer, task.request.params.stop)
-
-    @property
-    def behind(self) -> bool:
-        return len(self.task.times) > self.seen
-
-    def read(self) -> Iterator[GeneratedToken]:
-        """What came since; then the error that has ended it, if there is one."""
-        task, request = self.task, self.task.request
-        error = task.error
-        while self.behind:
-            at = self.seen
-            self.seen += 1
-            token = request.tokens[request.prompt_len + at]
-            # What ended it belongs to the last token, and was there before that could be seen.
-            reason = request.finish_reason if request.prompt_len + at + 1 == len(request.tokens) else None
-            reason = None if reason == "interrupted" else reason
-            piece = "" if reason == "eos" else self._text.push(token)
-            if reason is not None:
-                piece += self._text.finish()
-            before = task.times[at - 1] if at else task.began or task.submitted
-            logprobs = None if request.logprobs is None else request.logprobs[at]
-            yield GeneratedToken(token, piece, task.times[at] - before, reason, logprobs, self.index)
-        if error is not None:
-            raise error
+def _raise(error: BaseException | None) -> None:
+    """Raise the error that ended a sequence. An exit or an interrupt by a callback does not end the reader's thread."""
+    if error is not None:
+        raise error if isinstance(error, Exception) else RuntimeError(f"a callback of this request: {error!r}")
 
 
 @takes(params=PARAMS)
@@ -395,8 +370,8 @@ def _params(params: SamplingParams | None, settings: Mapping[str, Any]) -> Sampl
     return SamplingParams(**settings) if params is None else params
 
 
-def _is_one(prompts: str | Sequence[Any]) -> bool:
+def _is_one(prompts: str | Collection[Any]) -> bool:
     """Whether it is one prompt, not several: a text, messages, or numbers."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
         return True
-    return bool(prompts) and not isinstance(prompts[0], str | Sequence) and not getattr(prompts[0], "ndim", 0)
+    return bool(prompts) and not isinstance(prompts[0], str | Collection) and not getattr(prompts[0], "ndim", 0)

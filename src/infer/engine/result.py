@@ -1,28 +1,30 @@
-"""What generation gives: tokens one by one, and everything about a run that is over."""
+"""What generation returns: tokens one by one, and results of finished runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
-from infer.engine import notebook
 from infer.engine.logprobs import TokenLogprobs
 
-SHOWN = 60  # characters of a text
+SHOWN = 60  # characters of a text in a repr
+UNLIKELY = -10.0  # log-probability at which a token has the full shade
+TEXT = "white-space: pre-wrap; overflow-wrap: anywhere"
 
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """One step of a stream. Text is what became certain with it: it may be empty, or belong to earlier tokens too."""
+    """One token of a stream. Its text is what became certain with it: it may be empty, or include earlier tokens."""
 
     token_id: int
     text: str
     time_s: float  # of the forward pass and sampling; the first one's includes the whole prefill
-    finish_reason: str | None = None  # on the last: "eos" | "stop" | "length"
-    logprobs: TokenLogprobs | None = None  # where they were asked for
-    index: int = 0  # of the sample that it belongs to, where there are several
+    finish_reason: str | None = None  # of the last token: "eos" | "stop" | "length"
+    logprobs: TokenLogprobs | None = None  # if requested
+    index: int = 0  # of its sample, if there are several
 
     def __str__(self) -> str:
         return self.text
@@ -50,21 +52,21 @@ class Timing:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Steady speed, the first token apart; 0 if there was only that one."""
+        """Without the first token; 0 if it is the only one."""
         return len(self.decode_times_s) / self.decode_time_s if self.decode_times_s else 0.0
 
 
 @dataclass(frozen=True, repr=False)
 class GenerationResult:
     prompt_token_ids: list[int]
-    token_ids: list[int]  # all that were generated, an end-of-sequence token included
+    token_ids: list[int]  # generated, the end-of-sequence token included
     text: str
-    finish_reason: str  # "eos" | "stop" | "length"; "interrupted" if the stream was left early
+    finish_reason: str  # "eos" | "stop" | "length"; "interrupted" if it was aborted
     timing: Timing
     cache_memory_bytes: int
-    known_tokens: int = 0  # of the prompt, that others had computed before
-    seed: int | None = None  # that its tokens were drawn with, given or not
-    logprobs: list[TokenLogprobs] | None = None  # of each token, where they were asked for
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    seed: int | None = None  # given or drawn
+    logprobs: list[TokenLogprobs] | None = None  # of each token, if requested
     # Of each token of the prompt; the first has none, as nothing comes before it.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -77,7 +79,7 @@ class GenerationResult:
 
     def _repr_html_(self) -> str:
         """In a notebook."""
-        return notebook.shown(self.text, self._figures())
+        return _html_block(escape(self.text), self._figures())
 
     def _figures(self) -> list[str]:
         speed = [f"{self.timing.decode_tokens_per_s:.1f} tok/s"] if self.timing.decode_times_s else []
@@ -94,7 +96,7 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a text is, token by token."""
+    """The log-probabilities of a text, token by token."""
 
     token_ids: list[int]
     texts: list[str]  # of each token
@@ -103,7 +105,7 @@ class Score:
     def _repr_html_(self) -> str:
         """In a notebook."""
         about = f"{self.scored} tokens", f"log-probability {self.total:.4f}", f"perplexity {self.perplexity:.3f}"
-        return notebook.shaded(self.texts, [each and each.logprob for each in self.logprobs], about)
+        return _html_block("".join(map(_html_token, self.texts, self.logprobs)), about)
 
     @property
     def scored(self) -> int:
@@ -121,7 +123,7 @@ class Score:
 def collect(
     prompt_token_ids: Sequence[int], steps: Sequence[GeneratedToken], cache_bytes: int, **others: Any
 ) -> GenerationResult:
-    """The result of a stream that has been read. others: fields that it does not tell."""
+    """The result of a stream. others: fields that its tokens do not have."""
     return GenerationResult(
         prompt_token_ids=list(prompt_token_ids),
         token_ids=[step.token_id for step in steps],
@@ -132,3 +134,19 @@ def collect(
         logprobs=[step.logprobs for step in steps if step.logprobs is not None] or None,
         **others,
     )
+
+
+def _html_token(text: str, scored: TokenLogprobs | None) -> str:
+    """A token, shaded by how unlikely it is; a tooltip shows its figures."""
+    visible = escape(text.replace("\n", "↵\n"))
+    if scored is None:
+        return f'<span title="nothing comes before it">{visible}</span>'
+    shade = 0.6 * max(0.0, min(1.0, scored.logprob / UNLIKELY))
+    title = f"log-probability {scored.logprob:.4f}, probability {math.exp(scored.logprob):.2%}"
+    return f'<span title="{title}" style="background: rgba(220, 60, 40, {shade:.2f})">{visible}</span>'
+
+
+def _html_block(content: str, about: Sequence[str]) -> str:
+    """A text, and figures below it, in the notebook's own colors."""
+    below = f'<div style="opacity: 0.7; font-size: smaller">{escape(" · ".join(about))}</div>'
+    return f'<div style="{TEXT}">{content}</div>{below}'

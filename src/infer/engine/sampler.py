@@ -1,7 +1,7 @@
-"""From logits to a token: pure functions.
+"""From logits to a token on the host: pure functions.
 
-A draw is a function of (seed, position) and the logits, so it does not depend on the cache, the batch, or how many
-draws came before; nor on the device, as `backend/gpu/sampling.py` computes the same numbers on a GPU.
+A draw is a function of the seed, the position and the logits. It does not depend on the cache, the batch or earlier
+draws; nor on the device: `backend/gpu/sampling.py` computes the same numbers on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.engine.params import SamplingParams
-from infer.nn.draw import Filters, Floats, draw, is_sampled, uniform
+from infer.nn.draw import Floats, draw, uniform
+from infer.nn.packed import PackedSettings
 
 
 def sample(
@@ -24,31 +25,33 @@ def sample(
     params: SamplingParams,
     seed: int,
     allowed: NDArray[np.bool_] | None = None,
+    settings: PackedSettings | None = None,
 ) -> int:
-    """The token to follow `tokens`, of which the first prompt_len are the prompt. logits: [V].
+    """The token that follows `tokens`, of which the first prompt_len are the prompt. logits: [V].
 
-    allowed: which tokens may, [V]; None: any. -1: none can be chosen, because a logit is NaN or all are -inf.
+    allowed: mask of the tokens to choose from, [V]; None: all. settings: the params, if they are packed already.
+    Returns -1 if a logit is NaN or all are -inf.
     """
-    scores = penalise(logits.detach().cpu().float().numpy(), tokens, prompt_len, params)
-    if allowed is not None:  # behind penalties, which may be infinite
+    settings = params.packed(seed, logits.shape[-1]) if settings is None else settings
+    scores = penalize(logits.detach().cpu().float().numpy(), tokens, prompt_len, params)
+    if allowed is not None:  # after penalties, which may be infinite
         scores = np.where(allowed, scores, np.float32(-np.inf))
     best = int(scores.argmax())
-    if not scores[best] > -np.inf:  # NaN is the largest to argmax
+    if not scores[best] > -np.inf:  # to argmax, NaN is the largest
         return -1
-    if not is_sampled(params.temperature, params.top_k):
+    if "sampled" not in settings.flags:
         return best
-    filters = Filters.of(params.temperature, params.top_k, params.top_p, params.min_p)
-    return draw(scores, filters, uniform(seed, len(tokens)))
+    return draw(scores, settings.columns, uniform(seed, len(tokens)))
 
 
-def penalise(logits: Floats, tokens: Sequence[int], prompt_len: int, params: SamplingParams) -> Floats:
-    """Apply penalties and bias. Repetition looks at prompt and output, presence and frequency at the output alone."""
-    wanted = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-    if wanted == (1, 0, 0) and not params.logit_bias:
+def penalize(logits: Floats, tokens: Sequence[int], prompt_len: int, params: SamplingParams) -> Floats:
+    """Apply penalties and bias: the repetition penalty to tokens of prompt and output, the others to the output."""
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    if penalties == (1, 0, 0) and not params.logit_bias:
         return logits
     scores = logits.copy()
-    with np.errstate(all="ignore"):  # penalties beyond float32 are infinite, on a device too
-        repetition, presence, frequency = np.array(wanted).astype(np.float32)
+    with np.errstate(all="ignore"):  # penalties beyond float32 are infinite, as on a GPU
+        repetition, presence, frequency = np.array(penalties).astype(np.float32)
         if repetition != 1:
             seen = list(set(tokens))
             x = scores[seen]

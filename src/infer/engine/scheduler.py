@@ -1,154 +1,159 @@
-"""Who is in the next pass, and with how many tokens: continuous batching, without a model or a tensor in sight.
+"""Continuous batching: which sequences are in the next step, and how many tokens of each are computed.
 
-All rows that decode are in it, and chunks of prompts in the order of their arrival, up to a bound. A request is
-admitted when there are pages for its next chunk, not for all that it may come to hold. When pages run out, the youngest
-row gives its pages back and waits again. What is decided depends on what was submitted and when, and on nothing else.
+Every sequence that decodes is in it, and chunks of prompts in the order of arrival, up to a token budget. A sequence is
+admitted once there is memory for its next chunk, not for everything that it may grow to. When memory runs out, the
+youngest sequence is preempted: it frees its pages and waits again. The plan depends only on what was submitted and
+when; no model or tensor is involved.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from operator import attrgetter
-from typing import Generic, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
-PATIENCE = 256  # passes: a request of the next priority is served as if it had come so much later, so not never
+from infer.engine.sequence import Sequence, Status
 
-
-class Job:
-    """A request as the scheduler sees it: counts of tokens."""
-
-    __slots__ = ("__weakref__", "held", "length", "order", "priority", "room", "running", "whole")
-
-    def __init__(self, length: int, priority: int = 0) -> None:
-        """length: of the prompt. priority: lower goes first."""
-        self.length = length  # tokens that it has: the prompt's, and those chosen
-        self.priority = priority
-        self.held = 0  # tokens that its cache holds once the passes that were scheduled are through
-        self.room = 0  # tokens that its cache has room for
-        self.whole = 0  # tokens that each pass feeds anew where the context is used up; 0: its cache holds the rest
-        self.order = (0, 0)  # when its turn is: by pass, then by arrival
-        self.running = False
-
-    @property
-    def left(self) -> int:
-        """Tokens to feed before the next one can be chosen."""
-        return self.whole or self.length - self.held
+PRIORITY_STEP = 256  # each priority level counts as arriving this many steps later
 
 
-J = TypeVar("J", bound=Job)
-K = TypeVar("K", bound=Job, contravariant=True)
+class ScheduledTokens(NamedTuple):
+    """Tokens to compute in one step: a chunk of a prompt, or one token, or one token and drafts after it."""
+
+    sequence: Sequence
+    num_tokens: int
 
 
-class Room(Protocol[K]):
-    """The memory that jobs need to run."""
+class KVAllocator(Protocol):
+    """The memory for the caches of running sequences."""
 
-    def admit(self, job: K) -> int | None: ...  # tokens that are known already; None: wait for a row that shares more
-    def reserve(self, job: K, n: int) -> int: ...  # for n more tokens: tokens there is room for in all; 0: no room
-    def spare(self, rows: int) -> bool: ...  # whether so many rows could each grow by a page
-    def release(self, job: K) -> None: ...  # it needs nothing any more
+    num_lookahead_slots: int  # positions that steps launched ahead write beyond the scheduled tokens
+
+    def allocate(self, sequence: Sequence) -> bool:
+        """Attach a cache with the cached prefix. False: wait, another sequence is computing the next pages."""
+
+    def reserve(self, sequence: Sequence, n: int) -> bool:
+        """Reserve memory for n more tokens, and the lookahead. False: there is not enough."""
+
+    def can_grow(self, count: int) -> bool:
+        """Whether this many sequences could each grow by a page."""
+
+    def free(self, sequence: Sequence) -> None:
+        """Free its cache."""
 
 
-class Scheduler(Generic[J]):
-    """What waits and what runs. Call `schedule` for each pass."""
+class Scheduler:
+    """The waiting and the running sequences. Call `schedule` for each step."""
 
-    def __init__(self, room: Room[J], *, max_rows: int, prefill_chunk: int, last_alone: bool = False) -> None:
-        """max_rows: that run at once. prefill_chunk: tokens of prompts in one pass, all prompts together.
+    def __init__(self, allocator: KVAllocator, *, max_rows: int, prefill_chunk: int) -> None:
+        """max_rows: sequences that run at once. prefill_chunk: prompt tokens of one step, of all prompts together."""
+        if type(max_rows) is not int or max_rows < 1:
+            raise ValueError(f"max_rows must be an integer, 1 or more, not {max_rows!r}")
+        self.allocator, self.max_rows, self.prefill_chunk = allocator, max_rows, prefill_chunk
+        self.waiting: list[Sequence] = []  # both lists are ordered by `sort_key`
+        self.running: list[Sequence] = []
+        self.num_steps = self.num_preemptions = 0
+        self.admitted: list[Sequence] = []  # by the last `schedule`
+        self.preempted: list[Sequence] = []
+        self.unschedulable: Sequence | None = None  # a sequence that does not fit even alone
+        self._num_arrived = 0
 
-        last_alone: the last token of a prompt is fed by itself, together with those of rows that decode.
-        """
-        for name, value in (("max_rows", max_rows), ("prefill_chunk", prefill_chunk)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be a whole number, 1 or more, not {value!r}")
-        self.room, self.max_rows, self.prefill_chunk, self.last_alone = room, max_rows, prefill_chunk, last_alone
-        self.waiting: list[J] = []  # both in the order of their turns
-        self.running: list[J] = []
-        self.passes = 0
-        self.preemptions = 0
-        self.stuck: J | None = None  # one for which there is not room enough even alone
-        self._arrived = 0
+    def submit(self, sequence: Sequence) -> None:
+        sequence.arrival = self._num_arrived
+        sequence.sort_key = (self.num_steps + sequence.priority * PRIORITY_STEP, sequence.arrival)
+        self._num_arrived += 1
+        insort(self.waiting, sequence, key=_sort_key)
 
-    def submit(self, job: J) -> None:
-        job.order = (self.passes + job.priority * PATIENCE, self._arrived)
-        self._arrived += 1
-        insort(self.waiting, job, key=_order)
-
-    def end(self, job: J) -> None:
-        """It has finished, or is not wanted any more."""
-        if job.running:
-            self.running.remove(job)
-            job.running = False
-            self.room.release(job)
-        else:
-            self.waiting.remove(job)
-
-    def schedule(self) -> dict[J, int]:
-        """Rows of the next pass, and how many tokens each feeds. From now on they count as held."""
-        self.passes += 1
-        fed: dict[J, int] = {}
-        before, left = self.preemptions, self.prefill_chunk
-        others: list[J] = []
-        prefilling: list[J] = []
-        for job in self.running:
-            if job.held + 1 == job.length <= job.room and not job.whole:  # what most rows do in most passes
-                job.held = job.length
-                fed[job] = 1
+    def finish(self, sequence: Sequence) -> None:
+        """Remove a sequence that has finished, or was aborted."""
+        try:
+            if sequence.status is Status.RUNNING:
+                self.running.remove(sequence)
+                self.allocator.free(sequence)
             else:
-                (prefilling if job.left > 1 and not job.whole else others).append(job)
-        for job in others:
-            self._feed(fed, job, job.left)
-        for job in prefilling:
-            left -= self._feed(fed, job, self._chunk(job, left))
-        self.stuck = None
-        for job in list(self.waiting) if before == self.preemptions else ():
-            if left <= 0 or len(self.running) >= self.max_rows or not self._begin(job, left):
+                self.waiting.remove(sequence)
+        finally:
+            sequence.status = Status.FINISHED
+
+    def schedule(self) -> list[ScheduledTokens]:
+        """The sequences of the next step, and how many tokens of each are computed."""
+        self.num_steps += 1
+        self.admitted, self.preempted, self.unschedulable = [], [], None
+        scheduled: dict[Sequence, int] = {}
+        budget, lookahead = self.prefill_chunk, 1 + self.allocator.num_lookahead_slots
+        growing: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            if sequence.num_computed_tokens < sequence.num_prefill_tokens:
+                prefilling.append(sequence)
+            elif (
+                sequence.num_computed_tokens + lookahead <= sequence.num_reserved_slots
+                and not sequence.draft_token_ids
+                and not sequence.recompute_tokens
+            ):  # most sequences in most steps
+                scheduled[sequence] = 1
+            else:
+                growing.append(sequence)
+        for sequence in growing:
+            del sequence.draft_token_ids[max(0, sequence.capacity - sequence.num_computed_tokens - 1) :]
+            self._schedule(scheduled, sequence, sequence.num_recompute_tokens or 1 + len(sequence.draft_token_ids))
+        for sequence in prefilling:
+            budget -= self._schedule(scheduled, sequence, self._chunk(sequence, budget))
+        for sequence in [] if self.preempted else list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.max_rows:
                 break
-            left -= self._feed(fed, job, self._chunk(job, left))
-        return fed
+            if not self.allocator.allocate(sequence):
+                continue  # the sequences after it may run
+            if not self._admit(sequence, budget):
+                break
+            budget -= self._schedule(scheduled, sequence, self._chunk(sequence, budget))
+        return [ScheduledTokens(sequence, n) for sequence, n in scheduled.items()]
 
-    def _chunk(self, job: J, left: int) -> int:
-        count = job.left - 1 if self.last_alone and job.left > 1 else job.left
-        return max(0, min(count, left))
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """How many tokens it computes next, without drafts."""
+        if not sequence.is_prefill:
+            return sequence.num_recompute_tokens or 1
+        return max(0, min(sequence.num_prefill_tokens - sequence.num_computed_tokens, budget))
 
-    def _feed(self, fed: dict[J, int], job: J, n: int) -> int:
-        """Let a row feed n tokens. Where there is no room for them, the youngest rows give up theirs."""
-        while job.running and n and not job.whole and not self._has_room(job, n):
-            self._preempt(fed)
-        if not job.running or not n:
-            return 0
-        fed[job] = n
-        job.held += 0 if job.whole else n
-        return n
-
-    def _has_room(self, job: J, n: int) -> bool:
-        if job.held + n > job.room:
-            job.room = self.room.reserve(job, n)
-        return job.held + n <= job.room
-
-    def _preempt(self, fed: dict[J, int]) -> None:
-        job = next(job for job in reversed(self.running) if not job.whole)  # who holds nothing has nothing to give
-        self.running.remove(job)
-        self.room.release(job)
-        fed.pop(job, None)
-        job.running, job.held, job.room = False, 0, 0
-        insort(self.waiting, job, key=_order)
-        self.preemptions += 1
-
-    def _begin(self, job: J, left: int) -> bool:
-        """Let a job run if there is room for its first chunk. False: those behind it have to wait as well."""
-        known = self.room.admit(job)
-        if known is None:
+    def _admit(self, sequence: Sequence, budget: int) -> bool:
+        """Let a sequence run if there is memory for its first tokens; otherwise the sequences after it wait, too."""
+        fits = self._reserve(sequence, self._chunk(sequence, budget))
+        if fits and (not self.running or self.allocator.can_grow(len(self.running))):
+            self.waiting.remove(sequence)
+            insort(self.running, sequence, key=_sort_key)
+            sequence.status = Status.RUNNING
+            self.admitted.append(sequence)
             return True
-        job.held = known
-        if self._has_room(job, self._chunk(job, left)) and (not self.running or self.room.spare(len(self.running))):
-            self.waiting.remove(job)
-            insort(self.running, job, key=_order)
-            job.running = True
-            return True
-        self.room.release(job)
-        job.held = job.room = 0
+        self.allocator.free(sequence)
+        sequence.num_computed_tokens = 0
         if not self.running:
-            self.stuck = job
+            self.unschedulable = sequence
         return False
 
+    def _schedule(self, scheduled: dict[Sequence, int], sequence: Sequence, n: int) -> int:
+        """Schedule n tokens. Where there is no memory for them, preempt the youngest sequences."""
+        while sequence.status is Status.RUNNING and n and not self._reserve(sequence, n):
+            self._preempt(scheduled)
+        if sequence.status is not Status.RUNNING or not n:
+            return 0
+        scheduled[sequence] = n
+        return n
 
-_order = attrgetter("order")
+    def _reserve(self, sequence: Sequence, n: int) -> bool:
+        if sequence.recompute_tokens:
+            return True  # nothing is cached
+        needed = sequence.num_computed_tokens + n + self.allocator.num_lookahead_slots
+        return needed <= sequence.num_reserved_slots or self.allocator.reserve(sequence, n)
+
+    def _preempt(self, scheduled: dict[Sequence, int]) -> None:
+        sequence = next(each for each in reversed(self.running) if not each.recompute_tokens)  # has memory to free
+        self.running.remove(sequence)
+        self.allocator.free(sequence)
+        scheduled.pop(sequence, None)
+        sequence.status, sequence.num_computed_tokens = Status.WAITING, 0
+        insort(self.waiting, sequence, key=_sort_key)
+        self.preempted.append(sequence)
+        self.num_preemptions += 1
+
+
+_sort_key = attrgetter("sort_key")

@@ -1,4 +1,4 @@
-"""A chat with an LLM, turn by turn: it can be forked, rewound, saved and loaded, and answers can be gone on with."""
+"""A conversation with an LLM, turn by turn: it can be forked, rewound, saved and loaded; answers can be continued."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, replace
 from glob import escape
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from torch import Tensor
 
-from infer.cache.pool import NoPages, pages_for
-from infer.engine.params import PARAMS, SamplingParams
-from infer.engine.request import CacheExceeded, Request, check_chunk, token_ids
+from infer.cache.pool import OutOfPages
+from infer.engine.allocator import check_memory
+from infer.engine.engine import Engine
+from infer.engine.guide import guide_for
+from infer.engine.params import PARAMS, SamplingParams, check_prefill_chunk
 from infer.engine.result import GeneratedToken, GenerationResult
+from infer.engine.sequence import CacheExceeded, check_sequence, token_ids
 from infer.engine.store import read, remove_leftovers, write
-from infer.engine.text import TextStream
+from infer.engine.text import Detokenizer
 from infer.trace.record import Trace
 from infer.values import STRING, Kind, takes
 
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 4096  # positions, where the model has them
 KIND = "session"
-REASONS = (None, "eos", "stop", "length")  # why an answer has ended; None: whoever read it stopped
+REASONS = (None, "eos", "stop", "length")  # why an answer ended; None: the reader stopped
 ANSWERING = "this session is answering: read that stream to its end, or close it, first"
 Message = dict[str, str]
 Encode = Callable[[list[Message]], list[int]]
@@ -41,11 +45,11 @@ class Answer(NamedTuple):
     token_ids: list[int]
     params: SamplingParams  # with the seed that was drawn
     finish_reason: str | None  # one of REASONS
-    given: int = 0  # of the tokens, those that a longer prompt has given before its first turns were dropped
+    given: int = 0  # tokens generated before the first turns of its prompt were dropped
 
 
 class Session:
-    """Each turn renders the whole chat anew, as a request to the LLM; only what its memory does not hold is prefilled.
+    """Each turn renders the complete chat as a request to the LLM; only what is not in the prefix cache is prefilled.
 
     Between turns a session holds tokens and no pages: the LLM's memory remembers these until others need them, and what
     is gone by the next turn is computed again. So a template that rewrites earlier turns, or text that comes back as
@@ -71,11 +75,14 @@ class Session:
         context = min(CONTEXT, most) if context is None else context
         if type(context) is not int or not 1 <= context <= most:
             raise ValueError(f"context must be from 1 to the model's {most}, not {context!r}")
-        _check_memory(llm, context)
+        try:
+            check_memory(llm.memory, context, llm.prefill_chunk)
+        except OutOfPages as error:
+            raise ValueError(str(error)) from None  # `load` says which file asks for it
         self.llm, self.system, self.context = llm, system, context
         self.params = params or SamplingParams()
         self.encode: Encode = llm.tokenizer.encode_chat if encode is None else encode
-        self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[Message] = _system_message(system)
         self.tokens: list[int] = []  # computed so far; the memory has their pages until others need them
         self._starts: list[int] = []  # how many there were before each turn
         self.answer: Answer | None = None  # the last one, unless it was rewound
@@ -86,8 +93,13 @@ class Session:
 
     @property
     def turns(self) -> int:
-        """How often the user has spoken."""
+        """The number of the user's turns."""
         return len(self._starts)
+
+    @property
+    def _num_system(self) -> int:
+        """Messages before the first turn."""
+        return len(self.messages) - 2 * self.turns
 
     def send(
         self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None, **settings: Any
@@ -105,7 +117,7 @@ class Session:
     def stream(
         self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None, **settings: Any
     ) -> Generator[GeneratedToken, None, GenerationResult]:
-        """Answer the user's next message token by token. Stopping early keeps what was said until then.
+        """Answer the user's next message token by token. Stopping early keeps the text so far.
 
         params: of this turn, instead of the session's. settings: of this turn, such as max_new_tokens=20, beside the
         session's others. trace: records the turn.
@@ -114,20 +126,20 @@ class Session:
 
     @takes(params=PARAMS)
     def more(self, params: SamplingParams | None = None) -> Generator[GeneratedToken, None, GenerationResult]:
-        """Go on with the last answer, which a limit has cut, or whoever read it.
+        """Continue the last answer, which a limit or its reader has cut.
 
-        Its tokens are those of an answer that was not cut, presence and frequency penalties aside: these count anew.
+        Its tokens are those of an answer that was not cut, but presence and frequency penalties start again.
         """
         if self.answer is None:
-            raise ValueError("there is no answer to go on with")
+            raise ValueError("there is no answer to continue")
         if self.answer.finish_reason in ("eos", "stop"):
-            raise ValueError("the last answer is whole: the model has ended it itself")
+            raise ValueError("the last answer is complete: the model has ended it itself")
         return self._begin(None, replace(params or self.params, seed=self.answer.params.seed), None)
 
     def make_room(self, text: str | None, new_tokens: int) -> int:
         """Forget the first turns until a message has room for so long an answer; returns how many were forgotten.
 
-        text: of the message; None: the last answer is to go on. Where not even forgetting all helps, nothing is.
+        text: of the message; None: the last answer continues. If forgetting all does not help, nothing is forgotten.
         """
         for turns in range(self.turns + (text is not None)):
             if len(self.prompt(text, turns)) + new_tokens <= self.context:
@@ -139,29 +151,25 @@ class Session:
         )
 
     def fork(self) -> Self:
-        """Another session that has heard the same. What they have in common is held once."""
-        twin = copy.copy(self)
-        twin.messages, twin.tokens, twin._starts = list(self.messages), list(self.tokens), list(self._starts)
-        twin._answering = threading.Lock()
-        return twin
+        """Branch the conversation. The history is shared."""
+        fork = copy.copy(self)
+        fork.messages, fork.tokens, fork._starts = list(self.messages), list(self.tokens), list(self._starts)
+        fork._answering = threading.Lock()
+        return fork
 
     def rewind(self, turns: int = 1) -> None:
-        """Forget the last turns: what the user said, and the answers."""
-        if type(turns) is not int or not 0 <= turns <= self.turns:
-            raise ValueError(f"cannot rewind {turns!r} of {self.turns} turns")
+        """Forget the last turns, messages and answers."""
+        self._check_turns("rewind", turns)
         self.truncate(self.turns - turns)
 
     def truncate(self, turns: int) -> None:
         """Keep the first turns alone."""
-        if type(turns) is not int or not 0 <= turns <= self.turns:
-            raise ValueError(f"cannot keep {turns!r} of {self.turns} turns")
-        self._check_idle()
-        if turns == self.turns:
-            return
-        del self.tokens[self._starts[turns] :]
-        del self.messages[len(self.messages) - 2 * (self.turns - turns) :]
-        del self._starts[turns:]
-        self.answer = None
+        self._check_turns("keep", turns)
+        if turns < self.turns:
+            del self.tokens[self._starts[turns] :]
+            del self.messages[self._num_system + 2 * turns :]
+            del self._starts[turns:]
+            self.answer = None
 
     def reset(self) -> None:
         """Forget all turns."""
@@ -169,88 +177,76 @@ class Session:
 
     def drop(self, turns: int = 1) -> None:
         """Forget the first turns. What follows them is computed again."""
-        if type(turns) is not int or not 0 <= turns <= self.turns:
-            raise ValueError(f"cannot drop {turns!r} of {self.turns} turns")
-        self._check_idle()
+        self._check_turns("drop", turns)
         if turns:
-            first = len(self.messages) - 2 * self.turns
-            del self.messages[first : first + 2 * turns]
+            del self.messages[self._num_system : self._num_system + 2 * turns]
             self.tokens, self._starts = [], [0] * (self.turns - turns)
+            self.answer = self.answer if self.turns else None
 
     def instruct(self, system: str | None) -> None:
         """Give the chat another system message, or none. All turns stay, and are computed again."""
         self._check_idle()
-        first = [] if system is None else [{"role": "system", "content": system}]
+        first = _system_message(system)
         self.encode([*first, {"role": "user", "content": "hello"}])  # some templates refuse it
-        self.messages[: len(self.messages) - 2 * self.turns] = first
+        self.messages[: self._num_system] = first
         self.system, self.tokens, self._starts = system, [], [0] * self.turns
 
     def pages(self) -> set[int]:
         """The pages that hold its tokens, by their numbers in the pool, as far as they are remembered."""
-        memory = self.llm.memory
-
-        def find() -> set[int]:
-            found = memory.index.match(self.tokens)
-            pages = {page for some in found.pages for page in some if page >= 0}
-            memory.pool.release(page for some in found.pages for page in some if page >= 0)
-            return pages
-
-        return self.llm._driver.call(find)
+        return self.llm.between_steps(lambda _: self.llm.memory.pages_of(self.tokens)).result()
 
     def save(self, path: str | Path) -> None:
-        """Tokens, messages, settings and the pages themselves, to go on from in another process."""
+        """Save tokens, messages, settings and pages, to continue in another process."""
         self._check_idle()
         path = Path(path)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder, not a file to write to")
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
-        settings = {"system": self.system, "params": asdict(self.params), "context": self.context}
         header = {
-            "messages": json.dumps(self.messages),
-            "turns": json.dumps(self._starts),
-            "settings": json.dumps(settings),
-            "answer": json.dumps(self.answer and self.answer._asdict() | {"params": asdict(self.answer.params)}),
+            "messages": self.messages,
+            "turns": self._starts,
+            "settings": {"system": self.system, "params": asdict(self.params), "context": self.context},
+            "answer": self.answer and self.answer._asdict() | {"params": asdict(self.answer.params)},
         }
-        key, dumped = self.llm._driver.call(self._dump)
-        if len(dumped["tokens"]) < len(self.tokens):  # the others were evicted: whoever computes them leaves them there
+        key, dumped = self.llm.between_steps(self._dump).result()
+        if len(dumped["tokens"]) < len(self.tokens):  # some were evicted: compute them again
             self.llm.generate(self.tokens, SamplingParams(max_new_tokens=1))
-            key, dumped = self.llm._driver.call(self._dump)
+            key, dumped = self.llm.between_steps(self._dump).result()
         remove_leftovers(path.parent, escape(path.name))
-        write(path, KIND, dumped, {"model": key, **header})
+        write(path, KIND, dumped, {"model": key} | {name: json.dumps(value) for name, value in header.items()})
 
     @classmethod
     def load(cls, path: str | Path, llm: LLM, *, encode: Encode | None = None) -> Self:
-        """Go on where `save` was called: with the same model, in the same dtype. Nothing is prefilled again.
+        """Resume a saved session, with the same model, in the same dtype. Nothing is prefilled again.
 
-        A file is trusted as weights are: others whose prompts begin alike go on behind its pages.
+        A file is trusted as weights are: requests that share a prefix with it use its pages.
         """
-        path, memory, call = Path(path), llm.memory, llm._driver.call
+        path, memory = Path(path), llm.memory
         header, tensors = read(path, KIND)
-        if header.get("model") != call(lambda: memory.key):
+        if header.get("model") != llm.between_steps(lambda _: memory.key).result():
             raise ValueError(
-                f"{path} is a session with another model, quantisation, dtype, page size, processor, number of "
-                "processes or version of torch: load it with the same"
+                f"{path} is a session with another model, hook, quantization, dtype, page size, processor, number of "
+                "processes or version of infer, torch, numba or Triton: load it with the same"
             )
         try:
             settings = json.loads(header["settings"])
-            settings["params"] = SamplingParams(**_whole_keys(settings["params"]))
-            check_chunk(settings.pop("prefill_chunk", None))  # in some files; an LLM has its own
+            settings["params"] = SamplingParams.from_json(settings["params"])
+            check_prefill_chunk(settings.pop("prefill_chunk", None))  # in some files; an LLM has its own
             session = cls(llm, encode=encode, **settings)
             session.messages = _messages(json.loads(header["messages"]), session.system)
-            session._starts = _check_turns(session, json.loads(header["turns"]))
+            session._starts = _starts(json.loads(header["turns"]), session)
             session.answer = _answer(json.loads(header.get("answer", "null")), session.turns)
-            session.tokens = call(lambda: session._restore(tensors))
-        except NoPages:
+            session.tokens = llm.between_steps(lambda _: session._restore(tensors)).result()
+        except OutOfPages:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{path} is no session that can go on here: {error}") from None
+            raise ValueError(f"{path} is not a session that can continue here: {error}") from None
         return session
 
     def prompt(self, text: str | None, dropped: int = 0) -> list[int]:
         """The tokens that a turn begins with. text: as for `make_room`. dropped: first turns to leave out."""
-        first = len(self.messages) - 2 * self.turns
-        messages = [*self.messages[:first], *self.messages[first + 2 * dropped :]]
+        messages = self.messages[: self._num_system] + self.messages[self._num_system + 2 * dropped :]
         if text is not None:
             return self.encode([*messages, {"role": "user", "content": text}])
         return [*self.encode(messages[:-1]), *(self.answer.token_ids if self.answer is not None else ())]
@@ -261,13 +257,14 @@ class Session:
         """text: as for `make_room`."""
         self._check_idle()
         if params.n != 1:
-            raise ValueError(f"n={params.n}: a session goes on with one answer; `LLM.generate` gives several")
+            raise ValueError(f"n={params.n}: a session continues with one answer; `LLM.generate` gives several")
         if params.prompt_logprobs is not None:
             raise ValueError("a session has no place for prompt_logprobs: `LLM.generate` gives them")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         prompt = self.prompt(text)
-        Request(self.llm.model.config, self.llm.tokenizer, prompt, params, self.context)  # refused here, if at all
+        check_sequence(self.llm.model.config, prompt, params, self.context)
+        guide_for(params, self.llm.tokenizer, self.llm.model.config)  # a constraint is refused here, too
         return self._stream(text, prompt, params, trace)
 
     def _stream(
@@ -275,23 +272,26 @@ class Session:
     ) -> Generator[GeneratedToken, None, GenerationResult]:
         if not self._answering.acquire(blocking=False):
             raise ValueError(ANSWERING)
-        handle, said = None, list[GeneratedToken]()
-        pieces = None if text is not None or self.answer is None else TextStream(self.llm.tokenizer, params.stop)
-        before = "" if pieces is None or self.answer is None else "".join(map(pieces.push, self.answer.token_ids))
+        handle, generated = None, list[GeneratedToken]()
+        earlier = self.answer.token_ids if text is None and self.answer is not None else []
+        pieces = Detokenizer(self.llm.tokenizer, params.stop)
+        before = "".join(map(pieces.push, earlier))
         try:
             if self.prompt(text) != prompt:
-                raise ValueError("something else was said since this stream was made: make another")
+                raise ValueError("the conversation has changed since this stream was created: create another")
             handle = self.llm.submit(prompt, params, trace=trace)
             for token in handle:
-                said.append(token if pieces is None else replace(token, text=_text(pieces, token)))
-                yield said[-1]
+                if earlier:  # its text may begin in the middle of a character
+                    token = replace(token, text=pieces.push(token.token_id, token.finish_reason))
+                generated.append(token)
+                yield token
             result: GenerationResult = handle.result()
         except BaseException as error:
-            if not isinstance(error, Exception):  # who stops early, or interrupts, keeps what was said
-                self._record(text, before, prompt, said, params)
+            if not isinstance(error, Exception):  # a reader that stops early keeps the text so far
+                self._record(text, prompt, earlier, before, generated, params)
             raise
         else:
-            self._record(text, before, prompt, said, params)
+            self._record(text, prompt, earlier, before, generated, params)
             return result
         finally:
             if handle is not None:
@@ -301,26 +301,30 @@ class Session:
     def _record(
         self,
         text: str | None,
-        before: str,
         prompt: list[int],
-        said: Sequence[GeneratedToken],
+        earlier: list[int],
+        before: str,
+        generated: Sequence[GeneratedToken],
         params: SamplingParams,
     ) -> None:
-        """before: the answer's text so far, where it went on."""
-        message = {"role": "assistant", "content": before + "".join(token.text for token in said)}
-        new, reason = [token.token_id for token in said], said[-1].finish_reason if said else None
-        if text is None and self.answer is not None:
-            self.messages[-1] = message
-            earlier = self.answer.token_ids
-            same = prompt[: len(prompt) - len(earlier)] == self.answer.prompt
-            given = self.answer.given if same else len(earlier)
-            self.answer = Answer(prompt[: len(prompt) - len(earlier)], [*earlier, *new], params, reason, given)
-        elif text is not None:
+        """earlier, before: tokens and text of the answer that was continued."""
+        message = {"role": "assistant", "content": before + "".join(token.text for token in generated)}
+        new, reason = [token.token_id for token in generated], generated[-1].finish_reason if generated else None
+        first, given = prompt[: len(prompt) - len(earlier)], 0
+        if text is not None:
             self.messages += [{"role": "user", "content": text}, message]
             self._starts.append(len(self.tokens))
-            self.answer = Answer(prompt, new, params, reason)
-        if said:  # then the prompt was computed, and all tokens but the last
+        elif self.answer is not None:
+            self.messages[-1] = message
+            given = self.answer.given if first == self.answer.prompt else len(earlier)
+        self.answer = Answer(first, [*earlier, *new], params, reason, given)
+        if generated:  # then the prompt was computed, and all tokens but the last
             self.tokens = [*prompt, *new[:-1]]
+
+    def _check_turns(self, action: str, turns: int) -> None:
+        if type(turns) is not int or not 0 <= turns <= self.turns:
+            raise ValueError(f"cannot {action} {turns!r} of {self.turns} turns")
+        self._check_idle()
 
     def _check_idle(self) -> None:
         if self._answering.locked():
@@ -328,76 +332,56 @@ class Session:
 
     # What runs in the thread that drives the LLM, whose memory is for one thread.
 
-    def _dump(self) -> tuple[str, dict[str, Tensor]]:
-        """The model's name, and what is there of the tokens."""
+    def _dump(self, _: Engine) -> tuple[str, dict[str, Tensor]]:
+        """The model's name, and the cached pages of its tokens."""
         memory = self.llm.memory
-        cache = memory.cache(self.context)
-        memory.recall(cache, [*self.tokens, 0])  # less the last, as of each prompt
+        key, cache = memory.key, memory.cache(self.context)
+        memory.attach_prefix(cache, [*self.tokens, 0])  # less the last, as of each prompt
         dumped = memory.dump(cache)
         cache.reset()
-        return memory.key, dumped
+        return key, dumped
 
     def _restore(self, dumped: dict[str, Tensor]) -> list[int]:
-        """Let the memory know them."""
-        memory = self.llm.memory
-        cache = memory.cache(self.context)
-        memory.restore(cache, dumped)
+        """Insert saved pages into the prefix cache. Returns their tokens."""
+        cache = self.llm.memory.cache(self.context)
+        self.llm.memory.restore(cache, dumped)
         cache.reset()
-        tokens: list[int] = dumped["tokens"].tolist()
-        return tokens
+        return dumped["tokens"].tolist()
 
 
-def _text(pieces: TextStream, token: GeneratedToken) -> str:
-    """Of a token behind others, of which the stream knows."""
-    piece = "" if token.finish_reason == "eos" else pieces.push(token.token_id)
-    return piece if token.finish_reason is None else piece + pieces.finish()
+def _system_message(system: str | None) -> list[Message]:
+    return [] if system is None else [{"role": "system", "content": system}]
 
 
-def _check_memory(llm: LLM, context: int) -> None:
-    """With a copy of the last page of each list, which others may hold."""
-    pool, chunk = llm.memory.pool, min(context, llm._driver.loop.scheduler.prefill_chunk)
-    needed = pages_for(llm.model.config, context, pool.page, chunk) + len(llm.memory.index.windows)
-    if needed > pool.count:
-        raise ValueError(
-            f"{context} positions take {needed * pool.page_bytes / 1e6:.0f} MB, but the memory for caches has "
-            f"{pool.memory_bytes / 1e6:.0f}: ask for a shorter context, or give caches more memory"
-        )
+# Parts of a file: what `save` would not have written is refused.
 
 
-def _check_turns(session: Session, starts: Any) -> list[int]:
-    """Refuse what `save` would not have written."""
-    system = session.system is not None
-    if not isinstance(starts, list) or len(session.messages) != 2 * len(starts) + system:
-        raise ValueError("turns and messages do not fit")
+def _starts(starts: Any, session: Session) -> list[int]:
+    if not isinstance(starts, list) or len(session.messages) != 2 * len(starts) + (session.system is not None):
+        raise ValueError("the number of turns does not match the messages")
     if any(type(start) is not int or not 0 <= start <= session.context for start in starts):
-        raise ValueError("a turn begins nowhere")
+        raise ValueError("a turn's start position is out of range")
     return starts
 
 
 def _messages(saved: Any, system: Any) -> list[Message]:
     """The system's, where there is one, then the user's and the model's in turn."""
     if not isinstance(saved, list):
-        raise ValueError("its messages are none")
-    roles = [*([] if system is None else ["system"]), *("user", "assistant") * len(saved)]
-    for role, message in zip(roles, saved, strict=False):
-        if not isinstance(message, dict) or message.keys() != {"role", "content"} or message["role"] != role:
-            raise ValueError(f"where the {role} should speak is no such message")
-        if not isinstance(message["content"], str) or (role == "system" and message["content"] != system):
-            raise ValueError(f"what the {role} says is no text, or another")
+        raise ValueError("messages must be a list")
+    first = _system_message(system)
+    if saved[: len(first)] != first:
+        raise ValueError("the system message does not match")
+    for i, (role, message) in enumerate(zip(cycle(("user", "assistant")), saved[len(first) :], strict=False)):
+        if message != {"role": role, "content": message["content"]} or not isinstance(message["content"], str):
+            raise ValueError(f"message {i} must have the role {role!r} and string content")
     return saved
 
 
 def _answer(saved: Any, turns: int) -> Answer | None:
-    """Refuse what `save` would not have written."""
     if saved is None:
         return None
-    prompt, ids, params = token_ids(saved["prompt"]), token_ids(saved["token_ids"]), _whole_keys(saved["params"])
+    prompt, ids, params = token_ids(saved["prompt"]), token_ids(saved["token_ids"]), saved["params"]
     reason, given = saved["finish_reason"], saved["given"]
     if not turns or reason not in REASONS or type(given) is not int or not 0 <= given <= len(ids):
-        raise ValueError("its last answer is none")
-    return Answer(prompt, ids, SamplingParams(**params), reason, given)
-
-
-def _whole_keys(params: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no other keys than texts."""
-    return params | {"logit_bias": {int(token): bias for token, bias in params["logit_bias"].items()}}
+        raise ValueError("the saved answer is invalid")
+    return Answer(prompt, ids, SamplingParams.from_json(params), reason, given)

@@ -10,8 +10,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 from tempfile import NamedTemporaryFile
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,17 +20,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 VERSION = "1"
-STALE = 3600.0  # seconds after which a file that was never completed is nobody's any more
+STALE = 3600.0  # seconds after which an incomplete file is deleted
 STORE_BYTES = 8 * 10**9
 
 
-class Damaged(ValueError):
+class CorruptFile(ValueError):
     """A file that is not as it was written."""
 
 
 def page_keys(start: str, tokens: Sequence[int], page: int) -> list[str]:
-    """Names of whole pages, each by all tokens up to its end."""
-    keys, found = [], hashlib.blake2b(start.encode(), digest_size=16)
+    """Hashes of full pages, each of all tokens up to its end."""
+    keys, found = [], hashlib.blake2b(start.encode(errors="surrogatepass"), digest_size=16)
     for end in range(page, len(tokens) + 1, page):
         found.update(np.asarray(tokens[end - page : end], np.int64).tobytes())
         keys.append(found.hexdigest())
@@ -38,7 +38,9 @@ def page_keys(start: str, tokens: Sequence[int], page: int) -> list[str]:
 
 
 def write(path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    """A file that is there whole or not at all, whatever happens meanwhile."""
+    """Write a file atomically, beside its place. Only a regular file is replaced."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OSError(f"{path} is not a regular file: choose another name")
     metadata = {"format": kind, "version": VERSION, **header}
     metadata["checksum"] = _checksum(metadata, tensors)
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as part:
@@ -67,24 +69,24 @@ def remove_leftovers(folder: Path, name: str) -> None:
 def read(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The header and the tensors of a file that `write` has written. Raises ValueError for any other."""
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder, not a {kind} of infer's")
+        raise IsADirectoryError(f"{path} is a folder, not an infer {kind} file")
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             if header.get("format") != kind:
-                raise ValueError(f"{path} is no {kind} of infer's")
+                raise ValueError(f"{path} is not a valid infer {kind} file")
             if header.get("version") != VERSION:
                 raise ValueError(f"{path} was written by another version of infer: {header.get('version')!r:.20}")
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError:
-        raise Damaged(f"{path} is damaged, or no {kind} of infer's") from None
+        raise CorruptFile(f"{path} is not a valid infer {kind} file") from None
     except RuntimeError as error:  # torch's own, of a file that was there a moment ago
         raise OSError(f"{path} cannot be read: {error}") from None
     if header.pop("checksum", None) != _checksum(header, tensors):
-        raise Damaged(f"{path} is damaged: its checksum does not fit")
+        raise CorruptFile(f"{path} is damaged: its checksum does not fit")
     return header, tensors
 
 
@@ -93,13 +95,8 @@ def _checksum(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].cpu().contiguous()
         found = zlib.crc32(f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), found)
-        found = zlib.crc32(_bytes(tensor), found)
+        found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, found)
     return f"{found:08x}"
-
-
-def _bytes(tensor: Tensor) -> Any:
-    """Of a contiguous tensor on the CPU."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 class PrefixStore:
@@ -124,14 +121,17 @@ class PrefixStore:
         self._size = sum(size for _, size, _ in self._files())
 
     def has(self, key: str, groups: int) -> bool:
-        """Whether it holds such a page, of at least so many groups of layers."""
+        """Whether it holds such a page, of at least this many groups of layers."""
         path = self._path(key)
         if key not in self._known:
+            if not path.is_file():  # opening a FIFO would block
+                return False
             with (
                 suppress(OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError),
                 safe_open(path, "pt") as file,
             ):
-                self._known[key] = len(json.loads(file.metadata()["groups"]))
+                header = file.metadata()
+                self._known[key] = len(json.loads(header["groups"])) if header["key"] == key else 0
         return self._known.get(key, 0) >= groups and path.exists()
 
     def save(self, key: str, groups: Sequence[int], pages: Tensor) -> None:
@@ -139,11 +139,11 @@ class PrefixStore:
         path = self._path(key)
         before = _size_of(path)
         with suppress(OSError):
-            write(path, "page", {"pages": pages.cpu()}, {"groups": json.dumps([*groups])})
+            write(path, "page", {"pages": pages.cpu()}, {"key": key, "groups": json.dumps([*groups])})
             self._known[key] = len(groups)
             self._size += _size_of(path) - before
         if self._size > self.most:
-            self._make_room()
+            self._evict()
 
     def load(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[int], Tensor] | None:
         """Groups of layers and their pages, each of this shape; None where there is no such page, or it is damaged."""
@@ -152,19 +152,20 @@ class PrefixStore:
             header, tensors = read(path, "page")
             groups, pages = json.loads(header["groups"]), tensors["pages"]
             fits = pages.shape == (len(groups), *shape) and pages.dtype is dtype
-            if not fits or len(set(groups)) != len(groups) or any(type(group) is not int for group in groups):
-                raise Damaged
-        except (Damaged, KeyError, TypeError, RecursionError, json.JSONDecodeError):
+            are_groups = len(set(groups)) == len(groups) and all(type(group) is int for group in groups)
+            if not (fits and are_groups and header["key"] == key):  # another key: the file was renamed
+                raise CorruptFile
+        except (CorruptFile, KeyError, TypeError, RecursionError, json.JSONDecodeError):
             with suppress(OSError):
                 path.unlink()
             return None
-        except (OSError, ValueError):  # none, or one that others can read
+        except (OSError, ValueError):  # no such file, or one of another format version
             return None
         self._known[key] = len(groups)
         return groups, pages
 
     def touch(self, keys: Sequence[str]) -> None:
-        """These were used: the last of a prompt's pages least recently, as none is of use without those before it."""
+        """Mark as used, in reverse: a page is useless without its predecessors, so later pages are evicted first."""
         for key in reversed(keys):
             with suppress(OSError):
                 os.utime(self._path(key))
@@ -177,10 +178,11 @@ class PrefixStore:
         for path in self.folder.glob("*.page"):
             with suppress(OSError):  # another process has taken it away
                 status = path.stat()
-                found.append((status.st_mtime, status.st_size, path))
+                if S_ISREG(status.st_mode):
+                    found.append((status.st_mtime, status.st_size, path))
         return sorted(found)
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         """To nine tenths: not a file at a time."""
         files = self._files()
         self._size = sum(size for _, size, _ in files)

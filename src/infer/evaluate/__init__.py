@@ -1,1 +1,1 @@
-"""What asks how well it all works: equal bits, speed, perplexity, and what the cache saves."""
+"""Measurements: equal bits on every path (verify), speed, perplexity, and the savings of the cache."""

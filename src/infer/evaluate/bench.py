@@ -1,6 +1,6 @@
 """Measure generation: time to the first token, time per decode step, and memory.
 
-`run` measures one setting; `report`, `format_table` and `plot` show what came out. Generation is greedy and passes over
+`run` measures one setting; `report`, `format_table` and `plot` show the results. Generation is greedy and ignores
 end-of-sequence tokens, so that every trial does the same work.
 """
 
@@ -25,17 +25,16 @@ import torch
 
 from infer.config import ModelConfig
 from infer.engine.generate import generate
-from infer.engine.model import Model, model_device, model_dtype, weight_bytes
-from infer.engine.params import SamplingParams
-from infer.engine.request import check_chunk, check_request
+from infer.engine.model import Model, model_device, model_dtype, quantized_bits, weight_bytes
+from infer.engine.params import SamplingParams, check_prefill_chunk
 from infer.engine.result import GenerationResult
-from infer.engine.text import Decodes, Encodes, encode_readable
-from infer.nn.quantized import QuantizedWeight
+from infer.engine.sequence import check_sequence
+from infer.engine.text import SupportsDecode, SupportsEncode, encode_readable
 from infer.version import install
 
 SUITE = {"short": (32, 32), "medium": (128, 64), "long": (512, 64)}  # prompt tokens, new tokens
 
-CURVES = {True: ("with the KV cache", "#0072b2"), False: ("without it: all recomputed", "#d55e00")}
+CURVES = {True: ("with the KV cache", "#0072b2"), False: ("without the KV cache", "#d55e00")}
 
 PROMPT = (
     "A lighthouse keeper once wrote down everything that passed his window: the ships and their flags, the weather, "
@@ -44,10 +43,10 @@ PROMPT = (
 )
 
 
-class BenchTokenizer(Encodes, Decodes, Protocol): ...
+class BenchTokenizer(SupportsEncode, SupportsDecode, Protocol): ...
 
 
-MOST_TRIALS = 10**6  # more would never end
+MAX_TRIALS = 10**6
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,19 @@ class BenchConfig:
     use_kv_cache: bool = True
     prefill_chunk: int | None = None
     cache_dtype: str = "auto"  # or "int8"
-    on_full: str = "error"  # or "recompute", to go on beyond the model's context
+    on_full: str = "error"  # or "recompute", to continue beyond the model's context
 
     def __post_init__(self) -> None:
-        check_chunk(self.prefill_chunk)
-        if self.prefill_chunk is not None and not self.use_kv_cache:
-            raise ValueError("prefill_chunk needs the cache: leave it or use_kv_cache=False out")
-        if self.cache_dtype != "auto" and not self.use_kv_cache:
-            raise ValueError("cache_dtype needs the cache: leave it or use_kv_cache=False out")
+        check_prefill_chunk(self.prefill_chunk)
+        for name, unset in (("prefill_chunk", None), ("cache_dtype", "auto")):
+            if not self.use_kv_cache and getattr(self, name) != unset:
+                raise ValueError(f"{name} needs the cache: remove it or use_kv_cache=False")
         # Two new tokens, because the first belongs to the prefill.
         for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("trials", 1), ("warmup", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if max(self.trials, self.warmup) > MOST_TRIALS:
-            raise ValueError(f"trials and warmup must be at most {MOST_TRIALS:,} each")
+        if max(self.trials, self.warmup) > MAX_TRIALS:
+            raise ValueError(f"trials and warmup must be at most {MAX_TRIALS:,} each")
 
 
 @dataclass(frozen=True)
@@ -99,23 +97,23 @@ _QUANTILES = torch.tensor([0.5, 0.95, 0.99], dtype=torch.float64)
 class BenchResult:
     config: BenchConfig
     dtype: str
-    weight_bits: list[int]  # of weights that are kept in fewer than the dtype has: 16, or 4 and 8; empty: none are
-    ttft_ms: float  # median; the prefill and the first token's choice
+    weight_bits: list[int]  # of weights stored in fewer bits than the dtype: 16, or 4 and 8; empty: none
+    ttft_ms: float  # median; prefill and sampling of the first token
     prompt_tokens_per_s: float  # median
-    decode_time_s: float  # median trial, the first token apart
+    decode_time_s: float  # median trial, without the first token
     decode_tokens_per_s: float  # median trial
     step_ms: StepTimes  # over the steps of all trials
     weight_bytes: int
     cache_bytes: int
-    peak_memory_bytes: int | None  # on a GPU, what was allocated there; else resident memory; None: unknown
+    peak_memory_bytes: int | None  # allocated on a GPU; otherwise resident memory; None: unknown
     positions: list[int]  # of the token each step feeds
     step_times_ms: list[float]  # of the median trial, one per position
     token_ids: list[int]
 
 
 def check(model_config: ModelConfig, config: BenchConfig) -> None:
-    """Refuse a setting that the model's context cannot hold, as `run` would: for asking about a whole suite first."""
-    check_request(model_config, [0] * config.prompt_tokens, _params(config), on_full=config.on_full)
+    """Refuse a setting that exceeds the model's context, before anything is measured."""
+    check_sequence(model_config, [0] * config.prompt_tokens, _params(config), on_full=config.on_full)
 
 
 def run(
@@ -124,21 +122,13 @@ def run(
     config: BenchConfig,
     progress: Callable[[str], None] = lambda message: None,
 ) -> BenchResult:
-    """Measure one setting. `progress` hears of each trial before it starts."""
+    """Measure one setting. progress: called before each trial."""
     prompt = fixed_prompt(tokenizer, config.prompt_tokens)
     device = model_device(model)
 
     def trial() -> GenerationResult:
-        return generate(
-            model,
-            tokenizer,
-            prompt,
-            _params(config),
-            use_kv_cache=config.use_kv_cache,
-            prefill_chunk=config.prefill_chunk,
-            cache_dtype=config.cache_dtype,
-            on_full=config.on_full,
-        )
+        options = ("use_kv_cache", "prefill_chunk", "cache_dtype", "on_full")
+        return generate(model, tokenizer, prompt, _params(config), **{name: getattr(config, name) for name in options})
 
     for i in range(config.warmup):
         progress(f"warm-up {i + 1}/{config.warmup}")
@@ -148,7 +138,7 @@ def run(
     for i in range(config.trials):
         progress(f"trial {i + 1}/{config.trials}")
         trials.append(trial())
-    # An even number of trials has two in the middle: the faster one.
+    # Of an even number of trials, the faster of the two in the middle.
     median = sorted(trials, key=lambda result: result.timing.decode_time_s)[(config.trials - 1) // 2]
     ttft_s = statistics.median(result.timing.prefill_time_s for result in trials)
     return BenchResult(
@@ -170,14 +160,12 @@ def run(
 
 
 def _weight_bits(model: Model) -> list[int]:
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    quantised = {module.bits for module in modules if isinstance(module, QuantizedWeight)}
     bits = {weight.dtype.itemsize * 8 for weight in model.parameters() if weight.dtype is not model_dtype(model)}
-    return sorted(quantised | bits)
+    return sorted(bits | quantized_bits(model))
 
 
 def fixed_prompt(tokenizer: BenchTokenizer, length: int) -> list[int]:
-    """The same ordinary text every time, repeated to the length asked for."""
+    """A fixed text, repeated to this many tokens."""
     return list(islice(cycle(encode_readable(tokenizer, PROMPT)), length))
 
 
@@ -186,25 +174,22 @@ def _params(config: BenchConfig) -> SamplingParams:
 
 
 def comparisons(results: Sequence[BenchResult]) -> list[dict[str, Any]]:
-    """For each prompt and output length measured both ways: what the cache gains, and that the tokens agree."""
+    """For each pair of lengths measured with and without the cache: the speed-up, and whether the tokens agree."""
     by_setting = {(r.config.prompt_tokens, r.config.new_tokens, r.config.use_kv_cache): r for r in results}
-    found = []
-    for (prompt_tokens, new_tokens, use_kv_cache), cached in by_setting.items():
-        uncached = by_setting.get((prompt_tokens, new_tokens, False))
-        if use_kv_cache and uncached is not None:
-            found.append(
-                {
-                    "prompt_tokens": prompt_tokens,
-                    "new_tokens": new_tokens,
-                    "decode_speedup": uncached.decode_time_s / cached.decode_time_s,
-                    "same_tokens": uncached.token_ids == cached.token_ids,
-                }
-            )
-    return found
+    return [
+        {
+            "prompt_tokens": prompt_tokens,
+            "new_tokens": new_tokens,
+            "decode_speedup": uncached.decode_time_s / cached.decode_time_s,
+            "same_tokens": uncached.token_ids == cached.token_ids,
+        }
+        for (prompt_tokens, new_tokens, use_kv_cache), cached in by_setting.items()
+        if use_kv_cache and (uncached := by_setting.get((prompt_tokens, new_tokens, False))) is not None
+    ]
 
 
 def report(results: Sequence[BenchResult], model_name: str, machine: dict[str, Any]) -> dict[str, Any]:
-    """Everything measured, as plain values that JSON can hold."""
+    """All measurements as JSON-serializable values."""
     return {
         "benchmark": "generation",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -216,7 +201,7 @@ def report(results: Sequence[BenchResult], model_name: str, machine: dict[str, A
 
 
 def format_table(results: Sequence[BenchResult], model_name: str, machine: dict[str, Any]) -> str:
-    """The figures for people to read, one section per result."""
+    """All measurements as text, one section per result."""
     lines = ["=== Generation Benchmark ===", _row("Model", model_name), _row("Machine", machine_line(machine))]
     for result in results:
         lines += ["", *_section(result)]
@@ -230,23 +215,23 @@ def format_table(results: Sequence[BenchResult], model_name: str, machine: dict[
     return "\n".join(lines)
 
 
-def _digits(result: BenchResult) -> str:
+def _precision(result: BenchResult) -> str:
     bits = " and ".join(map(str, result.weight_bits))
     return f"{result.dtype}, weights in {bits} bits" if bits else result.dtype
 
 
 def _section(result: BenchResult) -> list[str]:
-    config, step = result.config, result.step_ms
-    kept_in = "" if config.cache_dtype == "auto" else f" in {config.cache_dtype}"
-    cache = f"enabled ({_megabytes(result.cache_bytes)}{kept_in})" if config.use_kv_cache else "disabled"
+    config = result.config
+    stored_in = "" if config.cache_dtype == "auto" else f" in {config.cache_dtype}"
+    cache = f"enabled ({_megabytes(result.cache_bytes)}{stored_in})" if config.use_kv_cache else "disabled"
     peak = "unknown" if result.peak_memory_bytes is None else _megabytes(result.peak_memory_bytes)
     chunks = "" if config.prefill_chunk is None else f", prefilled in chunks of {config.prefill_chunk}"
     beyond = ", recomputed beyond the context" if config.on_full == "recompute" else ""
     return [
-        _row("Dtype", _digits(result)),
+        _row("Dtype", _precision(result)),
         _row("KV cache", cache),
         _row("Tokens", f"{config.prompt_tokens} prompt + {config.new_tokens} new{chunks}{beyond}"),
-        _row("Trials", f"{config.trials} after {config.warmup} to warm up"),
+        _row("Trials", f"{config.trials} after {config.warmup} warm-up"),
         "",
         "--- Prefill ---",
         _row("TTFT (median)", f"{result.ttft_ms:.1f} ms"),
@@ -256,17 +241,7 @@ def _section(result: BenchResult) -> list[str]:
         _row("Total time (median)", f"{result.decode_time_s:.2f} s"),
         _row("Throughput (median)", f"{result.decode_tokens_per_s:.1f} tok/s"),
         "Per-step latency:",
-        *(
-            _row(f"  {name}", f"{value:.2f} ms")
-            for name, value in (
-                ("Mean", step.mean),
-                ("P50", step.p50),
-                ("P95", step.p95),
-                ("P99", step.p99),
-                ("Min", step.min),
-                ("Max", step.max),
-            )
-        ),
+        *(_row(f"  {name.capitalize()}", f"{value:.2f} ms") for name, value in asdict(result.step_ms).items()),
         "",
         "--- Memory ---",
         _row("Weights", _megabytes(result.weight_bytes)),
@@ -284,7 +259,7 @@ def _megabytes(count: int) -> str:
 
 
 def check_plot() -> None:
-    """Ask before measuring, not after."""
+    """Raise before anything is measured if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(f"drawing needs matplotlib, which is not installed: {install('plot')}")
 
@@ -298,15 +273,15 @@ def plot(results: Sequence[BenchResult], path: str | Path, model_name: str, mach
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     named = set()
-    for result in results:  # a suite draws several stretches of each curve
+    for result in results:  # a suite draws several segments of each curve
         use_kv_cache = result.config.use_kv_cache
-        label, colour = CURVES[use_kv_cache]
-        (line,) = axes.plot(result.positions, result.step_times_ms, ".-", color=colour, linewidth=1.2, markersize=3)
+        label, color = CURVES[use_kv_cache]
+        (line,) = axes.plot(result.positions, result.step_times_ms, ".-", color=color, linewidth=1.2, markersize=3)
         if use_kv_cache not in named:
             line.set_label(label)
             named.add(use_kv_cache)
     times = [time_ms for result in results for time_ms in result.step_times_ms]
-    if len(named) == 2:  # tens of times apart: only a log axis shows both
+    if len(named) == 2:  # they differ by a factor of tens: a log axis shows both
         axes.set_yscale("log")
         axes.set_ylim(min(times) / 1.6, max(times) * 1.6)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -317,7 +292,9 @@ def plot(results: Sequence[BenchResult], path: str | Path, model_name: str, mach
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlabel("position in the sequence")
     axes.set_ylabel("ms per step")
-    axes.set_title(f"Time per decode step: {model_name}, {_digits(results[0])}\n{machine_line(machine)}", fontsize=10)
+    axes.set_title(
+        f"Time per decode step: {model_name}, {_precision(results[0])}\n{machine_line(machine)}", fontsize=10
+    )
     axes.grid(True, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
@@ -325,7 +302,7 @@ def plot(results: Sequence[BenchResult], path: str | Path, model_name: str, mach
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on besides the model."""
+    """The hardware and software that the measurements depend on."""
     machine: dict[str, Any] = {"device": device.type, "torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
         return machine | {"name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
@@ -338,7 +315,7 @@ def machine_line(machine: dict[str, Any]) -> str:
 
 
 def _cpu_name() -> str:
-    """The processor's name. ARM kernels give only numbers in /proc/cpuinfo; lscpu knows what they mean."""
+    """The processor's name. On ARM, /proc/cpuinfo has only numbers; lscpu translates them."""
     mac = sys.platform == "darwin"
     command = ["sysctl", "-n", "machdep.cpu.brand_string"] if mac else ["lscpu"]
     with suppress(OSError, subprocess.SubprocessError):
@@ -351,7 +328,7 @@ def _cpu_name() -> str:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory` start from what is held now; where the system cannot, it counts from the process's start."""
+    """Make `peak_memory` start from the current usage; where unsupported, it counts from the start of the process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -360,7 +337,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Most bytes held at once: allocated on a GPU, resident elsewhere; None where the system does not say."""
+    """The most bytes held at once: allocated on a GPU, otherwise resident; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):

@@ -1,76 +1,64 @@
-"""Where two runs diverge: the first layer, and what in it, whose bits are not the same."""
+"""Where two runs diverge: the first layer and tensor whose bits differ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from infer.cache.base import AttentionKernel, Cache
-from infer.cache.wrapped import WrappedCache
+from infer.cache.base import AttendOptions, Cache, CacheWrapper
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first thing in which two runs differ: all that it is computed from is equal."""
+    """The first tensor in which two runs differ: all inputs of its computation are equal."""
 
-    what: (
-        str  # "query" | "key" | "value" | "attended", of a layer; "head"; "whole step": different only while unwatched
-    )
+    # "query", "key", "value", "attended": of a layer; "head"; "fused step": different only without recording
+    what: str
     layer: int | None = None
     position: int | None = None
-    element: int | None = None  # with the heads side by side
+    element: int | None = None  # of all heads, concatenated
     expected: float | None = None
     got: float | None = None
 
     def __str__(self) -> str:
         if self.what == "head":
-            return "all layers agree: it is the last norm or the head"
-        if self.what == "whole step":
-            return "with every layer watched, the two agree: it is the kernel that does a step in one call"
+            return "all layers agree: the difference is in the last norm or the head"
+        if self.what == "fused step":
+            return "with every layer recorded, both agree: the difference is in the kernel that runs a step in one call"
         where = f"layer {self.layer}, {self.what}, position {self.position}, element {self.element}"
         return f"{where}: {self.got!r} instead of {self.expected!r}"
 
 
 class Call(NamedTuple):
-    """What a layer attended with, and what came out, for each row's positions from `start` on."""
+    """Inputs and output of a layer's attention, for each row's positions from `start` on."""
 
     rows: Sequence[int]  # the prompts
     layer: int
     start: int
-    tensors: dict[str, Tensor]  # by what they are, [B, H, n, D]
+    tensors: dict[str, Tensor]  # by name, [B, H, n, D]
 
 
-class RecordingCache(WrappedCache):
-    """Keeps what every layer attends with."""
+class RecordingCache(CacheWrapper):
+    """Records the inputs and outputs of every layer's attention."""
 
     def __init__(self, cache: Cache, rows: Sequence[int], calls: list[Call]) -> None:
         super().__init__(cache)
         self.rows = rows
         self.calls = calls
 
-    def attend(
-        self,
-        layer_idx: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        kernel: AttentionKernel | None = None,
-    ) -> Tensor:
-        out = super().attend(layer_idx, q, k, v, scale=scale, window=window, kernel=kernel)
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendOptions]) -> Tensor:
+        out = super().attend(layer_idx, q, k, v, **options)
         tensors = {"query": q.clone(), "key": k.clone(), "value": v.clone(), "attended": out.clone()}
         self.calls.append(Call(self.rows, layer_idx, self.seq_len, tensors))
         return out
 
 
 def first_divergence(reference: Sequence[Call], calls: Sequence[Call], prompt: int, last: int) -> Divergence | None:
-    """By layer, then by what comes first in it, then by position, of those up to the last.
+    """The first difference by layer, then by order of computation, then by position, up to position `last`.
 
     reference: one pass over all positions.
     """
@@ -93,7 +81,7 @@ def first_divergence(reference: Sequence[Call], calls: Sequence[Call], prompt: i
 
 
 def bits(x: Tensor) -> Tensor:
-    """As whole numbers: equal where every bit is, NaN included."""
+    """As integers: equal where all bits are equal, NaN included."""
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 

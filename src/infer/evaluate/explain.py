@@ -1,7 +1,7 @@
-"""What the KV cache saves, worked out on one run: for `infer explain`.
+"""The savings of the KV cache, computed for one run: `infer explain`.
 
-`explain` generates the same tokens with the cache and without it; the rest is arithmetic on what came out. P is the
-number of prompt tokens and N that of new ones: N passes, the first of which is over the prompt.
+`explain` generates the same tokens with the cache and without it; the rest is arithmetic on the measurements. P is the
+number of prompt tokens and N that of new tokens: N passes, the first of which is over the prompt.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from infer.config import ModelConfig
 from infer.engine.generate import generate
 from infer.engine.model import Model, model_dtype, weight_bytes
 from infer.engine.params import SamplingParams
-from infer.engine.request import check_request
 from infer.engine.result import GenerationResult
-from infer.engine.text import Decodes
+from infer.engine.sequence import check_sequence
+from infer.engine.text import SupportsDecode
 
 NEW, REPEATED, REUSED, NOT_YET = "new", "repeated", "reused", "not yet"
-TRIALS = 2  # of each run; of each step the faster counts, because a machine is busy with other things too
+TRIALS = 2  # of each run; the faster time of each step counts, because the machine runs other processes too
 
 
 def work(token: int, step: int, prompt_tokens: int, *, use_kv_cache: bool) -> str:
-    """What a step (from 0) does about the key and value of a token (from 0)."""
-    first = max(0, token - prompt_tokens + 1)  # the step that feeds it
+    """Whether step number `step` computes or reuses the key and value of token number `token` (both from 0)."""
+    first = max(0, token - prompt_tokens + 1)  # the step that computes it
     if step <= first:
         return NEW if step == first else NOT_YET
     return REUSED if use_kv_cache else REPEATED
 
 
 def tokens_fed(prompt_tokens: int, new_tokens: int, *, use_kv_cache: bool) -> list[int]:
-    """How many tokens each step feeds to the model; the last token that is generated is never fed."""
+    """The number of input tokens of each step; the last generated token is never an input."""
     if use_kv_cache:
         return [prompt_tokens] + [1] * (new_tokens - 1)
     return list(range(prompt_tokens, prompt_tokens + new_tokens))
@@ -44,7 +44,7 @@ def tokens_fed(prompt_tokens: int, new_tokens: int, *, use_kv_cache: bool) -> li
 class Passes:
     """The forward passes of one run, in order."""
 
-    fed: list[int]  # tokens
+    fed: list[int]  # input tokens of each pass
     times_ms: list[float]
 
     @property
@@ -62,7 +62,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Cost:
-    """A line through two medians: a pass over n tokens costs fixed_ms + n x per_token_ms."""
+    """A line through two medians: a pass over n tokens takes fixed_ms + n x per_token_ms."""
 
     step_ms: float  # of a pass over one token
     pass_ms: float  # of a pass over pass_tokens
@@ -78,11 +78,11 @@ class Cost:
 
     @property
     def is_plausible(self) -> bool:
-        """Both parts show. Not so where passes are too short for their length to matter, or times too unsteady."""
+        """Whether both parts are positive. They are not if passes are too short, or times too noisy."""
         return self.fixed_ms > 0 and self.per_token_ms > 0
 
     def of(self, passes: Passes) -> float:
-        """What the passes should take together, in milliseconds."""
+        """The expected time of all passes, in milliseconds."""
         return len(passes.fed) * self.fixed_ms + passes.tokens * self.per_token_ms
 
 
@@ -95,17 +95,17 @@ class Explanation:
     with_cache: Passes
     without_cache: Passes
     weight_bytes: int
-    element_size: int  # bytes of one number in the cache
+    element_size: int  # bytes of an element of the cache
     cache_bytes: int  # as allocated
 
     @property
     def positions(self) -> int:
-        """That the cache was made for."""
+        """The capacity of the cache."""
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
     def theoretical_speed_up(self) -> float:
-        """If every token took the same time, wherever it is fed."""
+        """Assumes equal cost per token."""
         return self.without_cache.tokens / self.with_cache.tokens
 
     @property
@@ -114,26 +114,28 @@ class Explanation:
 
     @property
     def cost(self) -> Cost:
-        whole = self.without_cache
+        uncached = self.without_cache
         return Cost(
             statistics.median(self.with_cache.times_ms[1:]),
-            statistics.median(whole.times_ms),
-            statistics.median(whole.fed),
+            statistics.median(uncached.times_ms),
+            statistics.median(uncached.fed),
         )
 
 
 def check(config: ModelConfig, prompt_token_ids: Sequence[int], max_new_tokens: int) -> None:
-    """Refuse what cannot be explained, as `explain` would: for asking before the weights are read."""
+    """Check the arguments of `explain` before the weights are read."""
     if max_new_tokens < 2:
         raise ValueError(
             f"max_new_tokens must be at least 2, not {max_new_tokens}: the first new token comes from the pass over "
-            "the prompt, and only the next one has anything to reuse"
+            "the prompt, and only the next one can reuse anything"
         )
-    check_request(config, prompt_token_ids, _params(max_new_tokens))
+    check_sequence(config, prompt_token_ids, _params(max_new_tokens))
 
 
-def explain(model: Model, tokenizer: Decodes, prompt_token_ids: Sequence[int], max_new_tokens: int) -> Explanation:
-    """Run with the cache and without it, in turn, after a short warm-up of both."""
+def explain(
+    model: Model, tokenizer: SupportsDecode, prompt_token_ids: Sequence[int], max_new_tokens: int
+) -> Explanation:
+    """Run with and without the cache, alternating, after a short warm-up of both."""
     check(model.config, prompt_token_ids, max_new_tokens)
 
     def run(new_tokens: int, use_kv_cache: bool) -> GenerationResult:
@@ -143,12 +145,12 @@ def explain(model: Model, tokenizer: Decodes, prompt_token_ids: Sequence[int], m
     for use_kv_cache in (True, False):
         run(2, use_kv_cache)
     trials = [(run(max_new_tokens, True), run(max_new_tokens, False)) for _ in range(TRIALS)]
-    cached, whole = trials[0]
+    cached, uncached = trials[0]
     return Explanation(
         prompt_token_ids=cached.prompt_token_ids,
         token_ids=cached.token_ids,
         text=cached.text,
-        same_tokens=cached.token_ids == whole.token_ids,
+        same_tokens=cached.token_ids == uncached.token_ids,
         with_cache=_passes([trial[0] for trial in trials], use_kv_cache=True),
         without_cache=_passes([trial[1] for trial in trials], use_kv_cache=False),
         weight_bytes=weight_bytes(model),
@@ -158,7 +160,7 @@ def explain(model: Model, tokenizer: Decodes, prompt_token_ids: Sequence[int], m
 
 
 def _params(max_new_tokens: int) -> SamplingParams:
-    """Greedy, and past any end of the text: both runs are then as long as was asked for."""
+    """Greedy, ignoring end-of-sequence tokens, so that both runs have the same length."""
     return SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
 
 
@@ -172,18 +174,18 @@ def _passes(trials: Sequence[GenerationResult], *, use_kv_cache: bool) -> Passes
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The layers of a model that keep alike."""
+    """The layers of a model with the same window."""
 
-    window: int | None  # None: they see, and keep, everything
+    window: int | None  # None: they see and keep all positions
     layers: int
-    slots: int  # positions that each keeps
-    bytes: int  # of all of them together
+    slots: int  # positions that each layer keeps
+    bytes: int  # of all these layers
 
 
 def cache_layout(config: ModelConfig, positions: int, element_size: int) -> list[LayerKind]:
-    """What the default cache keeps for so many positions: 2 x layers x KV heads x head_dim x slots x bytes."""
+    """The default cache for this many positions: 2 x layers x KV heads x head_dim x slots x bytes."""
     per_slot = config.cache_bytes_per_token(element_size) // config.num_hidden_layers  # of one layer
-    windows = [config.window(i) for i in range(config.num_hidden_layers)]
+    windows = config.windows
     slots = dict(zip(windows, layer_slots(config, positions), strict=True))
     return [
         LayerKind(window, windows.count(window), slots[window], windows.count(window) * slots[window] * per_slot)

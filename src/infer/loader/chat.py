@@ -1,34 +1,27 @@
-"""Chat messages to a prompt, by the model's own Jinja template."""
+"""Render chat messages to a prompt with the model's Jinja template."""
 
 from __future__ import annotations
 
-import atexit
 import json
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infer.loader.limited_process import LimitedProcess, ProcessEnded
 from infer.values import MESSAGES, takes
 
 if TYPE_CHECKING:
     from infer.loader.tokenizer import Tokenizer
 
-WAIT = 10.0  # seconds for a rendering: more than its share of a busy machine needs, and a bound for everything else
-
-# What a family's turns look like, for when no tokenizer is at hand. Tools apart, they are those of the models' own
-# templates, but for the system turn with today's date that Llama 3.1 and later put first.
+# A family's template, for use without a tokenizer. Without tools, they equal the models' own templates, except for the
+# system turn with today's date that Llama 3.1 and later put first.
 TEMPLATES = {
     "llama": (
         "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
         "{{ m.content | trim }}<|eot_id|>{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     ),
-    # Thoughts are kept only after the last question, where the last answer has them even if empty.
+    # Thoughts are kept only after the last question; the last answer has a thought even if empty.
     "qwen3": (
         "{% set ns = namespace(question=messages | length - 1) %}"
         "{% for m in messages %}{% if m.role == 'user' %}{% set ns.question = loop.index0 %}{% endif %}{% endfor %}"
@@ -67,7 +60,7 @@ def render_chat_template(
     """The prompt for a conversation; encode it with add_special_tokens=False.
 
     messages: each {"role": ..., "content": ...}. The template is the tokenizer's own, or a family's by model_type
-    ("llama", "qwen3", "gemma3"). Further keywords (enable_thinking=False, ...) are handed to the template.
+    ("llama", "qwen3", "gemma3"). Other keywords (enable_thinking=False, ...) are variables of the template.
     """
     for message in messages:
         if not {"role", "content"} <= message.keys():
@@ -90,69 +83,22 @@ def render_chat_template(
     return _render(template, variables)
 
 
-_process: subprocess.Popen[bytes] | None = None  # renders templates; started by the first, and after one that ended it
-_exchange = threading.Lock()
+_process = LimitedProcess(Path(__file__).with_name("template_process.py"))
 
 
 def _render(template: str, variables: dict[str, Any]) -> str:
-    """Have it rendered, within limits: see `template_process.py`."""
-    global _process
+    """Render in the process of `template_process.py`, within its limits."""
     try:
-        request = f"{json.dumps(template)}\n{json.dumps(variables, default=_as_json)}\n".encode()
+        request = f"{json.dumps(template)}\n{json.dumps(variables, default=_as_json)}".encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"a chat template is given what JSON can hold: {error}") from None
-    with _exchange:
-        if _process is None or _process.poll() is not None:
-            _end()
-            _process = _start()
-        assert _process.stdin is not None
-        assert _process.stdout is not None
-        deadline = threading.Timer(WAIT, _process.kill)
-        deadline.start()
-        try:
-            _process.stdin.write(request)
-            _process.stdin.flush()
-            reply = _process.stdout.readline()
-        except BrokenPipeError:
-            reply = b""
-        except BaseException:  # its reply would be taken for the next one's
-            _end()
-            raise
-        finally:
-            deadline.cancel()
-        if not reply:
-            raise ValueError(f"the chat template was stopped: {_why_it_ended(_end())}")
-    answer = json.loads(reply)
+        raise ValueError(f"messages and variables of a chat template must be JSON values: {error}") from None
+    try:
+        answer = json.loads(_process.answer(request))
+    except ProcessEnded as error:
+        raise ValueError(f"the chat template was stopped: {error}") from None
     if "error" in answer:
         raise ValueError(answer["error"])
     return str(answer["text"])
-
-
-def _start() -> subprocess.Popen[bytes]:
-    # -P: modules are not looked for beside the script. A session of its own: Ctrl-C is not for it.
-    command = [sys.executable, "-P", "-W", "ignore", str(Path(__file__).with_name("template_process.py"))]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-
-
-@atexit.register
-def _end() -> int | None:
-    """End the process, if there is one; returns its status."""
-    global _process
-    process, _process = _process, None
-    if process is None:
-        return None
-    process.kill()
-    with suppress(BrokenPipeError), process:  # closes its pipes
-        pass
-    return process.wait()
-
-
-def _why_it_ended(status: int | None) -> str:
-    if status == -signal.SIGPROF:
-        return "it takes too long"
-    return f"the process that renders it ended with status {status}"
 
 
 def _as_json(value: Any) -> Any:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from infer.config import ModelConfig
-from infer.nn.quantized import TILE, Groups, quantise
+from infer.nn.quantized import Groups, quantize_rows
+from infer.values import FLAG, Kind, integer, number
 
 if TYPE_CHECKING:
     import tokenizers
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # names in files
+# What is read of generation_config.json, by the names of `SamplingParams`.
+SAMPLING_KINDS: dict[str, Kind] = {
+    "temperature": number("from 0 to 100", lambda value: 0 <= value <= 100),
+    "top_k": integer(0, 2**31 - 1),
+    "top_p": number("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "min_p": number("from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": number("above 0 and at most 100", lambda value: 0 < value <= 100),
+}
 
 
 @dataclass(frozen=True)
@@ -27,46 +38,61 @@ class TokenizerParts:
     eos_token: str | None = None
 
 
+class SamplingDefaults(NamedTuple):
+    """The sampling settings of a model's own files."""
+
+    values: dict[str, Any]  # by the names of `SamplingParams`; empty: the files do not ask for sampling
+    source: str  # the name of the file
+    ignored: tuple[str, ...] = ()  # messages about values of the wrong type or out of range
+
+
+class StoredTensor(NamedTuple):
+    name: str  # in the file
+    shape: tuple[int, ...]  # in `Decoder`
+    dtype: torch.dtype | str  # or the name of a quantized GGUF type
+
+
 class Checkpoint(Protocol):
     """A model on disk. Opening one reads its headers only."""
 
     path: Path
     config: ModelConfig
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Tensor shapes by name, as `Decoder` names them, fused ones still apart."""
+    tensors: dict[str, StoredTensor]  # by the names of `Decoder`; the parts of fused weights may be separate
 
     def blocks(self, name: str, rows: range | None = None) -> Iterator[Tensor]:
-        """The tensor's rows in order, in blocks small enough to be held beside the model. rows: these alone."""
+        """The tensor's rows in order, in blocks small enough to hold beside the model. rows: only these."""
 
-    def is_bfloat16(self, name: str) -> bool | None:
-        """Whether a tensor is stored in that; None: it is not there."""
-
-    def bits(self, name: str) -> int:
-        """4 or 8: so many keep what a quantised tensor is worth. 32: it is none, or is not there."""
-        return 32
+    def stored_dtype(self, name: str) -> torch.dtype | str | None:
+        """None: there is no such tensor."""
+        return self.tensors[name].dtype if name in self.tensors else None
 
     def groups(self, name: str, bits: int, rows: range | None = None) -> Iterator[Groups]:
-        """The rows of a matrix in order, quantised; the number in each block but the last is a multiple of TILE."""
-        for block in in_tiles(self.blocks(name, rows)):
-            for some in torch.split(block, max(1, (1 << 18) // block.shape[1] // TILE) * TILE):
-                yield quantise(some, bits)
+        """The rows of a matrix in order, quantized."""
+        for block in self.blocks(name, rows):
+            for some in torch.split(block, max(1, (1 << 18) // block.shape[1])):
+                yield quantize_rows(some, bits)
 
     def tokenizer_parts(self) -> TokenizerParts: ...
 
     def sampling(self) -> tuple[str, Mapping[str, Any]]:
-        """The name of the file that says how to sample, and what it says, by the names of generation_config.json."""
+        """The name of the file with sampling settings, and the settings by the names of generation_config.json."""
         return self.path.name, {}
 
-
-def in_tiles(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Rows in blocks of a multiple of TILE, the last one apart."""
-    rest: list[Tensor] = []
-    for block in blocks:
-        rows = torch.cat((*rest, block))
-        whole = len(rows) // TILE * TILE
-        if whole:
-            yield rows[:whole]
-        rest = [rows[whole:]]
-    if rest and len(rest[0]):
-        yield rest[0]
+    def sampling_defaults(self) -> SamplingDefaults:
+        """The settings that are valid. None unless the file asks for sampling at a temperature above 0."""
+        source, given = self.sampling()
+        values, ignored = {}, []
+        for name, kind in (SAMPLING_KINDS | {"do_sample": FLAG}).items():
+            if given.get(name) is None:
+                continue
+            try:
+                kind.check(name, given[name])
+            except ValueError as error:
+                ignored.append(f"{source}: {error}; it is ignored")
+            else:
+                values[name] = given[name]
+        if not values.pop("do_sample", False) or not values.get("temperature"):
+            values = {}
+        # GGUF files store float32: 0.6 is 0.60000002384 there.
+        values = {name: value if isinstance(value, int) else float(f"{value:.6g}") for name, value in values.items()}
+        return SamplingDefaults(values, source, tuple(ignored))

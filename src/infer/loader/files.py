@@ -1,24 +1,29 @@
-"""Files that somebody else has written: plain ones, of a size that fits what they hold."""
+"""Files from untrusted sources: regular files only, with a limit on their size; and the hashes of downloaded ones."""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from infer.values import shown
+from infer.folders import cache_folder
+from infer.values import OBJECT, TEXT, Kind, short_repr
 
 MB = 2**20
-# A value takes Python 20 times its bytes at worst: empty lists and dicts. Real ones have at most 2 MB.
+# A JSON value takes up to 20 times its bytes in Python (empty lists and dicts). Real files have at most 2 MB.
 MAX_SETTINGS = 4 * MB
+SAFETENSORS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is such a file. Anything else by that name is refused: reading a FIFO may never end."""
+    """Whether there is such a file. Refuses anything but a regular file: reading a FIFO may never end."""
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no plain file")
+        raise ValueError(f"{path} is not a regular file")
     return path.is_file()
 
 
@@ -26,7 +31,7 @@ def read_text(path: Path, most: int = MAX_SETTINGS) -> str:
     if not is_there(path):
         raise FileNotFoundError(f"there is no file {path}")
     if (size := path.stat().st_size) > most:
-        raise ValueError(f"{path} has {size:,} bytes: {most:,} are read at most")
+        raise ValueError(f"{path} has {size:,} bytes: the limit is {most:,}")
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -42,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """A JSON object that gives no name twice. A message lacks its subject: the file."""
+    """A JSON object without duplicate names. The caller puts the file's name before an error message."""
     collects = gc.isenabled()
     gc.disable()  # a million lists of a tokenizer's merges take twice as long with it
     try:
@@ -58,9 +63,45 @@ def parse_json(text: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Which of two values is meant depends on who reads it."""
+    """JSON parsers disagree about which of two values counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = Counter(name for name, _ in pairs)
-        raise ValueError(f"it has {shown(names.most_common(1)[0][0])} twice")
+        raise ValueError(f"it has {short_repr(names.most_common(1)[0][0])} twice")
     return found
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Which safetensors file holds which tensor: names of files in the same folder, never elsewhere."""
+    names = read_json(path).get("weight_map", {})
+    try:
+        OBJECT.check("weight_map", names)
+        for tensor, file in names.items():
+            _FILE_NAME.check(f"weight_map of {short_repr(tensor)}", file)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return dict(names)
+
+
+def _is_file_name(name: Any) -> bool:
+    return TEXT.accepts(name) and name not in ("", ".", "..") and not set(name) & {*"/\\\0"} and len(name) < 256
+
+
+_FILE_NAME = Kind("the name of a file beside it", _is_file_name)
+
+
+def has_hash(file: Path, sha256: str, *, again: bool = False) -> bool:
+    """Whether the file has this hash. A file whose size and mtime match its last check is hashed only with `again`."""
+    stat = file.stat()
+    seen = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    record = cache_folder() / "checked" / sha256
+    with suppress(OSError, ValueError):
+        if not again and record.read_text() == seen:
+            return True
+    with file.open("rb") as source:
+        if hashlib.file_digest(source, "sha256").hexdigest() != sha256:
+            return False
+    with suppress(OSError):  # files in a read-only cache are hashed each time
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(seen)
+    return True

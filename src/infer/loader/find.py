@@ -1,4 +1,4 @@
-"""From what a user types to a checkpoint: a path, a built-in short name, or a hub id."""
+"""Find the checkpoint that a user names: by a path, a built-in short name, or a hub id."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from infer.loader.hub import fetch, is_hub_name
 from infer.loader.nanogpt import NanoGPTFile
 from infer.values import NAME, takes
 
-NANOGPT = "ckpt.pt"  # as nanoGPT names what it writes
+NANOGPT = "ckpt.pt"  # the name that nanoGPT gives its checkpoints
 
 
 @takes(name_or_path=NAME)
 def open_checkpoint(name_or_path: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Open a checkpoint, fetching it first if need be. weights=False: of a hub model, only the small files."""
+    """Open a checkpoint, downloading it first if necessary. weights=False: of a hub model, only the small files."""
     path = locate(str(name_or_path), weights=weights)
     if path.is_dir() and not is_there(path / "config.json") and is_there(path / NANOGPT):
         path = path / NANOGPT
@@ -45,7 +45,7 @@ ModelConfig.reader = staticmethod(read_config)
 
 
 def locate(name: str, *, weights: bool, check: bool = False, force: bool = False) -> Path:
-    """Where it is, fetched first if need be. check, force: of what was fetched before, see `pull`."""
+    """The path of a model, downloaded first if necessary. check, force: as for `pull`, of earlier downloads."""
     if name and Path(name).exists():
         return Path(name)
     if name in BUILTIN:

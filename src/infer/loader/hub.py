@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub, or wherever HF_ENDPOINT points, kept in the hub's own cache."""
+"""Models from the Hugging Face hub, or the server that HF_ENDPOINT names, in the hub's own cache folder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from infer import progress
-from infer.loader.checked import has_hash
-from infer.loader.shards import INDEX, SINGLE, read_index
+from infer.loader.files import INDEX, SAFETENSORS, has_hash, read_index
 
 # owner/name, /FILE.gguf, @revision
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?(?:@([\w./-]+))?")
 SETTINGS = ["config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt", "*.jinja"]
 WEIGHTS = ["model*.safetensors", INDEX]
-SECONDS = 10.0  # to wait for a byte from the hub, which is asked up to six times
+SECONDS = 10.0  # to wait for a byte from the hub; the hub library tries up to six times
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -29,17 +28,17 @@ def is_hub_name(name: str) -> bool:
 
 
 def fetch(name: str, *, weights: bool, check: bool = False, force: bool = False) -> Path:
-    """The folder of `owner/name`, or the file of `owner/name/FILE.gguf`: from the cache if it is all there.
+    """The folder of `owner/name`, or the file of `owner/name/FILE.gguf`: from the cache if it is complete there.
 
-    `@revision` behind either is a branch, a tag or a commit. check: hash what is there, even if it looks the same as
-    ever. force: fetch it anyway.
+    `@revision` after either is a branch, a tag or a commit. check: hash cached files even if size and mtime are
+    unchanged. force: download again.
     """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     repo, file, revision = _parts(name)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Not enough free disk space")  # the hub library would try it
+            warnings.filterwarnings("error", message="Not enough free disk space")  # the hub library goes on
             folder = _snapshot(repo, file, revision, weights, check, force)
         if file and not (folder / file).exists():
             raise FileNotFoundError(f"{repo} has no file {file}")
@@ -61,10 +60,10 @@ def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, 
 
     patterns = [file] if file else SETTINGS + WEIGHTS * weights
 
-    def download(files: list[str], *, cached: bool = False, anew: bool = False) -> Path:
-        options: dict[str, Any] = {"local_files_only": cached, "force_download": anew}
-        if progress.is_heard():
-            options["tqdm_class"] = _told_bar(repo)
+    def download(files: list[str], *, cached: bool = False, again: bool = False) -> Path:
+        options: dict[str, Any] = {"local_files_only": cached, "force_download": again}
+        if progress.has_listeners():
+            options["tqdm_class"] = _progress_bar(repo)
         return Path(str(snapshot_download(repo, revision=revision, allow_patterns=files, **options)))
 
     def is_complete(folder: Path) -> bool:
@@ -79,22 +78,22 @@ def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, 
         folder = None
     if folder is None or not is_complete(folder):
         _remove_leftovers(repo)
-        folder = download(patterns, anew=force)
+        folder = download(patterns, again=force)
     if damaged := _damaged(folder, patterns, check):
         print(f"{', '.join(damaged)} of {repo} is damaged: fetching it again", file=sys.stderr)
-        folder = download(damaged, anew=True)
+        folder = download(damaged, again=True)
         if damaged := _damaged(folder, damaged, again=False):
             raise OSError(f"{', '.join(damaged)} is not what the hub says it is")
     return folder
 
 
-def _told_bar(repo: str) -> type:
-    """Bars that draw nothing: that of all bytes is told to who listens."""
+def _progress_bar(repo: str) -> type:
+    """tqdm bars that draw nothing; the one that counts all bytes reports progress."""
     from huggingface_hub.utils.tqdm import tqdm
 
     bar: Any = tqdm
 
-    class Told(bar):  # type: ignore[misc]
+    class ProgressBar(bar):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             self._counts = options.get("name") == "huggingface_hub.snapshot_download"
             self._bytes = 0.0  # tqdm's own count stays 0 where the hub's bars are disabled
@@ -105,15 +104,15 @@ def _told_bar(repo: str) -> type:
         def update(self, n: float | None = 1) -> Any:
             self._bytes += n or 0
             if self._counts and self.total:
-                progress.tell(progress.FETCHING, int(min(self._bytes, self.total)), int(self.total), repo)
+                progress.report(progress.FETCHING, int(min(self._bytes, self.total)), int(self.total), repo)
             return super().update(n)
 
         def close(self) -> None:
             super().close()
             if self._counts:
-                progress.tell(progress.FETCHING, 1, 1, repo)
+                progress.report(progress.FETCHING, 1, 1, repo)
 
-    return Told
+    return ProgressBar
 
 
 def _parts(name: str) -> tuple[str, str | None, str | None]:
@@ -125,14 +124,14 @@ def _parts(name: str) -> tuple[str, str | None, str | None]:
 
 
 def _limit_time(request: Any) -> None:
-    """The hub library would wait for ever for a list of files."""
+    """A time limit for requests that have none: the hub library waits for ever for a list of files."""
     limits = request.extensions.get("timeout", {})
     known = {kind: seconds for kind, seconds in limits.items() if seconds is not None}
     request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), SECONDS) | known
 
 
 def _damaged(folder: Path, patterns: list[str], again: bool) -> list[str]:
-    """Files that do not have the hash that the hub's cache names them by; it does so for large ones."""
+    """Files that do not match their hash. The hub's cache names large files by their SHA-256."""
     files = [file for file in folder.rglob("*") if file.is_symlink() and file.exists()]
     names = {str(file.relative_to(folder)): file.resolve() for file in files}
     return [
@@ -145,7 +144,7 @@ def _damaged(folder: Path, patterns: list[str], again: bool) -> list[str]:
 
 
 def _remove_leftovers(repo: str) -> None:
-    """Parts of files whose download was killed: the hub library begins anew. Who still writes one holds its lock."""
+    """Remove partial files of killed downloads, which the hub library does not resume. Running downloads hold locks."""
     from filelock import FileLock, Timeout
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -158,13 +157,13 @@ def _remove_leftovers(repo: str) -> None:
 
 
 def remove(name: str) -> int:
-    """Remove a repository, or one revision of it, from the hub's cache; returns the bytes that are free now."""
+    """Remove a repository, or one revision of it, from the hub's cache; returns the bytes freed."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     repo, file, revision = _parts(name)
     if file:
-        raise ValueError(f"{name} is one file of {repo}: files are removed with the rest, by `infer rm {repo}`")
+        raise ValueError(f"{name} is one file of {repo}: remove the repository with `infer rm {repo}`")
     try:
         cache = scan_cache_dir()
     except CacheNotFound:
@@ -184,7 +183,7 @@ def remove(name: str) -> int:
 
 
 def cached_models() -> list[tuple[str, int]]:
-    """Hub ids that the hub's cache holds weights of, with their bytes on disk."""
+    """Hub ids with weights in the hub's cache, with their bytes on disk."""
     if not _cache_exists():
         return []
     from huggingface_hub import scan_cache_dir
@@ -198,7 +197,7 @@ def cached_models() -> list[tuple[str, int]]:
 
 
 def _cache_exists() -> bool:
-    """Where the hub's package would look, without the time that it takes to import."""
+    """Whether the hub's cache folder exists, found without importing the hub library, which is slow."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
@@ -211,11 +210,11 @@ def _has_weights(repo: Any) -> bool:
 
 
 def _is_complete(folder: Path, weights: bool) -> bool:
-    """A fetch that was interrupted leaves a folder too."""
+    """An interrupted download leaves a folder too."""
     tokenizer = (folder / "tokenizer.json").exists() or (folder / "merges.txt").exists()
     if not tokenizer or not (folder / "config.json").exists():
         return False
-    if not weights or (folder / SINGLE).exists():
+    if not weights or (folder / SAFETENSORS).exists():
         return True
     index = folder / INDEX
     return index.exists() and all((folder / file).exists() for file in set(read_index(index).values()))

@@ -1,11 +1,22 @@
-"""Fill a model with a checkpoint's weights, one tensor at a time."""
+"""Load a model: choose how each weight is stored, then fill the weights from the checkpoint one tensor at a time.
+
+In float32 on a CPU with kernels, matrices that a checkpoint has in bfloat16 stay in bfloat16: the kernels widen them as
+they multiply, which gives the same numbers and reads half the memory. (float16 is widened when loaded: its conversion
+instruction is slow on many cores, and takes longer at each step than reading twice the bytes.)
+
+quantize="int8" stores all matrices in 8 bits. "int4" stores them in 4 bits, except in 8 bits:
+- the embedding and the head, which affect every token;
+- what a GGUF file has in 5 bits or more, because its author found that it needs them;
+- q, k and v of checkpoints in floats: a tenth of the weights, and half of the error of quantizing all (perplexity of
+  Gemma 3 270M with its layers quantized from floats: +17 % with q, k, v in 4 bits, +9 % in 8).
+"""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
@@ -15,24 +26,17 @@ from torch import Tensor, nn
 from infer import progress
 from infer.backend import cpu
 from infer.config import ModelConfig
-from infer.loader.checkpoint import Checkpoint
+from infer.loader.checkpoint import FLOATS, Checkpoint
 from infer.loader.find import open_checkpoint
-from infer.loader.widths import (
-    Widths,
-    choose_widths,
-    form,
-    may_be_narrow,
-    part_names,
-    resolve_weights,
-    weight_bytes,
-)
-from infer.machine import available_memory, reserved_bytes, resolve_device, use_threads
+from infer.machine import available_memory, check_runs_on, reserved_bytes, resolve_device, resolve_dtype, use_threads
 from infer.models.common import Decoder
 from infer.models.registry import build_model
-from infer.models.split import Part
-from infer.nn.linear import FusedLinear
-from infer.nn.quantized import QuantizedWeight
-from infer.nn.split import Group
+from infer.models.sharding import ModelShard
+from infer.nn.linear import FusedLinear, Linear
+from infer.nn.quantized import BITS, QuantizedWeight, packed_bytes
+from infer.nn.sharded import Group
+
+ABOVE_4_BITS = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "Q8_K")  # GGUF types
 
 
 def load_model(
@@ -45,59 +49,108 @@ def load_model(
 ) -> tuple[Decoder, ModelConfig]:
     """Load a model for inference.
 
-    name_or_path: a folder, a GGUF file, nanoGPT's ckpt.pt, a built-in short name, or a hub id. Weights go straight into
-    their final form on their final device, so that memory peaks at the model's size plus one tensor.
-    dtype: what it computes in. In float32 on a CPU, matrices that are stored in bfloat16 stay so (`model.float()` gives
-    plain float32 weights).
-    quantize: "int4" or "int8" keeps the matrices in so many bits (see `loader/widths.py`), on the CPU.
-    group: of several processes, each of which loads its own part (see `infer.parallel`).
+    name_or_path: a folder, a GGUF file, nanoGPT's ckpt.pt, a built-in short name, or a hub id. Weights go directly into
+    their final dtype on their final device: memory peaks at the model's size plus one tensor.
+    dtype: what the model computes in. In float32 on a CPU, matrices stored in bfloat16 stay in bfloat16
+    (`model.float()` converts them).
+    quantize: "int4" or "int8" stores the matrices in 4 or 8 bits (see `loader/load.py`), on the CPU.
+    group: the processes of a tensor-parallel model, each of which loads its shard (see `infer.parallel`).
     """
     device = resolve_device(device)
-    dtype = resolve_weights(dtype, device, quantize)
+    dtype = resolve_weight_dtype(dtype, device, quantize)
     checkpoint = open_checkpoint(name_or_path)
-    part = None if group is None else Part(checkpoint.config, group)
+    shard = None if group is None else ModelShard(checkpoint.config, group)
     with torch.device("meta"):
-        whole = build_model(checkpoint.config)
-        model = whole if part is None else part.build()
-    shapes = checkpoint.shapes()
-    slots = checkpoint_slots(whole, shapes, part)
-    check_tensors(checkpoint, shapes, slots)
-    narrow = quantize is None and may_be_narrow(dtype, device)
-    widths = choose_widths(model, checkpoint, quantize, narrow=narrow)
-    check_memory(weight_bytes(model, widths, dtype), form(widths, quantize, dtype), device)
+        full = build_model(checkpoint.config)
+        model = full if shard is None else shard.build()
+    slots = checkpoint_slots(full, checkpoint.tensors, shard)
+    check_tensors(checkpoint, slots)
+    weights = choose_weight_dtypes(model, checkpoint, dtype, device, quantize)
+    check_memory(weights.nbytes(model), weights, device)
     if device.type == "cpu":
         use_threads()
-    # The kernels now rather than between two tokens.
-    ready = device.type == "cpu" and dtype is torch.float32 and cpu.kernels() is not None
-    if narrow and not ready:
-        widths = {}
-        check_memory(weight_bytes(model, widths, dtype), form(widths, quantize, dtype), device)
-    if quantize is not None and dtype is torch.float32 and not ready:
-        print("without compiled kernels quantised weights are slow: each product makes floats of them", file=sys.stderr)
-    if ready:
-        cpu.kernels().prepare({width for width in widths.values() if isinstance(width, int)})
-    needed, elements, filled = weight_bytes(model, widths, dtype), sum(slot.elements for slot in slots.values()), 0
-    _materialise(model, dtype, device, widths)
-    parameters = dict(model.named_parameters())
+    if device.type == "cpu" and dtype is torch.float32:
+        # Kernels are compiled now rather than between two tokens.
+        if (kernels := cpu.kernels()) is not None:
+            kernels.prepare({stored for stored in weights.stored.values() if isinstance(stored, int)})
+        elif quantize is None:
+            weights = WeightDtypes(dtype)
+            check_memory(weights.nbytes(model), weights, device)
+        else:
+            print("without compiled kernels quantized weights are slow: each GEMM dequantizes them", file=sys.stderr)
+    nbytes, elements, filled = weights.nbytes(model), sum(slot.elements for slot in slots.values()), 0
+    _materialize(model, device, weights)
     for name, slot in slots.items():
-        progress.tell(progress.LOADING, needed * filled // max(1, elements), needed)
+        progress.report(progress.LOADING, nbytes * filled // max(1, elements), nbytes)
         filled += slot.elements
-        row = slot.start
-        if isinstance(widths.get(slot.parameter), int):
-            weight = model.get_submodule(slot.parameter)
-            assert isinstance(weight, QuantizedWeight)
-            for groups in (groups for rows in slot.rows for groups in checkpoint.groups(name, weight.bits, rows)):
-                check_finite(checkpoint, name, groups.scale)
-                if groups.minimum is not None:
-                    check_finite(checkpoint, name, groups.minimum)
-                weight.fill(row, groups)
-                row += len(groups.codes)
-            continue
-        for block in (block for rows in slot.rows for block in checkpoint.blocks(name, rows)):
-            check_finite(checkpoint, name, parameters[slot.parameter].data[row : row + len(block)].copy_(block))
-            row += len(block)
-    progress.tell(progress.LOADING, needed, needed)
+        _fill(model, checkpoint, name, slot)
+    progress.report(progress.LOADING, nbytes, nbytes)
     return model.eval(), checkpoint.config
+
+
+def resolve_weight_dtype(dtype: torch.dtype | str, device: torch.device, quantize: str | None) -> torch.dtype:
+    """The dtype of weights that are not quantized. Refuses a `quantize` that does not exist or fit the device."""
+    if quantize is not None and quantize not in BITS:
+        raise ValueError(f"quantize must be one of {', '.join(BITS)}, or left out, not {quantize!r}")
+    if quantize is not None and device.type != "cpu":
+        raise ValueError(f"quantized weights run on the CPU only: use device cpu, or leave {quantize} out on {device}")
+    resolved = resolve_dtype(dtype, device)
+    check_runs_on(device, resolved)
+    return resolved
+
+
+@dataclass(frozen=True)
+class WeightDtypes:
+    """How each parameter is stored: in the model's dtype, unless `stored` says otherwise."""
+
+    dtype: torch.dtype  # what the model computes in
+    quantize: str | None = None
+    stored: Mapping[str, int | torch.dtype] = field(default_factory=dict)  # by parameter: bits if quantized, or a dtype
+
+    def nbytes(self, model: Decoder) -> int:
+        total = 0
+        for name, parameter in model.named_parameters():
+            stored = self.stored.get(name, self.dtype)
+            if isinstance(stored, int):
+                total += packed_bytes(parameter.shape[0], parameter.shape[1], stored)
+            else:
+                total += parameter.numel() * stored.itemsize
+        return total
+
+    def __str__(self) -> str:
+        """What most weights are stored in."""
+        dtype = torch.bfloat16 if torch.bfloat16 in self.stored.values() else self.dtype
+        return self.quantize or str(dtype).removeprefix("torch.")
+
+
+def choose_weight_dtypes(
+    model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantize: str | None
+) -> WeightDtypes:
+    """model: of that checkpoint, not yet quantized; it may be on the meta device."""
+    stored: dict[str, int | torch.dtype] = {}
+    keeps_bfloat16 = device.type == "cpu" and dtype is torch.float32 and cpu.expected()
+    for name, _ in model.named_parameters() if quantize is not None or keeps_bfloat16 else ():
+        module_name, _, kind = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        if kind != "weight" or not (isinstance(module, Linear) or module is model.embed_tokens):
+            continue
+        dtypes = {checkpoint.stored_dtype(each) for each in (name, *part_names(module, module_name, kind))} - {None}
+        if quantize is None:
+            if dtypes == {torch.bfloat16}:
+                stored[name] = torch.bfloat16
+        elif quantize == "int8" or module is model.embed_tokens or module is model.lm_head:
+            stored[name] = 8
+        else:
+            from_floats = 8 if module_name.endswith("qkv_proj") else 4
+            quantized = dtypes - set(FLOATS.values())
+            stored[name] = max((8 if each in ABOVE_4_BITS else 4 for each in quantized), default=from_floats)
+    return WeightDtypes(dtype, quantize, stored)
+
+
+def part_names(module: nn.Module, module_name: str, kind: str) -> list[str]:
+    """The names that checkpoints have for the weights or biases that a `FusedLinear` stacks."""
+    parts = module.parts if isinstance(module, FusedLinear) else ()
+    return [f"{module_name.rpartition('.')[0]}.{part}.{kind}" for part in parts]
 
 
 @dataclass(frozen=True)
@@ -107,17 +160,17 @@ class Slot:
     parameter: str
     start: int
     shape: tuple[int, ...]  # of the tensor
-    rows: tuple[range, ...]  # of it that are wanted
+    rows: tuple[range, ...]  # of the tensor that are loaded
 
     @property
     def elements(self) -> int:
         return sum(map(len, self.rows)) * math.prod(self.shape[1:])
 
 
-def checkpoint_slots(model: Decoder, stored: Collection[str], part: Part | None = None) -> dict[str, Slot]:
-    """A slot for each tensor that a checkpoint must have, by its name there: stacked ones apart, or as it has them.
+def checkpoint_slots(model: Decoder, stored: Collection[str], shard: ModelShard | None = None) -> dict[str, Slot]:
+    """A slot for each tensor that a checkpoint must have, by its name there. Fused weights may be stored either way.
 
-    model: the whole. part: of it, which gets its rows alone.
+    model: the full model. shard: the rows to load; None: all.
     """
     slots = {}
     for name, parameter in model.named_parameters():
@@ -126,79 +179,96 @@ def checkpoint_slots(model: Decoder, stored: Collection[str], part: Part | None 
         sizes = {name: len(parameter)}
         if isinstance(module, FusedLinear):
             sizes = dict(zip(part_names(module, module_name, kind), module.parts.values(), strict=True))
-        wanted = {each: range(size) if part is None else part.rows(each, size) for each, size in sizes.items()}
+        loaded = {each: range(size) if shard is None else shard.rows(each, size) for each, size in sizes.items()}
         if name in sizes or name in stored:
             first = accumulate(sizes.values(), initial=0)
-            rows = tuple(range(at + own.start, at + own.stop) for at, own in zip(first, wanted.values(), strict=False))
+            rows = tuple(range(at + own.start, at + own.stop) for at, own in zip(first, loaded.values(), strict=False))
             slots[name] = Slot(name, 0, tuple(parameter.shape), rows)
             continue
         start = 0
-        for each, own in wanted.items():
+        for each, own in loaded.items():
             slots[each] = Slot(name, start, (sizes[each], *parameter.shape[1:]), (own,))
             start += len(own)
     return slots
 
 
-def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], slots: Mapping[str, Slot]) -> None:
-    """Refuse a checkpoint that does not hold exactly what the model needs, before anything is allocated."""
-    unused = [name for name in shapes if name not in slots and not _is_redundant(name, checkpoint.config)]
-    for what, names in (("lacks", [name for name in slots if name not in shapes]), ("has unknown", unused)):
+def check_tensors(checkpoint: Checkpoint, slots: Mapping[str, Slot]) -> None:
+    """Refuse a checkpoint that does not hold exactly the model's tensors, before anything is allocated."""
+    tensors = checkpoint.tensors
+    unused = [name for name in tensors if name not in slots and not _is_redundant(name, checkpoint.config)]
+    for what, names in (("lacks", [name for name in slots if name not in tensors]), ("has unknown", unused)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(f"{checkpoint.path} {what} tensors: {', '.join(names[:3])}{more}")
     for name, slot in slots.items():
-        if shapes[name] != slot.shape:
+        if (shape := tensors[name].shape) != slot.shape:
             raise ValueError(
-                f"{checkpoint.path}: {name} has shape {list(shapes[name])}, but the config asks for {list(slot.shape)}"
+                f"{checkpoint.path}: {name} has shape {list(shape)}, but the config asks for {list(slot.shape)}"
             )
 
 
-def check_finite(checkpoint: Checkpoint, name: str, weights: Tensor) -> None:
-    """Refuse weights from which no text can come. weights: as they are kept, where a float16 may overflow."""
-    if not torch.isfinite(torch.stack(torch.aminmax(weights))).all():
-        dtype = str(weights.dtype).removeprefix("torch.")
-        raise ValueError(f"{checkpoint.path}: {name} holds a NaN, an infinity, or a number too large for {dtype}")
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Tensors that some checkpoints store although they follow from the rest."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
-def check_memory(needed: int, form: str, device: torch.device, processes: int = 1) -> None:
-    """Refuse weights for which there is no room. processes: of which each needs so much."""
+def check_memory(nbytes: int, weights: WeightDtypes, device: torch.device, processes: int = 1) -> None:
+    """Refuse weights that do not fit in memory. processes: how many share the memory, each with this many bytes."""
     free = available_memory(device, processes)
-    if free is not None and needed > free:
+    if free is not None and nbytes > free:
         cache = f", beside {reserved_bytes() / 1e9:.2f} GB for the cache" if reserved_bytes() else ""
         each = f" for each of {processes} processes" if processes > 1 else ""
         raise ValueError(
-            f"the weights need {needed / 1e9:.2f} GB{each} in {form}, but {free / 1e9:.2f} GB are free on "
+            f"the weights need {nbytes / 1e9:.2f} GB{each} in {weights}, but {free / 1e9:.2f} GB are free on "
             f"{device}{cache}"
         )
 
 
-def check_split_memory(
+def check_shard_memory(
     name_or_path: str | Path, dtype: torch.dtype | str, device: torch.device, quantize: str | None, processes: int
 ) -> None:
-    """As `load_model` checks, before several processes that share the device's memory load a part each."""
-    dtype = resolve_weights(dtype, device, quantize)
+    """The check of `load_model`, before several processes that share the device's memory load a shard each."""
+    dtype = resolve_weight_dtype(dtype, device, quantize)
     checkpoint = open_checkpoint(name_or_path)
     with torch.device("meta"):
         model = build_model(checkpoint.config)
-    widths = choose_widths(model, checkpoint, quantize, narrow=quantize is None and may_be_narrow(dtype, device))
-    needed = weight_bytes(model, widths, dtype) // processes
-    check_memory(needed, form(widths, quantize, dtype), device, processes)
+    weights = choose_weight_dtypes(model, checkpoint, dtype, device, quantize)
+    check_memory(weights.nbytes(model) // processes, weights, device, processes)
 
 
-def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry although they follow from the rest."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
-
-
-def _materialise(model: Decoder, dtype: torch.dtype, device: torch.device, widths: Widths) -> None:
-    """Give each parameter of a model on the meta device memory of its own, in the form that it is to have."""
+def _materialize(model: Decoder, device: torch.device, weights: WeightDtypes) -> None:
+    """Allocate each parameter of a model on the meta device in its final dtype."""
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
-        width = widths.get(name, dtype)
-        if isinstance(width, int):
+        stored = weights.stored.get(name, weights.dtype)
+        if isinstance(stored, int):
             rows, columns = parameter.shape
-            weight: nn.Parameter | QuantizedWeight = QuantizedWeight(rows, columns, width, device)
+            weight: nn.Parameter | QuantizedWeight = QuantizedWeight(rows, columns, stored, device, cpu.tile_rows())
         else:
-            weight = nn.Parameter(torch.empty(parameter.shape, dtype=width, device=device), requires_grad=False)
+            weight = nn.Parameter(torch.empty(parameter.shape, dtype=stored, device=device), requires_grad=False)
         setattr(model.get_submodule(module_name), leaf, weight)
     model.tie_weights()
+
+
+def _fill(model: Decoder, checkpoint: Checkpoint, name: str, slot: Slot) -> None:
+    module_name, _, leaf = slot.parameter.rpartition(".")
+    weight, row = getattr(model.get_submodule(module_name), leaf), slot.start
+    for rows in slot.rows:
+        if isinstance(weight, QuantizedWeight):
+            for groups in checkpoint.groups(name, weight.bits, rows):
+                for scales in (groups.scale, groups.minimum):
+                    if scales is not None:
+                        check_finite(checkpoint, name, scales)
+                weight.fill(row, groups)
+                row += len(groups.codes)
+        else:
+            for block in checkpoint.blocks(name, rows):
+                check_finite(checkpoint, name, weight.data[row : row + len(block)].copy_(block))
+                row += len(block)
+
+
+def check_finite(checkpoint: Checkpoint, name: str, weights: Tensor) -> None:
+    """Refuse NaN and infinity. weights: as they are stored, since a conversion to float16 may overflow."""
+    if not torch.isfinite(torch.stack(torch.aminmax(weights))).all():
+        dtype = str(weights.dtype).removeprefix("torch.")
+        raise ValueError(f"{checkpoint.path}: {name} holds a NaN, an infinity, or a number too large for {dtype}")

@@ -1,7 +1,7 @@
 """nanoGPT checkpoints: `ckpt.pt`, with the characters of `meta.pkl` or GPT-2's tokenizer beside it.
 
-Both files are pickles, which could run any code when they are read. Here they cannot: torch's own restricted reader
-takes tensors and plain values from the one, and ours plain values from the other; anything else is refused.
+Both files are pickles, which can run arbitrary code when loaded. Not here: torch's restricted unpickler takes only
+tensors and plain values from `ckpt.pt`, ours only plain values from `meta.pkl`; anything else is refused.
 """
 
 from __future__ import annotations
@@ -20,34 +20,30 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from infer.config import CONFIG_KINDS, ModelConfig, RopeConfig
-from infer.loader import gpt2_names
-from infer.loader.checkpoint import Checkpoint, TokenizerParts
+from infer.config import CONFIG_KINDS, ModelConfig, RopeConfig, read_fields
+from infer.loader.checkpoint import Checkpoint, StoredTensor, TokenizerParts
 from infer.loader.files import MB
 from infer.loader.hub import fetch
+from infer.loader.tensor_names import by_decoder_name, from_gpt2
 from infer.loader.text_tokenizers import character_tokenizer, gpt2_tokenizer
 from infer.machine import DTYPES
-from infer.values import FLAG, TEXT, checked, shown
+from infer.values import FLAG, TEXT, checked, short_repr
 
 GPT2 = "openai-community/gpt2"
 GPT2_VOCABULARY = 50_257  # tokens; nanoGPT rounds the size up to 50,304
 END_OF_TEXT = 50_256
 REOPEN_AFTER = 1 << 26  # bytes
-REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")  # of model_args
-KINDS = {
-    "vocab_size": CONFIG_KINDS["vocab_size"],
-    "block_size": CONFIG_KINDS["max_position_embeddings"],
-    "n_layer": CONFIG_KINDS["num_hidden_layers"],
-    "n_head": CONFIG_KINDS["num_attention_heads"],
-    "n_embd": CONFIG_KINDS["hidden_size"],
-    "model_type": TEXT,
-    "bias": FLAG,
-    "dropout": CONFIG_KINDS["dropout"],
+NAMES = {  # fields of `ModelConfig` -> model_args
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "block_size",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "hidden_size": "n_embd",
 }
-# A byte of a pickle takes up to 100 in memory: empty lists and dicts. nanoGPT's own have 200 kB.
+# A byte of a pickle takes up to 100 in memory (empty lists and dicts). nanoGPT's own have 200 kB.
 MAX_PICKLE = 2 * MB
-MAX_DIRECTORY = 4 * MB  # of the names in a zip file
-LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # how torch began a file before 1.6
+MAX_DIRECTORY = 4 * MB  # bytes of the central directory of a zip file
+LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # the first bytes of torch's format before 1.6
 
 
 class NanoGPTFile(Checkpoint):
@@ -58,37 +54,33 @@ class NanoGPTFile(Checkpoint):
             self.config = config_from_nanogpt(contents["model_args"])
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        if self.config.vocab_size >= GPT2_VOCABULARY:  # characters have no end of text
+        if self.config.vocab_size >= GPT2_VOCABULARY:  # character tokenizers have no end of text
             self.config = replace(self.config, eos_token_ids=(END_OF_TEXT,))
         self._weights = contents["model"]
         self._read = 0  # bytes, since the file was opened
-        self._names = gpt2_names.by_decoder_name(self._weights, path)
-        for stored in self._names.values():
-            if (dtype := self._weights[stored].dtype) not in DTYPES.values():
-                raise ValueError(f"{path}: {shown(stored)} is in {dtype}, which is no float")
+        self.tensors = {}
+        for name, stored in by_decoder_name(self._weights, from_gpt2, path).items():
+            weights = self._weights[stored]
+            if weights.dtype not in DTYPES.values():
+                raise ValueError(f"{path}: {short_repr(stored)} is in {weights.dtype}, which is not a float dtype")
+            self.tensors[name] = StoredTensor(stored, tuple(weights.shape), weights.dtype)
         if not self._is_tied():
             self.config = replace(self.config, tie_word_embeddings=False)
         settings = contents.get("config")
         self._dataset = settings.get("dataset") if isinstance(settings, Mapping) else None
 
     def _is_tied(self) -> bool:
-        """nanoGPT's own always are; a head of its own may have been put in."""
-        names = (self._names.get(f"{part}.weight") for part in ("lm_head", "embed_tokens"))
-        found = [self._weights[name] for name in names if name is not None]
-        # Where both are one tensor in the file, nothing need be read.
+        """nanoGPT always ties the head to the embedding; others may have added a head."""
+        names = [name for name in ("lm_head.weight", "embed_tokens.weight") if name in self.tensors]
+        found = [self._weights[self.tensors[name].name] for name in names]
+        # If both are one tensor in the file, nothing is read.
         return len(found) < 2 or found[0].data_ptr() == found[1].data_ptr() or torch.equal(*found)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(self._weights[stored].shape) for name, stored in self._names.items()}
-
-    def is_bfloat16(self, name: str) -> bool | None:
-        return self._weights[self._names[name]].dtype is torch.bfloat16 if name in self._names else None
 
     def blocks(self, name: str, rows: range | None = None) -> Iterator[Tensor]:
         if self._read >= REOPEN_AFTER:
-            # Tensors are mapped from the file, and pages of a mapping count as memory until it is closed.
+            # The pages of a mapped file count as memory until it is closed.
             self._weights, self._read = _read_checkpoint(self.path)["model"], 0
-        weights = self._weights[self._names[name]]
+        weights = self._weights[self.tensors[name].name]
         self._read += weights.nbytes
         yield weights if rows is None else weights[rows.start : rows.stop]
 
@@ -97,7 +89,7 @@ class NanoGPTFile(Checkpoint):
             return TokenizerParts(character_tokenizer(_characters(self._meta, self.config.vocab_size)))
         if self.config.vocab_size < GPT2_VOCABULARY:
             raise FileNotFoundError(
-                f"{self.path} has {self.config.vocab_size} tokens, but no meta.pkl says which: put it beside the file"
+                f"{self.path} has {self.config.vocab_size} tokens, but no meta.pkl names them: put it beside the file"
             )
         try:
             return gpt2_tokenizer(self.path.parent)
@@ -109,7 +101,7 @@ class NanoGPTFile(Checkpoint):
 
     @cached_property
     def _meta(self) -> Path | None:
-        """Beside the checkpoint, or where nanoGPT has it: data/DATASET/meta.pkl, from the folder it was run in."""
+        """Beside the checkpoint, or at nanoGPT's data/DATASET/meta.pkl, relative to the folder it was run in."""
         places = [self.path.parent]
         if isinstance(self._dataset, str):
             places += [root / "data" / self._dataset for root in (self.path.resolve().parent.parent, Path.cwd())]
@@ -117,33 +109,28 @@ class NanoGPTFile(Checkpoint):
 
 
 def config_from_nanogpt(args: Mapping[str, Any]) -> ModelConfig:
-    """From the `model_args` of a nanoGPT checkpoint; a `model_type` of "rope_gpt" there has RoPE instead."""
-    args = checked(args, KINDS)
-    missing = [name for name in REQUIRED if name not in args]
-    if missing:
+    """From the `model_args` of a nanoGPT checkpoint; with a `model_type` of "rope_gpt", a model with RoPE."""
+    sizes = read_fields(args, NAMES)
+    if missing := [name for ours, name in NAMES.items() if ours not in sizes]:
         raise ValueError(f"model_args lack {', '.join(missing)}")
+    args = checked(args, {"model_type": TEXT, "bias": FLAG, "dropout": CONFIG_KINDS["dropout"]})
     model_type = args.get("model_type", "gpt2")
     if model_type not in ("gpt2", "rope_gpt"):
-        raise ValueError(f"model_type {shown(model_type)} is not supported here: only gpt2 and rope_gpt are")
-    bias = args.get("bias", True)  # checkpoints from before it could be chosen have biases
-    width, heads = args["n_embd"], args["n_head"]
+        raise ValueError(f"model_type {short_repr(model_type)} is not supported here: only gpt2 and rope_gpt are")
+    bias = args.get("bias", True)  # checkpoints older than this option have biases
     return ModelConfig(
         model_type=model_type,
-        vocab_size=args["vocab_size"],
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=args["n_layer"],
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=args["block_size"],
+        intermediate_size=4 * sizes["hidden_size"],
+        num_key_value_heads=sizes["num_attention_heads"],
         rope=None if model_type == "gpt2" else RopeConfig(),
         attention_bias=bias,
         mlp_bias=bias,
         norm_bias=bias,
-        # Checkpoints from before biases could be left out are also from before nanoGPT changed to the exact GELU.
+        # Checkpoints older than the option are also older than nanoGPT's change to the exact GELU.
         hidden_act="gelu" if "bias" in args else "gelu_tanh",
         tie_word_embeddings=True,
         dropout=args.get("dropout", 0.0),
+        **sizes,
     )
 
 
@@ -151,21 +138,21 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
     _check_zip(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about files that torch did not write, which it then refuses
+            warnings.simplefilter("ignore")  # about files not written by torch, which it then refuses
             contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # what a damaged file raises depends on where; torch's advice is to run what is in it
+    except Exception as error:  # many types; torch's message advises to unpickle it unrestricted
         asks = re.search(r"GLOBAL (\S+)", str(error))
         if asks:
             problem = f"holds more than tensors and plain values, and is not read: it asks for {asks[1]:.80}"
         else:
-            problem = "is damaged, cut short, or no torch checkpoint"
+            problem = "is damaged, cut short, or not a torch checkpoint"
         raise ValueError(f"{path} {problem}") from None
     model, args = (contents.get(key) if isinstance(contents, Mapping) else None for key in ("model", "model_args"))
     if not isinstance(model, Mapping) or not isinstance(args, Mapping):
-        raise ValueError(f"{path} is no nanoGPT checkpoint: it should hold a dict with 'model' and 'model_args'")
+        raise ValueError(f"{path} is not a nanoGPT checkpoint: it should hold a dict with 'model' and 'model_args'")
     if not all(isinstance(name, str) and _is_plain(tensor) for name, tensor in model.items()):
         raise ValueError(f"{path}: 'model' should hold plain tensors by their names, and nothing else")
-    # Several may share memory, as the tied head does; but a small file is no large model.
+    # Tensors may share storage, as the tied head does; but a small file cannot be a large model.
     if sum(tensor.numel() * tensor.itemsize for tensor in model.values()) > 2 * path.stat().st_size:
         raise ValueError(f"{path} is damaged: its tensors are larger than the file")
     return dict(contents)
@@ -176,16 +163,16 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _check_zip(path: Path) -> None:
-    """Refuse what torch never writes, and would read into memory: compressed parts, and a long list of them."""
+    """Refuse what torch never writes but would read into memory: compressed entries, and a long directory."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(len(LEGACY))
-        if start == LEGACY:  # pickles of any length, which take 100 times their size
-            raise ValueError(f"{path} is as torch wrote files before 1.6: load it with torch, and save it again")
+        if start == LEGACY:  # pickles of unbounded length, which take 100 times their size
+            raise ValueError(f"{path} is in torch's format before 1.6: load it with torch, and save it again")
         file.seek(max(0, size - 2**17))
         end = file.read()
     try:
-        # The record at the end, or that of zip64 in front of it, says how long the directory is: read it only if short.
+        # The end record, or the zip64 record before it, has the length of the directory: read it only if short.
         lengths = [int.from_bytes(end[at + 12 : at + 16], "little") for at in _all(end, b"PK\x05\x06")]
         lengths += [int.from_bytes(end[at + 40 : at + 48], "little") for at in _all(end, b"PK\x06\x06")]
         if start[:4] != b"PK\x03\x04" or max(length for length in lengths if length != 2**32 - 1) > MAX_DIRECTORY:
@@ -193,9 +180,9 @@ def _check_zip(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             parts = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        raise ValueError(f"{path} is damaged, cut short, or no torch checkpoint") from None
+        raise ValueError(f"{path} is damaged, cut short, or not a torch checkpoint") from None
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(part.file_size for part in parts) > size:
-        raise ValueError(f"{path} is compressed inside, as torch writes no file: save it again with torch.save")
+        raise ValueError(f"{path} is a compressed zip file, which torch never writes: save it again with torch.save")
     if any(part.file_size > MAX_PICKLE for part in parts if part.filename.endswith(".pkl")):
         raise ValueError(f"{path} holds more than {MAX_PICKLE:,} bytes beside its tensors")
 
@@ -205,13 +192,13 @@ def _all(data: bytes, mark: bytes) -> list[int]:
 
 
 class Refused(pickle.UnpicklingError):
-    """Names what a pickle wants to call."""
+    """Names the function that a pickle would call."""
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """Numbers, texts, lists and dicts need no class: a pickle that names one wants to run code.
+    """Numbers, strings, lists and dicts need no class: a pickle that names one could run code.
 
-    The one in Python: that in C takes as much memory for its memo as a damaged or hostile file says.
+    A subclass of the unpickler in Python: the one in C allocates as much memory for its memo as a hostile file says.
     """
 
     def find_class(self, module: str, name: str) -> NoReturn:
@@ -219,16 +206,16 @@ class _PlainUnpickler(pickle._Unpickler):
 
 
 def _characters(path: Path, vocab_size: int) -> dict[str, int]:
-    """The ids of the characters, from meta.pkl."""
+    """The ids of the characters, from `meta.pkl`."""
     if path.stat().st_size > MAX_PICKLE:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes: {MAX_PICKLE:,} are read at most")
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes: the limit is {MAX_PICKLE:,}")
     stored = io.BytesIO(path.read_bytes())
     try:
         meta = _PlainUnpickler(stored).load()
     except Refused as error:
         raise ValueError(f"{path} holds more than plain values, and is not read: it asks for {error}") from None
-    except Exception:  # what a damaged file raises depends on where
-        raise ValueError(f"{path} is damaged, cut short, or no pickle") from None
+    except Exception:  # a damaged file raises many types
+        raise ValueError(f"{path} is damaged, cut short, or not a pickle") from None
     ids = meta.get("stoi") if isinstance(meta, dict) else None
     if not isinstance(ids, dict) or not all(
         isinstance(character, str) and len(character) == 1 and not "\ud800" <= character <= "\udfff" and type(i) is int

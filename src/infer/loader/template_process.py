@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of its own: template and variables come in as two lines of JSON, one goes out.
+"""Renders chat templates in a `LimitedProcess`: it reads template and variables as two lines of JSON, and writes one.
 
-A template is a program from a stranger. jinja2's sandbox keeps it from reaching anything; only the limits of a process
-bound its time and memory, because single operations in C can take as much of both as they like. `chat.py` runs this
-file as a script: it imports nothing of the package, so it starts in a tenth of a second and takes 20 MB.
+A template is an untrusted program. jinja2's sandbox keeps it from reaching anything; its time and memory are bounded by
+the limits of the process, because a single operation in C can take any amount of both. `chat.py` runs this file as a
+script: it imports nothing of the package, so it starts in a tenth of a second and takes 20 MB.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Bounds for a template, and what each byte of its variables adds: long chats take longer.
-SECONDS, SECONDS_PER_BYTE = 0.5, 1e-6  # of the processor; templates of real models take up to 0.05
+# Limits of a template, and what each byte of its variables adds: long chats take longer.
+SECONDS, SECONDS_PER_BYTE = 0.5, 1e-6  # of CPU time; templates of real models take up to 0.05
 MEMORY, MEMORY_PER_BYTE = 128 << 20, 16  # bytes of address space
 TEXT, TEXT_PER_BYTE = 1 << 18, 8  # characters of the prompt
 MESSAGE = 300  # characters of an error
 
 
 class Generation(Extension):
-    """{% generation %} marks what to train on; here it is only its contents."""
+    """{% generation %} marks text to train on; here only its contents count."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -47,7 +47,7 @@ def tojson(value: Any, indent: int | None = None) -> str:
 
 @lru_cache(maxsize=8)
 def compiled(template: str) -> jinja2.Template:
-    """As Hugging Face compiles it."""
+    """With the same environment as in transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -58,7 +58,7 @@ def compiled(template: str) -> jinja2.Template:
 
 
 def answer(template: str, variables: dict[str, Any], most: int) -> dict[str, str]:
-    """The prompt, of at most so many characters, as "text"; or why there is none, as "error"."""
+    """The prompt, of at most `most` characters, as "text"; or a message, as "error"."""
     failure = "cannot be read"
     try:
         program = compiled(template)
@@ -71,25 +71,25 @@ def answer(template: str, variables: dict[str, Any], most: int) -> dict[str, str
         failure, reason = "was stopped", f"it takes more than {MEMORY >> 20} MB"
     except RecursionError:
         reason = "it nests too deep"
-    except Exception as error:  # whatever a program by a stranger may raise
+    except Exception as error:  # an untrusted program may raise anything
         reason = str(error) or type(error).__name__
     printable = "".join(character if character.isprintable() else " " for character in reason[:MESSAGE])
     return {"error": f"the chat template {failure}: {printable}"}
 
 
 def main() -> None:
-    """Answer until standard input ends, which it does with the process that asks."""
+    """Serve requests until standard input closes, when the parent process ends."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _, most_memory = resource.getrlimit(resource.RLIMIT_AS)
-    for template in sys.stdin.buffer:
-        variables = sys.stdin.buffer.readline()
+    while length := sys.stdin.buffer.read(8):
+        template, _, variables = sys.stdin.buffer.read(int.from_bytes(length)).partition(b"\n")
         size = len(variables)
-        with suppress(ValueError, OSError):  # where memory cannot be limited, time bounds it
+        with suppress(ValueError, OSError):  # if memory cannot be limited, the time limit bounds it
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY + MEMORY_PER_BYTE * size, most_memory))
-        signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_PER_BYTE * size)  # its signal ends this process
+        signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_PER_BYTE * size)  # SIGPROF ends this process
         reply = json.dumps(answer(json.loads(template), json.loads(variables), TEXT + TEXT_PER_BYTE * size))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(reply.encode() + b"\n")
+        sys.stdout.buffer.write(len(reply).to_bytes(8) + reply.encode())  # ASCII
         sys.stdout.buffer.flush()
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: from tokenizer.json, and made from plain vocabularies (one id per character, GPT-2's byte-level BPE)."""
+"""Tokenizers from tokenizer.json, from characters, and from GPT-2's vocab.json and merges.txt, with limits on each."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from infer.loader.files import MB, is_there, parse_json, read_text
 END_OF_TEXT = "<|endoftext|>"
 MAX_TOKENIZER = 128 * MB  # bytes of tokenizer.json; Gemma's, the largest known, has 33 MB
 MAX_VALUES = 2_500_000  # in it, all counted; Gemma's has 2.2 million
-MAX_VOCABULARY, MAX_MERGES = 400_000, 600_000  # each takes up to 500 bytes while they are read
-MAX_PIECES = 4_000_000  # characters of a Unigram vocabulary, each of which takes 26 bytes
+MAX_VOCABULARY, MAX_MERGES = 400_000, 600_000  # each takes up to 500 bytes while read
+MAX_PIECES = 4_000_000  # characters of a Unigram vocabulary, 26 bytes each
 MAX_PARTS = 2**14  # characters and values of normalizers, pre-tokenizers, post-processors and decoders together
-MAX_GROWTH = 100  # how many times longer they may make a text
+MAX_GROWTH = 100  # factor by which they may lengthen a text
 
 
 def character_tokenizer(ids: Mapping[str, int]) -> tokenizers.Tokenizer:
-    """A character without an id is refused when text is encoded: there is no unknown token to stand for it."""
+    """One id per character. Encoding a character without an id is an error: there is no unknown token."""
     tokenizer = tokenizers.Tokenizer(WordLevel(dict(ids), unk_token=""))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -38,15 +38,15 @@ def character_tokenizer(ids: Mapping[str, int]) -> tokenizers.Tokenizer:
 
 def gpt2_tokenizer(folder: Path) -> TokenizerParts:
     """From tokenizer.json, or vocab.json and merges.txt."""
-    whole, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
-    if not is_there(whole) and not (is_there(vocabulary) and is_there(merges)):
+    tokenizer_json, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
+    if is_there(tokenizer_json):
+        return TokenizerParts(read_tokenizer(tokenizer_json), None, END_OF_TEXT, END_OF_TEXT)
+    if not (is_there(vocabulary) and is_there(merges)):
         raise FileNotFoundError(
             f"{folder} has no tokenizer: put GPT-2's tokenizer.json there, or its vocab.json and merges.txt"
         )
-    if is_there(whole):
-        return TokenizerParts(read_tokenizer(whole), None, END_OF_TEXT, END_OF_TEXT)
     for file in (merges, vocabulary):
-        read_text(file)  # refused if it is large, or no text
+        read_text(file)  # refused if it is too large, or not text
     with rust_calls(f"{folder} has a tokenizer that cannot be read"):
         tokenizer = tokenizers.Tokenizer(BPE.from_file(str(vocabulary), str(merges)))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,7 +56,7 @@ def gpt2_tokenizer(folder: Path) -> TokenizerParts:
 
 
 def bytes_of(token: str, text: str) -> bytes:
-    """Of a token whose text has replacement characters: they stand for parts of others, or for themselves."""
+    """The bytes of a token whose text has replacement characters, which stand for partial characters or themselves."""
     if byte := BYTE.fullmatch(token):
         return bytes.fromhex(byte[1])
     try:
@@ -66,18 +66,18 @@ def bytes_of(token: str, text: str) -> bytes:
 
 
 def _byte_level() -> dict[str, int]:
-    """The letters that byte-level BPE writes bytes as: printable ones as themselves, the others from U+0100 on."""
+    """Byte-level BPE's letter for each byte: printable bytes as themselves, the others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-BYTE = re.compile("<0x([0-9A-F]{2})>")  # what SentencePiece calls a byte that has no token of its own
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte token
 BYTE_LEVEL = _byte_level()
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """From tokenizer.json, once it is clear that it does not blow a text up."""
+    """From tokenizer.json, refused if it could make a text many times longer."""
     text = read_text(path, MAX_TOKENIZER)
     try:
         check_growth(text)
@@ -87,16 +87,14 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_str(text)
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        tokenizer.decode(tokenizer.encode("A b1 é\n").ids)  # some parts fail only when they are used
+        tokenizer.decode(tokenizer.encode("A b1 é\n").ids)  # some parts fail only when used
     return tokenizer
 
 
 def check_growth(tokenizer: str) -> None:
-    """Refuse parts that make a text many times longer: each multiplies what those before it have made."""
+    """Refuse components that make a text many times longer: each multiplies the length that it gets."""
     if tokenizer.count(":") > 2 * MAX_VOCABULARY or sum(map(tokenizer.count, ",:[{")) > MAX_VALUES:
-        raise ValueError(
-            f"holds more values than the {MAX_VALUES:,} that are read, or than {2 * MAX_VOCABULARY:,} by name"
-        )
+        raise ValueError(f"has more values than the limit of {MAX_VALUES:,}, or of {2 * MAX_VOCABULARY:,} with names")
     contents = parse_json(tokenizer)
     model = contents.get("model")
     if isinstance(model, dict):
@@ -110,20 +108,20 @@ def check_growth(tokenizer: str) -> None:
             unseen += part
         elif isinstance(part, dict):
             growth *= _growth(part)
-            # The table of a Precompiled is the one long text in real ones.
+            # The table of a Precompiled normalizer is the only long string in real files.
             unseen += [name for name in part if name != "precompiled_charsmap"]
             unseen += [value for name, value in part.items() if name != "precompiled_charsmap"]
     if growth > MAX_GROWTH:
         raise ValueError(f"may make a text more than {MAX_GROWTH} times longer")
     if size > MAX_PARTS:
-        raise ValueError("has longer rules for its text than any that is known")
+        raise ValueError("has longer normalization or splitting rules than any known tokenizer")
 
 
 def check_vocabulary(vocabulary: Any, merges: Any) -> None:
-    """Refuse more tokens and merges than any model has: they take many times their size on disk."""
+    """Refuse more tokens and merges than any model has: in memory they take many times their size on disk."""
     for what, values, most in (("tokens", vocabulary, MAX_VOCABULARY), ("merges", merges, MAX_MERGES)):
         if isinstance(values, list | dict) and len(values) > most:
-            raise ValueError(f"has {len(values):,} {what}: {most:,} are read at most")
+            raise ValueError(f"has {len(values):,} {what}: the limit is {most:,}")
     if isinstance(vocabulary, list):
         pieces = (entry[0] for entry in vocabulary if isinstance(entry, list) and entry)
         if sum(len(piece) for piece in pieces if isinstance(piece, str)) > MAX_PIECES:
@@ -131,15 +129,15 @@ def check_vocabulary(vocabulary: Any, merges: Any) -> None:
 
 
 def _growth(part: Mapping[str, Any]) -> int:
-    """How many times longer a part makes a text at most. Normal forms are left out: the second changes nothing."""
+    """How many times longer a component makes a text at most. Unicode normal forms do not multiply."""
     kind = part.get("type")
     if kind == "Replace" and isinstance(content := part.get("content"), str):
-        return len(unicodedata.normalize("NFKD", content)) + 1  # 1: an empty pattern keeps what it stands between
+        return len(unicodedata.normalize("NFKD", content)) + 1  # 1: an empty pattern keeps the text
     if kind == "ByteLevel":
         return 2
     if kind == "Precompiled" and isinstance(encoded := part.get("precompiled_charsmap"), str):
         table = base64.b64decode(encoded)
-        texts = table[4 + int.from_bytes(table[:4], "little") :]  # behind a trie, whose size comes first
+        texts = table[4 + int.from_bytes(table[:4], "little") :]  # after a trie, whose size comes first
         return max(map(len, texts.split(b"\0")), default=0) + 1
     if kind == "TemplateProcessing" and isinstance(pieces := part.get("single"), list):
         return max(1, sum(isinstance(piece, dict) and "Sequence" in piece for piece in pieces))
@@ -148,10 +146,10 @@ def _growth(part: Mapping[str, Any]) -> int:
 
 @contextmanager
 def rust_calls(problem: str) -> Iterator[None]:
-    """Calls to `tokenizers`: what they raise becomes a ValueError, if it is none.
+    """Calls to `tokenizers`: any error becomes a ValueError.
 
-    A panic is no Exception, and writes a report to standard error first. A command's user is not to see it; a server
-    has it in its log, as nothing can hold it back but what would lose lines of other threads.
+    A Rust panic is a BaseException, and writes a report to standard error first. Commands suppress the report; in a
+    server it goes to the log, since suppressing it would lose lines of other threads.
     """
     try:
         with _quiet():
@@ -164,7 +162,7 @@ def rust_calls(problem: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Standard error, as file descriptor 2, goes nowhere meanwhile. It is left alone where other threads may write."""
+    """Redirect file descriptor 2 to /dev/null, unless other threads may write to it."""
     try:
         stderr = os.dup(2) if threading.active_count() == 1 else None
     except OSError:  # it is closed

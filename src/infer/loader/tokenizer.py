@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from infer.loader.chat import render_chat_template
+from infer.loader.control_tokens import ControlTokens, strings
 from infer.loader.find import open_checkpoint
 from infer.loader.text_tokenizers import bytes_of, rust_calls
 from infer.values import STRING, takes
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a part of a character shows as
-LONG = 4096  # characters, or tokens: such calls are made so that other threads go on meanwhile
-UNCERTAIN = f" {INCOMPLETE}"  # at either end of a token, what its neighbours may change
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the text of a partial character
+SLICE = 1 << 14  # characters of a text that are encoded to see whether it is too long
+LONG = 4096  # characters or tokens: longer calls use the batch functions, which release the GIL
+UNCERTAIN = f" {INCOMPLETE}"  # characters at either end of a token that its neighbors may change
+
+
+class TooManyTokens(ValueError):
+    """A text that has more tokens than are allowed."""
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint: a folder, a GGUF file, nanoGPT's ckpt.pt, a built-in short name, or a hub id."""
+    """The tokenizer of a checkpoint: a folder, a GGUF file, nanoGPT's ckpt.pt, a built-in short name, or a hub id.
 
-    def __init__(self, name_or_path: str | Path) -> None:
+    allow_special_tokens: `encode_chat` encodes control tokens in messages as such. By default they are plain text.
+    """
+
+    def __init__(self, name_or_path: str | Path, *, allow_special_tokens: bool = False) -> None:
         parts = open_checkpoint(name_or_path, weights=False).tokenizer_parts()
         self._backend = parts.backend
-        self._backend.no_padding()
-        self._backend.no_truncation()
         self.chat_template = parts.chat_template
         self.bos_token = parts.bos_token
         self.eos_token = parts.eos_token
+        self.allow_special_tokens = allow_special_tokens
         self._single: dict[tuple[int, bool], str] = {}  # texts of single tokens
 
     def __repr__(self) -> str:
@@ -52,54 +63,98 @@ class Tokenizer:
         return self._backend.id_to_token(token_id)
 
     @takes(text=STRING)
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """add_special_tokens: put BOS in front where the model has one; not after `render_chat_template`."""
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """add_special_tokens: begin with BOS if the model has one; False after `render_chat_template`.
+
+        A control token in the text, e.g. `<|im_end|>`, becomes that token.
+        max_tokens: a text with more than twice as many is refused before it is encoded completely.
+        """
+        return self._encode(self._backend, text, add_special_tokens, max_tokens)
+
+    def _encode(
+        self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool, max_tokens: int | None = None
+    ) -> list[int]:
+        if max_tokens is not None:
+            self._check_length(backend, [text], 2 * max_tokens, max_tokens)  # each cut may have added a few
         try:
             with rust_calls("the tokenizer fails"):
                 if len(text) < LONG:
-                    return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-                return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+                    return backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except ValueError as error:
             halves = [character for character in text if "\ud800" <= character <= "\udfff"]
             if halves:
-                raise ValueError(f"the text is not Unicode: {halves[0]!r} is half a character") from None
+                raise ValueError(f"the text is not valid Unicode: {halves[0]!r} is half a surrogate pair") from None
             if "WordLevel" not in str(error):
                 raise
             strange = [character for character in dict.fromkeys(text) if self.token_to_id(character) is None]
             lacks = " ".join(map(repr, strange[:8]))
-            raise ValueError(f"the model cannot read the text, its vocabulary lacks {lacks}") from None
+            raise ValueError(f"the vocabulary lacks characters of the text: {lacks}") from None
 
-    def encode_chat(self, messages: list[dict[str, str]], **variables: Any) -> list[int]:
-        """The prompt that the chat template makes of messages. variables: of the template, as enable_thinking."""
-        return self.encode(render_chat_template(messages, tokenizer=self, **variables), add_special_tokens=False)
+    def _check_length(self, backend: tokenizers.Tokenizer, texts: Sequence[str], most: int, max_tokens: int) -> None:
+        """Refuse texts that together have more than `most` tokens, without encoding much more than that."""
+        count = 0
+        if sum(map(len, texts)) > max(SLICE, most):
+            for text in texts:
+                for start in range(0, len(text), SLICE):
+                    count += len(self._encode(backend, text[start : start + SLICE], False))
+                    if count > most:
+                        raise TooManyTokens(f"the prompt has more than {max_tokens} tokens")
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, **variables: Any
+    ) -> list[int]:
+        """The chat template's prompt for messages, encoded. variables: of the template, such as enable_thinking.
+
+        Control tokens in messages and variables are plain text, unless `allow_special_tokens`.
+        max_tokens: as for `encode`.
+        """
+        if self.allow_special_tokens:
+            text = render_chat_template(messages, tokenizer=self, **variables)
+            return self._encode(self._backend, text, False, max_tokens)
+        control = self._control
+        try:
+            if max_tokens is not None:
+                # A template may leave out some of the messages.
+                self._check_length(self._backend, [*strings(messages)], 8 * max_tokens, max_tokens)
+            mark = control.mark(messages, variables, self.chat_template)
+            messages, variables = control.marked(messages, mark), control.marked(variables, mark)
+        except RecursionError:
+            raise ValueError("messages and variables of a chat template nest too deep") from None
+        marked = render_chat_template(messages, tokenizer=self, **variables)
+        text, renamed = marked.replace(mark, ""), control.renamed(marked).replace(mark, "")
+        if renamed == control.renamed(text):  # all control tokens are the template's
+            return self._encode(self._backend, text, False, max_tokens)
+        return control.unrenamed(self._encode(control.backend, renamed, False, max_tokens))
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self._backend)
 
     def token_bytes(self, count: int) -> tuple[list[bytes], list[bytes]]:
-        """What each of the ids from 0 to count - 1 adds to a text; of special tokens, and ids without one, nothing.
+        """The bytes that each id below `count` adds inside a text, and at its beginning.
 
-        And what it is at the beginning of a text, where SentencePiece's tokens lose a space.
+        At the beginning SentencePiece drops a space. Special tokens, and ids without a token, add nothing.
         """
         with rust_calls("the tokenizer fails"):
             first = self._backend.decode_batch([[i] for i in range(count)])
-            # A token that shows as what it is, for the others to stand behind.
+            # A token whose text does not depend on its neighbors, to put before the others.
             before = next((i for i, text in enumerate(first) if text and text == text.strip(UNCERTAIN)), None)
             if before is None:
-                raise ValueError("the tokenizer has no token with a text of its own")
+                raise ValueError("the tokenizer has no token with a fixed text")
             pairs = self._backend.decode_batch([[before, i] for i in range(count)])
-        inside = [pair.removeprefix(first[before]) for pair in pairs]
-        return self._as_bytes(inside), self._as_bytes(first)
+        inside = [self._bytes(i, pair.removeprefix(first[before])) for i, pair in enumerate(pairs)]
+        return inside, [self._bytes(i, text) for i, text in enumerate(first)]
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token is at the beginning of a text, also where it is no whole character."""
+        """The bytes of a token at the beginning of a text, also of a partial character."""
         return self._bytes(token_id, self.decode([token_id]))
-
-    def _as_bytes(self, texts: Sequence[str]) -> list[bytes]:
-        return [self._bytes(i, text) for i, text in enumerate(texts)]
 
     def _bytes(self, token_id: int, text: str) -> bytes:
         return text.encode() if INCOMPLETE not in text else bytes_of(self.id_to_token(token_id) or "", text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        if len(token_ids) == 1:  # asked for with each token of a stream
+        if len(token_ids) == 1:  # called for each token of a stream
             key = (token_ids[0], skip_special_tokens)
             text = self._single.get(key)
             if text is None:

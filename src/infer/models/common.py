@@ -8,8 +8,8 @@ only attention cares which token belongs to which row. How a model runs fast is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +18,23 @@ from torch import Tensor, nn
 from infer.cache.base import Cache, NoCache
 from infer.cache.debug import debugged
 from infer.config import ModelConfig
-from infer.models.rows import ALL, LAST, Packed, Row, pack
+from infer.models.rows import ALL, LAST, HiddenStates, PackedBatch, Row, pack
 from infer.nn.activation import activated, gated
 from infer.nn.linear import Embedding, FusedLinear, Linear
 from infer.nn.module import Module
-from infer.nn.norm import Norm, RMSNorm
+from infer.nn.norm import LayerNorm, Norm, RMSNorm
 from infer.nn.rope import Rope, apply_rope
-from infer.nn.split import Group
-from infer.values import named
+from infer.nn.sharded import Group
+from infer.values import value_or_type
+
+Run = Callable[[Sequence[Row]], list[Tensor]]
+T = TypeVar("T")
 
 
-class Pass(NamedTuple):
+class ForwardContext(NamedTuple):
     """What all layers share in one forward pass."""
 
-    rows: Packed
+    rows: PackedBatch
     rope_cos_sin: Mapping[str, tuple[Tensor, Tensor]]  # by layer type: each [T, D]; empty where positions are learned
 
 
@@ -57,7 +60,7 @@ class Attention(Module):
         self.q_norm = None if qk_norm is None else qk_norm(self.head_dim, config.rms_norm_eps)
         self.k_norm = None if qk_norm is None else qk_norm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, residual: Tensor | None, forward_pass: Pass) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None, forward_pass: ForwardContext) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
         qk, v = heads.split_with_sizes([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -105,67 +108,70 @@ class UngatedMLP(Module):
         return self.up_proj
 
 
-class Norms(NamedTuple):
-    """A block's norms by where they stand."""
+class Norms(NamedTuple, Generic[T]):
+    """A block's norms, or their names, by where they stand."""
 
-    before_attention: Norm
-    before_mlp: Norm
-    after_attention: Norm | None = None
-    after_mlp: Norm | None = None
+    before_attention: T
+    before_mlp: T
+    after_attention: T | None = None
+    after_mlp: T | None = None
 
 
 class Block(Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with a norm behind each too where the model has one.
+    """x + attention(norm(x)), then x + mlp(norm(x)), with a norm after each too if the model has one.
 
-    Where there is none, the last product of each adds the residual.
+    If it has none, the last GEMM of each adds the residual.
     """
 
-    norm: type[RMSNorm] = RMSNorm
+    # What differs between families.
+    norm: type[Norm] = RMSNorm
+    norm_names = Norms[str](before_attention="input_layernorm", before_mlp="post_attention_layernorm")
     qk_norm: type[RMSNorm] | None = None
-    activation = "silu"
+    gated = True  # the MLP
+    activation = "silu"  # unless the config has one
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
-        self.input_layernorm = self.make_norm(config)
+        # In the order of the computation: optimizers number parameters by it.
+        first, *others = filter(None, self.norm_names)
+        setattr(self, first, self.make_norm(config))
         self.self_attn = Attention(config, layer_idx, self.qk_norm)
-        self.post_attention_layernorm = self.make_norm(config)
-        self.mlp = self.make_mlp(config)
-        self.dropout = config.dropout  # of what each half adds, while a model is trained
+        for name in others:
+            setattr(self, name, self.make_norm(config))
+        activation = config.hidden_act or self.activation
+        self.mlp = MLP(config, activation) if self.gated else UngatedMLP(config, activation)
+        self.dropout = config.dropout  # of the output of each half, in training
 
     @classmethod
     def make_norm(cls, config: ModelConfig) -> Norm:
-        return cls.norm(config.hidden_size, config.rms_norm_eps)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        return LayerNorm(size, eps, bias=config.norm_bias) if cls.norm is LayerNorm else cls.norm(size, eps)
 
-    @classmethod
-    def make_mlp(cls, config: ModelConfig) -> MLP | UngatedMLP:
-        return MLP(config, cls.activation)
+    def norms(self) -> Norms[Norm]:
+        return Norms(*(name and getattr(self, name) for name in self.norm_names))
 
-    def norms(self) -> Norms:
-        return Norms(before_attention=self.input_layernorm, before_mlp=self.post_attention_layernorm)
-
-    def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        norms = self.norms()
-        if norms.after_attention is None and norms.after_mlp is None and not self.drops:
+    def forward(self, x: Tensor, forward_pass: ForwardContext) -> Tensor:
+        norms, dropout = self.norms(), self.dropout if self.training else 0.0
+        if norms.after_attention is None and norms.after_mlp is None and not dropout:
             x = self.self_attn(norms.before_attention(x), x, forward_pass)
             return self.mlp(norms.before_mlp(x), x)  # type: ignore[no-any-return]
-        x = x + self.added(self.self_attn(norms.before_attention(x), None, forward_pass), norms.after_attention)
-        return x + self.added(self.mlp(norms.before_mlp(x), None), norms.after_mlp)
+        x = x + _normed(self.self_attn(norms.before_attention(x), None, forward_pass), norms.after_attention, dropout)
+        return x + _normed(self.mlp(norms.before_mlp(x), None), norms.after_mlp, dropout)
 
-    def added(self, x: Tensor, norm: Norm | None) -> Tensor:
-        x = x if norm is None else norm(x)
-        return F.dropout(x, self.dropout) if self.drops else x
 
-    @property
-    def drops(self) -> bool:
-        return self.training and self.dropout > 0
+def _normed(x: Tensor, norm: Norm | None, dropout: float) -> Tensor:
+    x = x if norm is None else norm(x)
+    return F.dropout(x, dropout) if dropout else x
 
 
 class Decoder(Module):
     """A decoder-only transformer. Parameters are named as in Hugging Face checkpoints, fused ones apart."""
 
     block: type[Block] = Block
-    embed_positions: Embedding | None = None  # a vector for each position, where a model learns them
-    group: Group | None = None  # the processes that have a part of the model each, if there are several
+    embed_positions: Embedding | None = None  # learned positions
+    group: Group | None = None  # the processes that have a shard of the model each, if there are several
+    # What runs a model that is called: `infer.backend` sets it to the model's kernels, where they compute the same.
+    run_of: ClassVar[Callable[[Decoder], Run]] = lambda model: model.run
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -178,56 +184,66 @@ class Decoder(Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the head share the embedding's weights where the config says so; again after they are replaced."""
+        """Share the embedding's weights with the head if the config says so; again after they are replaced."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor, kv_cache: Cache | None = None, *, all_logits: bool = False) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        kv_cache: Cache | None = None,
+        *,
+        all_logits: bool = False,
+        hidden: HiddenStates | None = None,
+    ) -> Tensor:
         """input_ids [B, n] -> logits: [B, n, V] without a cache, [B, 1, V] of the last position with one.
 
-        all_logits: of all n positions with a cache too.
+        all_logits: of all n positions with a cache too. hidden: filled with hidden states.
         """
         if not isinstance(input_ids, Tensor):
-            raise TypeError(f"input_ids must be a tensor of token ids [batch, tokens], not {named(input_ids)}")
+            raise TypeError(f"input_ids must be a tensor of token ids [batch, tokens], not {value_or_type(input_ids)}")
         if isinstance(kv_cache, Tensor):
             raise TypeError(
                 "the second argument is a KV cache, and a tensor was given: for a loss, hand targets to "
                 "F.cross_entropy(model(X).flatten(0, 1), Y.flatten()), or train a GPT of infer.compat.nanogpt"
             )
         if self.group is not None:
-            raise TypeError("this process has a part of the model: run it by `LLM`, `generate` or `generate_batch`")
+            raise TypeError("this process has a shard of the model: run it by `LLM`, `generate` or `generate_batch`")
         if kv_cache is None:
             batch = input_ids.shape[0] if input_ids.dim() else 1
             dropout = self.config.dropout if self.training else 0.0
             kv_cache, all_logits = NoCache(batch, input_ids.device, dropout), True
-        return self.run([Row(debugged(kv_cache), input_ids, ALL if all_logits else LAST)])[0]
+        row = Row(debugged(kv_cache, self.config.num_hidden_layers), input_ids, ALL if all_logits else LAST, hidden)
+        return type(self).run_of(self)([row])[0]
 
     def extra_repr(self) -> str:
         config, dtype = self.config, str(self.dtype).removeprefix("torch.")
-        part = "" if self.group is None else f", part {self.group.rank} of {self.group.count}"
+        part = "" if self.group is None else f", shard {self.group.rank} of {self.group.world_size}"
         size = f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}"
         return f"{config.model_type}, {size}, computes in {dtype} on {self.device}{part}"
 
     def _apply(self, *how: Any, **more: Any) -> Any:
         if self.group is not None:
-            raise TypeError("this process has a part of the model: load it again in another dtype or on another device")
+            raise TypeError("this process has a shard of the model: load it again with another dtype or device")
         return super()._apply(*how, **more)
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
-        """One forward pass over rows of any lengths. Returns the logits of each, [B, wanted, V]."""
+        """One forward pass over rows of any lengths, in plain torch. Returns the logits of each, [B, k, V]."""
         learned = None if self.embed_positions is None else self.embed_positions.weight.shape[0]
         packed = pack(rows, self.device, learned, self.embed_tokens)
         x = self.embed(packed.ids, packed.positions)  # [T, C]
-        forward_pass = Pass(packed, {kind: rope(packed.positions) for kind, rope in self.ropes.items()})
-        for layer in self.layers:
+        forward_pass = ForwardContext(packed, {kind: rope(packed.positions) for kind, rope in self.ropes.items()})
+        for i, layer in enumerate(self.layers):
             x = layer(x, forward_pass)
-        logits = self.lm_head(self.norm(packed.choose(x)))
+            packed.return_layer(i, x)
+        packed.return_final(x, self.norm)
+        logits = self.lm_head(self.norm(packed.select(x)))
         packed.advance()
         return packed.split(logits)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Both [T] -> [T, C]"""
-        x: Tensor = self.embed_tokens(ids).to(self.dtype)  # quantised: float32
+        x: Tensor = self.embed_tokens(ids).to(self.dtype)  # quantized: float32
         if (scale := self.embed_scale) != 1:
             x = x * scale
         if self.embed_positions is not None:
@@ -244,4 +260,4 @@ class Decoder(Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype  # weights may be quantised, norms are not
+        return self.norm.weight.dtype  # weights may be quantized, norms are not

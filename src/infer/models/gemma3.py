@@ -7,39 +7,31 @@
       └───────────────────────────────┘
 
 Differs from Llama:
-- embeddings are multiplied by the root of the hidden size;
-- each head of q and k is normalised before it is rotated;
-- norms stand on both sides of attention and of the MLP, and their stored weights are centred on 0;
+- embeddings are multiplied by the square root of the hidden size;
+- each head of q and k is normalized before RoPE;
+- norms before and after attention and the MLP, whose stored weights are centered on 0;
 - the MLP's gate is a GELU (tanh form) instead of a SiLU.
 
-Most layers see a window and have a RoPE of their own, every sixth sees everything: the config says which.
+Most layers have a sliding window and a RoPE of their own, every sixth full attention: the config says which.
 """
 
 from __future__ import annotations
 
 import torch
 
-from infer.config import ModelConfig
 from infer.models.common import Block, Decoder, Norms
-from infer.nn.norm import ZeroCentredRMSNorm
+from infer.nn.norm import ZeroCenteredRMSNorm
 
 
 class Gemma3Block(Block):
-    norm = qk_norm = ZeroCentredRMSNorm
+    norm = qk_norm = ZeroCenteredRMSNorm
+    norm_names = Norms(
+        before_attention="input_layernorm",
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    )
     activation = "gelu_tanh"
-
-    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.pre_feedforward_layernorm = self.make_norm(config)
-        self.post_feedforward_layernorm = self.make_norm(config)
-
-    def norms(self) -> Norms:
-        return Norms(
-            before_attention=self.input_layernorm,
-            after_attention=self.post_attention_layernorm,
-            before_mlp=self.pre_feedforward_layernorm,
-            after_mlp=self.post_feedforward_layernorm,
-        )
 
 
 class Gemma3(Decoder):

@@ -4,10 +4,10 @@
       └────────────────────────────────────────────────────────┘ └─────────────────────────────────────────┘
 
 Differs from Llama:
-- a learned vector for each position is added to the embedding, where others rotate q and k: keys and values are then
-  bound to their position in the whole context, so a full cache cannot slide along;
+- learned position embeddings instead of RoPE: keys and values depend on their absolute position in the context, so a
+  full cache cannot slide;
 - LayerNorm instead of RMSNorm, and an MLP without a gate; biases everywhere, or nowhere (nanoGPT);
-- dropout while it is trained, and weights to start training from.
+- dropout in training, and initial weights to train from.
 """
 
 from __future__ import annotations
@@ -17,19 +17,15 @@ import math
 from torch import nn
 
 from infer.config import ModelConfig
-from infer.models.common import Block, Decoder, UngatedMLP
+from infer.models.common import Block, Decoder
 from infer.nn.linear import Embedding
-from infer.nn.norm import LayerNorm, Norm
+from infer.nn.norm import LayerNorm
 
 
 class GPT2Block(Block):
-    @classmethod
-    def make_norm(cls, config: ModelConfig) -> Norm:
-        return LayerNorm(config.hidden_size, config.rms_norm_eps, bias=config.norm_bias)
-
-    @classmethod
-    def make_mlp(cls, config: ModelConfig) -> UngatedMLP:
-        return UngatedMLP(config, config.hidden_act or "gelu_tanh")
+    norm = LayerNorm
+    gated = False
+    activation = "gelu_tanh"
 
 
 class GPT2(Decoder):
@@ -37,16 +33,16 @@ class GPT2(Decoder):
 
     def __init__(self, config: ModelConfig) -> None:
         if config.rope is not None:
-            raise ValueError("GPT-2 learns its positions, and rotates nothing: its config has rope=None")
+            raise ValueError("GPT-2 has learned positions, no RoPE: its config needs rope=None")
         super().__init__(config)
         self.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
         init_weights(self)
 
 
 def init_weights(model: Decoder) -> None:
-    """Small random weights to train from; smaller where a product adds to the residual, which all layers share.
+    """Small random weights to train from; smaller in o_proj and down_proj, which add to the residual stream.
 
-    None on the meta device: a checkpoint will fill them, and there torch would first import a compiler.
+    Nothing on the meta device: a checkpoint will fill the weights, and torch would import a compiler there.
     """
     for name, weight in model.named_parameters():
         if weight.dim() > 1 and not weight.is_meta:

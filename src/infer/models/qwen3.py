@@ -3,7 +3,7 @@
     x ─► RMSNorm ─► q, k, v ─► norm(q, k) ─► RoPE(q, k) ─► cache.attend ─► o_proj ─► + ─► RMSNorm ─► SwiGLU ─► + ─►
       └────────────────────────────────────────────────────────────────────────────┘ └───────────────────────┘
 
-Differs from Llama in one thing: each head of q and k is normalised before it is rotated.
+Differs from Llama in one thing: each head of q and k is normalized before RoPE.
 """
 
 from __future__ import annotations

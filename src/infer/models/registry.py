@@ -1,4 +1,4 @@
-"""Which class runs which `model_type`."""
+"""The class of each `model_type`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infer.models.gpt2 import GPT2
 from infer.models.llama import Llama
 from infer.models.qwen3 import Qwen3
 from infer.models.rope_gpt import GPT
-from infer.values import shown
+from infer.values import short_repr
 
 MODELS: dict[str, type[Decoder]] = {
     "llama": Llama,
@@ -23,7 +23,9 @@ MODELS: dict[str, type[Decoder]] = {
 
 def check_supported(model_type: object) -> None:
     if not isinstance(model_type, str) or model_type not in MODELS:
-        raise ValueError(f"architecture {shown(model_type)} is not supported; supported: {', '.join(sorted(MODELS))}")
+        raise ValueError(
+            f"architecture {short_repr(model_type)} is not supported; supported: {', '.join(sorted(MODELS))}"
+        )
 
 
 def build_model(config: ModelConfig) -> Decoder:

@@ -1,9 +1,9 @@
-"""A small GPT to train and look into.
+"""A small GPT to train and inspect.
 
     x ─► LayerNorm ─► q, k, v ─► RoPE(q, k) ─► cache.attend ─► o_proj ─► + ─► LayerNorm ─► up ─► GELU ─► down ─► + ─►
       └────────────────────────────────────────────────────────────────┘ └───────────────────────────────────┘
 
-Differs from GPT-2 in one thing: q and k are rotated by their positions, and none are learned.
+Differs from GPT-2 in one thing: RoPE instead of learned positions.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class GPT(Decoder):
     def forward_with_attn_trace(
         self, x: Tensor, trace_layer: int, *, attn_full: bool = False
     ) -> tuple[Tensor, dict[str, Any]]:
-        """x [B, t] -> logits [B, t, V], and where trace_layer looked, by the weights that made them.
+        """x [B, t] -> logits [B, t, V], and the attention weights of trace_layer in this pass.
 
-        The trace is "layer", "attn_row" [B, H, t] of the last token and, if asked for, "attn_full" [B, H, t, t].
+        The trace has "layer", "attn_row" [B, H, t] of the last token and, with attn_full, "attn_full" [B, H, t, t].
         """
         if not 0 <= trace_layer < len(self.blocks):
             raise ValueError(f"trace_layer must be from 0 to {len(self.blocks) - 1}, not {trace_layer!r}")
         if self.training and self.config.dropout:
-            raise ValueError("the model is in training mode, and would drop out what is traced: call model.eval()")
+            raise ValueError("the model is in training mode, where dropout changes the trace: call model.eval()")
         cache = TracedCache(NoCache(x.shape[0], x.device), [trace_layer], all_rows=attn_full)
         logits = self(x, kv_cache=cache, all_logits=True)
         rows = cache.rows[trace_layer]

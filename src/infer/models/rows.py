@@ -1,26 +1,39 @@
-"""A forward pass is a list of rows: each brings its cache and the tokens to feed behind what the cache holds."""
+"""A forward pass is a list of rows: each brings its cache, the tokens to compute, and what to return of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from infer.cache.base import AttentionKernel, BaseCache, Cache
-from infer.cache.wrapped import innermost
+from infer.cache.base import AttentionKernel, BaseCache, Cache, unwrap
 from infer.machine import to_device
 
 NONE, LAST, ALL = slice(0), slice(-1, None), slice(None)  # of a row's new positions
 
 
+class HiddenStates:
+    """Hidden states that a pass returns of a row: the pass fills in `layers` and `final`."""
+
+    def __init__(self, layers: Collection[int] = (), *, final: bool = False, positions: slice = ALL) -> None:
+        """layers: whose outputs to return, the residual stream. final: also the output of the last norm.
+
+        positions: of the row's new positions.
+        """
+        self.positions, self.returns_final = positions, final
+        self.layers: dict[int, Tensor | None] = dict.fromkeys(layers)  # each [B, k, C]
+        self.final: Tensor | None = None  # [B, k, C]
+
+
 class Row(NamedTuple):
-    """One sequence of a pass; or several of one length, where one cache holds them all."""
+    """One sequence of a pass; or several of one length, if one cache holds them all."""
 
     cache: Cache
     tokens: Sequence[int] | Tensor  # n ids, or [B, n] for a cache of B sequences
-    logits: slice = LAST  # of which of the n positions logits are wanted
+    logits: slice = LAST  # the positions, of the n, whose logits are returned
+    hidden: HiddenStates | None = None
 
 
 class Span(NamedTuple):
@@ -29,25 +42,25 @@ class Span(NamedTuple):
     row: Row
     batch: int  # B
     n: int
-    start: int  # its B * n tokens follow each other from here on
+    start: int  # its B * n tokens are contiguous from here
 
     @property
     def stop(self) -> int:
         return self.start + self.batch * self.n
 
-    def wanted(self) -> list[int]:
-        """The tokens of which logits are wanted."""
-        at = range(self.n)[self.row.logits]
+    def indices(self, positions: slice) -> list[int]:
+        """Of these positions of the row, in the pass."""
+        at = range(self.n)[positions]
         return [self.start + b * self.n + i for b in range(self.batch) for i in at]
 
 
-class Packed(NamedTuple):
-    """The rows of a pass behind each other: T tokens in all. Activations are [T, C]: only attention sees rows."""
+class PackedBatch(NamedTuple):
+    """The tokens of all rows of a pass, contiguous: T in all. Activations are [T, C]: only attention sees rows."""
 
     spans: Sequence[Span]
     ids: Tensor  # [T]
     positions: Tensor  # [T]
-    model: nn.Module | None = None  # by the module that turns tokens into vectors
+    model: nn.Module | None = None  # its embedding, which identifies it
 
     def attend(
         self,
@@ -62,34 +75,55 @@ class Packed(NamedTuple):
     ) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq D]: each row stores its keys and attends in its own cache."""
         out = []
-        for cache, batch, n, start, stop in self._bounds():
-            heads = (x[start:stop].view(batch, n, -1, x.shape[2]).transpose(1, 2) for x in (q, k, v))  # [B, H, n, D]
-            attended = cache.attend(layer_idx, *heads, scale=scale, window=window, kernel=kernel)
-            out.append(attended.transpose(1, 2).reshape(batch * n, -1))
+        for span in self.spans:
+            own = (x[span.start : span.stop].view(span.batch, span.n, -1, x.shape[2]) for x in (q, k, v))
+            heads = (x.transpose(1, 2) for x in own)  # [B, H, n, D]
+            attended = span.row.cache.attend(layer_idx, *heads, scale=scale, window=window, kernel=kernel)
+            out.append(attended.transpose(1, 2).reshape(span.batch * span.n, -1))
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def _bounds(self) -> list[tuple[Cache, int, int, int, int]]:
-        return [(span.row.cache, span.batch, span.n, span.start, span.stop) for span in self.spans]
-
-    def wanted(self) -> list[int] | None:
-        """The tokens of which logits are wanted; None: all."""
+    def selected(self) -> list[int] | None:
+        """The tokens whose logits are returned; None: all."""
         if all(span.row.logits == ALL for span in self.spans):
             return None
-        return [i for span in self.spans for i in span.wanted()]
+        return [i for span in self.spans for i in span.indices(span.row.logits)]
 
-    def choose(self, x: Tensor) -> Tensor:
-        """Of x [T, C], the wanted tokens."""
-        if (wanted := self.wanted()) is None or len(wanted) == len(x):
+    def select(self, x: Tensor) -> Tensor:
+        """Of x [T, C], the tokens whose logits are returned."""
+        if (selected := self.selected()) is None or len(selected) == len(x):
             return x
-        if len(wanted) == 1:
-            return x[wanted[0] : wanted[0] + 1]
-        return x[to_device(torch.tensor(wanted, dtype=torch.int64), x.device)]
+        if len(selected) == 1:
+            return x[selected[0] : selected[0] + 1]
+        return x[to_device(torch.tensor(selected, dtype=torch.int64), x.device)]
 
     def split(self, logits: Tensor) -> list[Tensor]:
-        """Logits of all wanted tokens, by row: each [B, wanted, V]."""
+        """Logits of all selected tokens, by row: each [B, k, V]."""
         counts = [span.batch * len(range(span.n)[span.row.logits]) for span in self.spans]
         pieces = (logits,) if len(counts) == 1 else torch.split(logits, counts)
         return [x.view(span.batch, -1, x.shape[1]) for x, span in zip(pieces, self.spans, strict=True)]
+
+    @property
+    def returns_hidden(self) -> bool:
+        return any(span.row.hidden is not None for span in self.spans)
+
+    def return_layer(self, layer_idx: int, x: Tensor) -> None:
+        """x [T, C], the output of a layer, to the rows that return it."""
+        for span in self.spans:
+            hidden = span.row.hidden
+            if hidden is not None and layer_idx in hidden.layers:
+                hidden.layers[layer_idx] = self._of_row(span, hidden, x)
+
+    def return_final(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> None:
+        """x [T, C], the output of the last layer, normalized to the rows that return it."""
+        for span in self.spans:
+            hidden = span.row.hidden
+            if hidden is not None and hidden.returns_final:
+                hidden.final = norm(self._of_row(span, hidden, x))
+
+    def _of_row(self, span: Span, hidden: HiddenStates, x: Tensor) -> Tensor:
+        """[B, k, C], a copy"""
+        rows = x[span.start : span.stop].view(span.batch, span.n, -1)  # [B, n, C]
+        return rows[:, hidden.positions].clone()
 
     def advance(self) -> None:
         for span in self.spans:
@@ -99,8 +133,8 @@ class Packed(NamedTuple):
 
 
 def record(cache: Cache, at: int, tokens: Sequence[int] | Tensor, model: nn.Module | None) -> None:
-    """Let a cache know which tokens were fed to it from position `at` on."""
-    inner = innermost(cache)
+    """Tell a cache which tokens it holds from position `at` on."""
+    inner = unwrap(cache)
     if isinstance(inner, BaseCache) and inner.seq_len:
         inner.contents.add(at, tokens, model)
 
@@ -110,10 +144,10 @@ def pack(
     device: torch.device,
     positions_learned: int | None = None,
     model: nn.Module | None = None,
-) -> Packed:
-    """Refuses rows that do not fit their caches, or go beyond the positions that a model learned, before any work.
+) -> PackedBatch:
+    """Refuses rows that do not fit their caches, or exceed the positions that a model learned, before any work.
 
-    model: known by the module that turns tokens into vectors, for caches to know whose keys they hold.
+    model: its embedding, by which caches know whose keys they hold.
     """
     if len({id(row.cache) for row in rows}) < len(rows):
         raise ValueError("each row of a pass needs a cache of its own")
@@ -122,7 +156,7 @@ def pack(
         tokens = row.tokens if isinstance(row.tokens, Tensor) else torch.tensor([row.tokens], dtype=torch.int64)
         if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
             kind = f"{str(tokens.dtype).removeprefix('torch.')} of shape {list(tokens.shape)}"
-            raise ValueError(f"input_ids must be whole numbers [batch, tokens], not {kind}")
+            raise ValueError(f"input_ids must be integers [batch, tokens], not {kind}")
         if not tokens.numel():
             raise ValueError(f"there are no tokens in input_ids of shape {list(tokens.shape)}")
         reserve(row.cache, tokens.shape[1], positions_learned, model)
@@ -135,12 +169,14 @@ def pack(
         positions.append(at.flatten())
     if not rows:
         raise ValueError("a pass needs at least one row")
-    return Packed(spans, to_device(_joined(ids), device), _joined(positions), model)
+    joined = _joined(ids)
+    joined = joined if joined.device == device else to_device(joined, device)
+    return PackedBatch(spans, joined, _joined(positions), model)
 
 
 def reserve(cache: Cache, n: int, positions_learned: int | None, model: nn.Module | None) -> None:
-    """Memory for n more positions, or an error; as for `pack`."""
-    inner = innermost(cache)
+    """Reserve memory for n more positions, or raise an error; see `pack`."""
+    inner = unwrap(cache)
     if isinstance(inner, BaseCache) and model is not None:
         inner.check_contents(model)
     cache.reserve(n)

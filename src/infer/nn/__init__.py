@@ -1,1 +1,1 @@
-"""The arithmetic: attention, norm, rope and linear in plain torch, and the choice of compiled kernels."""
+"""The arithmetic in plain torch: attention, norms, RoPE, linear layers, quantized weights; and sampling."""

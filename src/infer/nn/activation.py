@@ -21,6 +21,6 @@ def activated(x: Tensor, activation: str) -> Tensor:
 
 
 def gated(x: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, where x [T, 2 I] holds the gates, then what they are multiplied with."""
+    """x [T, 2 I], gate before up -> activation(gate) * up [T, I]"""
     gate, up = x.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * up

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from infer.machine import cpu_multiplies
+from infer.machine import has_fast_matmul
 
 # None: every query sees every key. "causal": query i sees keys 0..i. A tensor: True where visible.
 Mask = Tensor | Literal["causal"] | None
 Masks = dict[tuple[int, int, int | None], Mask]  # by (queries, keys, window)
 
-BLOCK = 128  # queries at least, of those that share a window's keys
+BLOCK = 128  # queries at least in a block that attends to one slice of keys
 
 
 def visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
@@ -26,7 +26,7 @@ def visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
 
 
 def span_mask(n: int, keys: int, window: int | None, device: torch.device) -> Mask:
-    """The rule for queries at the last n of `keys` positions; no tensor where SDPA has the case."""
+    """The rule for queries at the last n of `keys` positions; no tensor if SDPA has this case built in."""
     if n == keys and (window is None or window >= n):
         return "causal"
     positions = torch.arange(keys, device=device)
@@ -39,14 +39,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, drop
     Each KV head serves Hq/Hkv query heads in place.
     """
     if q.is_cuda and q.shape[2] == 1:
-        # cuDNN would spend 35 ms on a plan for each number of keys, which is another at every step.
+        # cuDNN would spend 35 ms planning for each number of keys, which changes at every step.
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return _sdpa(q, k, v, scale, mask, dropout)
     return _sdpa(q, k, v, scale, mask, dropout)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, dropout: float) -> Tensor:
-    if q.is_cpu and q.dtype.itemsize == 2 and not cpu_multiplies(q.dtype):
+    if q.is_cpu and q.dtype.itemsize == 2 and not has_fast_matmul(q.dtype):
         return _sdpa(q.float(), k.float(), v.float(), scale, mask, dropout).to(q.dtype)
     causal = isinstance(mask, str)
     tensor = None if isinstance(mask, str) else mask
@@ -63,12 +63,12 @@ def span_attention(
     masks: Masks,
     dropout: float = 0.0,
 ) -> Tensor:
-    """q [B, Hq, n, D] at the last n positions of k, v [B, Hkv, S, D], which lie in order -> [B, Hq, n, D].
+    """q [B, Hq, n, D] at the last n positions of k, v [B, Hkv, S, D], in order of position -> [B, Hq, n, D].
 
-    masks: those made so far for the pass under way; the layers that follow need the same. dropout: of the weights.
+    masks: made by earlier layers of this pass, and reused. dropout: of the attention weights.
     """
     n, keys = q.shape[2], k.shape[2]
-    if n == 1:  # sees all that its window holds
+    if n == 1:  # sees all keys in its window
         if window is not None and keys > window:
             k, v = k.narrow(2, keys - window, window), v.narrow(2, keys - window, window)
         return attention(q, k, v, scale=scale, mask=None, dropout=dropout)
@@ -92,7 +92,7 @@ def _attend_block(
 ) -> Tensor:
     n, keys = q.shape[2], k.shape[2]
     if window is not None and keys > n + window - 1:
-        keys = n + window - 1  # the first query looks furthest back; keys before its window are no one's
+        keys = n + window - 1  # the first query looks furthest back; no query sees keys before its window
         k, v = k[:, :, -keys:], v[:, :, -keys:]
     case = n, keys, window
     if case not in masks:
@@ -103,9 +103,9 @@ def _attend_block(
 def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, rows: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """`span_attention` in plain sight: also returns the weights of the last `rows` queries [B, Hq, rows, S].
+    """`span_attention`, written out: also returns the weights of the last `rows` queries [B, Hq, rows, S].
 
-    In blocks of queries, so that a long prompt takes no matrix of its length squared unless all rows are asked for.
+    In blocks of queries: a long prompt needs no [S, S] matrix unless all rows are returned.
     """
     batch, heads, n, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -125,7 +125,7 @@ def softmax_attention(
 
 
 def ring_span(ring: Tensor, first: int, end: int) -> Tensor:
-    """Positions first..end-1 of a ring [B, H, slots, D] in order; position p lies in slot p % slots."""
+    """Positions first..end-1 of a ring [B, H, slots, D] in order; position p is in slot p % slots."""
     slots = ring.shape[2]
     start = first % slots
     stop = start + end - first

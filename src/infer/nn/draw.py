@@ -1,75 +1,47 @@
-"""A draw from logits in whole numbers, on the host. `backend/gpu/sampling_kernels.py` computes the same on a GPU.
+"""A draw from logits in integers, on the host. `backend/gpu/sampling_kernels.py` computes the same on a GPU.
 
-All that decides is whole numbers, and float32 operations that IEEE defines: so the two agree token for token.
+Only integers and float32 operations that IEEE defines decide, so the two agree token for token.
 
-A token's depth says how far below the likeliest it is: log2(p_max / p), in units of 2^-25 octaves. Its mass is
-2^44 * 2^-depth, rounded down. Both are whole numbers: a sum of masses does not depend on its order.
+A token's depth is its distance below the most likely token: log2(p_max / p), in units of 2^-25 octaves. Its mass is
+2^44 * 2^-depth, rounded down. Both are integers: a sum of masses does not depend on its order.
 
-2^-depth is a shift by the whole octaves, times a polynomial in the next 12 bits of the depth (which the host looks up),
-times a line in the last 13. The relative error is below 7e-9, where one unit of depth is 2e-8, and more depth is never
-more mass.
+2^-depth is a shift by the full octaves, times a polynomial in the next 12 bits of the depth (a table on the host),
+times a linear function of the last 13. The relative error is below 7e-9, where one unit of depth is 2e-8, and more
+depth is never more mass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-OCTAVE = 25  # bits of a depth below a whole octave
-MAX_DEPTH = 45 << OCTAVE  # 31 nats: from there on a token has no mass
+from infer.nn.packed import MAX_DEPTH, OCTAVE, U64, mix
+
 COARSE, FINE = 20, 9  # bits of a depth below its coarse and its fine bin. Of a fine bin, filters keep all or nothing
 
 MASS = 44  # bits: the masses of 2^18 tokens fit int64
-LINE = 13  # bits of a depth that the line is of
+LINE = 13  # bits of a depth that the linear function takes
 SLOPE = 181693  # 2^-x = 1 - SLOPE * x / 2^43 for x units of depth below 2^LINE
 # 2^-f = 1 - f * (c1 - f * (c2 - ... f * c6)) for f from 0 to 1, in units of 2^-32
 HALVING = (2977043972, 1031755803, 238330986, 41142263, 5475002, 468251)
 
-U64 = 2**64 - 1
-MAX_VOCAB = 2**18  # tokens whose masses certainly fit int64 together
-_BINS = 1 << COARSE - FINE  # fine ones of a coarse one; there are not as many coarse ones
-_BLOCK = 2**14  # tokens to compute with at a time: a vocabulary's temporaries would be new pages from the system
-_SUMMED = 2**10  # tokens whose masses are added up before a draw looks at each
+MAX_VOCAB = 2**18  # tokens: the sum of their masses fits int64
+_BINS = 1 << COARSE - FINE  # fine bins of a coarse bin; there are fewer coarse bins
+_BLOCK = 2**14  # tokens per chunk: temporaries of a full vocabulary would be newly mapped pages
+_SUMMED = 2**10  # tokens per partial sum of masses, which a draw searches first
 
 Floats = NDArray[np.float32]
 Ints = NDArray[Any]  # int32 depths, int64 masses and tokens
+Columns = Mapping[str, Any]  # of `PackedSettings`
 
 
-class Filters(NamedTuple):
-    """Temperature and filters in the units of a draw."""
-
-    per_temperature: float  # from logits to depths
-    top_k: int  # 0: off
-    top_p: int  # times 2^64; 0: off
-    min_p_depth: int  # the last depth that min_p keeps
-
-    @classmethod
-    def of(cls, temperature: float, top_k: int | None, top_p: float, min_p: float) -> Filters:
-        temperature = min(max(temperature, 1e-30), 1e30)  # the factor is then a normal float32
-        return cls(
-            per_temperature=2**OCTAVE / math.log(2) / temperature,
-            top_k=top_k or 0,
-            top_p=max(int(top_p * 2**64), 1) if top_p < 1 else 0,
-            min_p_depth=to_depth(-math.log2(min_p)) if min_p > 0 else MAX_DEPTH,
-        )
-
-
-def is_sampled(temperature: float, top_k: int | None) -> bool:
-    """Otherwise the first of the likeliest tokens is taken."""
-    return temperature > 0 and top_k != 1
-
-
-def to_depth(octaves: float) -> int:
-    return int(min(octaves * 2**OCTAVE, MAX_DEPTH))
-
-
-def draw(scores: Floats, filters: Filters, at: float) -> int:
-    """The token at `at`, in [0, 1), of the distribution that the filters leave of scores [V]. None of them is NaN."""
-    tokens, mass = weights(scores, filters)
+def draw(scores: Floats, columns: Columns, at: float) -> int:
+    """The token at `at`, in [0, 1), of the distribution that filters leave of scores [V], none of which is NaN."""
+    tokens, mass = weights(scores, columns)
     ends = np.add.reduceat(mass, range(0, len(mass), _SUMMED)).cumsum()
     target = int(at * 2**64) * int(ends[-1]) >> 64  # exact: `at` has 53 bits
     # Tokens without mass end where they begin, so `right` passes over them.
@@ -79,23 +51,23 @@ def draw(scores: Floats, filters: Filters, at: float) -> int:
     return int(tokens[first + int(within.searchsorted(target, side="right"))])
 
 
-def weights(scores: Floats, filters: Filters) -> tuple[Sequence[int] | Ints, Ints]:
-    """Tokens, in order, and the mass of each that the filters leave: 0 for those that they drop."""
-    depth = depths(scores, filters.per_temperature)
+def weights(scores: Floats, columns: Columns) -> tuple[Sequence[int] | Ints, Ints]:
+    """Tokens, in order, and their masses after filters: 0 for tokens that a filter drops."""
+    depth = depths(scores, columns["per_temperature"])
     tokens: Sequence[int] | Ints = range(len(depth))
-    last = filters.min_p_depth
-    # top_p's share is one of what top_k leaves, whether min_p leaves it or not.
-    looked_at = last if not filters.top_p else MAX_DEPTH
-    if filters.top_k:
-        looked_at = min(looked_at, _end_of_bin(_kth(depth, filters.top_k)))
-    if looked_at < MAX_DEPTH:
-        tokens = np.flatnonzero(depth <= looked_at)
+    last, top_k, top_p = columns["min_p_depth"], columns["top_k"], columns["top_p"]
+    # top_p is a share of what top_k keeps, whether min_p keeps it or not.
+    kept = last if not top_p else MAX_DEPTH
+    if top_k:
+        kept = min(kept, _end_of_bin(_kth(depth, top_k)))
+    if kept < MAX_DEPTH:
+        tokens = np.flatnonzero(depth <= kept)
         depth = depth[tokens]
     mass = masses(depth)
-    if len(scores) > MAX_VOCAB:  # more than a device takes: fewer bits of each, so that they still fit together
+    if len(scores) > MAX_VOCAB:  # more than a GPU's sampler takes: fewer bits of each mass, so that the sum fits int64
         mass >>= (len(scores) - 1).bit_length() - (MAX_VOCAB - 1).bit_length()
-    if filters.top_p:
-        last = min(last, _top_p_depth(depth, mass, filters.top_p))
+    if top_p:
+        last = min(last, _top_p_depth(depth, mass, top_p))
         mass[depth > last] = 0
     return tokens, mass
 
@@ -126,7 +98,7 @@ def masses(depth: Ints) -> Ints:
     mass = np.empty(len(depth), np.int64)
     for part in _blocks(len(depth)):
         x, out = depth[part], mass[part]
-        HALVINGS.take(x >> LINE & len(HALVINGS) - 1, out=out, mode="clip")  # none is outside; a check costs more
+        HALVINGS.take(x >> LINE & len(HALVINGS) - 1, out=out, mode="clip")  # clip: a range check costs more
         line = x & (1 << LINE) - 1
         line *= SLOPE
         line >>= 13
@@ -136,7 +108,7 @@ def masses(depth: Ints) -> Ints:
 
 
 def _halvings() -> Ints:
-    """2^-f in units of 2^-31, for the 2^12 values of f that a depth has beside whole octaves and the line."""
+    """2^-f in units of 2^-31, for the 2^12 values of f that a depth has besides full octaves and the linear part."""
     bits = OCTAVE - LINE
     f = np.arange(1 << bits)
     x = np.zeros_like(f)
@@ -149,10 +121,8 @@ HALVINGS = _halvings()
 
 
 def _kth(depth: Ints, k: int) -> int:
-    """The depth of the k-th likeliest token."""
-    if k >= len(depth):
-        return MAX_DEPTH
-    # At least k tokens are as likely as the k-th of the best of each group: few others are worth looking at.
+    """The depth of the k-th most likely token, for k below the size of the vocabulary."""
+    # At least k tokens are as likely as the k-th of the best of each group: few others need a look.
     size = min(64, len(depth) // (4 * k))
     if size > 1:
         groups = len(depth) // size
@@ -172,7 +142,7 @@ def _top_p_depth(depth: Ints, mass: Ints, top_p: int) -> int:
 
 
 def _bin_at(bins: Ints, mass: Ints, share: int) -> tuple[int, int]:
-    """The bin in which this share of the mass ends, and what is left of the share in that bin."""
+    """The bin in which this share of the mass ends, and the rest of the share in that bin."""
     total = np.zeros(_BINS, np.int64)
     for part in _blocks(len(bins)):
         for shift in (0, 23):  # bincount adds up in float64: 23 bits of each mass at a time, so that no sum is rounded
@@ -193,13 +163,6 @@ def _blocks(length: int) -> Iterator[slice]:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) keyed by (seed, position), not by what was drawn before: splitmix64's finaliser over both."""
+    """A number in [0, 1) keyed by (seed, position), not by earlier draws: splitmix64's finalizer over both."""
     bits = mix((mix(seed) + position * 0x9E3779B97F4A7C15) & U64)
     return (bits >> 11) / 2**53
-
-
-def mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & U64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & U64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & U64
-    return x ^ (x >> 31)

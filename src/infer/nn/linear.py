@@ -1,6 +1,7 @@
-"""Matrix products and look-ups. Weights are made empty: a checkpoint, or a training script, fills them.
+"""Linear layers and embeddings. Weights are allocated, not initialized: a checkpoint or a training script fills them.
 
-A weight is a parameter, or quantised. Parameters may be of another dtype than the input, which the result has.
+A weight is a parameter or a `QuantizedWeight`. A parameter may have another dtype than the input; the output has the
+input's dtype.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from infer.nn.module import Module
 from infer.nn.quantized import QuantizedWeight
 
-AT_ONCE = 1 << 22  # weights that are widened: with fewer, torch's products take longer
+AT_ONCE = 1 << 22  # weights converted at a time: with fewer, torch's GEMMs take longer
 
 
 class Embedding(Module):
@@ -28,7 +29,7 @@ class Embedding(Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         if isinstance(self.weight, QuantizedWeight):
-            return self.weight.look_up(ids)
+            return self.weight.floats(ids)
         return F.embedding(ids, self.weight)
 
 
@@ -37,8 +38,8 @@ class Linear(Module):
 
     weight: nn.Parameter | QuantizedWeight
     bias: Tensor | None
-    slices: int | None = None  # into which a GPU cuts the columns for its sums; None: as the shape asks for
-    whole_rows: int | None = None  # of the whole weight, where this is a part of it
+    slices: int | None = None  # split-K of the GPU kernels; None: chosen by the shape
+    unsharded_rows: int | None = None  # of the full weight, if this is a shard of it
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -54,15 +55,15 @@ class Linear(Module):
         return self.weight.shape[0]
 
     def input(self, x: Tensor) -> Tensor:
-        """What the weight is multiplied with, of what this process has."""
+        """What the weight is multiplied with; a shard gathers it from all ranks."""
         return x
 
     def output(self, own: Tensor) -> Tensor:
-        """What comes out, of what this process has computed."""
+        """The layer's output; a shard gathers it from all ranks."""
         return own
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [T, in] -> [T, out], or any other dimensions in front."""
+        """x [T, in] -> [T, out], with any leading dimensions."""
         if x.dim() != 2:
             flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
             return self.forward(x.reshape(-1, x.shape[-1]), flat).view(*x.shape[:-1], -1)
@@ -71,13 +72,13 @@ class Linear(Module):
         elif x.dtype is self.weight.dtype:
             out = F.linear(x, self.weight, self.bias)
         else:
-            out = _widened(x, self.weight, self.bias)
-        # Added last: a product that accumulates onto a large residual (addmm) loses digits of the small terms.
+            out = _converted(x, self.weight, self.bias)
+        # Added last: a GEMM that accumulates onto a large residual (addmm) loses digits of the small terms.
         return out if residual is None else out.add_(residual)
 
 
-def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product with a weight of another dtype, a part of which is made x's at a time."""
+def _converted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product with a weight of another dtype, converted to x's in pieces."""
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias)):
         return F.linear(x, weight.to(x.dtype), bias)
     out = x.new_empty(x.shape[0], weight.shape[0])
@@ -87,9 +88,9 @@ def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class FusedLinear(Linear):
-    """Several projections of one input, stacked into a single product.
+    """Several projections of one input, stacked into a single GEMM.
 
-    At batch 1 a product costs one read of its weights plus a fixed overhead: one large read beats three small ones.
+    At batch 1 a GEMM costs one read of its weights plus a fixed overhead: one large read beats three small ones.
     `parts` names the stacked projections in order, with their output sizes, as checkpoints store them.
     """
 

@@ -1,11 +1,12 @@
 """A leaner nn.Module.
 
-A decode step on a CPU is hundreds of small calls between products that stream the weights through every processor
-cache, so each Python frame starts cold. nn.Module's own `__call__` and `__getattr__` are a good part of them.
+A decode step on a CPU makes hundreds of small calls between GEMVs that stream the weights through all processor caches,
+so each Python frame starts cold. nn.Module's own `__call__` and `__getattr__` are a large part of them.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -13,13 +14,33 @@ import torch
 from torch import nn
 
 
+class Hooks(OrderedDict[int, Any]):
+    """The hooks of a module: registering or removing one counts in `Module.changes`."""
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        super().__setitem__(key, hook)
+        Module.changes += 1
+
+    def __delitem__(self, key: int) -> None:
+        super().__delitem__(key)
+        Module.changes += 1
+
+    def clear(self) -> None:
+        super().clear()
+        Module.changes += 1
+
+
 class Module(nn.Module):
     """An nn.Module whose children are plain attributes and whose call is its forward, unless it has hooks.
 
-    Two things of torch's do not reach it: hooks on all modules at once, and `torch.func.functional_call`.
+    Not supported: torch's global module hooks, and `torch.func.functional_call`.
     """
 
-    changes = 0  # made to any module's attributes or weights so far: what was found out before may no longer hold
+    changes = 0  # counts changes to attributes, hooks or weights of any module, after which plans must be checked
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__.update(_forward_hooks=Hooks(), _forward_pre_hooks=Hooks())
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
@@ -38,9 +59,9 @@ class Module(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, (bool, int, float, str)) and self.__dict__.get(name) is value:
-            return  # as `eval` does, for every module, at each call
+            return  # `eval` does this for every module at each call
         if isinstance(value, nn.Module):
-            self.__dict__.get("_parameters", {}).pop(name, None)  # a weight may give way to a quantised one
+            self.__dict__.get("_parameters", {}).pop(name, None)  # a quantized weight replaces a parameter
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
             self.__dict__[name] = value

@@ -1,4 +1,4 @@
-"""Norms."""
+"""RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from infer.nn.module import Module
 
 
 class RMSNorm(Module):
-    """Scales each vector to unit root mean square, in float32 whatever the model's dtype."""
+    """Scales each vector to unit root mean square, in float32 for any dtype of the model."""
 
     offset = 0.0  # added to the weight
     bias = None
-    centred = False
+    centered = False  # whether the mean is subtracted
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -30,18 +30,18 @@ class RMSNorm(Module):
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 
-class ZeroCentredRMSNorm(RMSNorm):
-    """Stores the weight less 1, which keeps its digits in 16 bits."""
+class ZeroCenteredRMSNorm(RMSNorm):
+    """Stores the weight minus 1, which keeps more digits in 16 bits."""
 
     offset = 1.0
 
 
 class LayerNorm(Module):
-    """Takes the mean off each vector and scales it to unit variance."""
+    """Subtracts the mean of each vector and scales it to unit variance."""
 
     offset = 0.0
     bias: Tensor | None
-    centred = True
+    centered = True
 
     def __init__(self, size: int, eps: float, *, bias: bool = True) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Rotary position embedding, in the rotate-half layout.
 
-Dimension i of a head is paired with dimension i + D/2, and each pair is turned by the angle
-`position * inv_freq[i]`. A dot product of two turned vectors then depends on their distance alone.
+Dimension i of a head is paired with dimension i + D/2, and each pair is rotated by the angle
+`position * inv_freq[i]`. A dot product of two rotated vectors then depends only on the distance of their positions.
 """
 
 from __future__ import annotations
@@ -13,59 +13,59 @@ from torch import Tensor
 
 from infer.config import RopeConfig
 
-COMPUTED_AT_ONCE = 1024  # elements: more might go to several threads, and be computed another way where they meet
+COMPUTED_AT_ONCE = 1024  # elements: torch may split more over threads, and round differently where they meet
 
 
 class Rope:
     """cos and sin for any positions, in float32: bf16 cannot tell position 1000 from 1001.
 
-    On a CPU they are looked up in a table, which is computed in pieces that always start at the same positions: how
-    torch computes an element of a tensor may depend on where it lies.
+    On a CPU they come from a table, computed in pieces that always start at the same positions: the bits that torch
+    gives an element may depend on its place in the tensor.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         inv_freq = inverse_frequencies(config, head_dim)
         self.inv_freq = torch.cat((inv_freq, inv_freq))  # [D]
         self.sign = torch.cat((-torch.ones_like(inv_freq), torch.ones_like(inv_freq)))
-        self._table = torch.empty(2, 0, head_dim, device="cpu")  # cos and sin of the positions so far
+        self._table = torch.empty(2, 0, head_dim, device="cpu")  # cos and sin of positions 0, 1, ...
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, D]; sin carries the sign of rotate-half."""
         if self.inv_freq.device != positions.device:
             self.inv_freq, self.sign = self.inv_freq.to(positions.device), self.sign.to(positions.device)
         if not positions.is_cpu:
-            return self._turned(positions)
+            return self._cos_sin(positions)
         cos, sin = self.table(int(positions.max()) + 1)[:, positions]
         return cos, sin
 
     def table(self, count: int) -> Tensor:
-        """cos and sin [2, P, D] of at least so many positions, on the CPU; the same tensor as long as they suffice."""
+        """cos and sin [2, P, D] of P >= count positions, on the CPU; the same tensor until it has to grow."""
         if count > self._table.shape[1]:
             self._table = self._extended(count)
         return self._table
 
-    def _turned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[..., None] * self.inv_freq  # in float32
         return angles.cos(), angles.sin().mul_(self.sign)
 
     def _extended(self, count: int) -> Tensor:
-        """The table with at least so many positions; twice as many as before, so that it seldom grows."""
+        """The table with at least `count` positions; it doubles, so that it seldom grows."""
         step = max(1, COMPUTED_AT_ONCE // len(self.inv_freq))
         known = self._table.shape[1]
         starts = range(known, max(count, 2 * known), step)
-        pieces = [torch.stack(self._turned(torch.arange(start, start + step, device="cpu"))) for start in starts]
+        pieces = [torch.stack(self._cos_sin(torch.arange(start, start + step, device="cpu"))) for start in starts]
         return torch.cat([self._table, *pieces], 1)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [T, H, D] by cos, sin [T, D]: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    """Rotate x [T, H, D] by cos, sin [T, D]: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)  # (x2, x1)
-    # Not addcmul: whether it rounds the product before it adds depends on where an element lies.
+    # Not addcmul: whether it rounds the product before the sum depends on an element's place in the tensor.
     return (x * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """[D/2], float32, on the CPU also while a model is being built on the meta device."""
+    """[D/2], float32, on the CPU even while a model is built on the meta device."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     inv_freq = 1.0 / config.theta**exponents
     if config.scaling == "linear":
@@ -82,12 +82,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
-    """Keep high frequencies, divide low ones by `factor`, and blend between, as Llama 3.1 and later were trained."""
+    """Keep high frequencies, divide low ones by `factor`, interpolate between: as Llama 3.1 and later were trained."""
     wavelength = 2 * math.pi / inv_freq
-    original, low, high = (
-        config.original_max_position_embeddings,
-        config.low_freq_factor,
-        config.high_freq_factor,
-    )
-    keep = ((original / wavelength - low) / (high - low)).clamp(0, 1)  # 1: as is, 0: divided
+    low, high = config.low_freq_factor, config.high_freq_factor
+    turns = config.original_max_position_embeddings / wavelength  # over the original context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: unchanged, 0: divided
     return keep * inv_freq + (1 - keep) * inv_freq / config.factor

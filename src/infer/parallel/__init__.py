@@ -1,1 +1,1 @@
-"""Tensor parallel: several processes have a part of a model each. One leads, the others follow its rows."""
+"""Tensor parallelism: a driver and its workers, one process each, have a shard of a model each."""

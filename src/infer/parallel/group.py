@@ -1,7 +1,8 @@
-"""The processes that run one model, and how they talk: through torch.distributed, or memory that they share.
+"""The processes that run one model, and their communication: torch.distributed, or shared memory.
 
-Rank 0 leads: it says what is done next (`doing`), and the others follow (`hear`). While a pass runs, all gather what
-each has computed. Nothing is summed by a collective: in which order that adds depends on sizes.
+Rank 0 is the driver: it sends commands (`command`). The other ranks are workers, which receive and execute them
+(`receive`). Within a pass all ranks all-gather what each has computed. There is no all-reduce: the order in which it
+adds depends on sizes.
 """
 
 from __future__ import annotations
@@ -27,157 +28,163 @@ from infer.backend import cpu
 from infer.parallel.collectives import Collectives, distributed, gloo, nccl
 
 if TYPE_CHECKING:
-    from infer.parallel.shared import SharedMemory
+    from infer.parallel.shared_memory import SharedMemory
 
-FOREVER = timedelta(days=3650)  # that a follower waits for something to do
-PASS = timedelta(minutes=10)  # that a process waits for the others within a pass
-END = timedelta(seconds=5)  # for a process to end once it is told to
-EXIT_WAIT_S = 3.0  # for a process that has failed to end, so that it can be named
-MESSAGE, ANSWER = 1 << 14, 1 << 12  # bytes of what is told at once, and of an answer
+FOREVER = timedelta(days=3650)  # a worker waits for a command
+PASS_TIMEOUT = timedelta(minutes=10)  # a rank waits for the others within a pass
+EXIT_TIMEOUT = timedelta(seconds=5)  # a worker exits after the command to
+EXIT_WAIT_S = 3.0  # for a failed process to exit, so that it can be named
+HEARTBEAT_S = 1.0  # between two heartbeats of a worker
+MISSED_HEARTBEATS = 10  # in a row: the worker is stopped, or its machine cannot be reached
+MESSAGE_BYTES, OBJECT_BYTES = 1 << 14, 1 << 12  # of a broadcast, and of a gathered object
 
 
 class ProcessLost(RuntimeError):
-    """Another process of the group has ended, or this one has left it: the model cannot be run any more."""
+    """Another process of the group has exited, or this one has left the group: the model cannot run any more."""
 
     says_all = True  # a user needs no more than its text
 
 
 class ProcessGroup:
-    """This process among those that run one model: an `nn.split.Group`."""
+    """This process among those that run one model."""
 
     def __init__(
-        self, store: Any, rank: int, count: int, device: torch.device, *, collectives: str, local: bool
+        self, store: Any, rank: int, world_size: int, device: torch.device, *, collectives: str, local: bool
     ) -> None:
-        """store: torch's, which all can reach. collectives: "nccl" or "gloo". local: all are on this machine."""
-        self.rank, self.count, self.device, self.collectives = rank, count, device, collectives
+        """store: torch's, reachable from all ranks. collectives: "nccl" or "gloo". local: all are on this machine."""
+        self.rank, self.world_size, self.device, self.collectives = rank, world_size, device, collectives
         self.failure: BaseException | None = None
-        self.at_end = ExitStack()  # what is undone when it is closed
-        self.children: dict[int, Popen[bytes]] = {}  # by rank, where this process has started the others
-        self._turn = threading.RLock()  # of a thread that says something, until all have done it
-        self._in_step = True  # whether the others wait to be told something
+        self.on_close = ExitStack()
+        self.children: dict[int, Popen[bytes]] = {}  # by rank, if this process has started the workers
+        self._turn = threading.RLock()  # held by the thread that sends a command, until all ranks have executed it
+        self._idle = True  # whether the workers wait for a command
         self._failing = threading.Lock()
-        self._later: deque[tuple[Any, ...]] = deque()
+        self._deferred: deque[tuple[Any, ...]] = deque()
         self._watchers: list[Callable[[BaseException], None]] = []
-        self._ended, self._process = False, os.getpid()
-        self._talk: Any = None
-        self._data: Any = None  # through which passes exchange what they compute
+        self._closed, self._process = False, os.getpid()
+        self._heartbeats: threading.Thread | None = None
+        self._control: Any = None  # carries commands
+        self._data: Any = None  # carries activations
         atexit.register(_close, ref(self))
-        self._talk = gloo(distributed.PrefixStore("talk", store), rank, count, FOREVER, local=local)
+        self._control = gloo(distributed.PrefixStore("control", store), rank, world_size, FOREVER, local=local)
         data = distributed.PrefixStore("data", store)
         if collectives == "nccl":
-            self._data = Collectives(nccl(data, rank, count, PASS))
+            self._data = Collectives(nccl(data, rank, world_size, PASS_TIMEOUT))
         elif device.type == "cpu" and local and cpu.kernels() is not None:
             self._data = self._share_memory(data)
         else:
-            self._data = Collectives(gloo(data, rank, count, PASS, local=local), on_host=True)
+            self._data = Collectives(gloo(data, rank, world_size, PASS_TIMEOUT, local=local), on_host=True)
+        self._ended = threading.Event()
+        finalize(self, self._ended.set)
+        beats = distributed.PrefixStore("heartbeats", store).clone()  # a connection of its own: others may block
+        arguments = (ref(self), beats, world_size) if self.is_driver else (beats, rank)
+        beat = _check_heartbeats if self.is_driver else _send_heartbeats
+        self._heartbeats = threading.Thread(target=beat, args=(*arguments, self._ended), daemon=True)
+        self._heartbeats.start()
 
     @property
-    def leads(self) -> bool:
+    def is_driver(self) -> bool:
         return self.rank == 0
 
     @property
     def sharing(self) -> int:
-        """How many processes take memory where this one does."""
-        return self.count if self.device.type == "cpu" or self.collectives == "gloo" else 1
+        """How many processes allocate from the same memory as this one."""
+        return self.world_size if self.device.type == "cpu" or self.collectives == "gloo" else 1
 
     @property
     def capturable(self) -> bool:
         return self.collectives == "nccl"
 
-    # What a pass needs.
+    # Collectives within a pass.
 
-    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """x [..., sizes[rank]] of each process -> [..., sum(sizes)], in the order of ranks."""
-        with self._naming_who_is_lost():
-            joined: Tensor = self._data.gather(x.reshape(-1, x.shape[-1]), sizes)
-        return joined.view(*x.shape[:-1], joined.shape[1])
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """x [..., sizes[rank]] of each rank -> [..., sum(sizes)]"""
+        with self._naming_lost_rank():
+            gathered: Tensor = self._data.all_gather(x.reshape(-1, x.shape[-1]), sizes)
+        return gathered.view(*x.shape[:-1], gathered.shape[1])
 
     def combine(self, x: Tensor, own: Tensor) -> Tensor:
-        """Of each row of x [T, C], what the one process has where own [T] is true."""
+        """Each row of x [T, C] from the one rank where own [T] is true."""
         own_bytes = torch.where(own[:, None], x, 0).contiguous().view(torch.uint8)
-        everything = self.gather(own_bytes, [own_bytes.shape[1]] * self.count).view(len(x), self.count, -1)
-        return everything.sum(1, dtype=torch.uint8).view(x.dtype)  # whole numbers, all but one of which are 0
+        gathered = self.all_gather(own_bytes, [own_bytes.shape[1]] * self.world_size).view(len(x), self.world_size, -1)
+        return gathered.sum(1, dtype=torch.uint8).view(x.dtype)  # integers, all but one of which are 0
 
-    def finish(self) -> None:
-        """Wait for what a device has been given to do: what it computed while a process was lost is worth nothing."""
+    def synchronize(self) -> None:
+        """Wait for the device: what it computed while a process was lost is invalid."""
         if self.collectives == "nccl":
             torch.cuda.synchronize(self.device)
             if self.failure is not None:
                 raise self.failure
 
-    def led(self, model: Any, backend: Any) -> Any:
-        from infer.parallel.lead import LedBackend
-
-        return LedBackend(self, model, backend) if self.leads else backend
-
-    # What the leader says, and what it is answered.
+    # Commands of the driver, and replies.
 
     @contextmanager
-    def doing(self, *message: Any) -> Iterator[None]:
-        """Have the others do something, and this process its own part of it within. One thread at a time.
+    def command(self, *message: Any) -> Iterator[None]:
+        """Send a command; within, this rank executes its own part of it. One thread at a time.
 
-        Ctrl-C waits for the end of it: the others are in the middle. Pressed again, it ends them.
+        Ctrl-C waits until the command has been executed, because the workers are in the middle of it. A second Ctrl-C
+        ends them.
         """
         with self._turn, self._uninterrupted():
-            self.tell(*message)
+            self.send(*message)
             yield
-            self._in_step = True
+            self._idle = True
 
-    def tell(self, *message: Any) -> None:
-        """Say what is to be done next, behind what `later` was given."""
+    def send(self, *message: Any) -> None:
+        """Send a command to the workers, after all that `send_later` has collected."""
         if self.failure is not None:
             raise self.failure
-        if self._ended:
+        if self._closed:
             raise ProcessLost("the other processes of this model have ended")
-        self._in_step = False
-        later = [self._later.popleft() for _ in range(len(self._later))]
-        self._say([*later, message])
+        self._idle = False
+        deferred = [self._deferred.popleft() for _ in range(len(self._deferred))]
+        self._send([*deferred, message])
 
-    def later(self, *message: Any) -> None:
-        """Have something done before what is told next. From any thread."""
-        self._later.append(message)
+    def send_later(self, *message: Any) -> None:
+        """Send a command together with the next one. From any thread."""
+        self._deferred.append(message)
 
-    def hear(self) -> list[tuple[Any, ...]]:
-        """What the leader says, however long that takes."""
-        buffer = torch.empty(MESSAGE, dtype=torch.uint8)
+    def receive(self) -> list[tuple[Any, ...]]:
+        """Wait for the next commands of the driver."""
+        buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
         self._broadcast(buffer)
-        said = buffer.numpy().tobytes()
-        size, said = int.from_bytes(said[:8], "little"), said[8:]
-        if size > len(said):
-            rest = torch.empty(size - len(said), dtype=torch.uint8)
+        data = buffer.numpy().tobytes()
+        size, data = int.from_bytes(data[:8], "little"), data[8:]
+        if size > len(data):
+            rest = torch.empty(size - len(data), dtype=torch.uint8)
             self._broadcast(rest)
-            said += rest.numpy().tobytes()
-        return pickle.loads(said[:size])  # type: ignore[no-any-return]
+            data += rest.numpy().tobytes()
+        return pickle.loads(data[:size])  # type: ignore[no-any-return]
 
-    def agree(self, own: Any = None, error: BaseException | None = None) -> list[Any]:
-        """What each process has to say; for the leader an error, where one has."""
-        problem = None if error is None else str(error).encode()[: ANSWER // 2].decode(errors="ignore")
-        said = pickle.dumps((own, problem))
-        mine = torch.zeros(ANSWER, dtype=torch.uint8)
-        mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        pieces = [torch.empty_like(mine) for _ in range(self.count)]
-        with self._naming_who_is_lost():
-            self._talk.allgather([pieces], [mine]).wait()
-        self._in_step = True
-        found = [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
-        if self.leads and error is not None:
+    def gather_objects(self, own: Any = None, error: BaseException | None = None) -> list[Any]:
+        """The object of each rank. On the driver, raises if a rank passes an error."""
+        reason = None if error is None else str(error).encode()[: OBJECT_BYTES // 2].decode(errors="ignore")
+        data = pickle.dumps((own, reason))
+        buffer = torch.zeros(OBJECT_BYTES, dtype=torch.uint8)
+        buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        buffers = [torch.empty_like(buffer) for _ in range(self.world_size)]
+        with self._naming_lost_rank():
+            self._control.allgather([buffers], [buffer]).wait()
+        self._idle = True
+        gathered = [pickle.loads(each.numpy().tobytes()) for each in buffers]
+        if self.is_driver and error is not None:
             raise error
-        for rank, (_, problem) in enumerate(found):
-            if self.leads and problem is not None:
-                raise ValueError(f"process {rank} of {self.count}: {problem}")
-        return [answer for answer, _ in found]
+        for rank, (_, reason) in enumerate(gathered):
+            if self.is_driver and reason is not None:
+                raise ValueError(f"process {rank} of {self.world_size}: {reason}")
+        return [each for each, _ in gathered]
 
-    # Its end.
+    # Failure and shutdown.
 
     def adopt(self, children: dict[int, Popen[bytes]]) -> None:
-        """Watch over processes that were started for this group, and end them with it."""
+        """Watch the worker processes that were started for this group, and end them with it."""
         self.children = children
         finalize(self, _end, list(children.values()), self._process)
         for rank, child in children.items():
             threading.Thread(target=_watch, args=(ref(self), rank, child), daemon=True).start()
 
     def watch(self, watcher: Callable[[BaseException], None]) -> Callable[[], None]:
-        """Have a function called when a process is lost, from a thread of its own; returns what ends that."""
+        """Call a function, from another thread, when a process is lost. Returns a function that stops this."""
         self._watchers.append(watcher)
 
         def end() -> None:
@@ -187,73 +194,74 @@ class ProcessGroup:
         return end
 
     def fail(self, reason: str) -> BaseException:
-        """The first reason is what counts: no pass can be run any more, and who waits for one stops waiting."""
+        """Mark the group as failed, for the first reason given: waits are aborted, and no further pass runs."""
         with self._failing:
             if self.failure is not None:
                 return self.failure
             self.failure = ProcessLost(reason)
-        for each in (self._data, self._talk):
+        for each in (self._data, self._control):
             with suppress(AttributeError, RuntimeError):
                 each.abort()
         _end(list(self.children.values()), self._process)
-        if not self._ended:
+        if not self._closed:
             for watcher in list(self._watchers):
                 watcher(self.failure)
         return self.failure
 
     def close(self) -> None:
-        """Let the others go; end those that are in the middle of something."""
-        if self._ended or os.getpid() != self._process:  # a forked process has none of this
+        """Let the workers exit; kill those that are in the middle of a command."""
+        if self._closed or os.getpid() != self._process:  # a forked process has no workers
             return
-        self._ended, patience = True, 0.0
-        can_hear = self._talk is not None and self.failure is None and self._in_step
-        if self.leads and can_hear and self._turn.acquire(timeout=END.total_seconds()):
+        self._closed, timeout = True, 0.0
+        if self._heartbeats is not None:
+            self._ended.set()
+            if self._heartbeats is not threading.current_thread():
+                self._heartbeats.join()  # at interpreter exit, a thread in torch's code would abort the process
+        can_receive = self._control is not None and self.failure is None and self._idle
+        if self.is_driver and can_receive and self._turn.acquire(timeout=EXIT_TIMEOUT.total_seconds()):
             try:
                 with suppress(ProcessLost):
-                    self._say([("end",)], END)
-                    patience = END.total_seconds()
+                    self._send([("exit",)], EXIT_TIMEOUT)
+                    timeout = EXIT_TIMEOUT.total_seconds()
             finally:
                 self._turn.release()
-        _end(list(self.children.values()), self._process, patience)
-        self.at_end.close()
-        self._talk = self._data = None  # while there are threads that their own can be joined with
+        _end(list(self.children.values()), self._process, timeout)
+        self.on_close.close()
+        self._control = self._data = None  # at interpreter exit, their threads can still be joined here
 
     def __del__(self) -> None:
         self.close()
 
-    def _say(self, messages: list[tuple[Any, ...]], patience: timedelta | None = None) -> None:
-        said = pickle.dumps(messages)
-        buffer = torch.zeros(MESSAGE, dtype=torch.uint8)
-        buffer[:8] = torch.frombuffer(bytearray(len(said).to_bytes(8, "little")), dtype=torch.uint8)
-        first = said[: MESSAGE - 8]
-        buffer[8 : 8 + len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
-        self._broadcast(buffer, patience)
-        if rest := said[len(first) :]:
-            self._broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), patience)
+    def _send(self, messages: list[tuple[Any, ...]], timeout: timedelta | None = None) -> None:
+        data = pickle.dumps(messages)
+        data = len(data).to_bytes(8, "little") + data
+        first, rest = data[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"), data[MESSAGE_BYTES:]
+        for part in (first, rest) if rest else (first,):
+            self._broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), timeout)
 
-    def _broadcast(self, buffer: Tensor, patience: timedelta | None = None) -> None:
+    def _broadcast(self, buffer: Tensor, timeout: timedelta | None = None) -> None:
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        if patience is not None:
-            options.timeout = patience
-        with self._naming_who_is_lost():
-            self._talk.broadcast([buffer], options).wait()
+        if timeout is not None:
+            options.timeout = timeout
+        with self._naming_lost_rank():
+            self._control.broadcast([buffer], options).wait()
 
     def _share_memory(self, store: Any) -> SharedMemory:
-        from infer.parallel.shared import SharedMemory, make_file
+        from infer.parallel.shared_memory import SharedMemory, make_file  # numba
 
-        if self.leads:
-            store.set("file", make_file(self.count))
+        if self.is_driver:
+            store.set("file", make_file(self.world_size))
         path = store.get("file").decode()
         memory, error = None, None
         try:
-            memory = SharedMemory(path, self.rank, self.count, PASS)
-        except OSError as problem:
-            error = problem
+            memory = SharedMemory(path, self.rank, self.world_size, PASS_TIMEOUT)
+        except OSError as reason:
+            error = reason
         try:
-            self.agree(error=error)
+            self.gather_objects(error=error)
         finally:
-            if self.leads:
+            if self.is_driver:
                 os.unlink(path)
         if memory is None:
             raise ProcessLost(f"memory cannot be shared: {error}")
@@ -261,30 +269,30 @@ class ProcessGroup:
 
     @contextmanager
     def _uninterrupted(self) -> Iterator[None]:
-        """Let Ctrl-C wait."""
+        """Defer Ctrl-C to the end of the block."""
         main = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGINT) if main else None
         if not callable(before):
             yield
             return
-        asked: list[Any] = []
+        interrupts: list[Any] = []
 
-        def ask(*given: Any) -> None:
-            asked.append(given)
-            if len(asked) > 1:
+        def defer(*given: Any) -> None:
+            interrupts.append(given)
+            if len(interrupts) > 1:
                 self.fail("interrupted")
 
-        signal.signal(signal.SIGINT, ask)
+        signal.signal(signal.SIGINT, defer)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
-            if asked:
-                before(*asked[0])
+            if interrupts:
+                before(*interrupts[0])
 
     @contextmanager
-    def _naming_who_is_lost(self) -> Iterator[None]:
-        """Around what all processes do together: a failure there is that of one of them."""
+    def _naming_lost_rank(self) -> Iterator[None]:
+        """Around a collective: it fails because a process was lost."""
         try:
             yield
         except RuntimeError as error:
@@ -295,10 +303,10 @@ class ProcessGroup:
         while self.children and self.failure is None and time.monotonic() < until:
             for rank, child in self.children.items():
                 if child.poll() is not None:
-                    return self.fail(_exit_message(rank, self.count, child.returncode))
+                    return self.fail(_exit_message(rank, self.world_size, child.returncode))
             time.sleep(0.05)
         reason = str(error).partition("\n")[0]
-        return self.fail(f"another process of {self.count} has ended, or cannot be reached: {reason:.200}")
+        return self.fail(f"another process of {self.world_size} has ended, or cannot be reached: {reason:.200}")
 
 
 def _close(group_of: ref[ProcessGroup]) -> None:
@@ -307,23 +315,42 @@ def _close(group_of: ref[ProcessGroup]) -> None:
 
 
 def _watch(group_of: ref[ProcessGroup], rank: int, child: Popen[bytes]) -> None:
-    """Until a process ends: if nobody has let it go, the group has failed."""
+    """Wait until a worker exits: unless the group was closed, it has failed."""
     status = child.wait()
     group = group_of()
-    if group is not None and not group._ended:
-        group.fail(_exit_message(rank, group.count, status))
+    if group is not None and not group._closed:
+        group.fail(_exit_message(rank, group.world_size, status))
 
 
-def _exit_message(rank: int, count: int, status: int) -> str:
-    how = f"was ended by signal {-status}" if status < 0 else f"has ended with status {status}"
-    return f"process {rank} of {count} {how}: the model cannot be run any more"
+def _send_heartbeats(store: Any, rank: int, ended: threading.Event) -> None:
+    with suppress(RuntimeError):  # the driver has exited
+        while not ended.wait(HEARTBEAT_S):
+            store.add(str(rank), 1)
 
 
-def _end(children: Sequence[Popen[bytes]], parent: int, patience: float = 0.0) -> None:
-    """End processes, once those that were told to have had so many seconds for it."""
+def _check_heartbeats(group_of: ref[ProcessGroup], store: Any, world_size: int, ended: threading.Event) -> None:
+    """Fail the group if a worker has stopped: a pass would wait for it. It counts checks, for this process may stop."""
+    counts, missed = [0] * world_size, [0] * world_size
+    while not ended.wait(HEARTBEAT_S):
+        for rank in range(1, world_size):
+            before, counts[rank] = counts[rank], store.add(str(rank), 0)
+            missed[rank] = missed[rank] + 1 if counts[rank] == before else 0
+            if missed[rank] >= MISSED_HEARTBEATS and (group := group_of()) is not None:
+                seconds = MISSED_HEARTBEATS * HEARTBEAT_S
+                group.fail(f"process {rank} of {world_size} has not answered for {seconds:.0f} seconds")
+                return
+
+
+def _exit_message(rank: int, world_size: int, status: int) -> str:
+    how = f"was ended by signal {-status}" if status < 0 else f"has exited with status {status}"
+    return f"process {rank} of {world_size} {how}: the model cannot run any more"
+
+
+def _end(children: Sequence[Popen[bytes]], parent: int, timeout: float = 0.0) -> None:
+    """Wait `timeout` seconds for processes to exit, then kill them."""
     if os.getpid() != parent:
         return
-    until = time.monotonic() + patience
+    until = time.monotonic() + timeout
     for child in children:
         try:
             child.wait(max(0.0, until - time.monotonic()))

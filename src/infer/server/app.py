@@ -1,12 +1,13 @@
-"""The routes of the API, and what stands in front of all of them: keys, origins, errors."""
+"""The routes of the API, and the middleware: API keys, origins, errors."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import binascii
+import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import ip_address
 
 from starlette.applications import Starlette
@@ -17,100 +18,137 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.server import live
 from infer.server.bodies import Detokenize, Tokenize
-from infer.server.chat import ChatCompletions
-from infer.server.completions import Completions
-from infer.server.errors import ApiError, refused
-from infer.server.messages import for_template
+from infer.server.chat_template import for_template
+from infer.server.completions import ChatAnswer, CompletionAnswer
 from infer.server.openapi import document
-from infer.server.responses import Responses
-from infer.server.service import Service
+from infer.server.responses import ResponseAnswer
+from infer.server.service import Answer, Service, Settings
 from infer.server.sessions import Sessions
-from infer.server.settings import Settings
-from infer.server.spans import Spans
-from infer.server.streams import quietly_closed
-from infer.server.text import json_response
+from infer.server.telemetry import Spans
+from infer.server.wire import (
+    CLIENT,
+    ERROR,
+    ApiError,
+    bad_request,
+    client_closed_request,
+    in_thread,
+    json_response,
+    shut_down,
+    token_text,
+)
 
-OPEN = "/health"  # needs no key
-KEY_WANTED = {"WWW-Authenticate": 'Basic realm="infer", charset="UTF-8"'}  # a browser then asks for the key
+MAX_TOKENIZED = 1 << 17  # tokens of a text that is only tokenized: each takes half a kilobyte
+NO_KEY_NEEDED = ("/health", "/health/live", "/health/ready")
+ASK_FOR_KEY = {"WWW-Authenticate": 'Basic realm="infer", charset="UTF-8"'}  # a browser then asks its user
 
 
 def guards(settings: Settings) -> list[Middleware]:
-    """Who may ask: what stands in front of an application."""
-    middleware = []
-    if settings.cors:
-        middleware.append(
-            Middleware(CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
-        )
+    """The middleware that refuses requests by their origin, Host header and key."""
+    cors = Middleware(CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
     return [
-        *middleware,
+        *([cors] if settings.cors else []),
         Middleware(Origins, allowed=settings.cors, hosts=settings.hosts),
-        Middleware(Keys, keys=settings.api_keys),
+        Middleware(ApiKeys, keys=settings.api_keys),
     ]
 
 
 def make_app(service: Service) -> Starlette:
     settings = service.settings
-    middleware = guards(settings)
+    middleware = [Middleware(Draining, service=service), *guards(settings)]
     if service.tracer is not None:
         middleware.append(Middleware(Spans, tracer=service.tracer, model=settings.model_id))
 
-    async def failed(request: Request, error: Exception) -> Response:
-        return service.told(error).response()
+    async def on_error(request: Request, error: Exception) -> Response:
+        request.scope[ERROR] = api_error = service.to_api_error(error)
+        return api_error.response()
 
     return Starlette(
         routes=routes(service),
         middleware=middleware,
         exception_handlers={
-            ApiError: failed,
-            ClientDisconnect: _gone,
-            HTTPException: _no_such_path,
-            Exception: failed,
+            ApiError: on_error,
+            ClientDisconnect: _on_disconnect,
+            HTTPException: _on_unknown_path,
+            Exception: on_error,
         },
     )
 
 
 def routes(service: Service) -> list[BaseRoute]:
-    other, chat = Other(service), ChatCompletions(service)
+    info = InfoRoutes(service)
     return [
-        Route("/v1/models", other.models),
-        Route("/v1/models/", other.models),  # which would be a model without a name
-        Route("/v1/models/{name:path}", other.model),
-        Route("/v1/completions", Completions(service).__call__, methods=["POST"]),
-        Route("/v1/chat/completions", chat.__call__, methods=["POST"]),
-        Route("/v1/responses", Responses(service).__call__, methods=["POST"]),
-        Route("/tokenize", other.tokenize, methods=["POST"]),
-        Route("/detokenize", other.detokenize, methods=["POST"]),
-        Route("/tokenizer_info", other.tokenizer_info),
-        Route("/health", other.health),
-        Route("/metrics", other.metrics),
-        Route("/openapi.json", other.openapi),
-        *Sessions(chat).routes(),
+        Route("/v1/models", info.models),
+        Route("/v1/models/", info.models),  # else a model with an empty name
+        Route("/v1/models/{name:path}", info.model),
+        Route("/v1/completions", generates(CompletionAnswer, service), methods=["POST"]),
+        Route("/v1/chat/completions", generates(ChatAnswer, service), methods=["POST"]),
+        Route("/v1/responses", generates(ResponseAnswer, service), methods=["POST"]),
+        Route("/tokenize", info.tokenize, methods=["POST"]),
+        Route("/detokenize", info.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", info.tokenizer_info),
+        Route("/health", info.ready),
+        Route("/health/live", info.live),
+        Route("/health/ready", info.ready),
+        Route("/metrics", info.metrics),
+        Route("/openapi.json", info.openapi),
+        *Sessions(service).routes(),
         *live.routes(lambda: service.live, lambda: service.draining),
     ]
 
 
-async def _no_such_path(request: Request, error: Exception) -> Response:
+def generates(kind: type[Answer], service: Service) -> Callable[[Request], Awaitable[Response]]:
+    """The handler of an endpoint that generates text."""
+
+    async def handle(request: Request) -> Response:
+        return await kind(service, await service.read(request, kind.body_type)).respond(request)
+
+    return handle
+
+
+async def _on_unknown_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path:.100} is not a part of this API"
+    message = f"this API has no {request.method} {request.url.path:.100}"
     return ApiError(error.status_code, message, headers=error.headers).response()
 
 
-async def _gone(request: Request, error: Exception) -> Response:
-    return quietly_closed()
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return client_closed_request()
+
+
+class Draining:
+    """Middleware: answers requests that uvicorn cancels at the limit of draining, before their response has begun."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def forward(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, forward)
+        except asyncio.CancelledError:
+            if begun or not self._service.draining:
+                raise
+            await shut_down().response()(scope, receive, send)
 
 
 class Origins:
-    """Refuses what a browser sends for a page of another origin, unless that may ask. Other clients name no origin.
+    """Middleware: refuses browsers' requests for pages of other origins, unless allowed. Other clients send no origin.
 
-    A page whose name its owner has resolve to this machine looks like one of our own, but for the name in Host.
+    It also checks the Host header: a page whose DNS name resolves to this machine has the same origin (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], hosts: Sequence[str] | None) -> None:
-        """hosts: names of this server; None: any."""
+        """hosts: accepted in the Host header; None: any."""
         self.app, self._allowed = app, allowed
         self._hosts = None if hosts is None else {"", "localhost", *map(_host_name, hosts)}
 
@@ -120,15 +158,15 @@ class Origins:
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         origin, host = headers.get("origin"), headers.get("host", "")
-        if not self._known(_host_name(host)):
-            message = "this server does not go by this name: start it with --allowed-host NAME"
+        if not self._is_allowed(_host_name(host)):
+            message = "this Host header is not accepted: start the server with --allowed-host NAME"
             return ApiError(403, message, param="Host", code="foreign_host")
         if origin is None or "*" in self._allowed or origin in self._allowed or origin.partition("://")[2] == host:
             return None
-        message = "pages of this origin may not ask: start the server with --cors ORIGIN"
+        message = "pages of this origin may not send requests: start the server with --cors ORIGIN"
         return ApiError(403, message, code="foreign_origin")
 
-    def _known(self, host: str) -> bool:
+    def _is_allowed(self, host: str) -> bool:
         if self._hosts is None or host in self._hosts or host.endswith(".localhost"):
             return True
         try:
@@ -145,24 +183,26 @@ def _host_name(host: str) -> str:
     return host.lower().partition(":")[0].removesuffix(".")
 
 
-class Keys:
-    """Lets only those through who have a key, as a bearer token or a password; and everybody to /health."""
+class ApiKeys:
+    """Middleware: requires an API key, as a bearer token or a password, for every path but /health."""
 
     def __init__(self, app: ASGIApp, keys: frozenset[str]) -> None:
         self.app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._keys or scope["path"] == OPEN or self._known(scope):
+        if scope["type"] != "http" or not self._keys or scope["path"] in NO_KEY_NEEDED or self._has_key(scope):
             await self.app(scope, receive, send)
             return
-        message = "a key is needed: send it as `Authorization: Bearer KEY`"
-        error = ApiError(401, message, code="invalid_api_key", headers=KEY_WANTED)
+        message = "an API key is needed: send it as `Authorization: Bearer KEY`"
+        error = ApiError(401, message, code="invalid_api_key", headers=ASK_FOR_KEY)
         await error.response()(scope, receive, send)
 
-    def _known(self, scope: Scope) -> bool:
+    def _has_key(self, scope: Scope) -> bool:
         given, found = _key(dict(scope["headers"]).get(b"authorization", b"")), False
-        for key in self._keys:  # all of them, so that the time tells nothing
+        for key in self._keys:  # all of them, so that the time reveals nothing
             found |= hmac.compare_digest(given, key)
+        if found:
+            scope[CLIENT] = hashlib.blake2b(given, digest_size=16).hexdigest()
         return found
 
 
@@ -179,8 +219,8 @@ def _key(authorization: bytes) -> bytes:
     return b""
 
 
-class Other:
-    """What is no text: the model, tokens, health, metrics."""
+class InfoRoutes:
+    """The endpoints that generate no text: models, tokens, health, metrics."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -196,49 +236,54 @@ class Other:
         body = await self.service.read(request, Tokenize)
         self.service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise refused("give a prompt or messages, one of the two")
-        return await asyncio.to_thread(self._tokenized, body)
+            raise bad_request("send either a prompt or messages")
+        return await in_thread(request, self._tokenize, body)
 
-    def _tokenized(self, body: Tokenize) -> Response:
-        tokens = self._encoded(body)
-        answer = {"count": len(tokens), "max_model_len": self.service.longest, "tokens": tokens}
-        if body.return_token_strs:
-            answer["token_strs"] = [self.service.text_of(token) for token in tokens]
-        return json_response(answer)
-
-    def _encoded(self, body: Tokenize) -> list[int]:
-        tokenizer = self.service.tokenizer
+    def _tokenize(self, body: Tokenize) -> Response:
+        tokenizer, most = self.service.tokenizer, max(self.service.max_model_len, MAX_TOKENIZED)
         try:
             if body.messages is not None:
-                return list(tokenizer.encode_chat(for_template(body.messages)))
-            return list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False))
+                tokens = list(tokenizer.encode_chat(for_template(body.messages), max_tokens=most))
+            else:
+                tokens = list(tokenizer.encode(body.prompt, body.add_special_tokens is not False, most))
         except ValueError as error:
-            raise refused(str(error)) from None
+            raise bad_request(str(error)) from None
+        answer = {"count": len(tokens), "max_model_len": self.service.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = [token_text(tokenizer, token) for token in tokens]
+        return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
         body = await self.service.read(request, Detokenize)
         self.service.check_model(body.model)
         size = self.service.llm.model.config.vocab_size
         if wrong := [token for token in body.tokens if token >= size]:
-            raise refused(f"token id {wrong[0]} is outside the vocabulary 0..{size - 1}", "tokens")
+            raise bad_request(f"token id {wrong[0]} is outside the vocabulary 0..{size - 1}", "tokens")
         decode = self.service.tokenizer.decode
         text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """What lm-eval asks vLLM's servers, to do without a tokenizer of its own."""
+        """As vLLM has it, for lm-eval, which then needs no tokenizer of its own."""
         names = ("bos_token", "eos_token", "chat_template")
         return json_response({name: getattr(self.service.tokenizer, name) for name in names})
 
-    async def health(self, request: Request) -> Response:
+    async def live(self, request: Request) -> Response:
+        """Whether the process can go on: not if its engine has failed for good."""
+        service = self.service
+        if service.failure is not None and not service.restarts:
+            return await self.ready(request)
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Whether it can answer requests now."""
         service = self.service
         try:
             service.check_open()
         except ApiError as error:
-            failure = service.failure
-            status = (
-                {"status": "draining"} if failure is None else {"status": "failed", "reason": type(failure).__name__}
-            )
+            status = {"status": "draining"}
+            if service.failure is not None:
+                status = {"status": "failed", "reason": type(service.failure).__name__}
             return json_response({**status, **error.body}, error.status)
         return json_response({"status": "ok"})
 

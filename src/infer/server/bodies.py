@@ -1,41 +1,44 @@
-"""What clients may ask for: the bodies of requests, with the types and ranges of their fields.
+"""The bodies of requests, with the types and bounds of their fields. An unknown field is refused.
 
-A field that is not here is refused. Optional fields may be null, as in OpenAI's API.
+Optional fields may be null, as in OpenAI's API.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import marshal
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-from infer.engine.params import SEEDS, SamplingParams
-from infer.server.errors import refused
+from infer.engine.params import SETTINGS, SamplingParams
+from infer.loader import json_process
+from infer.loader.limited_process import LimitedProcess, ProcessEnded
+from infer.server.wire import bad_request
 
 Token = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-FIRST = Field(fail_fast=True)  # of a list: millions of wrong items are one error, not as many
-MOST_FIELDS = 100  # of an object: more than any has
+FAIL_FAST = Field(fail_fast=True)  # of a list: millions of wrong items are one error, not as many
+MAX_PROMPTS = 1024  # of a request
+MAX_FIELDS = 100  # of an object: more than any has
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# The second, which clients ask for unasked to send reasoning back, has no effect: here it is plain text anyway.
+# Clients include the second by default, to send reasoning back. It has no effect: reasoning is plain text here.
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
-# Accepted, because clients send them unasked, and without effect on the text: who asks, and hints about prices.
+# Accepted, because clients send them by default, and ignored: they identify users, or are about prices.
 HINTS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 
 
 def _at_most(count: int) -> BeforeValidator:
-    """For a mapping, as `max_length` is, which is looked at only behind an error for each item."""
+    """`max_length` of a mapping, which pydantic checks only after it has made an error of each item."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
-            raise PydanticCustomError("too_many", f"should have at most {count:,} items, not {len(value):,}")
+            raise PydanticCustomError("too_many", f"must have at most {count:,} items, not {len(value):,}")
         return value
 
     return BeforeValidator(check)
@@ -46,108 +49,80 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, value: Any) -> Any:
-        """pydantic would make an error of each."""
-        if isinstance(value, dict) and len(value) > MOST_FIELDS:
-            raise refused(f"an object has {len(value):,} fields, more than there are", code="unknown_parameter")
+    def _check_count(cls, value: Any) -> Any:
+        """pydantic would make an error of each unknown field."""
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise bad_request(f"an object has {len(value):,} fields: most are unknown", code="unknown_parameter")
         return value
 
 
+B = TypeVar("B", bound=Body)
+
+# Types that the table of sampling settings does not have.
+_TYPES: dict[str, Any] = {
+    "stop": Annotated[str, Field(max_length=1000)] | Annotated[list[Text], Field(max_length=16)],
+    "logit_bias": Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024), _at_most(1024)
+    ],
+}
+
+
+def _with_settings(responses: bool) -> Callable[[type[B]], type[B]]:
+    """Adds fields of sampling settings to a body. responses: those that /v1/responses has, or those that it lacks."""
+    rows = {name: row for name, row in SETTINGS.items() if row.served is not None and row.served.responses is responses}
+    types = {name: _TYPES.get(name, Annotated[row.kind, Field(**row.served_bounds)]) for name, row in rows.items()}
+    fields: dict[str, Any] = {name: (kind | None, None) for name, kind in types.items()}
+    return lambda body: create_model(body.__name__, __base__=body, __module__=__name__, __doc__=body.__doc__, **fields)
+
+
+class Unsupported(NamedTuple):
+    """A field of OpenAI's that is not supported."""
+
+    ignored: tuple[Any, ...] = ()  # values that are accepted, because they have no effect
+    advice: str = ""  # added to the error
+
+
+@_with_settings(responses=True)
 class Request(Body):
-    """What all requests for text have in common."""
+    """Common to all requests that generate text."""
 
-    # Fields of OpenAI's that are refused, and the values that ask for nothing.
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default")}
-    advice: ClassVar[Mapping[str, str]] = {}  # what to do instead
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {"service_tier": Unsupported(("auto", "default"))}
 
-    model: str
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=SEEDS)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    ignore_eos: bool | None = None
+    model: str | None = None  # the only one
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _only_known(cls, value: Any) -> Any:
+    def _refuse_unsupported(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        known = dict(value)
+        supported = dict(value)
         for name in HINTS:
             if name not in cls.model_fields:
-                known.pop(name, None)
-        for name, allowed in cls.harmless.items():
-            given = known.pop(name, None)
-            if given is not None and given not in allowed:
-                advice = f": {cls.advice[name]}" if name in cls.advice else ""
-                raise refused(f"{name} is not supported{advice}", name, "unsupported_parameter")
-        return known
-
-    def sampling(self, **others: Any) -> SamplingParams:
-        """others: what a kind of request has of its own; None where it was not given."""
-        given = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": self.top_p,
-            "top_k": None if self.top_k == -1 else self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "ignore_eos": self.ignore_eos,
-            "seed": None if self.seed is None else self.seed % SEEDS,
-            **others,
-        }
-        try:
-            return SamplingParams(**{name: value for name, value in given.items() if value is not None})
-        except ValueError as error:
-            raise refused(str(error)) from None
-
-
-class Generation(Request):
-    """What /v1/completions and /v1/chat/completions have in common."""
-
-    n: Annotated[int, Field(ge=1)] | None = None
-    stop: str | Annotated[list[Text], Field(max_length=16)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024), _at_most(1024)] | None
-    ) = None
-    regex: str | None = None
-    grammar: str | None = None
-    stream_options: StreamOptions | None = None
-
-    @property
-    def numbered(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_request)
-
-    @property
-    def usage_at_the_end(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def constraint(self) -> dict[str, Any]:
-        return {name: text for name in ("regex", "grammar") if (text := getattr(self, name)) is not None}
+                supported.pop(name, None)
+        for name, (ignored, advice) in cls.unsupported.items():
+            given = supported.pop(name, None)
+            if given is not None and given not in ignored:
+                message = f"{name} is not supported" + (f": {advice}" if advice else "")
+                raise bad_request(message, name, "unsupported_parameter")
+        return supported
 
     def settings(self, **others: Any) -> SamplingParams:
-        return self.sampling(
-            n=self.n,
-            stop=self.stop or None,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self._biases(),
-            **(self.constraint | others),
-        )
-
-    def _biases(self) -> dict[int, float] | None:
-        if self.logit_bias is None:
-            return None
+        """others: settings of one endpoint, by the names of `SamplingParams`; None: not given."""
+        given: dict[str, Any] = {}
+        for name, row in SETTINGS.items():
+            if row.served is not None and name in type(self).model_fields:
+                value = getattr(self, name)
+                try:
+                    given[name] = row.served.default if value is None else row.served.convert(value)
+                except ValueError as error:
+                    raise bad_request(str(error), name) from None
         try:
-            return {int(token): bias for token, bias in self.logit_bias.items()}
-        except ValueError:
-            raise refused("logit_bias maps token ids to numbers", "logit_bias") from None
+            return SamplingParams(**{name: value for name, value in (given | others).items() if value is not None})
+        except ValueError as error:
+            raise bad_request(str(error)) from None
 
 
 class ResponseStreamOptions(Body):
@@ -156,22 +131,46 @@ class ResponseStreamOptions(Body):
 
 class StreamOptions(ResponseStreamOptions):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # without effect: the usage comes once, at the end
-    include_request: bool | None = None  # the number that the live page knows it by
+    continuous_usage_stats: bool | None = None  # no effect: usage is sent once, at the end
+    include_request: bool | None = None  # the request's number on the live page
+
+
+@_with_settings(responses=False)
+class Generation(Request):
+    """Common to /v1/completions and /v1/chat/completions."""
+
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def constraint(self) -> dict[str, Any]:
+        return {name: text for name in ("regex", "grammar") if (text := getattr(self, name)) is not None}
 
 
 class Completion(Generation):
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Request.harmless, "suffix": ("",), "best_of": (1,)}
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **Request.unsupported,
+        "suffix": Unsupported(("",)),
+        "best_of": Unsupported((1,)),
+    }
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1), FIRST]
-        | Annotated[list[Token], Field(min_length=1), FIRST]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1), FIRST]], Field(min_length=1), FIRST]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), FAIL_FAST]
+        | Annotated[list[Token], Field(min_length=1), FAIL_FAST]
+        | Annotated[
+            list[Annotated[list[Token], Field(min_length=1), FAIL_FAST]],
+            Field(min_length=1, max_length=MAX_PROMPTS),
+            FAIL_FAST,
+        ]
     )
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
+
+
+class OfFunctionType(Body):
+    type: Literal["function"]
 
 
 class Function(Body):
@@ -181,8 +180,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
-    type: Literal["function"]
+class Tool(OfFunctionType):
     function: Function
 
 
@@ -190,8 +188,7 @@ class FunctionName(Body):
     name: str
 
 
-class ToolChoice(Body):
-    type: Literal["function"]
+class ToolChoice(OfFunctionType):
     function: FunctionName
 
 
@@ -203,7 +200,7 @@ class JsonSchema(Body):
 
 
 class Format(Body):
-    """What a text has to be, wherever the schema stands."""
+    """The format of the text, with the schema in a place of the endpoint's own."""
 
     type: Literal["text", "json_object", "json_schema"]
 
@@ -215,7 +212,7 @@ class Format(Body):
 
     @abstractmethod
     def _schema(self) -> dict[str, Any]:
-        """Where the type is json_schema."""
+        """For the type json_schema."""
 
 
 class ResponseFormat(Format):
@@ -223,26 +220,21 @@ class ResponseFormat(Format):
 
     def _schema(self) -> dict[str, Any]:
         if self.json_schema is None or self.json_schema.schema_ is None:
-            raise refused("response_format.json_schema needs a schema", "response_format")
+            raise bad_request("response_format.json_schema needs a schema", "response_format")
         return self.json_schema.schema_
 
 
 class ChatCompletion(Generation):
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **Request.harmless,
-        "audio": (),
-        "function_call": (),
-        "functions": (),
-        "modalities": (["text"],),
-        "prediction": (),
-        "store": (False,),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    }
-    advice: ClassVar[Mapping[str, str]] = {
-        "function_call": "it is called tool_choice now",
-        "functions": "they are called tools now",
-        "store": "nothing is stored here, leave it out or send false",
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **Request.unsupported,
+        "audio": Unsupported(),
+        "function_call": Unsupported(advice="use tool_choice"),
+        "functions": Unsupported(advice="use tools"),
+        "modalities": Unsupported((["text"],)),
+        "prediction": Unsupported(),
+        "store": Unsupported((False,), "nothing is stored here, omit it or send false"),
+        "verbosity": Unsupported(("medium",)),
+        "web_search_options": Unsupported(),
     }
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=8192)]
@@ -258,21 +250,16 @@ class ChatCompletion(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class FunctionTool(Body):
-    type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+class FunctionTool(Function, OfFunctionType):
+    """The Responses API has the function's fields in the tool itself."""
 
 
-class FunctionChoice(Body):
-    type: Literal["function"]
-    name: str
+class FunctionChoice(FunctionName, OfFunctionType):
+    """The same for the choice of a tool."""
 
 
 class TextFormat(Format):
@@ -283,7 +270,7 @@ class TextFormat(Format):
 
     def _schema(self) -> dict[str, Any]:
         if self.name is None or self.schema_ is None:
-            raise refused("a text.format of type json_schema needs a name and a schema", "text.format")
+            raise bad_request("a text.format of type json_schema needs a name and a schema", "text.format")
         return self.schema_
 
 
@@ -299,26 +286,17 @@ class ReasoningOptions(Body):
 
 
 class CreateResponse(Request):
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **Request.harmless,
-        "background": (False,),
-        "context_management": ([],),
-        "conversation": (),
-        "max_tool_calls": (),
-        "moderation": (),
-        "previous_response_id": (),
-        "prompt": (),
-        "store": (False,),
-        "truncation": ("disabled",),
-    }
-    advice: ClassVar[Mapping[str, str]] = {
-        "background": "wait for the answer, or stream it",
-        "conversation": "nothing is stored here, send all of it as input",
-        "max_tool_calls": "it limits tools that run on the server, of which there are none",
-        "previous_response_id": "nothing is stored here, send the whole conversation as input",
-        "prompt": "nothing is stored here, send its text as instructions or input",
-        "store": "nothing is stored here, leave it out or send false",
-        "truncation": "shorten the input, which is never cut here",
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **Request.unsupported,
+        "background": Unsupported((False,), "wait for the answer, or stream it"),
+        "context_management": Unsupported(([],)),
+        "conversation": Unsupported(advice="nothing is stored here, send the conversation as input"),
+        "max_tool_calls": Unsupported(advice="it limits tools that run on the server, and none do"),
+        "moderation": Unsupported(),
+        "previous_response_id": Unsupported(advice="nothing is stored here, send the conversation as input"),
+        "prompt": Unsupported(advice="nothing is stored here, send its text as instructions or input"),
+        "store": Unsupported((False,), "nothing is stored here, omit it or send false"),
+        "truncation": Unsupported(("disabled",), "shorten the input, which is never truncated here"),
     }
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=8192)]
@@ -329,10 +307,10 @@ class CreateResponse(Request):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: Annotated[list[Included], FIRST] | None = None
+    include: Annotated[list[Included], FAIL_FAST] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream_options: ResponseStreamOptions | None = None
-    # Hints of OpenAI's that the answer repeats.
+    # Hints that the response repeats.
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -368,47 +346,53 @@ class Tokenize(Body):
 
 class Detokenize(Body):
     model: str | None = None
-    tokens: Annotated[list[Token], FIRST]
+    tokens: Annotated[list[Token], FAIL_FAST]
     skip_special_tokens: bool | None = None
 
 
-B = TypeVar("B", bound=Body)
+_process = LimitedProcess(Path(json_process.__file__))
 
 
-def read_body(kind: type[B], data: bytes) -> B:
-    """Check a body; what is wrong with it is said of the first field that is."""
+def parse_body(kind: type[B], data: bytes) -> B:
+    """Parse and validate a body."""
     try:
-        value = json.loads(data, parse_constant=_no_number, parse_float=_finite)
+        value = json_process.parse_json(data)
     except (ValueError, RecursionError):
-        raise refused("the body is not JSON in UTF-8") from None
+        raise bad_request(json_process.NOT_JSON) from None
+    return validate(kind, value)
+
+
+def parse_in_process(data: bytes) -> Any:
+    """The value of a large body, parsed in a separate process."""
+    try:
+        value, error = marshal.loads(_process.answer(data))
+    except ProcessEnded as ended:
+        error = f"the body was not parsed: {ended}"
+    if error is not None:
+        raise bad_request(error)
+    return value
+
+
+def validate(kind: type[B], value: Any) -> B:
+    """The error is about the first wrong field."""
     if not isinstance(value, dict):
-        raise refused("the body must be a JSON object")
+        raise bad_request("the body must be a JSON object")
     try:
         return kind.model_validate(value)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
-        # Of a field of several types, what is wrong with the one that it has.
+        # For a field of several types, prefer an error of the value's own type.
         own = [each for each in found if each["loc"][:1] == found[0]["loc"][:1] and not each["type"].endswith("_type")]
         first = (own or found)[0]
         param = _path(first["loc"])
         if first["type"] == "extra_forbidden":
             param = param or f"{first['loc'][-1]!s:.64}"
-            raise refused(f"unknown parameter: {param}", param, "unknown_parameter") from None
-        raise refused(f"{param}: {first['msg']}" if param else first["msg"], param) from None
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(value := float(text)):  # no answer could repeat it
-        raise ValueError(f"{text:.20} is too large")
-    return value
+            raise bad_request(f"unknown parameter: {param}", param, "unknown_parameter") from None
+        raise bad_request(f"{param}: {first['msg']}" if param else first["msg"], param) from None
 
 
 def _path(location: tuple[int | str, ...]) -> str | None:
-    """As OpenAI writes it: messages[0].content. What names a type of several, instead of a field, is left out."""
+    """As OpenAI writes it: messages[0].content. pydantic's names of types in a union are omitted."""
     path = ""
     for part in location:
         if isinstance(part, int):

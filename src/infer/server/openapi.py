@@ -1,4 +1,4 @@
-"""The API's own description, for people and programs."""
+"""The OpenAPI document of the API; sessions and the live page are not in it."""
 
 from __future__ import annotations
 
@@ -6,91 +6,81 @@ from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
 from infer.server import bodies
 
 REF = "#/components/schemas/{model}"
-POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
+POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {  # the body, a summary, whether it streams
     "/v1/completions": (bodies.Completion, "The text that follows a prompt.", True),
     "/v1/chat/completions": (bodies.ChatCompletion, "The answer to a chat's messages.", True),
     "/v1/responses": (bodies.CreateResponse, "The answer to a conversation, as items.", True),
-    "/tokenize": (bodies.Tokenize, "The tokens of a text, or of a chat.", False),
+    "/tokenize": (bodies.Tokenize, "The tokens of a text or of a chat.", False),
     "/detokenize": (bodies.Detokenize, "The text of tokens.", False),
 }
 GETS = {
     "/v1/models": "The model of this server.",
     "/v1/models/{name}": "One model.",
-    "/tokenizer_info": "The tokens around a text, and the template of chats.",
-    "/health": "Whether the server can answer.",
-    "/metrics": "Numbers for Prometheus.",
+    "/tokenizer_info": "The tokenizer's special tokens and chat template.",
+    "/health": "As /health/ready.",
+    "/health/live": "Whether the server runs.",
+    "/health/ready": "Whether the server can answer.",
+    "/metrics": "Prometheus metrics.",
 }
-REFUSALS = {
-    400: "The request is refused, for the reason given.",
-    401: "A key is needed.",
-    403: "A page of another origin may not ask.",
-    404: "There is no such model, or path.",
-    405: "The path knows other methods.",
+ERRORS = {
+    400: "The request is invalid.",
+    401: "An API key is needed.",
+    403: "The page's origin or the Host header is not allowed.",
+    404: "There is no such model or path.",
+    405: "The path has other methods.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is compressed.",
-    429: "Too many requests wait.",
-    500: "Something has gone wrong.",
-    503: "The server ends, or its engine has failed.",
+    429: "The queue is full.",
+    500: "An unexpected error occurred.",
+    503: "The server is shutting down, or its engine has failed.",
 }
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorDetails
 
 
 @cache
 def document() -> dict[str, Any]:
-    kinds: dict[str, Any] = {}
+    kinds: list[type[BaseModel]] = [Error, *(kind for kind, _, _ in POSTS.values())]
+    _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REF)
     paths: dict[str, Any] = {}
-    for path, (kind, words, streams) in POSTS.items():
-        schema = kind.model_json_schema(ref_template=REF)
-        kinds |= schema.pop("$defs", {})
-        kinds[kind.__name__] = schema
-        content = {"application/json": {"schema": {"$ref": REF.format(model=kind.__name__)}}}
-        answers = {"application/json": {"schema": {"type": "object"}}}
+    for path, (kind, summary, streams) in POSTS.items():
+        content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
         if streams:
-            answers["text/event-stream"] = {}  # OpenAPI 3.1 has no words for the events of a stream
-        paths[path] = {
-            "post": {
-                "summary": words,
-                "requestBody": {"required": True, "content": content},
-                "responses": {"200": {"description": "The answer.", "content": answers}, **_refusals()},
-            }
-        }
-    for path, words in GETS.items():
-        kind_of = "text/plain" if path == "/metrics" else "application/json"
-        get: dict[str, Any] = {
-            "summary": words,
-            "responses": {"200": {"description": "The answer.", "content": {kind_of: {}}}, **_refusals()},
-        }
-        if "{name}" in path:
-            get["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-        paths[path] = {"get": get}
-    kinds["Error"] = {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["message", "type", "param", "code"],
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": {"type": ["string", "null"]},
-                    "code": {"type": ["string", "null"]},
-                },
-            }
-        },
-    }
+            content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe the events of a stream
+        body = {"required": True, "content": _json(kind.__name__)}
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": _responses(content)}}
+    for path, summary in GETS.items():
+        media_type = "text/plain" if path == "/metrics" else "application/json"
+        paths[path] = {"get": {"summary": summary, "responses": _responses({media_type: {}})}}
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/models/{name}"]["get"]["parameters"] = [name]
     return {
         "openapi": "3.1.0",
         "info": {"title": "infer", "version": "1"},
         "paths": paths,
-        "components": {"schemas": kinds},
+        "components": {"schemas": schemas["$defs"]},
     }
 
 
-def _refusals() -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
-    return {str(status): {"description": words, "content": content} for status, words in REFUSALS.items()}
+def _json(schema: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": REF.format(model=schema)}}}
+
+
+def _responses(content: dict[str, Any]) -> dict[str, Any]:
+    errors = {str(status): {"description": words, "content": _json("Error")} for status, words in ERRORS.items()}
+    return {"200": {"description": "Success.", "content": content}, **errors}

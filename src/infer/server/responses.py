@@ -2,151 +2,132 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
-
-from starlette.requests import Request
-from starlette.responses import Response
 
 from infer.engine.llm import Handle
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
-from infer.server.answers import Answer, answered
 from infer.server.bodies import CreateResponse, FunctionChoice
-from infer.server.chat_prompts import Chat, ChatPrompt, ChatPrompts
-from infer.server.errors import refused
-from infer.server.items import items_for_template
-from infer.server.output_items import Event, Item, item_for
+from infer.server.chat_template import Chat
 from infer.server.parser import Content, Delta, Reasoning, ToolCall
-from infer.server.service import Service
-from infer.server.text import as_event
-from infer.server.tokens import chat_logprobs, response_usage
+from infer.server.response_items import Event, OutputItem, items_for_template
+from infer.server.service import Answer, Service
+from infer.server.wire import ApiError, as_event, bad_request, cached_tokens, chat_logprobs
 
 
-class Responses:
-    def __init__(self, service: Service) -> None:
-        self.service, self._prompts = service, ChatPrompts(service)
+class ResponseAnswer(Answer):
+    body_type, prompt_field = CreateResponse, "input"
+    body: CreateResponse
 
-    async def __call__(self, request: Request) -> Response:
-        service = self.service
-        body = await service.read(request, CreateResponse)
-        service.check_model(body.model)
-        service.check_room(1)
-        prompt = await asyncio.to_thread(self._prompt, body)
-        params = self._params(body, prompt)
-        return await answered(service, request, body, [prompt.tokens], params, lambda: _Answer(service, body, prompt))
+    def __init__(self, service: Service, body: CreateResponse) -> None:
+        super().__init__(service, body)
+        self._items: list[OutputItem] = []  # only the last one may grow
+        self._pending: list[GeneratedToken] = []  # tokens without a delta so far
+        self._reasoning_tokens = 0
+        self._num_events = 0
+        self._head = {"id": f"resp_{secrets.token_hex(24)}", "object": "response", "created_at": int(time.time())}
+        self._echo = {"model": service.settings.model_id, **_echo(body)}
 
-    def _prompt(self, body: CreateResponse) -> ChatPrompt:
-        choice = body.tool_choice
+    def encode(self) -> list[list[int]]:
+        body = self.body
+        choice: Any = body.tool_choice
         if isinstance(choice, FunctionChoice):
-            named: Any = {"type": "function", "function": {"name": choice.name}}
-        else:
-            named = choice
+            choice = {"type": "function", "function": {"name": choice.name}}
         tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools or []]
-        try:
-            chat = Chat(
-                items_for_template(body.input, body.instructions),
-                tools=[{"type": "function", "function": tool} for tool in tools],
-                tool_choice=named,
-                parallel=body.parallel_tool_calls is not False,
-                effort=body.reasoning.effort if body.reasoning else None,
-                effort_field="reasoning.effort",
-                constraint=body.text.format.constraint if body.text and body.text.format else {},
-            )
-            return self._prompts.prompt(chat)
-        except ValueError as error:
-            raise refused(str(error), "input") from None
+        chat = Chat(
+            items_for_template(body.input, body.instructions),
+            tools=[{"type": "function", "function": tool} for tool in tools],
+            tool_choice=choice,
+            parallel_calls=body.parallel_tool_calls is not False,
+            effort=body.reasoning.effort if body.reasoning else None,
+            effort_param="reasoning.effort",
+            constraint=body.text.format.constraint if body.text and body.text.format else {},
+        )
+        prompt = self.service.chat_template.prompt(chat, self.service.max_model_len)
+        self._constraint, self._parser = prompt.constraint, prompt.parser()
+        return [prompt.tokens]
 
-    def _params(self, body: CreateResponse, prompt: ChatPrompt) -> SamplingParams:
+    def settings(self, prompts: Sequence[list[int]]) -> SamplingParams:
+        body = self.body
         if body.top_logprobs and not body.with_logprobs:
-            raise refused('top_logprobs needs include: ["message.output_text.logprobs"]', "top_logprobs")
-        return body.sampling(
-            max_new_tokens=self.service.room(prompt.tokens, body.max_output_tokens, "input"),
+            raise bad_request('top_logprobs needs include: ["message.output_text.logprobs"]', "top_logprobs")
+        return body.settings(
+            max_new_tokens=self.max_new_tokens(prompts[0], body.max_output_tokens),
             logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
-            **prompt.constraint,
+            **self._constraint,
         )
 
-
-class _Answer(Answer):
-    def __init__(self, service: Service, body: CreateResponse, prompt: ChatPrompt) -> None:
-        super().__init__(service)
-        self._parser = prompt.parser()
-        self._items: list[Item] = []  # of which the last one may grow
-        self._waiting: list[GeneratedToken] = []  # tokens whose text is yet to come
-        self._reasoning = 0  # tokens
-        self._events = 0
-        self._head = {"id": f"resp_{secrets.token_hex(24)}", "object": "response", "created_at": int(time.time())}
-        self._echo = _echo(body)
-
-    def whole(self, handle: Handle) -> dict[str, Any]:
+    def complete(self, handle: Handle) -> dict[str, Any]:
         for piece in handle:
             self._read(piece)
-        return self._ended(handle)
+        return self._final(handle)
 
     async def events(self, handle: Handle) -> AsyncIterator[bytes]:
-        begun = self._response("in_progress")
-        yield self._sent([("response.created", {"response": begun}), ("response.in_progress", {"response": begun})])
-        async for pieces in handle.arrivals():
-            if data := self._sent(_joined([event for piece in pieces for event in self._read(piece)])):
+        start = {"response": self._response("in_progress")}
+        yield self._encode([("response.created", start), ("response.in_progress", start)])
+        async for pieces in handle.token_batches():
+            if data := self._encode(_join_deltas([event for piece in pieces for event in self._read(piece)])):
                 yield data
-        response = self._ended(handle)
-        yield self._sent([(f"response.{response['status']}", {"response": response})])
+        response = self._final(handle)
+        yield self._encode([(f"response.{response['status']}", {"response": response})])
 
-    def failed(self, error: Exception) -> bytes:
-        told = self.service.told(error)
+    def error_events(self, error: ApiError) -> bytes:
         if self._items:
-            self._items[-1].end("incomplete")
-        response = self._response("failed", error={"code": "server_error", "message": told.message})
-        return self._sent(
+            self._items[-1].end_events("incomplete")
+        response = self._response("failed", error={"code": "server_error", "message": error.message})
+        return self._encode(
             [
-                ("error", {"code": told.code, "message": told.message, "param": told.param}),
+                ("error", {"code": error.code, "message": error.message, "param": error.param}),
                 ("response.failed", {"response": response}),
             ]
         )
 
-    def _sent(self, events: Sequence[Event]) -> bytes:
+    def _encode(self, events: Sequence[Event]) -> bytes:
         data = []
         for name, fields in events:
-            data.append(as_event({"type": name, "sequence_number": self._events, **fields}, name))
-            self._events += 1
+            data.append(as_event({"type": name, "sequence_number": self._num_events, **fields}, name))
+            self._num_events += 1
         return b"".join(data)
 
     def _read(self, piece: GeneratedToken) -> list[Event]:
-        """What happens with another token."""
-        if piece.finish_reason != "eos":  # that token is no text
-            self._waiting.append(piece)
+        """The events for another token."""
+        if piece.finish_reason != "eos":  # that token has no text
+            self._pending.append(piece)
         deltas = self._parser.feed(piece.text)
-        if piece.finish_reason is None:
-            return [event for delta in deltas for event in self._grow(delta)]
-        deltas = [*deltas, *self._parser.finish()]
-        if not self._items and not deltas:  # an answer has a message, be it empty
-            deltas = [Content("")]
-        events = [event for delta in deltas for event in self._grow(delta)]
-        return events + self._items[-1].end("incomplete" if piece.finish_reason == "length" else "completed")
+        if piece.finish_reason is not None:
+            deltas = [*deltas, *self._parser.finish()]
+            if not self._items and not deltas:  # an empty answer still has a message
+                deltas = [Content("")]
+        events = [event for delta in deltas for event in self._append(delta)]
+        if piece.finish_reason is not None:
+            events += self._items[-1].end_events("incomplete" if piece.finish_reason == "length" else "completed")
+        return events
 
-    def _grow(self, delta: Delta) -> list[Event]:
+    def _append(self, delta: Delta) -> list[Event]:
         events: list[Event] = []
-        begins = not self._items or not self._items[-1].goes_on_with(delta)
-        if begins:
+        starts_item = not self._items or not self._items[-1].continues_with(delta)
+        if starts_item:
             if self._items:
-                events += self._items[-1].end("completed")
-            self._items.append(item_for(len(self._items), delta))
-            events += self._items[-1].begin()
+                events += self._items[-1].end_events("completed")
+            self._items.append(OutputItem(len(self._items), delta))
+            events += self._items[-1].start_events()
         item, text = self._items[-1], delta.arguments if isinstance(delta, ToolCall) else delta.text
-        tokens, self._waiting = self._waiting, []
+        tokens, self._pending = self._pending, []
         if isinstance(delta, Reasoning):
-            self._reasoning += len(tokens)
-        if begins and item.index:
+            self._reasoning_tokens += len(tokens)
+        if starts_item and item.index:
             tokens = _last_tokens(tokens, len(text))
         logprobs = [token.logprobs for token in tokens if token.logprobs is not None]
-        return events + (item.grow(text, chat_logprobs(logprobs, self.service.text_of)) if text else [])
+        return events + (item.append(text, chat_logprobs(logprobs, self.service.tokenizer)) if text else [])
 
-    def _ended(self, handle: Handle) -> dict[str, Any]:
-        [result] = handle.results()
-        self.service.metrics.count(result)
+    def _final(self, handle: Handle) -> dict[str, Any]:
+        """The response after the last token."""
+        [result] = self.finish(handle)
         if result.finish_reason == "length":
             return self._response("incomplete", result, incomplete_details={"reason": "max_output_tokens"})
         return self._response("completed", result, completed_at=int(time.time()))
@@ -159,50 +140,59 @@ class _Answer(Answer):
             "incomplete_details": None,
             **self._echo,
             "output": [item.value() for item in self._items],
-            "usage": None if result is None else response_usage(result, self._reasoning),
+            "usage": None if result is None else self._usage(result),
             **others,
         }
 
+    def _usage(self, result: GenerationResult) -> dict[str, Any]:
+        return {
+            "input_tokens": result.prompt_tokens,
+            # Writes to the cache cost nothing here, so they are not counted.
+            "input_tokens_details": {"cached_tokens": cached_tokens(result), "cache_write_tokens": 0},
+            "output_tokens": result.generated_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": result.prompt_tokens + result.generated_tokens,
+        }
 
-def _joined(events: Sequence[Event]) -> list[Event]:
-    """Deltas of one item that follow each other, as one."""
+
+def _join_deltas(events: Sequence[Event]) -> list[Event]:
+    """Join consecutive delta events of an item. Between two items there are other events."""
     joined: list[Event] = []
-    for name, fields in events:
-        last, before = joined[-1] if joined else ("", {})
-        if name == last and name.endswith(".delta"):  # of the same item: between two, one begins
-            fields = {**fields, "delta": before["delta"] + fields["delta"]}
-            if "logprobs" in fields:
-                fields["logprobs"] = before["logprobs"] + fields["logprobs"]
-            joined[-1] = name, fields
-        else:
-            joined.append((name, fields))
+    for name, group in groupby(events, itemgetter(0)):
+        fields = [own for _, own in group]
+        if name.endswith(".delta"):
+            merged = {**fields[0], "delta": "".join(own["delta"] for own in fields)}
+            if "logprobs" in merged:
+                merged["logprobs"] = [each for own in fields for each in own["logprobs"]]
+            fields = [merged]
+        joined += [(name, own) for own in fields]
     return joined
 
 
 def _last_tokens(tokens: list[GeneratedToken], length: int) -> list[GeneratedToken]:
-    """Those that hold the last characters: others in front of an item belong to the marker before it."""
+    """The tokens of the last characters. Earlier ones belong to the marker before the item."""
     first = len(tokens)
-    while first and (length > 0 or not tokens[first - 1].text):  # without a text: a part of a character
+    while first and (length > 0 or not tokens[first - 1].text):  # a part of a character has no text
         first -= 1
         length -= len(tokens[first].text)
     return tokens[first:]
 
 
 def _echo(body: CreateResponse) -> dict[str, Any]:
-    """What a response repeats of its request, and what it says of fields that can have one value here."""
+    """The fields of a response that repeat the request, and those that have one value here."""
     given = body.model_dump(by_alias=True)
     return {
-        **{name: given[name] for name in ("model", "instructions", "max_output_tokens")},
+        **{name: given[name] for name in ("instructions", "max_output_tokens")},
         **{name: given[name] for name in ("prompt_cache_key", "safety_identifier", "user")},
         "metadata": given["metadata"] or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": 1.0 if given["temperature"] is None else given["temperature"],
         "text": {"format": _format(body), "verbosity": "medium"},
         "tool_choice": given["tool_choice"] or "auto",
         "tools": given["tools"] or [],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": 1.0 if given["top_p"] is None else given["top_p"],
         "background": False,
         "max_tool_calls": None,
         "previous_response_id": None,

@@ -1,4 +1,4 @@
-"""Watching a run: what each token was chosen from, where attention looked, what the cache held."""
+"""Traces of a run: the alternatives of each token, where attention looked, how full the cache was."""
 
 from infer.trace.data import TraceStep
 from infer.trace.record import Trace

@@ -1,17 +1,17 @@
-"""A trace drawn for the terminal: a line for each token, and a heat strip under the text. Readable without colour."""
+"""A trace in the terminal: a line for each token, and a heat strip under the text. Readable without color."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import unicodedata
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
+from rich.console import Console
 from rich.text import Text
 
-from infer.trace.data import TraceData, TraceStep
-from infer.trace.looks import Weights, attention, looked_at
+from infer.trace.data import Token, TraceData, TraceStep, Weights, attention, looked_at
 
 HEAT = " ▁▂▃▄▅▆▇█"  # nothing, then eight levels
 HEAT_STYLES = ("", "bright_black", "blue", "blue", "cyan", "cyan", "yellow", "yellow", "bold red")
@@ -19,18 +19,9 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 CERTAIN, UNCERTAIN = 1.0, 3.0  # nats: about 3 and 20 choices
 MARKS = {" ": "·", "\n": "↵", "\t": "→"}
 STRIP_ROWS = 12
-ENTRY = 9  # columns of a token among others
-NARROW, TINY = 99, 72  # below these many columns, what is shown shrinks
-
-
-class Cell(NamedTuple):
-    """One token of a strip and what is under it, both as wide."""
-
-    text: str
-    style: str
-    under: str
-    under_style: str
-    is_bar: bool = False  # the one between prompt and answer
+ENTRY = 9  # columns of a token in a list
+SPACE = Text(" ")
+NARROW, TINY = 99, 72  # widths below which columns shrink
 
 
 def draw(
@@ -41,7 +32,7 @@ def draw(
     head: int | None = None,
     strips: Sequence[int] | None = None,
 ) -> Iterator[Text]:
-    """The whole picture, line by line. layer, head: the one to show, None: the mean of those traced.
+    """Table, legend and strips, line by line. layer, head: the one to show; None: the mean of all traced.
 
     strips: the steps to draw a strip for; None: the last.
     """
@@ -51,14 +42,14 @@ def draw(
     yield from table(trace, width, layer=layer, head=head)
     yield Text()
     for line in legend(trace, width, layer, head):
-        yield from _wrapped(line, width)
+        yield from _wrapped(Text(line, "dim"), width)
     for number in strips if trace.layers else ():
         yield Text()
         yield from strip(trace, number, width, layer=layer, head=head)
 
 
 def table(trace: TraceData, width: int, *, layer: int | None = None, head: int | None = None) -> Iterator[Text]:
-    """A title, then a line for each step."""
+    """A header, then a line for each step."""
     narrow = width < NARROW
     columns = _columns(trace, width)
     titles = {
@@ -86,13 +77,13 @@ def table(trace: TraceData, width: int, *, layer: int | None = None, head: int |
 
 
 def legend(trace: TraceData, width: int, layer: int | None = None, head: int | None = None) -> list[str]:
-    """What the columns mean, those that there is room for."""
+    """The meaning of the columns that are shown."""
     columns = _columns(trace, width)
     lines = []
     if "instead" in columns:
-        lines.append("prob, instead: the likeliest tokens, before temperature and filters")
+        lines.append("prob, instead: probabilities and most likely alternatives, before temperature and filters")
     if "entropy" in columns:
-        choices = "" if width < TINY else "; ≈ as many equally likely tokens would be as uncertain"
+        choices = "" if width < TINY else "; ≈ the number of equally likely tokens with that entropy"
         lines.append(f"entropy: a block per nat{choices}")
     if "looked" in columns:
         layers = _named("layer", trace.layers if layer is None else [layer])
@@ -100,9 +91,9 @@ def legend(trace: TraceData, width: int, layer: int | None = None, head: int | N
         mean = ", averaged" if "s " in layers + heads else ""
         lines.append(f"looked at: attention of {layers}, {heads}{mean}, to all but the first token")
     if "first" in columns:
-        lines.append("first: its share; heads leave there what they need nowhere else")
+        lines.append("first: its share; attention sink: unused weight goes to the first token")
     if "cache" in columns and any(step.cache_positions == 0 for step in trace.steps[1:]):
-        lines.append("cache 0: no cache took part in this step")
+        lines.append("cache 0: this step used no cache")
     return lines
 
 
@@ -115,25 +106,28 @@ def strip(
     head: int | None = None,
     rows: int = STRIP_ROWS,
 ) -> Iterator[Text]:
-    """The text up to the token that a step chose, and under each token how much attention it got; the last rows."""
+    """The text up to the token that a step chose, with the attention to each token under it; the last rows."""
     weights = attention(trace, number, layer=layer, head=head)
     step = trace.steps[number]
-    lines = list(_packed(_cells(trace, number, weights, width), width))
+    tokens, marks = zip(*_cells(trace, number, weights, width), strict=True)
+    lines = _wrapped(SPACE.join(tokens), width)
+    starts = [0, *itertools.accumulate(len(line.plain.split()) for line in lines)]  # the first token of each line
+    start = starts[max(0, len(lines) - rows)]
     notes = [f"█ = {percent(_scale(weights))}", f"the first token got {percent(weights[0])}"]
-    hidden = sum(not cell.is_bar for line in lines[:-rows] for cell in line)
-    if hidden:
+    if hidden := start - (start > len(trace.prompt)):  # without the bar
         notes.append(f"{hidden} earlier tokens, not shown, got {percent(weights[:hidden].sum())}")
-    title = f"Attention when step {number + 1} chose {visible(step.text, step.token_id)}  ({', '.join(notes)})"
-    yield from _wrapped(title, width, "bold")
-    for line in lines[-rows:]:
-        yield _joined([(cell.text, cell.style) for cell in line])
-        yield _joined([(cell.under, cell.under_style) for cell in line])
+    title = f"Attention when step {number + 1} chose {visible(step.text, step.token_id)} ({', '.join(notes)})"
+    yield from _wrapped(Text(title, "bold"), width)
+    for line, (begin, end) in [*zip(lines, itertools.pairwise(starts), strict=True)][-rows:]:
+        under = SPACE.join(marks[begin:end])
+        under.rstrip()
+        yield from (line, under)
 
 
 def heat(weights: Weights) -> list[int]:
-    """Levels 0 to 8, in proportion; the largest weight is 8, and 0 is nothing.
+    """Levels 0 to 8, in proportion to the largest weight; 0 is no attention.
 
-    The first token's does not count: it is so large so often that all others would look alike.
+    The first token does not set the scale: as an attention sink, it would hide the differences of all others.
     """
     scale = _scale(weights)
     return [math.ceil(8 * min(1.0, weight / scale)) for weight in weights.tolist()]
@@ -144,7 +138,7 @@ def _scale(weights: Weights) -> float:
 
 
 def visible(text: str, token_id: int | None = None) -> str:
-    """A token on one line: blanks as marks, and nothing in it that a terminal would obey."""
+    """A token on one line: spaces as marks, control characters escaped."""
     if not text:
         return f"<{token_id}>" if token_id is not None else "<>"
     shown = "".join(MARKS.get(character) or _printable(character) for character in text)
@@ -167,7 +161,7 @@ def _printable(character: str) -> str:
     category = unicodedata.category(character)
     if category == "Zs":
         return MARKS[" "]
-    is_modifier = category == "Sk" and not cell_len(character)  # a skin tone, which changes what is before it
+    is_modifier = category == "Sk" and not cell_len(character)  # a skin tone, which modifies the character before it
     if category[0] == "C" or category in ("Zl", "Zp") or is_modifier:
         code = ord(character)
         return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
@@ -175,7 +169,7 @@ def _printable(character: str) -> str:
 
 
 def _columns(trace: TraceData, width: int) -> dict[str, int]:
-    """Name and width of each, in order: what there is no room for is left out, what is left is shared."""
+    """Name and width of each, in order: columns that do not fit are dropped, the others share the rest."""
     narrow = width < NARROW
     positions = len(trace.prompt) + len(trace.steps) - 1
     columns = {
@@ -202,7 +196,7 @@ def _columns(trace: TraceData, width: int) -> dict[str, int]:
 
 
 def _widen(columns: dict[str, int], names: Sequence[str], most: int, width: int) -> None:
-    """Share what is left between these, up to so many each."""
+    """Share the unused columns between these, up to `most` each."""
     for i, name in enumerate(names):
         spare = (width - _total(columns)) // (len(names) - i)
         columns[name] += max(0, min(spare, most - columns[name]))
@@ -217,19 +211,16 @@ def _gap(columns: dict[str, int]) -> int:
 
 
 def _row(columns: dict[str, int], cells: dict[str, Text]) -> Text:
-    line = Text(no_wrap=True)
     for name, size in columns.items():
-        cell = cells[name]
-        cell.truncate(size, overflow="ellipsis")
-        missing = " " * (size - cell.cell_len)
-        line.append_text(Text(missing) + cell if name in ("step", "prob", "first", "cache") else cell + missing)
-        line.append(" " * _gap(columns))
+        cells[name].truncate(size, overflow="ellipsis")
+        cells[name].align("right" if name in ("step", "prob", "first", "cache") else "left", size)
+    line = Text(" " * _gap(columns)).join(cells[name] for name in columns)
     line.rstrip()
     return line
 
 
 def _entropy(step: TraceStep, size: int) -> Text:
-    """A block per nat, the number, and how many choices that is, where it fits."""
+    """A block per nat, the number, and the equivalent number of choices if it fits."""
     bar = 3 if size < 17 else 6
     nats = step.entropy if math.isfinite(step.entropy) else 0.0
     whole, part = divmod(round(8 * min(nats, bar)), 8)
@@ -242,7 +233,7 @@ def _entropy(step: TraceStep, size: int) -> Text:
 
 
 def _entries(entries: Sequence[tuple[str, int, float]], size: int) -> Text:
-    """As many as fit, whole."""
+    """As many entries as fit, none of them cut."""
     line = Text()
     for text, token_id, share in entries:
         entry = f"{_cut(visible(text, token_id), ENTRY)} {percent(share)}"
@@ -254,7 +245,7 @@ def _entries(entries: Sequence[tuple[str, int, float]], size: int) -> Text:
 
 
 def _map(weights: Weights, positions: int, size: int) -> Text:
-    """A step's strip in so many columns, each the hottest of the positions it stands for."""
+    """The strip of a step in `size` columns, each the maximum over its positions."""
     line = Text()
     levels = heat(weights) if size else []
     size = min(size, positions)
@@ -265,44 +256,22 @@ def _map(weights: Weights, positions: int, size: int) -> Text:
     return line
 
 
-def _cells(trace: TraceData, number: int, weights: Weights, width: int) -> Iterator[Cell]:
-    levels = heat(weights)
-    prompt = [(visible(token.text, token.token_id), "") for token in trace.prompt]
-    answer = [(visible(step.text, step.token_id), uncertainty_style(step)) for step in trace.steps[: number + 1]]
-    for position, (text, style) in enumerate([*prompt, *answer]):
-        if position == len(prompt):
-            yield Cell("│", "dim", "│", "dim", is_bar=True)
-        text = _cut(text, width)
-        if position == len(levels):
-            yield Cell(text, f"bold {style}", "^" * cell_len(text), "bold")
+def _cells(trace: TraceData, number: int, weights: Weights, width: int) -> Iterator[tuple[Text, Text]]:
+    """The tokens of a strip, each with the mark under it, of equal width."""
+    tokens: list[Token | TraceStep] = [*trace.prompt, *trace.steps[: number + 1]]
+    for position, (token, level) in enumerate(zip(tokens, [*heat(weights), None], strict=True)):
+        if position == len(trace.prompt):
+            yield Text("│", "dim"), Text("│", "dim")
+        style = uncertainty_style(token) if isinstance(token, TraceStep) else ""
+        text = _cut(visible(token.text, token.token_id), width)
+        if level is None:
+            yield _shown(text, f"bold {style}"), Text("^" * cell_len(text), "bold")
         else:
-            level = levels[position]
-            yield Cell(text, style, HEAT[level] * cell_len(text), HEAT_STYLES[level])
-
-
-def _packed(cells: Iterator[Cell], width: int) -> Iterator[list[Cell]]:
-    """Into lines, a column between two of them."""
-    line: list[Cell] = []
-    used = 0
-    for cell in cells:
-        size = cell_len(cell.text)
-        if line and used + 1 + size > width:
-            yield line
-            line, used = [], 0
-        used += size + bool(line)
-        line.append(cell)
-    yield line
-
-
-def _joined(parts: Sequence[tuple[str, str]]) -> Text:
-    line = Text(" ", no_wrap=True).join(_shown(text, style) for text, style in parts)
-    line.rstrip()
-    line.no_wrap = True
-    return line
+            yield _shown(text, style), Text(HEAT[level] * cell_len(text), HEAT_STYLES[level])
 
 
 def _shown(text: str, style: str = "") -> Text:
-    """With its marks held back."""
+    """With dimmed marks."""
     line = Text(text, style)
     line.highlight_regex(f"[{''.join(MARKS.values())}]", "dim")
     return line
@@ -312,15 +281,11 @@ def _cut(text: str, size: int) -> str:
     return text if cell_len(text) <= size else f"{set_cell_size(text, size - 1).rstrip()}…"
 
 
-def _wrapped(text: str, width: int, style: str = "dim") -> Iterator[Text]:
-    """Broken between words, without the help of a console."""
-    line = ""
-    for word in (_cut(word, width) for word in text.split()):
-        if line and cell_len(line) + 1 + cell_len(word) > width:
-            yield Text(line, style, no_wrap=True)
-            line = ""
-        line += f" {word}" if line else word
-    yield Text(line, style, no_wrap=True)
+def _wrapped(text: Text, width: int) -> list[Text]:
+    lines = list(text.wrap(Console(), width))
+    for line in lines:
+        line.rstrip()
+    return lines
 
 
 def _named(what: str, numbers: Sequence[int]) -> str:

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 
 from infer import GrowingCache, KVCache, SlidingCache
 from infer.backend import Row, backend_for, cpu, expected
-from infer.backend.parts import NotPlain, Watch, parts_of
+from infer.backend.parts import ModelSnapshot, UnsupportedByKernels, parts_of
 from infer.backend.plain import TorchBackend
 from infer.cache import NoCache
 from infer.config import RopeConfig
@@ -32,8 +32,8 @@ from infer.models.llama import Llama
 from infer.models.rows import ALL, LAST, NONE
 from infer.nn.activation import ACTIVATIONS
 from infer.nn.linear import Linear
-from infer.nn.norm import LayerNorm, RMSNorm, ZeroCentredRMSNorm
-from infer.nn.quantized import QuantizedWeight, quantise
+from infer.nn.norm import LayerNorm, RMSNorm, ZeroCenteredRMSNorm
+from infer.nn.quantized import QuantizedWeight, quantize_rows
 from infer.nn.rope import Rope
 
 needs_kernels = pytest.mark.skipif(cpu.kernels() is None, reason="numba is not installed, or INFER_KERNELS=0")
@@ -121,28 +121,28 @@ def put(module: Any, name: str, *shape: int) -> None:
 
 # Plain torch runs the model.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a module replaced": (lambda m: setattr(m.layers[0], "mlp", Silent()), "layers.0.mlp computes"),
-    "a module added": (lambda m: m.layers[0].add_module("mlp", Silent()), "layers.0.mlp computes"),
-    "torch's norm": (lambda m: setattr(m, "norm", nn.LayerNorm(32)), "norm computes"),
-    "a subclass": (lambda m: setattr(m.layers[1].mlp, "__class__", OwnMLP), "layers.1.mlp computes"),
-    "a head's subclass": (lambda m: setattr(m.lm_head, "__class__", OwnLinear), "lm_head computes"),
-    "another order": (lambda m: setattr(m.layers[0], "__class__", Parallel), "layers.0 computes"),
+    "a module replaced": (lambda m: setattr(m.layers[0], "mlp", Silent()), "layers.0.mlp has a custom forward"),
+    "a module added": (lambda m: m.layers[0].add_module("mlp", Silent()), "layers.0.mlp has a custom forward"),
+    "torch's norm": (lambda m: setattr(m, "norm", nn.LayerNorm(32)), "norm has a custom forward"),
+    "a subclass": (lambda m: setattr(m.layers[1].mlp, "__class__", OwnMLP), "layers.1.mlp has a custom forward"),
+    "a head's subclass": (lambda m: setattr(m.lm_head, "__class__", OwnLinear), "lm_head has a custom forward"),
+    "another order": (lambda m: setattr(m.layers[0], "__class__", Parallel), "layers.0 has a custom forward"),
     "its own forward": (
         lambda m: setattr(m.layers[0].mlp, "forward", lambda x, residual: residual),
-        "layers.0.mlp computes",
+        "layers.0.mlp has a custom forward",
     ),
-    "an embedding of its own": (own_embed, "a method embed of its own"),
-    "a forward of its own": (own_forward, "a method forward of its own"),
-    "a class of its own": (own_class, "a method embed of its own"),
-    "a parametrised weight": (
+    "an embedding of its own": (own_embed, "a custom embed"),
+    "a forward of its own": (own_forward, "a custom forward"),
+    "a class of its own": (own_class, "a custom embed"),
+    "a parametrized weight": (
         lambda m: parametrize.register_parametrization(m.layers[0].mlp.down_proj, "weight", Doubled()),
-        "layers.0.mlp.down_proj has parametrised weights",
+        "layers.0.mlp.down_proj has parametrized weights",
     ),
     "a weight across": (lambda m: across(m.layers[0].mlp.down_proj), "layers.0.mlp.down_proj is no contiguous"),
-    "layers swapped": (lambda m: m.layers.insert(0, m.layers.pop(1)), "layer 0 is not what its config says"),
-    "a layer twice": (lambda m: m.layers.__setitem__(1, m.layers[0]), "layer 1 is not what its config says"),
+    "layers swapped": (lambda m: m.layers.insert(0, m.layers.pop(1)), "layer 0 does not match the config"),
+    "a layer twice": (lambda m: m.layers.__setitem__(1, m.layers[0]), "layer 1 does not match the config"),
     "a layer removed": (lambda m: m.layers.__delitem__(1), "has 1 layers, and its config 2"),
-    "a window": (lambda m: setattr(m.layers[1].self_attn, "window", 1), "layer 1 is not what its config says"),
+    "a window": (lambda m: setattr(m.layers[1].self_attn, "window", 1), "layer 1 does not match the config"),
     "one norm of heads": (lambda m: setattr(m.layers[0].self_attn, "q_norm", RMSNorm(8, 1e-5)), "layer 0"),
     "a bias that broadcasts": (
         lambda m: setattr(m.layers[0].self_attn.o_proj, "bias", nn.Parameter(torch.tensor([0.7]))),
@@ -166,8 +166,8 @@ class TestRefused:
         make(model)
         backend = backend_for(model)
         assert backend.name == "torch"
-        assert why in backend.why
-        assert "\n" not in backend.why
+        assert why in backend.reason
+        assert "\n" not in backend.reason
         check(model)
 
     @pytest.mark.parametrize("warm", [False, True], ids=["before", "after"])
@@ -215,17 +215,17 @@ class TestRefused:
         model = tiny_model()
         for layer in model.layers:
             layer.mlp.activation = "relu"
-        assert "no such block as layer 0" in backend_for(model).why
+        assert "layer 0: unsupported block structure" in backend_for(model).reason
         monkeypatch.setitem(ACTIVATIONS, "relu", F.relu)
         model.layers[0].mlp.activation = "silu"
-        assert "no such activation as" in backend_for(model).why
+        assert "kernels do not have the activation" in backend_for(model).reason
         check(model)
 
     def test_training_with_dropout(self, tiny_model: Callable) -> None:
         model = tiny_model(model_type="gpt2", dropout=0.1)
         assert backend_for(model).name == "cpu"
         model.train()
-        assert (backend_for(model).name, backend_for(model).why) == ("torch", "it is in training mode, with dropout")
+        assert (backend_for(model).name, backend_for(model).reason) == ("torch", "it is in training mode, with dropout")
         assert not torch.equal(logits_by_door(model), logits_by_door(model))
         model.eval()
         assert backend_for(model).name == "cpu"
@@ -235,10 +235,11 @@ class TestRefused:
     def test_gradients(self, tiny_model: Callable) -> None:
         with torch.inference_mode(False), torch.enable_grad():
             model = tiny_model()
+            assert backend_for(model).name == "cpu"  # its weights have no gradients
+            model.requires_grad_(True)
             with torch.no_grad():
                 assert backend_for(model).name == "cpu"
-            assert (backend_for(model).name, backend_for(model).why) == ("torch", "gradients are recorded")
-            model.requires_grad_(True)
+            assert (backend_for(model).name, backend_for(model).reason) == ("torch", "gradients are recorded")
             cache = GrowingCache.from_model_config(model.config, 8, dtype="float32", device="cpu")
             backend_for(model).run([Row(cache, [3, 4])])[0].sum().backward()
             assert all(weight.grad is not None for weight in model.parameters())
@@ -246,12 +247,12 @@ class TestRefused:
             assert backend_for(model).name == "cpu"
 
     def test_another_device(self, tiny_model: Callable) -> None:
-        assert backend_for(tiny_model().to("meta")).why == "there are no kernels for meta"
+        assert backend_for(tiny_model().to("meta")).reason == "there are no kernels for meta"
 
     def test_weights_in_a_form_that_no_kernel_reads(self, tiny_model: Callable) -> None:
         model = tiny_model()
         model.layers[0].input_layernorm.to(torch.bfloat16)
-        assert backend_for(model).why == "its weights are in a form that no kernel reads"
+        assert backend_for(model).reason == "kernels do not read the dtype or device of its weights"
         check(model)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -259,12 +260,12 @@ class TestRefused:
         """What is said before there is a model is what then runs it."""
         backend, said = backend_for(tiny_model(dtype=dtype)), expected(torch.device("cpu"), dtype)
         assert said.startswith(f"{backend.name}: ")
-        assert backend.name == "torch" or said == f"cpu: {backend.why}"
+        assert backend.name == "torch" or said == f"cpu: {backend.reason}"
         assert expected(torch.device("meta"), dtype) == "torch: there are no kernels for meta"
 
     def test_another_model(self) -> None:
         backend = backend_for(MockModel(3))
-        assert (backend.name, backend.why) == ("torch", "it is no model of infer's own")
+        assert (backend.name, backend.reason) == ("torch", "not an infer model class")
 
     @pytest.mark.parametrize(
         ("name", "shape"),
@@ -289,7 +290,7 @@ class TestRefused:
         if warm:
             logits_by_door(model)
         put(model.get_submodule(name), "weight", *shape)
-        assert backend_for(model).why == "shapes of its weights do not fit each other"
+        assert backend_for(model).reason == "shapes of its weights do not fit each other"
         with pytest.raises(RuntimeError):
             logits_by_door(model)
 
@@ -308,7 +309,7 @@ class TestRefused:
             put(layer.mlp.down_proj, "weight", 24, 48)
             put(layer.input_layernorm, "weight", 24)
             put(layer.post_attention_layernorm, "weight", 24)
-        assert backend_for(model).why == "shapes of its weights do not fit each other"
+        assert backend_for(model).reason == "shapes of its weights do not fit each other"
         with pytest.raises(RuntimeError):
             logits_by_door(model)
 
@@ -343,7 +344,7 @@ def quantised(model: Decoder) -> None:
 # Kernels go on, with what has changed.
 TAKEN: dict[str, Callable[[Any], Any]] = {
     "eps": lambda m: setattr(m.layers[0].input_layernorm, "eps", 3.0),
-    "a norm's kind": lambda m: setattr(m.norm, "__class__", ZeroCentredRMSNorm),
+    "a norm's kind": lambda m: setattr(m.norm, "__class__", ZeroCenteredRMSNorm),
     "a norm": exchanged_norm,
     "a scale": lambda m: setattr(m.layers[0].self_attn, "scale", 1.5),
     "an activation": lambda m: setattr(m.layers[0].mlp, "activation", "gelu"),
@@ -369,7 +370,7 @@ class TestTaken:
         model = tiny_model()
         before = logits_by_door(model) if warm else model(random_ids(1, 5))
         TAKEN[change](model)
-        assert (backend_for(model).name, backend_for(model).why) == ("cpu", "numba kernels")
+        assert (backend_for(model).name, backend_for(model).reason) == ("cpu", "numba kernels")
         check(model)
         assert not torch.allclose(logits_by_door(model), before, atol=1e-3)
 
@@ -379,7 +380,7 @@ class TestTaken:
         quantised(model)
         weight = model.layers[0].mlp.down_proj.weight
         logits_by_door(model)
-        weight.fill(0, quantise(torch.randn(32, 48), 8))
+        weight.fill(0, quantize_rows(torch.randn(32, 48), 8))
         check(model)
         weight.packed = QuantizedWeight.of(torch.randn(32, 48), 8).packed
         check(model)
@@ -433,7 +434,7 @@ class TestHooks:
         model, seen = tiny_model(), []
         before, plain = backend_for(model), logits_by_door(model)
         hook = getattr(model.get_submodule(name), kind)(lambda *args: seen.append(1))
-        assert (backend_for(model).name, backend_for(model).why) == ("torch", "a module has a hook")
+        assert (backend_for(model).name, backend_for(model).reason) == ("torch", "a module has a hook")
         torch.testing.assert_close(logits_by_door(model), plain, atol=1e-4, rtol=1e-4)
         assert seen == [1]
         hook.remove()
@@ -525,7 +526,7 @@ class TestPlans:
 
     def test_a_watch(self, tiny_model: Callable) -> None:
         model = tiny_model()
-        watch = Watch(model)
+        watch = ModelSnapshot(model)
         model.eval()
         assert not watch.changed(model)
         assert not watch.hooked()
@@ -542,7 +543,7 @@ class TestPlans:
         model.norm.weight.data = model.norm.weight.data.clone()
         assert watch.changed(model)
         assert watch.changed(model)
-        assert not Watch(model).changed(model)
+        assert not ModelSnapshot(model).changed(model)
 
 
 class TestParts:
@@ -570,7 +571,7 @@ class TestParts:
     def test_what_is_not_plain(self, change: str, tiny_model: Callable) -> None:
         model, (make, why) = tiny_model(), REFUSED[change]
         make(model)
-        with pytest.raises(NotPlain) as error:
+        with pytest.raises(UnsupportedByKernels) as error:
             parts_of(model)
         assert why in str(error.value)
 
@@ -587,7 +588,7 @@ class TestTorchBackend:
         """Each as it is alone, within rounding; of every cache, and of none."""
         model = tiny_model(model_type=family)
         backend = TorchBackend(model, "asked for")
-        assert (backend.name, backend.why, backend.decoding()) == ("torch", "asked for", None)
+        assert (backend.name, backend.reason, backend.captured_decoder()) == ("torch", "asked for", None)
         new: dict[str, Any] = {"device": "cpu"}
         kinds = [
             *((cls, new | {"dtype": dtype}) for cls in CACHES for dtype in ("float32", "int8")),
@@ -616,7 +617,9 @@ class TestTorchBackend:
     def test_the_modules_run(self, tiny_model: Callable) -> None:
         model, ids = tiny_model(), random_ids(2, 5)
         cache = KVCache.from_model_config(model.config, 8, batch_size=2, dtype="float32", device="cpu")
-        assert torch.equal(TorchBackend(model, "").run([Row(cache, ids, ALL)])[0], model(ids))
+        assert torch.equal(
+            TorchBackend(model, "").run([Row(cache, ids, ALL)])[0], model.run([Row(NoCache(2), ids, ALL)])[0]
+        )
 
     def test_what_is_refused(self, tiny_model: Callable) -> None:
         model = tiny_model(model_type="gpt2", max_position_embeddings=12)
@@ -657,7 +660,7 @@ def door_in_words() -> str:
         model = make_tiny_model()
         backend = backend_for(model)
         logits = logits_by_door(model)[0, -1]
-        return json.dumps([backend.name, backend.why, cpu.expected(), logits.tolist()])
+        return json.dumps([backend.name, backend.reason, cpu.expected(), logits.tolist()])
 
 
 class TestWithoutKernels:
@@ -672,7 +675,7 @@ class TestWithoutKernels:
         monkeypatch.setattr("infer.backend.cpu.backend.kernels", lambda: None)
         model = tiny_model()
         assert backend_for(model).name == "torch"
-        assert backend_for(model).why.startswith("there are no kernels for this CPU")
+        assert backend_for(model).reason.startswith("there are no kernels for this CPU")
         check(model)
 
     def test_the_switch(self, monkeypatch: pytest.MonkeyPatch) -> None:

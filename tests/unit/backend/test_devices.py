@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ print(json.dumps(answers))
 """
 
 
+OPTIONS: list[list[str]] = [
+    [],
+    ["--cache-dtype", "int8"],
+    ["--no-kv-cache"],
+    ["--prefill-chunk", "2"],
+    ["--temperature", "1", "--seed", "1"],
+]
+
+
 def answers(device: str, commands: list[list[str]], *models: Path) -> list[tuple[int, str, str]]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, device, *map(str, models)],
@@ -52,22 +62,18 @@ def answers(device: str, commands: list[list[str]], *models: Path) -> list[tuple
 def test_every_command(folder: Path, windowed: Path, tmp_path: Path) -> None:
     """In plain torch nothing differs from a CPU, which is what computes here."""
     prompts, text = tmp_path / "prompts.txt", tmp_path / "text.txt"
-    prompts.write_text("hello world\n")
+    prompts.write_text(amount("hello world\n", "hello me\n"))
     text.write_text("hello world, this is a text " * 3)
     few = ["--max-new-tokens", "3"]
     compared = [
         ["generate", "hello", *few, "--json", "--model", str(model), "--dtype", dtype, *options]
-        for model in (folder, windowed)
-        for dtype in amount(["float32", "float16", "bfloat16"], ["float32", "float16"])
-        for options in amount(
+        for model, dtype, options in amount(
+            list(product((folder, windowed), ("float32", "float16", "bfloat16"), OPTIONS)),
             [
-                [],
-                ["--cache-dtype", "int8"],
-                ["--no-kv-cache"],
-                ["--prefill-chunk", "2"],
-                ["--temperature", "1", "--seed", "1"],
+                (folder, "float32", ["--temperature", "1", "--seed", "1"]),
+                (windowed, "float16", ["--cache-dtype", "int8", "--prefill-chunk", "2"]),
+                (folder, "bfloat16", ["--no-kv-cache"]),
             ],
-            [["--temperature", "1", "--seed", "1"], ["--cache-dtype", "int8", "--prefill-chunk", "2"]],
         )
     ]
     others = [
@@ -104,5 +110,5 @@ def test_devices_that_are_not_here(device: str) -> None:
 
     if torch.accelerator.is_available():
         pytest.skip("this machine may have it")
-    with pytest.raises(ValueError, match=f"device '{device}' was asked for, but torch has no {device} here: use cpu"):
+    with pytest.raises(ValueError, match=f"device '{device}' is not available, torch has no {device} here: use cpu"):
         resolve_device(device)

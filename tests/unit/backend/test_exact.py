@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from amount import amount
+from amount import amount, once
 from mocks import CACHES, RoundingNoCache
 from tiny import make_tiny_model
 from torch import Tensor, nn
@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from infer import GrowingCache, KVCache, SlidingCache
 from infer.backend import Row, backend_for
 from infer.backend.cpu import backend as backend_module
-from infer.backend.cpu import functions, kernels
-from infer.backend.cpu.functions import CpuAttention
-from infer.backend.cpu.records import ACTIVATION_CODES
+from infer.backend.cpu import kernels, ops
+from infer.backend.cpu.ops import ACTIVATION_CODES, CpuAttention
 from infer.cache import Cache, NoCache
 from infer.cache.table import Table
 from infer.cache.traced import TracedCache
@@ -37,7 +36,7 @@ from infer.models.rows import ALL
 from infer.nn.activation import ACTIVATIONS, activated, gated
 from infer.nn.attention import ring_span, softmax_attention
 from infer.nn.linear import Linear
-from infer.nn.norm import LayerNorm, RMSNorm, ZeroCentredRMSNorm
+from infer.nn.norm import LayerNorm, RMSNorm, ZeroCenteredRMSNorm
 from infer.nn.quantized import QuantizedWeight
 from infer.nn.rope import Rope, apply_rope
 
@@ -184,8 +183,7 @@ def some(caches: dict[str, Callable[[], Cache]], turn: int) -> dict[str, Callabl
     return amount(caches, dict([list(caches.items())[turn % len(caches)]]))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", MODELS)
+@once(name=MODELS, form=FORMS)
 def test_the_same_bits_whatever_the_path(name: str, form: str) -> None:
     model = make_model(name, form)
     length = LENGTH if model.dtype is torch.float32 else SHORTER
@@ -337,12 +335,12 @@ def make_product(weight: Tensor, bias: Tensor | None = None) -> Linear:
 def test_products(rows: int, columns: int, bias: bool, dtype: torch.dtype) -> None:
     product = make_product(torch.randn(rows, columns).to(dtype), torch.randn(rows).to(dtype) if bias else None)
     x = (torch.randn(70, columns) * columns**-0.5).to(dtype)
-    whole = functions.linear(x, product)
+    whole = ops.linear(x, product)
     expected = F.linear(x.double(), product.weight.double(), product.bias.double() if bias else None)
     torch.testing.assert_close(whole.double(), expected, **close_to(dtype))
     for count in (1, 2, 3, 4, 5, 8, 16, 23, 64):
         for start in (0, 1, 6):
-            assert torch.equal(functions.linear(x[start : start + count], product), whole[start : start + count])
+            assert torch.equal(ops.linear(x[start : start + count], product), whole[start : start + count])
 
 
 @any_dtype
@@ -350,21 +348,21 @@ def test_weights_of_a_product_are_read_as_they_are(dtype: torch.dtype) -> None:
     """All numbers of 16 bits, the smallest and infinite ones too."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16 if dtype.itemsize > 2 else dtype)
     values = values.to(dtype)[:, None]
-    got = functions.linear(torch.ones(1, 1, dtype=dtype), make_product(values))[0]
+    got = ops.linear(torch.ones(1, 1, dtype=dtype), make_product(values))[0]
     assert torch.equal(got.nan_to_num(0.25), (values[:, 0] + 0.0).nan_to_num(0.25))
 
 
 @any_dtype
 @pytest.mark.parametrize("size", [1, 3, 4, 10, 64, 577])
-@pytest.mark.parametrize("kind", [RMSNorm, ZeroCentredRMSNorm, LayerNorm, partial(LayerNorm, bias=False)])
+@pytest.mark.parametrize("kind", [RMSNorm, ZeroCenteredRMSNorm, LayerNorm, partial(LayerNorm, bias=False)])
 def test_norms(kind: Any, size: int, dtype: torch.dtype) -> None:
     norm = kind(size, 1e-5).requires_grad_(False).to(dtype)
     for parameter in norm.parameters():
         parameter.copy_(torch.randn(size))
     x = torch.randn(2, 3, 17, size).to(dtype)
-    whole = functions.norm(x, norm)
-    assert all(torch.equal(functions.norm(x[:, :, i : i + 1], norm), whole[:, :, i : i + 1]) for i in range(17))
-    assert torch.equal(functions.norm(x.transpose(1, 2), norm), whole.transpose(1, 2))
+    whole = ops.norm(x, norm)
+    assert all(torch.equal(ops.norm(x[:, :, i : i + 1], norm), whole[:, :, i : i + 1]) for i in range(17))
+    assert torch.equal(ops.norm(x.transpose(1, 2), norm), whole.transpose(1, 2))
     torch.testing.assert_close(whole, norm(x), **close_to(dtype))
 
 
@@ -374,7 +372,7 @@ def test_norms(kind: Any, size: int, dtype: torch.dtype) -> None:
 def test_activations(activation: str, inner: int, dtype: torch.dtype) -> None:
     x = (torch.randn(19, 2 * inner) * 4).to(dtype)
     for module, size in ((gated, inner), (activated, 2 * inner)):
-        function = partial(functions.activate, inner=size, activation=activation)
+        function = partial(ops.activate, inner=size, activation=activation)
         whole = function(x)
         assert all(torch.equal(function(x[i : i + 3]), whole[i : i + 3]) for i in range(17))
         torch.testing.assert_close(whole, module(x.float(), activation).to(dtype), **close_to(dtype))
@@ -410,15 +408,13 @@ def test_rings_are_read_as_spans(head_dim: int) -> None:
     slots = 13
     q = torch.randn(1, 4, 1, head_dim)
     k, v = (torch.randn(1, 2, slots, head_dim) for _ in range(2))
-    block = np.zeros(1, kernels().BLOCK)
-    block["heads"], block["kv_heads"], block["head_dim"], block["scale"] = 4, 2, head_dim, 0.3
     table, got = Table([k], [v]).at(0), torch.empty(1, 4 * head_dim)
     for first in range(slots):
         for count in range(1, slots + 1):
             keys, values = ring_span(k, first, first + count), ring_span(v, first, first + count)
             expected = CpuAttention()(q, keys, values, scale=0.3, window=None, end=count)
-            seen, parts = np.array([[first, count]]), kernels().parts_of([1])
-            kernels().attend(block, q.view(1, -1).numpy(), table, seen, parts, got.numpy())
+            visible, queries = np.array([[first, count]]), kernels().query_blocks([1])
+            kernels().attend(4, 2, head_dim, 0.3, q, 0, table, queries, 1, visible, got)
             assert torch.equal(got, expected.view(1, -1))
 
 
@@ -501,7 +497,7 @@ def test_an_operation_that_looks_at_the_batch_is_found(
         check(model, ids, caches, in_one_pass(model, ids)[0])
 
 
-@pytest.mark.parametrize("kernel", ["run", "before_attention", "behind_attention", "head"])
+@pytest.mark.parametrize("kernel", ["run", "before_attention", "after_attention", "head"])
 def test_a_kernel_that_looks_at_the_batch_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama", "float32")
     ids, compute = tokens(model, 14), getattr(kernels(), kernel)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import product
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from mocks import CACHES, LAYOUT_NAMES, LAYOUTS, STORED, as_stored
+from amount import pairs
+from mocks import CACHES, LAYOUTS, STORED, as_stored
 from torch import Tensor, nn
 
 from infer import GrowingCache, KVCache, ModelConfig, SlidingCache, machine
 from infer.backend.cpu import kernels
-from infer.backend.cpu.functions import CpuAttention
+from infer.backend.cpu.ops import CpuAttention
 from infer.cache import BaseCache, Cache, NoCache, PagedCache, TracedCache
 from infer.cache.debug import DebugCache
 from infer.cache.int8 import GROUP, decode, encode, values_in
@@ -31,8 +33,8 @@ MADE: dict[str, tuple[Any, dict[str, Any]]] = {
     **{cls.__name__: (cls, {}) for cls in CACHES},
     "long rings": (SlidingCache, {"windows": (30, 30), "prefill_chunk": 3}),
     "rings": (SlidingCache, {"windows": (None, 8), "prefill_chunk": 2}),
-    "pages": (PagedCache, {"page": 4}),
-    "windows in pages": (PagedCache, {"windows": (None, 8), "page": 3}),
+    "pages": (PagedCache, {"page_size": 4}),
+    "windows in pages": (PagedCache, {"windows": (None, 8), "page_size": 3}),
 }
 
 
@@ -79,7 +81,7 @@ def stored(cache: BaseCache) -> list[Tensor]:
 
 
 def whole_pages(cache: PagedCache, positions: int) -> int:
-    return -(-positions // cache.pool.page) * cache.pool.page
+    return -(-positions // cache.pool.page_size) * cache.pool.page_size
 
 
 def assert_holds(cache: BaseCache, *passes: list[tuple[Tensor, Tensor]]) -> None:
@@ -128,11 +130,10 @@ class TestContract:
         assert cache.seq_len == 0
         assert cache.capacity == 16
 
-    @pytest.mark.parametrize("name", [*SIZES, "batch_size"])
-    @pytest.mark.parametrize("size", [0, -1])
-    def test_sizes_are_checked(self, make: MakeCache, name: str, size: int) -> None:
-        with pytest.raises(ValueError, match=rf"{name} must be at least 1, not {size}"):
-            make(**{name: size})
+    def test_sizes_are_checked(self, make: MakeCache) -> None:
+        for name, size in product([*SIZES, "batch_size"], [0, -1]):
+            with pytest.raises(ValueError, match=rf"{name} must be at least 1, not {size}"):
+                make(**{name: size})
 
     @pytest.mark.parametrize("cls", CACHES)
     def test_from_model_config(self, tiny_config: Callable, cls: type[BaseCache]) -> None:
@@ -146,7 +147,7 @@ class TestContract:
         k, v = random_kv(cache, 4)
         got_k, got_v = cache.update(0, k, v)
         assert got_k.shape == got_v.shape == (1, 4, 4, 8)
-        assert cache.seq_len == 0  # not before the whole pass is through
+        assert cache.seq_len == 0  # not before the pass has ended
         cache.advance(4)
         assert cache.seq_len == 4
         last_k, last_v = random_kv(cache, 1, seed=1)
@@ -254,33 +255,30 @@ class TestContract:
         assert cache.seq_len == 0
         assert_holds(cache, fill(cache, 2, seed=2))
 
-    @pytest.mark.parametrize(
-        ("layer", "changes", "message"),
-        [
-            (2, {}, "layer 2 of a cache with 2 layers"),
-            (-1, {}, "layer -1 of a cache"),
-            (0, {"shape": (2, 4, 2, 8)}, "batch 1"),
-            (0, {"shape": (1, 8, 2, 8)}, "kv_heads 4"),
-            (0, {"shape": (1, 4, 2, 6)}, "head_dim 8"),
-            (0, {"shape": (4, 2, 8)}, "do not fit"),
-            (0, {"shape": (1, 4, 3, 8)}, "do not fit"),  # good alone, but not beside the other of 2 tokens
-            (0, {"dtype": torch.bfloat16}, "the cache (holds torch.float32|takes floats of one dtype)"),
-            (0, {"dtype": torch.int8}, "the cache (holds torch.float32|takes floats of one dtype)"),
-            (0, {"device": "meta"}, "the cache is on cpu"),
-        ],
-    )
-    @pytest.mark.parametrize("wrong", ["k", "v"])
-    def test_refused_before_anything_is_written(
-        self, make: MakeCache, layer: int, changes: dict, message: str, wrong: str
-    ) -> None:
+    REFUSED: ClassVar = [
+        (2, {}, "layer 2 of a cache with 2 layers"),
+        (-1, {}, "layer -1 of a cache"),
+        (0, {"shape": (2, 4, 2, 8)}, "batch 1"),
+        (0, {"shape": (1, 8, 2, 8)}, "kv_heads 4"),
+        (0, {"shape": (1, 4, 2, 6)}, "head_dim 8"),
+        (0, {"shape": (4, 2, 8)}, "do not fit"),
+        (0, {"shape": (1, 4, 3, 8)}, "do not fit"),  # good alone, but not beside the other of 2 tokens
+        (0, {"dtype": torch.bfloat16}, "the cache (holds torch.float32|takes floats of one dtype)"),
+        (0, {"dtype": torch.int8}, "the cache (holds torch.float32|takes floats of one dtype)"),
+        (0, {"device": "meta"}, "the cache is on cpu"),
+    ]
+
+    def test_refused_before_anything_is_written(self, make: MakeCache) -> None:
         cache = make()
         first = fill(cache, 3)
         before = stored(cache)
         good = torch.ones(1, 4, 2, 8)
-        bad = torch.ones(changes.get("shape", good.shape), **{k: v for k, v in changes.items() if k != "shape"})
-        with pytest.raises(ValueError, match=message):
-            cache.update(layer, *((bad, good) if wrong == "k" else (good, bad)))
-        assert all(map(torch.equal, stored(cache), before))
+        for layer, changes, message in self.REFUSED:
+            bad = torch.ones(changes.get("shape", good.shape), **{k: v for k, v in changes.items() if k != "shape"})
+            for k, v in ((bad, good), (good, bad)):
+                with pytest.raises(ValueError, match=message):
+                    cache.update(layer, k, v)
+                assert all(map(torch.equal, stored(cache), before))
         assert_holds(cache, first)
 
     @pytest.mark.parametrize("n", [4, 17])
@@ -288,7 +286,7 @@ class TestContract:
         cache = make()
         first = fill(cache, 13)
         before = stored(cache)
-        message = f"overflow: 13 positions filled, {n} more asked for, capacity 16"
+        message = f"overflow: 13 positions filled, {n} more requested, capacity 16"
         with pytest.raises(ValueError, match=message):
             cache.update(0, *random_kv(cache, n))
         with pytest.raises(ValueError, match=message):
@@ -306,10 +304,7 @@ class TestContract:
             cache.advance(-1)
         assert cache.seq_len == 3
 
-    @pytest.mark.parametrize("retry", [1, 2, 4])
-    @pytest.mark.parametrize("window", [None, 3])
-    @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
-    @pytest.mark.parametrize("dtype", STORED)
+    @pairs({"cls, options": LAYOUTS}, dtype=STORED, window=[None, 3], retry=[1, 2, 4])
     def test_a_failed_forward_leaves_nothing_behind(
         self, dtype: str, cls: type[BaseCache], options: dict, tiny_model: Callable, retry: int, window: int | None
     ) -> None:
@@ -380,7 +375,7 @@ class TestKVCache:
         ids=["four dimensions", "shapes differ", "dtypes differ", "devices differ"],
     )
     def test_tensors_must_be_alike(self, k: Tensor, v: Tensor) -> None:
-        with pytest.raises(ValueError, match="k and v must be alike"):
+        with pytest.raises(ValueError, match="k and v must have the same shape"):
             KVCache(k, v)
 
     @pytest.mark.parametrize("seq_len", [-1, 17])
@@ -410,7 +405,7 @@ class TestSeveralCaches:
             return SlidingCache.allocate(**SIZES, dtype=torch.float32, device="cpu", windows=windows, prefill_chunk=2)
 
         size = allocate().memory_bytes
-        free = sum(cache.unwritten_bytes for cache in machine.promises) + 2 * size
+        free = sum(cache.unwritten_bytes for cache in machine.lazy_allocations) + 2 * size
         monkeypatch.setattr(machine, "_system_memory", lambda: free)
         first, second = allocate(), allocate()
         with pytest.raises(ValueError, match="are free on cpu"):
@@ -500,7 +495,7 @@ class TestSlidingCache:
 
     @staticmethod
     def feed(model: Decoder, cache: Cache, ids: Tensor, chunk: int, compiled: bool = False) -> Tensor:
-        """All logits [B, S, V] of feeding ids in chunks; compiled: through the backend, which writes where they lie."""
+        """All logits [B, S, V] of feeding ids in chunks; compiled: through the backend, which writes in place."""
         if compiled:
             return torch.cat([all_logits(model, cache, part) for part in ids.split(chunk, 1)], 1)
         return torch.cat([model(part, kv_cache=cache, all_logits=True) for part in ids.split(chunk, 1)], 1)
@@ -537,9 +532,7 @@ class TestSlidingCache:
         self.feed(model, cache, random_ids(1, 39), 7)
         assert [t.data_ptr() for t in cache.k + cache.v] == memory
 
-    @pytest.mark.parametrize("chunk", [1, 3, WINDOW, WINDOW + 1, 40])
-    @pytest.mark.parametrize("prefill_chunk", [1, 3, WINDOW, 40])
-    @pytest.mark.parametrize("compiled", [False, True], ids=["torch", "kernels"])
+    @pairs(compiled=[False, True], prefill_chunk=[1, 3, WINDOW, 40], chunk=[1, 3, WINDOW, WINDOW + 1, 40])
     def test_around_the_ring(self, model: Decoder, compiled: bool, chunk: int, prefill_chunk: int) -> None:
         for length in (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3, 39):
             ids = random_ids(2, length)
@@ -559,10 +552,7 @@ class TestSlidingCache:
         got, expected = (self.feed(model, cache, ids, chunk).float() for cache in (sliding, plain))
         assert (got - expected).std() < 0.02 * expected.std()
 
-    @pytest.mark.parametrize("chunk", [1, 4, 40])
-    @pytest.mark.parametrize("prefill_chunk", [1, 3, WINDOW + 2])
-    @pytest.mark.parametrize("length", [3, WINDOW + 2, 17])
-    @pytest.mark.parametrize("compiled", [False, True], ids=["torch", "kernels"])
+    @pairs(compiled=[False, True], length=[3, WINDOW + 2, 17], prefill_chunk=[1, 3, WINDOW + 2], chunk=[1, 4, 40])
     def test_truncates_as_far_as_it_holds(
         self, model: Decoder, compiled: bool, length: int, prefill_chunk: int, chunk: int
     ) -> None:
@@ -625,10 +615,12 @@ class TestSlidingCache:
         cache.truncate(2)
         assert_close(self.feed(model, cache, ids[:, 2:], 1), model(ids)[:, 2:])
 
-    @pytest.mark.parametrize("filled", [2, WINDOW, 17])
-    @pytest.mark.parametrize("width", [1, 2, 3, WINDOW + 4, 20])  # the ring's chunk is 2
-    @pytest.mark.parametrize("place", ["layers.1", "layers.2", "layers.2.mlp"])
-    @pytest.mark.parametrize("dtype", STORED)
+    @pairs(
+        dtype=STORED,
+        place=["layers.1", "layers.2", "layers.2.mlp"],
+        width=[1, 2, 3, WINDOW + 4, 20],  # the ring's chunk is 2
+        filled=[2, WINDOW, 17],
+    )
     def test_a_failed_pass_leaves_it_as_it_was(
         self, model: Decoder, dtype: str, place: str, width: int, filled: int
     ) -> None:
@@ -673,10 +665,10 @@ class TestSlidingCache:
     @pytest.mark.parametrize(
         ("layout", "message"),
         [
-            ({"windows": [4]}, "2 layers need a window of at least 1, or None, each"),
-            ({"windows": [4, 4, 4]}, "2 layers need a window"),
-            ({"windows": [None, 0]}, "2 layers need a window"),
-            ({"prefill_chunk": 0}, "prefill_chunk must be a whole number, 1 or more, not 0"),
+            ({"windows": [4]}, "windows must have a positive integer or None for each of 2 layers"),
+            ({"windows": [4, 4, 4]}, "for each of 2 layers"),
+            ({"windows": [None, 0]}, "for each of 2 layers"),
+            ({"prefill_chunk": 0}, "prefill_chunk must be a positive integer, not 0"),
         ],
     )
     def test_layouts_are_checked(self, layout: dict, message: str) -> None:
@@ -826,7 +818,7 @@ class TestEncoding:
         rest = encode(x)
         rest[3, 1] = encode(self.vectors(1.0))[3, 1]
         assert torch.equal(rest, encode(self.vectors(1.0)))
-        assert torch.equal(encode(x[3:4, 1]), encode(x)[3:4, 1])  # whoever is encoded beside it
+        assert torch.equal(encode(x[3:4, 1]), encode(x)[3:4, 1])  # independent of its neighbors
 
     def test_decoding_is_exact_in_float32(self) -> None:
         """So a kernel that multiplies in float32 gives the same bits."""
@@ -966,15 +958,17 @@ class TestInt8:
             for layer, (k, v) in enumerate(written):
                 cut.update(layer, k[:, :, start : start + chunk], v[:, :, start : start + chunk])
             cut.advance(min(chunk, 15 - start))
-        if cls is not PagedCache:  # which pages it has let go of by now depends on how it was fed
+        if cls is not PagedCache:  # which pages it has released depends on the sizes of its passes
             assert all(map(torch.equal, stored(cut), stored(whole)))
         last = random_kv(cut, 1)
         for layer in range(cut.shape.num_layers):
             assert all(map(torch.equal, cut.update(layer, *last), whole.update(layer, *last)))
 
-    @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3, 39])
-    @pytest.mark.parametrize("chunk", [1, 3, WINDOW + 1, 40])
-    @pytest.mark.parametrize("prefill_chunk", [1, 3, 40])
+    @pairs(
+        prefill_chunk=[1, 3, 40],
+        chunk=[1, 3, WINDOW + 1, 40],
+        length=[WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3, 39],
+    )
     def test_rings_are_the_contiguous_cache(
         self, tiny_model: Callable, length: int, chunk: int, prefill_chunk: int
     ) -> None:
@@ -1027,7 +1021,7 @@ class TestInt8:
 
 
 class TestInterrupted:
-    """Ctrl-C may come between any two lines. What is left behind is whole, or refuses to go on."""
+    """Ctrl-C may come between any two lines. The cache is then consistent, or refuses to continue."""
 
     @pytest.mark.parametrize("dtype", STORED)
     def test_in_the_middle_of_a_staged_write(self, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1044,14 +1038,12 @@ class TestInterrupted:
             with pytest.raises(KeyboardInterrupt):
                 cache.advance(20)
         assert cache.seq_len == 5
-        with pytest.raises(ValueError, match="a pass was interrupted while it wrote: reset the cache"):
+        with pytest.raises(ValueError, match="a pass was interrupted during a write: reset the cache"):
             cache.positions(1)
         cache.reset()
         assert cache.positions(1).tolist() == [[0]]
 
-    @pytest.mark.parametrize("n", [1, 20])  # all blocks in one call, and one by one
-    @pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
-    @pytest.mark.parametrize("dtype", STORED)
+    @pairs({"cls, options": LAYOUTS}, dtype=STORED, n=[1, 20])  # all blocks in one call, and one by one
     def test_in_a_pass_of_kernels(
         self,
         dtype: str,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from amount import pairs
 from mocks import Letters
 
 from infer import GrowingCache, KVCache, SamplingParams, SlidingCache, decode_step, generate, prefill
@@ -62,7 +63,7 @@ def test_what_is_common_is_not_fed_again(tiny_model: Make, fed: list[list[int]])
 
 
 def test_a_ring_that_cannot_go_back(tiny_model: Make) -> None:
-    """It begins anew."""
+    """It starts again at position 0."""
     model = tiny_model(model_type="gemma3")
     cache = new(SlidingCache, model, prefill_chunk=1)
     ids(model, list(range(20)), cache)
@@ -87,7 +88,7 @@ def test_single_steps(tiny_model: Make) -> None:
 
 
 def test_filled_by_hand(tiny_model: Make) -> None:
-    """Nobody knows what it holds: it is taken to be what the prompt begins with."""
+    """Its tokens are unknown: they are assumed to be a prefix of the prompt."""
     model = tiny_model()
     full, cache = new(KVCache, model), new(KVCache, model)
     ids(model, PROMPT, full)
@@ -97,7 +98,7 @@ def test_filled_by_hand(tiny_model: Make) -> None:
     assert cache.contents.tokens(5) is None
     assert ids(model, PROMPT, cache) == ids(model, PROMPT)
     assert cache.contents.tokens(cache.seq_len) is None
-    with pytest.raises(ValueError, match="nothing is left to feed"):
+    with pytest.raises(ValueError, match="nothing is left to compute"):
         ids(model, [7, 7], cache)
 
 
@@ -142,11 +143,9 @@ class TestSetByHand:
         with torch.no_grad(), pytest.raises(ValueError, match="seq_len was set to"):
             model(torch.tensor([PROMPT]), kv_cache=cache)
 
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("name", ["k", "v"])
-    @pytest.mark.parametrize(
-        "change",
-        [
+    @pairs(
+        run=[lambda model: backend_for(model).run, lambda model: model.run],
+        change=[
             lambda t: t[..., :3],
             lambda t: t[..., :-1, :],
             lambda t: t[..., :1, :, :],
@@ -155,9 +154,9 @@ class TestSetByHand:
             lambda t: t.to("meta"),
             lambda t: None,
         ],
-        ids=["narrow", "short", "few heads", "wide", "half", "elsewhere", "nothing"],
+        name=["k", "v"],
+        kind=KINDS,
     )
-    @pytest.mark.parametrize("run", [lambda model: backend_for(model).run, lambda model: model.run])
     def test_tensors(
         self, tiny_model: Make, kind: type[BaseCache], name: str, change: Callable[..., Any], run: Callable[..., Any]
     ) -> None:

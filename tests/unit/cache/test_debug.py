@@ -10,7 +10,7 @@ import torch
 from mocks import Letters
 from torch import Tensor
 
-from infer import KVCache, SamplingParams, Trace, generate, generate_batch
+from infer import LLM, KVCache, SamplingParams, Trace, generate, generate_batch
 from infer.backend import Row
 from infer.backend.cpu.backend import CpuBackend
 from infer.cache import Cache, TracedCache
@@ -71,8 +71,12 @@ def test_without_a_cache(model: Decoder, events: Callable[..., list[str]]) -> No
     assert lines == [f"[KVDBG][Attn L0] no cache T_q={n} T_k={n}" for n in (6, 7, 8)]
 
 
+def printing(cache: Cache) -> Cache:
+    return debugged(cache, 2)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("wrap", [lambda cache: cache, debugged, lambda cache: TracedCache(debugged(cache), [0])])
+@pytest.mark.parametrize("wrap", [lambda cache: cache, printing, lambda cache: TracedCache(printing(cache), [0])])
 def test_a_model_that_is_called(
     model: Decoder, wrap: Callable[[Cache], Cache], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -101,7 +105,7 @@ def test_a_cache_of_the_users(model: Decoder, events: Callable[..., list[str]]) 
 
 def test_long_passes_are_cut_short(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setenv("KV_DEBUG", "1")
-    debugged(KVCache.allocate(1, 1, 2, 20, dtype="float32", device="cpu")).positions(20)
+    debugged(KVCache.allocate(1, 1, 2, 20, dtype="float32", device="cpu"), 1).positions(20)
     assert capsys.readouterr().err == "[KVDBG][GPT] kv_cache=none b=1 t=20 cache_pos=0 pos=[0,1,2,...,19]\n"
 
 
@@ -138,9 +142,17 @@ def test_off(model: Decoder, monkeypatch: pytest.MonkeyPatch, value: str | None)
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("layer", ["x", "-1", "1.5"])
+@pytest.mark.parametrize("layer", ["x", "-1", "1.5", "99"])
 def test_bad_layer(model: Decoder, monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
     monkeypatch.setenv("KV_DEBUG", "1")
     monkeypatch.setenv("KV_DEBUG_LAYER", layer)
-    with pytest.raises(ValueError, match="KV_DEBUG_LAYER must be the number of a layer"):
-        debugged(KVCache.from_model_config(model.config, 20, dtype="float32", device="cpu"))
+    last = model.config.num_hidden_layers - 1
+    for run in (
+        lambda: generate(model, Letters(), PROMPT, SamplingParams(max_new_tokens=2)),
+        lambda: model(torch.tensor([PROMPT])),
+        lambda: LLM(model, Letters(), cache_memory=10**6).submit(
+            PROMPT, max_new_tokens=2
+        ),  # refused before the engine has it
+    ):
+        with pytest.raises(ValueError, match=f"KV_DEBUG_LAYER must be the number of a layer, 0 to {last}, not"):
+            run()

@@ -1,4 +1,4 @@
-"""Pages: nobody writes to what another holds, none is lost, and whatever is done, logits are those of a fresh run."""
+"""Pages: shared pages are never written, none leaks, and after any operations logits are those of a fresh run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from amount import amount
+from amount import amount, once, pairs
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny import make_tiny_config, make_tiny_model
@@ -21,9 +21,18 @@ from torch import Tensor
 from infer import KVCache
 from infer.backend import Row, backend_for
 from infer.cache import NoCache, PagedCache, paged, prefix
-from infer.cache.base import first_seen
-from infer.cache.paged import NONE
-from infer.cache.pool import PAGE, RUN, LayerGroup, NoPages, PagePool, layer_groups, page_bytes, pages_for
+from infer.cache.base import first_visible
+from infer.cache.pool import (
+    NO_PAGE,
+    PAGE_SIZE,
+    RUN_PAGES,
+    LayerGroup,
+    OutOfPages,
+    PagePool,
+    layer_groups,
+    page_bytes,
+    pages_for,
+)
 from infer.cache.prefix import PrefixIndex
 from infer.cache.ring import PREFILL_CHUNK, layer_slots
 from infer.engine.memory import CacheMemory
@@ -34,109 +43,111 @@ CPU = torch.device("cpu")
 
 
 def pool_of(count: int, *, page: int = 4, layers: int = 1, dtype: torch.dtype = torch.float32) -> PagePool:
-    return PagePool(count, layers, 1, 2, dtype=dtype, device=CPU, page=page)
+    return PagePool(count, layers, 1, 2, dtype=dtype, device=CPU, page_size=page)
 
 
 def check_pool(pool: PagePool, held: Counter[int]) -> None:
     """Each page is held as often as it should be, or it is free, once."""
-    assert Counter({page: int(times) for page, times in enumerate(pool.holders) if times}) == held
-    free = [*pool._loose]
+    assert Counter({page: int(times) for page, times in enumerate(pool.ref_counts) if times}) == held
+    free = [*pool._free_pages]
     for run in pool._free_runs:
-        free += range(run * RUN, min((run + 1) * RUN, pool.count))
-    assert sorted(free) == [page for page in range(pool.count) if not held[page]]
-    assert pool.free == len(free)
+        free += range(run * RUN_PAGES, min((run + 1) * RUN_PAGES, pool.num_pages))
+    assert sorted(free) == [page for page in range(pool.num_pages) if not held[page]]
+    assert pool.num_free_pages == len(free)
 
 
 class TestPool:
-    @pytest.mark.parametrize("count", [1, 2, RUN - 1, RUN, RUN + 1, 3 * RUN + 5])
+    @pytest.mark.parametrize("count", [1, 2, RUN_PAGES - 1, RUN_PAGES, RUN_PAGES + 1, 3 * RUN_PAGES + 5])
     def test_all_pages_can_be_had(self, count: int) -> None:
         pool = pool_of(count)
-        assert (pool.count, pool.free) == (count, count)
-        assert sorted(pool.take(count)) == [*range(count)]
-        assert pool.free == 0
+        assert (pool.num_pages, pool.num_free_pages) == (count, count)
+        assert sorted(pool.allocate(count)) == [*range(count)]
+        assert pool.num_free_pages == 0
         pool.release(range(count))
-        assert sorted(page for _ in range(count) for page in pool.take(1)) == [*range(count)]
+        assert sorted(page for _ in range(count) for page in pool.allocate(1)) == [*range(count)]
 
     def test_none_is_left(self) -> None:
         pool = pool_of(3)
-        first = pool.take(2)
-        with pytest.raises(NoPages, match=r"2 more pages of 4 positions are needed, and of 3 .* 1 are free") as error:
-            pool.take(2)
+        first = pool.allocate(2)
+        with pytest.raises(
+            OutOfPages, match=r"2 more pages of 4 positions are needed, but of 3 .* 1 are free"
+        ) as error:
+            pool.allocate(2)
         assert "\n" not in str(error.value)
         check_pool(pool, Counter(first))
 
     def test_nothing_is_taken(self) -> None:
         pool = pool_of(1)
-        assert pool.take(0) == []
+        assert pool.allocate(0) == []
         check_pool(pool, Counter())
 
     def test_holders(self) -> None:
         pool = pool_of(3)
-        [page] = pool.take(1)
-        pool.share([page, page])
+        [page] = pool.allocate(1)
+        pool.retain([page, page])
         pool.release([page])
         check_pool(pool, Counter({page: 2}))
         pool.release([page, page])
         check_pool(pool, Counter())
 
-    @pytest.mark.parametrize("change", [PagePool.share, PagePool.release])
+    @pytest.mark.parametrize("change", [PagePool.retain, PagePool.release])
     def test_a_page_that_nobody_holds(self, change: Callable[..., None]) -> None:
         pool = pool_of(3)
-        [page] = pool.take(1)
+        [page] = pool.allocate(1)
         pool.release([page])
-        with pytest.raises(RuntimeError, match=f"page {page} is .*, but nobody holds it"):
+        with pytest.raises(RuntimeError, match=f"page {page} is .*, but it is free"):
             change(pool, [page])
         check_pool(pool, Counter())
 
     def test_one_behind_the_other(self) -> None:
         """Also when they are taken one by one, and others are taken in between."""
-        pool = pool_of(4 * RUN)
-        one, other = pool.take(2), pool.take(2)
-        for _ in range(RUN - 2):
-            one += pool.take(1, one[-1])
-            other += pool.take(1, other[-1])
+        pool = pool_of(4 * RUN_PAGES)
+        one, other = pool.allocate(2), pool.allocate(2)
+        for _ in range(RUN_PAGES - 2):
+            one += pool.allocate(1, one[-1])
+            other += pool.allocate(1, other[-1])
         for pages in (one, other):
-            assert pages == [*range(pages[0], pages[0] + RUN)]
-            assert pages[0] % RUN == 0
+            assert pages == [*range(pages[0], pages[0] + RUN_PAGES)]
+            assert pages[0] % RUN_PAGES == 0
 
     def test_runs_before_gaps(self) -> None:
         """A new sequence begins where it can grow; gaps are for when no run is free."""
-        pool = pool_of(2 * RUN)
-        first = pool.take(RUN)
+        pool = pool_of(2 * RUN_PAGES)
+        first = pool.allocate(RUN_PAGES)
         pool.release(first[3:5])
-        assert pool.take(1) == [RUN]
-        pool.take(RUN - 1, RUN)
-        assert sorted(pool.take(2)) == first[3:5]
+        assert pool.allocate(1) == [RUN_PAGES]
+        pool.allocate(RUN_PAGES - 1, RUN_PAGES)
+        assert sorted(pool.allocate(2)) == first[3:5]
 
     def test_the_index_is_asked(self) -> None:
         """For what is missing, or a run at once where pages are many."""
         asked: list[int] = []
-        few, many = pool_of(4), pool_of(64 * RUN)
+        few, many = pool_of(4), pool_of(64 * RUN_PAGES)
         for pool in (few, many):
-            held = pool.take(pool.count - 1)
+            held = pool.allocate(pool.num_pages - 1)
 
             def let_go(count: int, pool: PagePool = pool, held: list[int] = held) -> None:
                 asked.append(count)
                 pool.release(held[:count])
 
-            pool.reclaim = let_go
-            assert len(pool.take(1)) == 1
+            pool.evict = let_go
+            assert len(pool.allocate(1)) == 1
             assert asked == []
-            assert len(pool.take(1)) == 1
-            assert asked == [1 if pool is few else RUN]
+            assert len(pool.allocate(1)) == 1
+            assert asked == [1 if pool is few else RUN_PAGES]
             asked.clear()
 
     def test_the_index_cannot_help(self) -> None:
         pool = pool_of(2)
-        held = pool.take(2)
-        pool.reclaim = lambda count: None
-        with pytest.raises(NoPages):
-            pool.take(1)
+        held = pool.allocate(2)
+        pool.evict = lambda count: None
+        with pytest.raises(OutOfPages):
+            pool.allocate(1)
         check_pool(pool, Counter(held))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
     def test_contents(self, dtype: torch.dtype) -> None:
-        pool = PagePool(5, 3, 2, 4, dtype=dtype, device=CPU, page=3)
+        pool = PagePool(5, 3, 2, 4, dtype=dtype, device=CPU, page_size=3)
         pool.memory.copy_(torch.arange(pool.memory.numel()).reshape(pool.memory.shape) % 101)
         before = pool.memory.clone()
         read = pool.read([4, 1])
@@ -153,30 +164,30 @@ class TestPool:
 
     def test_any_operations(self) -> None:
         draw = random.Random(0)
-        for count in (1, 7, RUN, 2 * RUN + 3):
+        for count in (1, 7, RUN_PAGES, 2 * RUN_PAGES + 3):
             pool, held = pool_of(count), list[int]()
             for _ in range(amount(20_000, 300)):
                 kind = draw.randrange(3)
-                if kind == 0 and pool.free:
-                    new = pool.take(draw.randint(1, min(pool.free, 5)), draw.choice([NONE, *held]))
+                if kind == 0 and pool.num_free_pages:
+                    new = pool.allocate(draw.randint(1, min(pool.num_free_pages, 5)), draw.choice([NO_PAGE, *held]))
                     assert not {*new} & {*held}
                     assert len({*new}) == len(new)
                     held += new
                 elif kind == 1 and held:
                     held.append(draw.choice(held))
-                    pool.share(held[-1:])
+                    pool.retain(held[-1:])
                 elif held:
                     pool.release([held.pop(draw.randrange(len(held)))])
                 check_pool(pool, Counter(held))
 
     @pytest.mark.parametrize("page", [0, -1, 1.5, True, None, "4"])
     def test_a_page_that_is_none(self, page: Any) -> None:
-        with pytest.raises(ValueError, match="a page has a whole number of positions"):
+        with pytest.raises(ValueError, match="page_size must be a positive integer"):
             pool_of(1, page=page)
 
     @pytest.mark.parametrize("count", [0, -1, 1.5, None])
     def test_no_pages_at_all(self, count: Any) -> None:
-        with pytest.raises(ValueError, match="a pool has a whole number of pages"):
+        with pytest.raises(ValueError, match="num_pages must be a positive integer"):
             pool_of(count)
 
     def test_more_than_there_is(self) -> None:
@@ -187,16 +198,16 @@ class TestPool:
     def test_for_a_model(self, dtype: torch.dtype) -> None:
         config = make_tiny_config(model_type="gemma3")  # two layers with windows and one without
         size = page_bytes(1, 2, 12, dtype, 4)
-        pool = PagePool.for_model(config, 10 * size + size // 2, dtype=dtype, device=CPU, page=4)
-        assert (pool.count, pool.layers, pool.page_bytes, pool.memory_bytes) == (10, 1, size, 10 * size)
-        with pytest.raises(ValueError, match="hold no 4 positions of this model"):
-            PagePool.for_model(config, 3 * size - 1, dtype=dtype, device=CPU, page=4)
+        pool = PagePool.for_model(config, 10 * size + size // 2, dtype=dtype, device=CPU, page_size=4)
+        assert (pool.num_pages, pool.layers, pool.page_bytes, pool.memory_bytes) == (10, 1, size, 10 * size)
+        with pytest.raises(ValueError, match="bytes of cache are too few: 4 positions of this model"):
+            PagePool.for_model(config, 3 * size - 1, dtype=dtype, device=CPU, page_size=4)
 
     def test_unwritten(self) -> None:
         """What was never taken counts as free memory still."""
         pool = pool_of(40)
         assert pool.unwritten_bytes == pool.memory_bytes
-        pool.release(pool.take(10))
+        pool.release(pool.allocate(10))
         assert pool.unwritten_bytes == 30 * pool.page_bytes
 
 
@@ -212,7 +223,7 @@ def test_groups_of_layers() -> None:
 
 
 def cache_of(page: int = 4, *, windows: tuple[int | None, ...] = (None,), capacity: int = 40, **sizes: Any) -> Any:
-    return PagedCache.allocate(len(windows), 1, 2, capacity, windows=windows, page=page, device="cpu", **sizes)
+    return PagedCache.allocate(len(windows), 1, 2, capacity, windows=windows, page_size=page, device="cpu", **sizes)
 
 
 def fill(cache: PagedCache, n: int, start: float | None = None) -> None:
@@ -230,10 +241,10 @@ def contents(cache: PagedCache, layer: int = 0) -> list[float]:
     group, within = cache._places[layer]
     keys, values = cache.pool.keys_and_values(within)
     found = []
-    for position in range(first_seen(cache.seq_len, cache.windows[layer]), cache.seq_len):
+    for position in range(first_visible(cache.seq_len, cache.windows[layer]), cache.seq_len):
         for row in range(cache.shape.batch_size):
-            page, at = cache.pages[row, group, position // cache.pool.page], position % cache.pool.page
-            assert page != NONE
+            page, at = cache.page_table[row, group, position // cache.pool.page_size], position % cache.pool.page_size
+            assert page != NO_PAGE
             number, owner = keys[page, 0, at].tolist()
             assert (owner, values[page, 0, at].tolist()) == (layer, [-number, -owner])
         found.append(number)
@@ -246,43 +257,42 @@ class TestPaged:
         cache = cache_of(page)
         for n in range(1, 41):
             fill(cache, 1)
-            assert cache.held == -(-n // page)
-            assert cache.memory_bytes == cache.held * cache.pool.page_bytes
-            assert cache.pool.count - cache.pool.free == cache.held
+            assert cache.num_pages == -(-n // page)
+            assert cache.memory_bytes == cache.num_pages * cache.pool.page_bytes
+            assert cache.pool.num_pages - cache.pool.num_free_pages == cache.num_pages
         assert contents(cache) == [*range(40)]
         cache.truncate(page + 1 if page < 40 else 1)
-        assert cache.held == (2 if page < 40 else 1)
+        assert cache.num_pages == (2 if page < 40 else 1)
         cache.reset()
-        assert (cache.held, cache.pool.free) == (0, cache.pool.count)
+        assert (cache.num_pages, cache.pool.num_free_pages) == (0, cache.pool.num_pages)
 
-    @pytest.mark.parametrize("held", [3, 4, 5, 7, 8, 9])
-    @pytest.mark.parametrize("kept", range(10))
+    @once(kept=range(10), held=[3, 4, 5, 7, 8, 9])
     def test_pages_ends(self, held: int, kept: int) -> None:
         """Exactly a page, one position less and one more, before and after a truncation."""
         cache = cache_of()
         kept = min(kept, held)
         fill(cache, held)
         cache.truncate(kept)
-        assert cache.held == -(-kept // 4)
+        assert cache.num_pages == -(-kept // 4)
         fill(cache, 6, 100)
         assert contents(cache) == [*range(kept), *range(100, 106)]
-        assert cache.held == -(-(kept + 6) // 4)
+        assert cache.num_pages == -(-(kept + 6) // 4)
 
     @pytest.mark.parametrize("common", range(1, 10))
     def test_copied_only_when_shared(self, common: int) -> None:
         cache = cache_of()
         fill(cache, common)
-        pages = cache.held
+        pages = cache.num_pages
         twin = cache.fork()
-        assert cache.pool.count - cache.pool.free == pages
+        assert cache.pool.num_pages - cache.pool.num_free_pages == pages
         fill(twin, 1, 50)
         whole = common // 4
-        assert (twin.pages[0, 0, :whole] == cache.pages[0, 0, :whole]).all()
-        assert twin.pages[0, 0, whole] != cache.pages[0, 0, whole]
-        assert cache.pool.count - cache.pool.free == pages + 1
-        before = cache.pages.copy()
+        assert (twin.page_table[0, 0, :whole] == cache.page_table[0, 0, :whole]).all()
+        assert twin.page_table[0, 0, whole] != cache.page_table[0, 0, whole]
+        assert cache.pool.num_pages - cache.pool.num_free_pages == pages + 1
+        before = cache.page_table.copy()
         fill(cache, 1)  # the page is its own again
-        assert (cache.pages[0, 0, :pages] == before[0, 0, :pages]).all()
+        assert (cache.page_table[0, 0, :pages] == before[0, 0, :pages]).all()
         assert contents(cache) == [*range(common + 1)]
         assert contents(twin) == [*range(common), 50]
 
@@ -315,11 +325,11 @@ class TestPaged:
         del family[:4]
         assert contents(family[-1]) == [0, 1, 2, 3, 10, 20, 30, 40, 50]
         family.clear()
-        assert pool.free == pool.count
+        assert pool.num_free_pages == pool.num_pages
 
     def test_a_fork_knows_its_tokens(self) -> None:
         model = make_tiny_model()
-        memory = CacheMemory(model, 10**5, page=4)
+        memory = CacheMemory(model, 10**5, page_size=4)
         cache = memory.cache(20)
         run(model, cache, [1, 2, 3])
         twin = cache.fork()
@@ -329,7 +339,7 @@ class TestPaged:
 
     def test_a_fork_knows_its_model(self) -> None:
         one, other = make_tiny_model(), make_tiny_model(1)
-        cache = CacheMemory(one, 10**5, page=4).cache(20)
+        cache = CacheMemory(one, 10**5, page_size=4).cache(20)
         run(one, cache, [1, 2, 3])
         with pytest.raises(ValueError, match="of another model"):
             run(other, cache.fork(), [4])
@@ -339,9 +349,9 @@ class TestPaged:
         cache = PagedCache(pool, 12, [None], batch_size=3)
         fill(cache, 5)
         twin = cache.fork()
-        assert pool.count - pool.free == cache.held == 6
+        assert pool.num_pages - pool.num_free_pages == cache.num_pages == 6
         fill(twin, 1, 70)
-        assert pool.count - pool.free == 9
+        assert pool.num_pages - pool.num_free_pages == 9
         assert contents(cache) == [0, 1, 2, 3, 4]
         assert contents(twin) == [0, 1, 2, 3, 4, 70]
 
@@ -352,11 +362,11 @@ class TestPaged:
         fill(cache, 4)
         fill(other, 2)
         twin = cache.fork()
-        held = Counter(pool.holders.tolist())
+        held = Counter(pool.ref_counts.tolist())
         for each, n in ((cache, 1), (twin, 5), (other, 3)):
-            with pytest.raises(NoPages):
+            with pytest.raises(OutOfPages):
                 fill(each, n)
-            assert Counter(pool.holders.tolist()) == held
+            assert Counter(pool.ref_counts.tolist()) == held
         assert [contents(cache), cache.seq_len, other.seq_len] == [[0, 1, 2, 3], 4, 2]
         del other, each
         fill(twin, 2)
@@ -370,9 +380,9 @@ class TestPaged:
         caches.append(caches[0].fork())
         cache = caches.pop()
         caches.clear()
-        assert pool.count - pool.free == cache.held
+        assert pool.num_pages - pool.num_free_pages == cache.num_pages
         del cache
-        assert pool.free == pool.count
+        assert pool.num_free_pages == pool.num_pages
 
     def test_another_pool(self) -> None:
         with pytest.raises(ValueError, match=r"a page of this pool holds 2 layers, but .* pages of 1"):
@@ -394,7 +404,7 @@ class TestAdopt:
         fill(one, 6)
         other = PagedCache(one.pool, 12, [None])
         pages = one.filled_pages()
-        one.pool.share(page for [page] in pages)
+        one.pool.retain(page for [page] in pages)
         other.adopt(pages, range(6), None)
         assert other.contents.tokens(6) == [*range(6)]
         assert contents(one) == contents(other) == [*range(6)]
@@ -413,26 +423,24 @@ class TestAdopt:
     def test_a_window_of_one(self) -> None:
         """Nothing of the last page is seen, and so it may be missing; it can be written to all the same."""
         cache = PagedCache(pool_of(9), 12, [None, 1])
-        [page] = cache.pool.take(1)
+        [page] = cache.pool.allocate(1)
         cache.pool.memory[:, :, :, page] = 7.0
-        cache.adopt([(page, NONE)], [1, 2], None)
+        cache.adopt([(page, NO_PAGE)], [1, 2], None)
         assert contents(cache, 1) == []
         fill(cache, 1)
-        assert cache.held == 2
+        assert cache.num_pages == 2
         assert contents(cache, 1) == []
 
 
 class TestWindows:
-    @pytest.mark.parametrize("page", [1, 2, 3, 4])
-    @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 9])
-    @pytest.mark.parametrize("n", [1, 2, 5])
+    @pairs(n=[1, 2, 5], window=[1, 2, 3, 4, 5, 9], page=[1, 2, 3, 4])
     def test_dropped_only_when_unseen(self, page: int, window: int, n: int) -> None:
         cache = cache_of(page, windows=(None, window))
         for _ in range(38 // n):
             fill(cache, n)
             assert contents(cache, 0) == [*range(cache.seq_len)]
             assert contents(cache, 1) == [*range(max(0, cache.seq_len - window + 1), cache.seq_len)]
-            kept = cache.pages[0, 1] != NONE
+            kept = cache.page_table[0, 1] != NO_PAGE
             before = cache.seq_len - n  # what the pass began with is what counted
             assert kept.sum() <= -(-cache.seq_len // page) - max(0, before - window + 1 - page) // page
 
@@ -451,21 +459,21 @@ class TestWindows:
         cache = cache_of(2, windows=(None, 3))
         for _ in range(20):
             fill(cache, 1)
-        held = cache.held
+        held = cache.num_pages
         with pytest.raises(ValueError, match=r"cannot truncate to 9: its window begins at 7, and positions before 14"):
             cache.truncate(9)
-        assert (cache.seq_len, cache.held) == (20, held)
+        assert (cache.seq_len, cache.num_pages) == (20, held)
         cache.truncate(0)
-        assert cache.pool.free == cache.pool.count
+        assert cache.pool.num_free_pages == cache.pool.num_pages
 
     def test_told_before(self) -> None:
         """While all is there still."""
         cache, told = cache_of(2, windows=(None, 3)), list[tuple[int, int]]()
-        cache.before_drop = lambda each: told.append((each.seq_len, int((each.pages != NONE).sum())))
+        cache.on_window_release = lambda each: told.append((each.seq_len, int((each.page_table != NO_PAGE).sum())))
         for _ in range(16):
             fill(cache, 1)
         assert told == [(6, 6), (8, 7), (10, 8), (12, 9), (14, 10)]
-        assert cache.fork().before_drop is cache.before_drop
+        assert cache.fork().on_window_release is cache.on_window_release
 
     @pytest.mark.parametrize("chunk", [PREFILL_CHUNK, 64])
     def test_no_more_than_a_ring(self, chunk: int) -> None:
@@ -474,15 +482,19 @@ class TestWindows:
         sizes = {"num_hidden_layers": 26, "layer_types": kinds, "sliding_window": 512, "head_dim": 2}
         config = make_tiny_config(model_type="gemma3", num_key_value_heads=1, max_position_embeddings=8192, **sizes)
         cache = PagedCache.from_model_config(config, 8192, dtype=torch.float32, device="cpu")
-        per_page = cache.pool.page * cache.pool.layers
+        per_page = cache.pool.page_size * cache.pool.layers
         while cache.seq_len < 6144:
             cache.advance(chunk)
             slots = layer_slots(config, cache.seq_len, chunk)
-            assert cache.held * per_page <= sum(slots) + 26 * cache.pool.page
+            assert cache.num_pages * per_page <= sum(slots) + 26 * cache.pool.page_size
         for _ in range(200):
             cache.advance(1)
-            assert cache.held == pages_for(config, cache.seq_len - 1) + (cache.seq_len % 64 == 1) * len(cache.groups)
-            assert cache.held * per_page <= sum(layer_slots(config, cache.seq_len, 1)) + 26 * 2 * cache.pool.page
+            assert cache.num_pages == pages_for(config, cache.seq_len - 1) + (cache.seq_len % 64 == 1) * len(
+                cache.groups
+            )
+            assert (
+                cache.num_pages * per_page <= sum(layer_slots(config, cache.seq_len, 1)) + 26 * 2 * cache.pool.page_size
+            )
 
 
 # The property: any operations on rows of one small pool.
@@ -540,8 +552,8 @@ class Sequence:
         self.lost = lost  # it need not go back to before this length
 
     def passes(self, n: int) -> None:
-        """A pass over n tokens begins: pages that no query sees are let go of, but for one."""
-        self.lost = max(self.lost, len(self.tokens) - self.cache.pool.page)
+        """A pass over n tokens begins: pages that no query sees are released, except one."""
+        self.lost = max(self.lost, len(self.tokens) - self.cache.pool.page_size)
 
 
 class World:
@@ -555,7 +567,7 @@ class World:
         size = page_bytes(layers, 1, config.computed_head_dim, torch.int8 if dtype == "int8" else torch.float32, page)
         count = pages_for(config, CAPACITY, page) * 5 // 2
         self.memory = CacheMemory(
-            self.model, size * count, cache_dtype="int8" if dtype == "int8" else "auto", page=page
+            self.model, size * count, cache_dtype="int8" if dtype == "int8" else "auto", page_size=page
         )
         self.pool, self.index = self.memory.pool, self.memory.index
         self.poison = -1 if dtype == "int8" else torch.nan
@@ -579,23 +591,23 @@ class World:
         self.rows.clear()
         self.check()
         self.index.clear()
-        assert self.pool.free == self.pool.count
+        assert self.pool.num_free_pages == self.pool.num_pages
 
     def check(self) -> None:
         held = self.index.check()
-        page = self.pool.page
+        page = self.pool.page_size
         for row in self.rows:
             cache = row.cache
-            own = cache.pages != NONE
-            held.update(cache.pages[own].tolist())
-            assert cache.held == own.sum()
+            own = cache.page_table != NO_PAGE
+            held.update(cache.page_table[own].tolist())
+            assert cache.num_pages == own.sum()
             assert cache.seq_len == len(row.tokens)
             assert cache.contents.tokens(cache.seq_len) == [*row.tokens]
             for group, there in zip(cache.groups, own[0], strict=True):
-                seen = range(first_seen(cache.seq_len, group.window), cache.seq_len)
+                seen = range(first_visible(cache.seq_len, group.window), cache.seq_len)
                 assert all(there[position // page] for position in seen)
         check_pool(self.pool, held)
-        free = np.flatnonzero(self.pool.holders == 0).tolist()
+        free = np.flatnonzero(self.pool.ref_counts == 0).tolist()
         self.pool.memory[:, :, :, free] = self.poison
 
     def new(self) -> PagedCache:
@@ -626,10 +638,10 @@ class World:
         try:
             with torch.inference_mode():
                 logits = backend_for(self.model).run([Row(row.cache, [*new], ALL) for row, new in pairs])
-        except NoPages:
+        except OutOfPages:
             # No copy could be made, or too few pages be had for all rows; and nothing is kept for its own sake.
             groups = len(pairs[0][0].cache.groups)
-            assert self.pool.free < sum(groups * (2 + len(new) // self.pool.page) for _, new in pairs)
+            assert self.pool.num_free_pages < sum(groups * (2 + len(new) // self.pool.page_size) for _, new in pairs)
             leaves = [node for node in self.index._nodes() if not node.children]
             assert all(any(self.index._in_use(page) for page in node.pages if page >= 0) for node in leaves)
             return
@@ -662,13 +674,13 @@ class World:
             self.again(-1, number)
 
     def again(self, which: int, number: int) -> None:
-        """A sequence is asked for something else: what it has in common with it is kept."""
+        """A sequence gets another prompt: the common prefix is kept."""
         if row := self.row(which):
             text = self.random.choice(self.texts)
             cut = self.random.choice([0, 0, 1, self.random.randrange(CAPACITY)])
             prompt = (text[: max(0, len(text) - cut)] + self.some(1 + number % 3))[:CAPACITY]
             before = row.cache.seq_len
-            found = self.memory.recall(row.cache, list(prompt))
+            found = self.memory.attach_prefix(row.cache, list(prompt))
             assert found == row.cache.seq_len < len(prompt)
             row.tokens = prompt[:found]
             row.lost = found if found > before else max(row.lost, found)
@@ -676,13 +688,13 @@ class World:
 
     def fork(self, which: int, number: int) -> None:
         if (row := self.row(which)) and len(self.rows) < ROWS:
-            free = self.pool.free
+            free = self.pool.num_free_pages
             self.rows.append(Sequence(self.seen(row.cache.fork()), row.tokens, row.lost))
-            assert self.pool.free == free
+            assert self.pool.num_free_pages == free
 
     def truncate(self, which: int, number: int) -> None:
         if row := self.row(which):
-            back = [len(row.tokens), self.pool.page, number][number % 3]
+            back = [len(row.tokens), self.pool.page_size, number][number % 3]
             length = max(0, len(row.tokens) - back)
             try:
                 row.cache.truncate(length)
@@ -713,8 +725,8 @@ class World:
     def press(self, which: int, number: int) -> None:
         """Somebody else needs pages for a while."""
         try:
-            pages = self.pool.take(1 + number)
-        except NoPages:
+            pages = self.pool.allocate(1 + number)
+        except OutOfPages:
             return
         self.pool.write(pages, torch.full((len(pages), *self.pool.page_shape), self.poison, dtype=self.pool.dtype))
         self.pool.release(pages)
@@ -727,11 +739,11 @@ class World:
         row.passes(n)
         try:
             row.cache.reserve(n)
-        except NoPages:
+        except OutOfPages:
             return
         for position in range(len(row.tokens), len(row.tokens) + n):
-            for page in row.cache.pages[0, :, position // self.pool.page]:
-                self.pool.memory[:, :, :, page, position % self.pool.page] = self.poison
+            for page in row.cache.page_table[0, :, position // self.pool.page_size]:
+                self.pool.memory[:, :, :, page, position % self.pool.page_size] = self.poison
 
     def save(self, which: int, number: int) -> None:
         if row := self.row(which):
@@ -744,7 +756,7 @@ class World:
             row = Sequence(self.new(), tokens, len(tokens))
             try:
                 self.memory.restore(row.cache, tensors)
-            except NoPages:
+            except OutOfPages:
                 return
             self.rows.append(row)
 
@@ -801,23 +813,23 @@ class Broken:
     @staticmethod
     def fork_unshared(cache: PagedCache) -> PagedCache:
         twin = Broken.fork(cache)
-        cache.pool.release(twin._held_pages())
+        cache.pool.release(twin.page_table[twin.page_table != NO_PAGE].tolist())
         return twin
 
     @staticmethod
     def truncate_unreleased(cache: PagedCache, first: int) -> None:
-        held = cache.pages[:, :, first : cache._taken].copy()
-        cache.pool.share(held[held != NONE].tolist())
+        held = cache.page_table[:, :, first : cache.table_length].copy()
+        cache.pool.retain(held[held != NO_PAGE].tolist())
         Broken.release_from(cache, first)
 
     @staticmethod
     def truncate_late(cache: PagedCache, first: int) -> None:
         """Keeps a page too many."""
-        Broken.release_from(cache, first + (0 < first < cache._taken))
+        Broken.release_from(cache, first + (0 < first < cache.table_length))
 
     @staticmethod
     def written_while_shared(cache: PagedCache, index: int) -> list[tuple[int, int]]:
-        return [(0, int(group)) for group in np.flatnonzero(cache.pages[0, :, index] == NONE)]
+        return [(0, int(group)) for group in np.flatnonzero(cache.page_table[0, :, index] == NO_PAGE)]
 
     @staticmethod
     def a_page_short(positions: int, page: int) -> int:
@@ -834,23 +846,23 @@ class Broken:
         """So many pages earlier than they should be, counting the one that is kept for a rewind."""
 
         def drop_unseen(cache: PagedCache) -> None:
-            page, kept = cache.pool.page, list(cache._first)
+            page, kept = cache.pool.page_size, list(cache._first)
             for i, group in enumerate(cache.groups):
                 if group.window is not None:
-                    first = (first_seen(cache.seq_len, group.window) + (early - 1) * page) // page
+                    first = (first_visible(cache.seq_len, group.window) + (early - 1) * page) // page
                     kept[i] = max(kept[i], min(first, cache.seq_len // page))
-                gone = cache.pages[:, i, cache._first[i] : kept[i]]
-                cache.pool.release(gone[gone != NONE].tolist())
-                gone[:] = NONE
-            cache._keep_from(kept)
+                gone = cache.page_table[:, i, cache._first[i] : kept[i]]
+                cache.pool.release(gone[gone != NO_PAGE].tolist())
+                gone[:] = NO_PAGE
+            cache._set_first(kept)
 
         return drop_unseen
 
     @staticmethod
-    def stays_in_the_tree(index: PrefixIndex, busy: Any) -> bool:
+    def stays_in_the_tree(index: PrefixIndex, pinned: Any) -> bool:
         """A leaf whose pages are gone."""
         leaves = {node: node.parent for node in index._nodes() if not node.children}
-        dropped = Broken.drop(index, busy)
+        dropped = Broken.drop(index, pinned)
         for node, parent in leaves.items():
             if node.parent is None:
                 node.parent = parent
@@ -859,8 +871,8 @@ class Broken:
         return dropped
 
     @staticmethod
-    def under_other_tokens(index: PrefixIndex, tokens: Any, pages: Any) -> None:
-        Broken.insert(index, [(token + 1) % TOKENS for token in tokens], pages)
+    def under_other_tokens(index: PrefixIndex, tokens: Any, pages: Any, salt: str = "") -> None:
+        Broken.insert(index, [(token + 1) % TOKENS for token in tokens], pages, salt)
 
     @staticmethod
     def a_token_more(run: tuple[int, ...], tokens: tuple[int, ...]) -> int:
@@ -877,11 +889,11 @@ class Broken:
         pytest.param(PagedCache, "fork", Broken.fork_unshared, id="fork does not share"),
         pytest.param(PagedCache, "_release_from", Broken.truncate_unreleased, id="truncate does not release"),
         pytest.param(PagedCache, "_release_from", Broken.truncate_late, id="truncate releases a page late"),
-        pytest.param(PagedCache, "_to_copy", Broken.written_while_shared, id="written while shared"),
+        pytest.param(PagedCache, "_shared_at", Broken.written_while_shared, id="written while shared"),
         pytest.param(paged, "_pages", Broken.a_page_short, id="a page short"),
         pytest.param(paged, "_pages", Broken.a_page_long, id="a page long"),
-        pytest.param(PagedCache, "_drop_unseen", Broken.drops(1), id="dropped a page early"),
-        pytest.param(PagedCache, "_drop_unseen", Broken.drops(2), id="dropped two pages early"),
+        pytest.param(PagedCache, "_drop_invisible", Broken.drops(1), id="dropped a page early"),
+        pytest.param(PagedCache, "_drop_invisible", Broken.drops(2), id="dropped two pages early"),
         pytest.param(PrefixIndex, "_drop", Broken.stays_in_the_tree, id="dropped, but still found"),
         pytest.param(PrefixIndex, "insert", Broken.under_other_tokens, id="kept under other tokens"),
         pytest.param(prefix, "_common", Broken.a_token_more, id="found for other tokens"),
@@ -900,11 +912,13 @@ def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner: Any, name: s
         search(PROPERTY(without_kernels))()
 
 
-@pytest.mark.parametrize(("page", "has"), [(PAGE, True), (2 * PAGE, True), (4, False), (PAGE + 16, False)])
+@pytest.mark.parametrize(
+    ("page", "has"), [(PAGE_SIZE, True), (2 * PAGE_SIZE, True), (4, False), (PAGE_SIZE + 16, False)]
+)
 def test_pages_that_a_gpu_can_read(page: int, has: bool) -> None:
-    """Its kernels take blocks of keys, which no page may cut. Any other cache is asked to attend itself."""
+    """Its kernels read blocks of keys within one page. Any other cache attends itself."""
     config = make_tiny_config()
-    cache = PagedCache.from_model_config(config, 300, dtype="float32", device="cpu", page=page)
+    cache = PagedCache.from_model_config(config, 300, dtype="float32", device="cpu", page_size=page)
     assert cache.table(config, torch.float32, 1) is not None
-    cache._on_device = torch.zeros(cache.pages.shape, dtype=torch.int64)  # as on a GPU
+    cache._device_table = torch.zeros(cache.page_table.shape, dtype=torch.int64)  # as on a GPU
     assert (cache.table(config, torch.float32, 1) is not None) == has

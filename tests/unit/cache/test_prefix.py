@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from amount import amount
+from amount import amount, once, pairs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infer.cache.pool import NoPages, PagePool
+from infer.cache.pool import OutOfPages, PagePool
 from infer.cache.prefix import TRIES, Match, PrefixIndex
 
 FULL = [None]
@@ -20,7 +20,7 @@ MIXED = [None, 4]  # pages of 4 positions below: a window of one page and the th
 
 
 def index_of(windows: Sequence[int | None] = FULL, *, page: int = 4, count: int = 60) -> PrefixIndex:
-    pool = PagePool(count, 1, 1, 2, dtype=torch.float32, device=torch.device("cpu"), page=page)
+    pool = PagePool(count, 1, 1, 2, dtype=torch.float32, device=torch.device("cpu"), page_size=page)
     return PrefixIndex(pool, windows)
 
 
@@ -32,9 +32,9 @@ def put(
     known: pages that it took from the index; lost: which pages it no longer has of groups with windows.
     """
     pool = index.pool
-    pages = index.match(tokens[: known * pool.page]).pages
-    for at in range(known, -(-len(tokens) // pool.page)):
-        new = pool.take(len(index.windows))
+    pages = index.match(tokens[: known * pool.page_size]).pages
+    for at in range(known, -(-len(tokens) // pool.page_size)):
+        new = pool.allocate(len(index.windows))
         gone = [page for page, window in zip(new, index.windows, strict=True) if window and at in lost]
         pool.release(gone)
         pages.append(tuple(-1 if page in gone else page for page in new))
@@ -59,10 +59,10 @@ def look(index: PrefixIndex, tokens: Sequence[int]) -> Match:
 def consistent(index: PrefixIndex, *held: Sequence[tuple[int, ...]]) -> None:
     """All pages are held as often as the index and these say, and free otherwise."""
     holders = index.check()
-    assert index.pages == len(holders)
+    assert index.num_pages == len(holders)
     holders.update(page for pages in held for some in pages for page in some if page >= 0)
-    assert Counter(dict(enumerate(index.pool.holders.tolist()))) == holders
-    assert index.pool.free == index.pool.count - len(holders)
+    assert Counter(dict(enumerate(index.pool.ref_counts.tolist()))) == holders
+    assert index.pool.num_free_pages == index.pool.num_pages - len(holders)
 
 
 class TestMatch:
@@ -81,11 +81,11 @@ class TestMatch:
         pages = put(index, range(length))
         common = min(length, asked)
         assert look(index, range(asked)) == Match(common, pages[: -(-common // 4)])
-        assert len(index) == index.pages == len(pages)
+        assert len(index) == index.num_pages == len(pages)
 
     @pytest.mark.parametrize("common", range(1, 10))
     def test_fork(self, common: int) -> None:
-        """Where it is in the middle of a page, each branch has a page of its own that holds what lies before, too."""
+        """Where it is in the middle of a page, each branch has its own page, which also holds the tokens before."""
         index = index_of()
         one, other = [*range(10)], [*range(common), 90, 91, 92, 93, 94]
         first = put(index, one)
@@ -100,7 +100,7 @@ class TestMatch:
         a, b, c = (put(index, tokens) for tokens in ([1, 2, 3, 4], [1, 2, 3, 5], [1, 6, 7, 8]))
         assert [look(index, t).pages for t in ([1, 2, 3, 4], [1, 2, 3, 5], [1, 6, 7, 8])] == [a, b, c]
         assert look(index, [1, 2, 3]).pages == a
-        assert (len(index), index.pages) == (5, 3)
+        assert (len(index), index.num_pages) == (5, 3)
 
     def test_shared_for_the_caller(self) -> None:
         index = index_of()
@@ -109,8 +109,8 @@ class TestMatch:
         consistent(index, match.pages)
         index.clear()
         consistent(index, match.pages)
-        assert index.pool.free == 58
-        assert len(index) == index.pages == 0
+        assert index.pool.num_free_pages == 58
+        assert len(index) == index.num_pages == 0
 
 
 class TestInsert:
@@ -120,19 +120,19 @@ class TestInsert:
         put(index, range(10))
         put(index, range(7))
         assert look(index, range(10)).pages == first
-        assert index.pages == 3
+        assert index.num_pages == 3
 
     def test_a_tail_grows(self) -> None:
-        """A conversation leaves no page behind for each turn."""
+        """A conversation does not leave a page per turn."""
         index = index_of()
         for length in range(1, 12):
             pages = put(index, range(length), known=length // 4)
-            assert index.pages == len(index) == len(pages)
+            assert index.num_pages == len(index) == len(pages)
             assert look(index, range(length)) == Match(length, pages)
 
     def test_a_tail_grows_in_the_same_page(self) -> None:
         index = index_of()
-        pages = [(page,) for page in index.pool.take(2)]
+        pages = [(page,) for page in index.pool.allocate(2)]
         for length in range(1, 9):
             index.insert(range(length), pages[: -(-length // 4)])
             consistent(index, pages)
@@ -157,15 +157,14 @@ class TestInsert:
     )
     def test_refuses(self, tokens: int, pages: list[tuple[int, ...]]) -> None:
         index = index_of(MIXED)
-        index.pool.take(2)
+        index.pool.allocate(2)
         with pytest.raises(ValueError, match="page"):
             index.insert(range(tokens), pages)
         assert len(index) == 0
 
 
 class TestWindows:
-    @pytest.mark.parametrize("window", range(1, 11))
-    @pytest.mark.parametrize("length", range(1, 13))
+    @once(length=range(1, 13), window=range(1, 11))
     def test_only_what_it_needs(self, window: int, length: int) -> None:
         """The next token sees itself and window - 1 before it."""
         index = index_of([None, window])
@@ -175,9 +174,7 @@ class TestWindows:
         assert match.length == length
         assert match.pages == [(a, b if at in needed else -1) for at, (a, b) in enumerate(pages[: len(match.pages)])]
 
-    @pytest.mark.parametrize("window", range(1, 18))
-    @pytest.mark.parametrize("lost", [(0,), (1,), (2,), (3,), (0, 1), (1, 3), (0, 2)])
-    @pytest.mark.parametrize("asked", [14, 16])
+    @pairs(asked=[14, 16], lost=[(0,), (1,), (2,), (3,), (0, 1), (1, 3), (0, 2)], window=range(1, 18))
     def test_longest(self, window: int, lost: tuple[int, ...], asked: int) -> None:
         index = index_of([None, window])
         put(index, range(16), lost=lost)
@@ -227,7 +224,7 @@ class TestEvict:
             index.evict(1)
             consistent(index)
             assert look(index, range(gone, gone + 4)).length == 0
-            assert index.pages == len(left)
+            assert index.num_pages == len(left)
 
     def test_from_the_end(self) -> None:
         index = index_of()
@@ -239,10 +236,10 @@ class TestEvict:
     def test_the_pool_asks(self) -> None:
         index = index_of(count=5)
         put(index, range(20))
-        taken = index.pool.take(3)
+        taken = index.pool.allocate(3)
         assert look(index, range(20)).length == 8
-        with pytest.raises(NoPages):
-            index.pool.take(3)
+        with pytest.raises(OutOfPages):
+            index.pool.allocate(3)
         index.pool.release(taken)
         consistent(index)
 
@@ -254,20 +251,20 @@ class TestEvict:
         for _ in range(2):
             index.evict(100)
             consistent(index, match.pages)
-            assert index.pages == 2
+            assert index.num_pages == 2
         release(index, match.pages)
         index.evict(100)
-        assert index.pages == len(index) == 0
+        assert index.num_pages == len(index) == 0
 
     def test_all_but_what_is_in_use(self) -> None:
-        """Also the page of a node that others lie behind: theirs holds its tokens too."""
+        """Also the page of a node with descendants: their page holds its tokens too."""
         index = index_of()
         put(index, [1, 2, 3, 4])
         put(index, [1, 2, 8, 9])
         match = index.match([1, 2, 8, 9])
         index.evict(100)
         consistent(index, match.pages)
-        assert index.pool.free == index.pool.count - 1
+        assert index.pool.num_free_pages == index.pool.num_pages - 1
         release(index, match.pages)
         assert look(index, [1, 2, 8, 9]).length == 4
 
@@ -290,14 +287,14 @@ class TestEvict:
         put(index, [1, 2, 3, 4])
         put(index, [1, 2, 8, 9])
         look(index, [1, 2, 8, 9])
-        free = index.pool.free
+        free = index.pool.num_free_pages
         index.evict(1)
         consistent(index)
-        assert index.pool.free >= free + 1
+        assert index.pool.num_free_pages >= free + 1
         match = index.match([1, 2])
         index.evict(9)
         consistent(index, match.pages)
-        assert index.pages == 1
+        assert index.num_pages == 1
 
     def test_window_pages_go_first(self) -> None:
         """Those that no end, nor the last token of it asked for again, needs; from the beginning on."""
@@ -307,14 +304,14 @@ class TestEvict:
             index.evict(1)
             consistent(index)
             match = look(index, range(16))
-            assert (match.length, index.pages, len(index)) == (16, 8 - stripped, 4)
+            assert (match.length, index.num_pages, len(index)) == (16, 8 - stripped, 4)
         assert [look(index, range(length)).length for length in (14, 15)] == [0, 15]
         index.evict(1)
         assert len(index) == 3
 
     @pytest.mark.parametrize("window", range(1, 13))
     def test_window_pages_that_hits_need_stay(self, window: int) -> None:
-        """A prompt asked for again without its last token, and one that goes on where two part."""
+        """A repeated prompt without its last token, and one that continues at a fork."""
         index = index_of([None, window])
         put(index, range(16))
         put(index, [*range(10), 90, 91], known=2)
@@ -352,11 +349,11 @@ class TestEvict:
         for _ in range(2):
             index.evict(9)
             consistent(index, *held)
-            assert index.pages == len(long) // 4
+            assert index.num_pages == len(long) // 4
         release(index, held.pop(TRIES * 2))
         index.evict(9)
         consistent(index, *held)
-        assert index.pages == len(long) // 4 - 1
+        assert index.num_pages == len(long) // 4 - 1
 
     def test_terminates(self) -> None:
         index = index_of(MIXED)
@@ -376,7 +373,7 @@ class World:
     def __init__(self, windows: Sequence[int | None], page: int, count: int) -> None:
         self.index = index_of(windows, page=page, count=count)
         self.pool, self.size, self.windows = self.index.pool, page, windows
-        self.pool.reclaim = self.evict
+        self.pool.evict = self.evict
         self.written: dict[int, tuple[int, int, tuple[int, ...]]] = {}  # of a page: group, index, all tokens to its end
         self.running: list[tuple[tuple[int, ...], list[tuple[int, ...]]]] = []
         self.known: dict[tuple[int, ...], tuple[int, ...]] = {}  # beginnings of what was inserted: their last pages
@@ -420,7 +417,7 @@ class World:
         self.lost = before.keys() - self.known.keys()
 
     def start(self, tokens: tuple[int, ...], lose: int) -> None:
-        """A sequence of which the index may know the beginning. lose: the first pages whose windows' are let go."""
+        """A sequence with a cached prefix, perhaps. lose: the first entries whose window pages are released."""
         length, pages = self.match(tokens[:-1])
         known = length // self.size  # a page to be written to is copied
         self.running.append((tokens, pages))
@@ -447,8 +444,8 @@ class World:
         """Pages after the known ones, for the sequence that came last, or its end."""
         groups = len(self.windows)
         try:
-            new = self.pool.take((-(-length // self.size) - known) * groups)
-        except NoPages:
+            new = self.pool.allocate((-(-length // self.size) - known) * groups)
+        except OutOfPages:
             self.end(-1)
             return False
         release(self.index, pages[known:])
@@ -462,7 +459,7 @@ class World:
                     self.written[page] = group, at, tokens[: (at + 1) * self.size]
 
     def insert(self, tokens: tuple[int, ...], pages: list[tuple[int, ...]]) -> None:
-        """Nothing is lost by it, and what is whole is found."""
+        """Nothing is lost, and complete prefixes are found."""
         self.index.insert(tokens, pages)
         self.learn()
         assert not self.lost
@@ -481,16 +478,16 @@ class World:
 
     def evict(self, count: int) -> None:
         """What others hold stays; if too little came free, every leaf and every page to be stripped is in use."""
-        before, free = self.index.check(), self.pool.free
-        used = {page: times for page, times in before.items() if self.pool.holders[page] > times}
+        before, free = self.index.check(), self.pool.num_free_pages
+        used = {page: times for page, times in before.items() if self.pool.ref_counts[page] > times}
         self.index.evict(count)
         after = self.index.check()
         assert all(after[page] >= times for page, times in used.items())  # more, where others have them now too
         self.learn()
-        if self.pool.free < free + count:
+        if self.pool.num_free_pages < free + count:
             for node in self.index._nodes():
                 assert node.children or any(page in used for page in node.pages)
-                assert all(node.pages[group] in used for group in self.index._spare(node))
+                assert all(node.pages[group] in used for group in self.index._unneeded_groups(node))
 
     def check(self) -> None:
         consistent(self.index, *(pages for _, pages in self.running))
@@ -525,5 +522,25 @@ def test_any_operations(windows: list[int | None], page: int, count: int, operat
         world.end(0)
     world.evict(count + 1)  # more than there are, so that nodes without a page go too
     world.check()
-    assert world.pool.free == count
+    assert world.pool.num_free_pages == count
     assert len(world.index) == 0
+
+
+def test_a_salt_separates() -> None:
+    index = index_of(MIXED)
+    tokens = list(range(10))
+    for salt in ("", "a", "b", "a"):
+        pages = [tuple(index.pool.allocate(2)) for _ in range(3)]
+        index.insert(tokens, pages, salt)
+        release(index, pages)
+        index.check()
+    found = [index.match(tokens, salt) for salt in ("", "a", "b", "c")]
+    assert [match.length for match in found] == [10, 10, 10, 0]
+    used = [{page for some in match.pages for page in some if page >= 0} for match in found]
+    assert len(set.union(*used)) == sum(map(len, used))
+    assert index.match([], "a").length == 0
+    for match in found:
+        release(index, match.pages)
+    index.evict(index.pool.num_pages)
+    assert index.pool.num_free_pages == index.pool.num_pages
+    assert len(index) == 0

@@ -16,7 +16,7 @@ import torch
 from amount import amount
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from mocks import LAYOUT_NAMES, LAYOUTS, STORED, RoundingNoCache
+from mocks import LAYOUTS, STORED, RoundingNoCache
 from tiny import make_tiny_model
 from torch import Tensor
 
@@ -144,7 +144,9 @@ class Driver:
     @staticmethod
     def kept(cache: SlidingCache | PagedCache, layer: int) -> int:
         """Positions that a layer holds at least, once there were as many."""
-        return cache.k[layer].shape[2] if isinstance(cache, SlidingCache) else cache.windows[layer] + cache.pool.page
+        return (
+            cache.k[layer].shape[2] if isinstance(cache, SlidingCache) else cache.windows[layer] + cache.pool.page_size
+        )
 
     def reset(self, _: int) -> None:
         self.tokens = self.tokens[:, :0]
@@ -190,9 +192,22 @@ def assert_near(logits: Tensor, expected: Tensor, cache: BaseCache) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-4 if not cache.quantized else TOLERANCE, rtol=0)
 
 
-@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.fixture
 def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Decoder]) -> Decoder:
-    return tiny_model(**request.param)
+    return tiny_model(**CONFIGS[request.param])
+
+
+# Each layout with each dtype, and each model with some of them.
+EVERY_CACHE = [(*layout, dtype) for layout in LAYOUTS for dtype in STORED]
+EVERY_CASE = pytest.mark.parametrize(
+    ("model", "cls", "options", "dtype"),
+    [
+        (name, *cache)
+        for i, cache in enumerate(EVERY_CACHE)
+        for name in amount(list(CONFIGS), [list(CONFIGS)[i % len(CONFIGS)]])
+    ],
+    indirect=["model"],
+)
 
 
 # Examples share models, and none changes one.
@@ -204,9 +219,8 @@ SETTINGS = settings(
 )
 
 
-@pytest.mark.parametrize("dtype", STORED)
-@pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
-@settings(SETTINGS, max_examples=amount(112, 6))
+@EVERY_CASE
+@settings(SETTINGS, max_examples=amount(112, 12))
 @given(operations=OPERATIONS, batch=st.integers(1, 3), compiled=st.booleans(), seed=st.integers(0, 999))
 def test_cached_is_recomputed(
     model: Decoder,
@@ -222,8 +236,7 @@ def test_cached_is_recomputed(
     Driver(model, [cache], seed, compiled).run(operations)
 
 
-@pytest.mark.parametrize("dtype", STORED)
-@pytest.mark.parametrize(("cls", "options"), LAYOUTS, ids=LAYOUT_NAMES)
+@EVERY_CASE
 def test_every_way_to_cut_a_prompt(model: Decoder, dtype: str, cls: type[BaseCache], options: dict[str, Any]) -> None:
     """All 32 ways to feed six tokens, or eleven of them."""
     tokens = torch.tensor([[5, 9, 60, 33, 2, 2]])
@@ -292,13 +305,13 @@ def check_ring(
 
 
 def test_a_ring_is_the_whole_sequence() -> None:
-    settings(SETTINGS, max_examples=80)(RING(check_ring))()
+    settings(SETTINGS, max_examples=amount(200, 50))(RING(check_ring))()
 
 
 class OneOff:
     """The parts of a ring, each with a mistake of one position."""
 
-    first_seen, write, at = SlidingCache._first_seen, SlidingCache._write, Table.at
+    first_visible, write, at = SlidingCache._first_visible, SlidingCache._write, Table.at
 
     @staticmethod
     def span_late(ring: Tensor, first: int, end: int) -> Tensor:
@@ -317,11 +330,11 @@ class OneOff:
     @staticmethod
     def fits_early(cache: SlidingCache, n: int) -> bool:
         end = cache.seq_len + n - 1
-        return all(end - cache._first_seen(i) <= k.shape[2] for i, k in enumerate(cache.k))
+        return all(end - cache._first_visible(i) <= k.shape[2] for i, k in enumerate(cache.k))
 
     @staticmethod
     def window_late(cache: SlidingCache, layer_idx: int) -> int:
-        first = OneOff.first_seen(cache, layer_idx)
+        first = OneOff.first_visible(cache, layer_idx)
         return first if cache.windows[layer_idx] is None else min(first + 1, cache.seq_len)
 
     @staticmethod
@@ -358,7 +371,7 @@ RARE = [(SlidingCache, "_write", OneOff.oldest_early), (SlidingCache, "_will_ove
         (ring, "ring_span", OneOff.span_shifted),
         (Table, "at", OneOff.table_short),
         (SlidingCache, "_fits_ring", OneOff.fits_early),
-        (SlidingCache, "_first_seen", OneOff.window_late),
+        (SlidingCache, "_first_visible", OneOff.window_late),
         (SlidingCache, "_write", OneOff.written_late),
         (SlidingCache, "_write", OneOff.oldest_late),
         *amount(RARE, []),

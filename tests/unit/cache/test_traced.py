@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from infer import KVCache, SlidingCache
-from infer.backend.cpu.functions import CpuAttention
+from infer.backend.cpu.ops import CpuAttention
 from infer.cache import BaseCache
 from infer.cache.int8 import decode
 from infer.cache.traced import TracedCache

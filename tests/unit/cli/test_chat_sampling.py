@@ -14,8 +14,9 @@ from commands import CONTEXT, TEMPLATE, Run, assert_refused
 from terminal import Terminal
 
 from infer import SamplingParams
-from infer.cli.sampling import CHAT, Asked, Settings, resolve
-from infer.loader.sampling import HF_KINDS, sampling_defaults
+from infer.cli.sampling import CHAT, Settings, resolve
+from infer.loader.checkpoint import SAMPLING_KINDS
+from infer.loader.find import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
 
@@ -49,8 +50,8 @@ def gguf_with(tmp_path: Path) -> Make:
     return make
 
 
-def asked(**values: Any) -> Asked:
-    return Asked(SamplingParams(**values), frozenset(values))
+def asked(**values: Any) -> Settings:
+    return Settings(SamplingParams(**values), {name: f"--{name.replace('_', '-')}" for name in values})
 
 
 def test_a_folder(with_settings: Make) -> None:
@@ -68,8 +69,8 @@ def test_a_folder(with_settings: Make) -> None:
 def test_a_gguf_file(gguf_with: Make) -> None:
     """Its floats have 32 bits."""
     model = gguf_with(temp=0.6, top_k=20, top_p=0.95, min_p=0.01, penalty_repeat=1.05, mirostat=2)
-    assert sampling_defaults(model) == (OWN, "tiny.gguf", ())
-    assert sampling_defaults(gguf_with(top_p=0.5)).values == {}
+    assert open_checkpoint(model).sampling_defaults() == (OWN, "tiny.gguf", ())
+    assert open_checkpoint(gguf_with(top_p=0.5)).sampling_defaults().values == {}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_many_prompts(run: Run, tmp_path: Path, with_settings: Make) -> None:
 HOSTILE = ["hot", True, [], {}, -1, float("nan"), float("inf"), 1e300, 10**400, "0.5"]
 
 
-@pytest.mark.parametrize("name", HF_KINDS)
+@pytest.mark.parametrize("name", SAMPLING_KINDS)
 def test_values_that_are_none(with_settings: Make, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """Each is left out, with a line that says so; the others hold."""
     for value in HOSTILE:
@@ -141,7 +142,7 @@ def test_hostile_flags_and_files(run: Run, with_settings: Make, gguf_with: Make)
     done = run(*args, model=gguf_with(temp="hot", top_k=[1, 2]))
     assert done.status == 0
     assert "note: tiny.gguf: temperature must be from 0 to 100, not 'hot'; it is ignored" in done.err
-    assert "note: tiny.gguf: top_k must be a whole number" in done.err
+    assert "note: tiny.gguf: top_k must be an integer" in done.err
 
 
 def test_told_on_a_terminal(with_settings: Make) -> None:

@@ -14,17 +14,17 @@ from terminal import ALT_ENTER, BACKSPACE, CTRL_C, CTRL_D, ENTER, LEFT, TAB, UP,
 # Notes each message that is sent, and takes its time over each pass if it is told to.
 PREPARED = """
 import time
-from infer.cli.conversation import Conversation
+from infer.cli.chat import Conversation
 from infer.engine.runner import Runner
-reply, step = Conversation.reply, Runner.step
+reply, run = Conversation.reply, Runner.run
 def noted(self, text):
     with open({notes!r}, "a") as notes:
         print(repr(text), file=notes)
     reply(self, text)
-def slow(self, counts=None):
+def slow(self, scheduled):
     time.sleep({pause})
-    return step(self, counts)
-Conversation.reply, Runner.step = noted, slow
+    return run(self, scheduled)
+Conversation.reply, Runner.run = noted, slow
 """
 CYAN, DIM = "\x1b[0;36m", "\x1b[2m"
 
@@ -105,12 +105,12 @@ def test_replies_are_stopped_and_gone_on_with(chat: Callable[..., Chat]) -> None
         terminal.until_more(4)
         terminal.send(CTRL_C)
         stopped = terminal.prompt()
-        assert "; stopped: /more goes on]" in stopped
+        assert "; stopped: /more continues it]" in stopped
         terminal.send(f"/more{ENTER}")
         terminal.until("/more\n")
         terminal.send(paste("typed\nmeanwhile"))  # nobody asks for it yet
         rest = terminal.prompt()
-        assert "cut, at 60 new tokens: /more goes on]" in rest
+        assert "cut, at 60 new tokens: /more continues it]" in rest
         assert "typed" not in rest
         terminal.send(ENTER)
         terminal.until("meanwhile\n")
@@ -134,7 +134,7 @@ def test_commands(chat: Callable[..., Chat], tmp_path: Path) -> None:
         assert "there is no reply to trace" in terminal.say("/trace")
         assert "there is no turn to forget" in terminal.say("/undo")
         first = terminal.say("hello")
-        assert "cut, at 6 new tokens: /more goes on]" in first
+        assert "cut, at 6 new tokens: /more continues it]" in first
         assert DIM + "[6 tokens at " in terminal.raw
         assert CYAN + "hello" in terminal.raw
         assert "[12 tokens" not in terminal.say("/more")
@@ -154,7 +154,7 @@ def test_commands(chat: Callable[..., Chat], tmp_path: Path) -> None:
         assert "[0 turns, cache holds 0]" in terminal.say("/undo")
         for i in range(3):
             shown = terminal.say(f"{i} {'x' * 40}")
-            assert ("positions are left; then the oldest turns are forgotten" in shown) == (i == 1)
+            assert ("positions are left; after that, the oldest turns are forgotten" in shown) == (i == 1)
             assert ("[the context is full: the first 1 turn forgotten]" in shown) == (i == 2)
         assert "of 160 positions, 2 turns" in terminal.say("/stats")
         terminal.send(f"/exit{ENTER}")

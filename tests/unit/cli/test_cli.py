@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,17 @@ from matplotlib.image import imread
 from infer import LLM, KVCache, SamplingParams, Tokenizer, Trace, load_model, machine
 from infer import generate as generate_tokens
 from infer.backend.cpu import backend as cpu_backend
-from infer.cache.pool import PAGE
+from infer.cache.pool import PAGE_SIZE
 from infer.cli import main
 from infer.cli.common import DEFAULT_MODEL
 from infer.cli.sampling import CHAT
 from infer.cli.streams import say
 from infer.engine import generate as engine
 from infer.engine.llm import Handle
-from infer.engine.params import CONSTRAINTS
+from infer.engine.params import DISTRIBUTION_SETTINGS, SETTINGS
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.session import Session
-from infer.engine.text import TextStream
+from infer.engine.text import Detokenizer
 from infer.evaluate import bench, paths, verify
 from infer.loader import describe, load
 from infer.loader.builtin import BUILTIN
@@ -89,7 +89,7 @@ class TestGenerate:
             "finish_reason",
             "timing",
             "cache_memory_bytes",
-            "known_tokens",
+            "num_cached_tokens",
         ]
         assert {name: output[name] for name in ("prompt_token_ids", "token_ids", "text", "finish_reason")} == {
             name: getattr(expected, name) for name in ("prompt_token_ids", "token_ids", "text", "finish_reason")
@@ -145,7 +145,7 @@ class TestGenerate:
     def test_compare_tells_of_other_tokens(self, run: Run, forgetful: None) -> None:
         done = run("generate", "hello", "--compare", "--json", "--max-new-tokens", "24")
         assert json.loads(done.out)["without_kv_cache"]["same_tokens"] is False
-        assert "OTHER tokens" in done.err
+        assert "DIFFERENT tokens" in done.err
 
     @pytest.mark.parametrize("seed", [(), ("--seed", "3")], ids=["drawn", "given"])
     def test_compare_with_sampling(self, run: Run, seed: tuple[str, ...]) -> None:
@@ -215,13 +215,18 @@ SAMPLING: list[tuple[list[str], dict[str, Any]]] = [
     (["--seed", "11"], {"seed": 11}),
     (["--max-new-tokens", "3"], {"max_new_tokens": 3}),
 ]
+LISTED = {name for _, values in SAMPLING for name in values}
+SAMPLING += [
+    ([f"--{name.replace('_', '-')}", "1"], {name: SETTINGS[name].kind(1)})
+    for name in DISTRIBUTION_SETTINGS
+    if name not in LISTED
+]
 
 
 class TestSamplingOptions:
     def test_every_field_is_covered(self) -> None:
-        more = {"n", "logprobs", "prompt_logprobs", *CONSTRAINTS}  # tested with those who ask for them
-        names = {field.name for field in fields(SamplingParams)}
-        assert {name for _, values in SAMPLING for name in values} == names - more
+        names = {name for name, setting in SETTINGS.items() if setting.every_command}
+        assert {name for _, values in SAMPLING for name in values} == names
 
     @pytest.mark.parametrize("command", ["generate", "chat"])
     @pytest.mark.parametrize(("options", "values"), SAMPLING, ids=[" ".join(options) for options, _ in SAMPLING])
@@ -346,7 +351,7 @@ class TestCacheDtype:
 
     def test_compare_says_why_tokens_are_others(self, run: Run, forgetful: None) -> None:
         done = run("generate", "hello", "--compare", "--cache-dtype", "int8", "--max-new-tokens", "24")
-        assert "OTHER tokens: int8 rounds, see `infer perplexity`" in done.err
+        assert "DIFFERENT tokens: int8 rounds, see `infer perplexity`" in done.err
 
     def test_chat(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[Any] = []
@@ -359,8 +364,8 @@ class TestCacheDtype:
         monkeypatch.setattr(Session, "__init__", note)
         assert run("chat", *GREEDY, "--cache-dtype", "int8", "--max-new-tokens", "8", stdin="hello\n").status == 0
         memory = made[0].llm.memory
-        assert memory.index.pages == 1
-        assert memory.pool.page_bytes == PAGE * self.INT8_BYTES_PER_TOKEN
+        assert memory.index.num_pages == 1
+        assert memory.pool.page_bytes == PAGE_SIZE * self.INT8_BYTES_PER_TOKEN
 
     def test_bench(self, run: Run) -> None:
         options = ("--prompt-tokens", "6", "--new-tokens", "4", "--trials", "1", "--cache-dtype", "int8")
@@ -380,7 +385,7 @@ class TestCacheDtype:
         paths = len(done.out.splitlines()) - 2
         reference = "one pass without a cache that rounds as int8 caches do"
         assert done.err.splitlines() == [
-            f"{paths} paths to come, each compared with {reference}",
+            f"{paths} paths to run, each compared with {reference}",
             f"{paths} of {paths} paths give the same bits as {reference}",
         ]
 
@@ -582,7 +587,7 @@ class TestChat:
         assert done.out.splitlines() == [first, second]
         complaints = [line for line in done.err.splitlines() if "exceed" in line]
         assert len(complaints) == 1
-        assert f"exceed the context of {limit} (shorten the message; /undo or /clear forgets" in complaints[0]
+        assert f"exceed the context of {limit} (shorten the message, use /undo or /clear" in complaints[0]
 
     def test_a_turn_that_the_template_refuses(self, run: Run) -> None:
         expected = run("chat", *GREEDY, "--max-new-tokens", "8", stdin="hello\n").out
@@ -602,12 +607,12 @@ class TestChat:
         done = run("chat", *GREEDY, "--max-new-tokens", "8", stdin="hello\ngo on\n")
         (session,) = made
         assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
-        assert f"cache holds {len(session.tokens)}; cut, at 8 new tokens: /more goes on]" in done.err
+        assert f"cache holds {len(session.tokens)}; cut, at 8 new tokens: /more continues it]" in done.err
         memory = session.llm.memory
         found = memory.index.match(session.tokens)
         assert found.length == len(session.tokens)
-        assert len(found.pages) == -(-len(session.tokens) // PAGE)
-        assert memory.pool.page_bytes == PAGE * CACHE_BYTES_PER_TOKEN
+        assert len(found.pages) == -(-len(session.tokens) // PAGE_SIZE)
+        assert memory.pool.page_bytes == PAGE_SIZE * CACHE_BYTES_PER_TOKEN
 
     def test_fork_and_branch(self, run: Run) -> None:
         """Each branch goes on from what was said before the fork."""
@@ -642,8 +647,8 @@ class TestChat:
         history = [("user", "hello"), ("assistant", hello), ("user", "go on")]
         assert passes[0] <= len(chat_ids(folder, *history)) - len(chat_ids(folder, ("user", "hello")))
         for command, message in (
-            ("/load", "/load needs a file to read"),
-            ("/save", "/save needs a file to write to"),
+            ("/load", "/load needs a file name"),
+            ("/save", "/save needs a file name"),
             (f"/load {tmp_path / 'none'}", "there is no file"),
             (f"/save {tmp_path}", "is a folder, not a file to write to"),
             (f"/save {tmp_path / 'no' / 'where'}", "there is no folder"),
@@ -658,7 +663,7 @@ class TestChat:
             assert f"  {name} " in done.err
         assert "there is no command /frok: did you mean /fork?" in done.err
         assert "there is no command /zzz: /help lists them" in done.err
-        assert "/pages takes nothing behind it, not 'now'" in done.err
+        assert "/pages takes no argument, not 'now'" in done.err
         assert "conversation   0 positions in 0 pages, 0 shared with other branches" in done.err
 
     def test_pages_of_branches(self, run: Run) -> None:
@@ -666,7 +671,7 @@ class TestChat:
         lines = run("chat", *GREEDY, "--max-new-tokens", "8", stdin=stdin).err.splitlines()
         first, second, third = [line for line in lines if line.startswith("  conversation")]
         held, pages = (int(number) for number in re.findall(r"(\d+) (?:position|page)s", first))
-        assert pages == -(-held // PAGE) == 2
+        assert pages == -(-held // PAGE_SIZE) == 2
         assert first.endswith(f"{held} positions in 2 pages, 0 shared with other branches")
         assert second.endswith(f"{held} positions in 2 pages, 2 shared with other branches")
         assert third.endswith(" pages, 1 shared with other branches")  # the second was written to, and copied for that
@@ -679,8 +684,8 @@ class TestChat:
         first, second, third = done.out.splitlines()
         assert first + second == whole
         assert third == after
-        assert done.err.count("; cut, at 8 new tokens: /more goes on]") == 2
-        assert "there is no reply to go on with" in run(*args, "8", stdin="hello\n/undo\n/more\n").err
+        assert done.err.count("; cut, at 8 new tokens: /more continues it]") == 2
+        assert "there is no reply to continue" in run(*args, "8", stdin="hello\n/undo\n/more\n").err
         run(*args, "8", stdin=f"hello\n/save {tmp_path / 'cut'}\n")
         assert run(*args, "8", stdin=f"/load {tmp_path / 'cut'}\n/more\n").out == f"{second}\n"
 
@@ -706,14 +711,14 @@ class TestChat:
         done = run(*args, stdin="".join(f"{text}\n" for text in [*texts, "/undo", texts[1]]))
         assert len(done.out.splitlines()) == 3
         assert done.err.count("the context is full: ") == 1
-        assert "--on-full drop forgets the oldest turns)" in done.err
+        assert "or --on-full drop)" in done.err
         assert_refused(run("chat", "--on-full", "recompute"), "--on-full must be drop or error, not 'recompute'")
 
     def test_a_reply_is_cut_where_the_context_ends(self, run: Run) -> None:
         """Not refused: it has the room that is left, and goes on once turns are forgotten."""
         args = ("chat", *GREEDY, "--ignore-eos", "--context", "120", "--max-new-tokens", "100")
         done = run(*args, stdin=f"hello\n{'x' * 30}\n/more\n/more\n")
-        assert "; cut, the context is full: /more goes on]" in done.err
+        assert "; cut, the context is full: /more continues it]" in done.err
         assert done.status == 0
         assert "[the context is full: the first 1 turn forgotten]" in done.err
         assert "tokens of this turn alone + 30 new tokens exceed the context of 120" in done.err
@@ -724,7 +729,7 @@ class TestChat:
         assert "[sampling: temperature 0.7, top_p 0.9, min_p 0.05, repetition_penalty 1.1 (chat defaults);" in err
         assert "top_k 5 (/set)" in err
         assert err.count(", seed 7]") == 1
-        assert "top_p is a number, or off, not 'x'" in err
+        assert "top_p must be a number, or off, not 'x'" in err
         assert "there is no setting nonsense: there are temperature, " in err
         assert "[sampling: greedy: temperature 0.0, top_k 5 (/set), top_p 0.9" in err
 
@@ -763,10 +768,10 @@ class TestChat:
     @pytest.mark.parametrize(
         ("size", "message"),
         [
-            ("much", "--cache-memory is a size like 800MB or 2GB, not 'much'"),
-            ("-1GB", "--cache-memory must be more than nothing"),
-            ("1XB", "--cache-memory is a size like"),
-            ("100", "100 bytes of cache hold no 64 positions of this model"),
+            ("much", "--cache-memory must be a size like 800MB or 2GB, not 'much'"),
+            ("-1GB", "--cache-memory must be at least 1 byte"),
+            ("1XB", "--cache-memory must be a size like"),
+            ("100", "100 bytes of cache are too few: 64 positions of this model"),
             ("60KB", "but the memory for caches has"),
         ],
     )
@@ -888,7 +893,7 @@ class TestInfo:
             "contiguous_cache_bytes": CONTEXT * CACHE_BYTES_PER_TOKEN,
             "free_bytes": weights + 100 * CACHE_BYTES_PER_TOKEN + 1,
             "largest_context": 100,
-            "page_bytes": PAGE * CACHE_BYTES_PER_TOKEN,
+            "page_bytes": PAGE_SIZE * CACHE_BYTES_PER_TOKEN,
             "conversations": 0,
         }
         assert (done.status, done.err) == (0, "")
@@ -983,9 +988,10 @@ class TestInfo:
         lines = {line[:22].strip(): line[22:].strip() for line in done.out.splitlines()}
         assert lines["parameters"] == "999.9 M"
         assert lines["windows"] == "22 of 26 layers see 512 positions"
-        assert lines["context"] == ("32,768 positions, 157.3 MB of cache; 872.4 MB if every layer kept everything")
+        assert lines["context"] == ("32,768 positions, 157.3 MB of cache; 872.4 MB if every layer kept all positions")
         assert json.loads(run("info", "--dtype", "bfloat16", "--json", model=gemma).out) == facts | {
-            "free_bytes": pytest.approx(facts["free_bytes"], rel=0.5)
+            "free_bytes": pytest.approx(facts["free_bytes"], rel=0.5),
+            "conversations": pytest.approx(facts["conversations"], rel=0.5),  # as many as are free
         }
 
     @pytest.mark.parametrize("context", [1, 512, 1024])
@@ -1033,7 +1039,7 @@ class TestVerify:
         assert {*CACHES, "no cache, traced", "default cache, batch of 3", "generate_batch"} <= set(names)
         assert {f"sampled, {name}" for name in CACHES} <= set(names)
         assert done.err.splitlines() == [
-            f"{len(lines)} paths to come, each compared with one pass without a cache",
+            f"{len(lines)} paths to run, each compared with one pass without a cache",
             f"{len(lines)} of {len(lines)} paths give the same bits as one pass without a cache",
         ]
 
@@ -1043,7 +1049,7 @@ class TestVerify:
         assert done.status == 0
         why = "there are no kernels for this CPU: INFER_KERNELS=0, or numba is missing"
         assert done.out.startswith(f"plain torch ({why}): paths agree within rounding\n")
-        assert "the likeliest token is the same everywhere, near-ties aside" in done.err
+        assert "the most likely token is the same everywhere, near-ties aside" in done.err
 
     def test_windows(self, run: Run, windowed: Path, compared: list[list[int]]) -> None:
         """A prompt past the window joins the others, unless the prompts are the user's."""
@@ -1063,13 +1069,13 @@ class TestVerify:
     def compared(self, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         """The prompts of each comparison."""
         seen: list[list[int]] = []
-        compare = paths.compare
+        compare = paths.Comparison
 
         def noted(model: Any, tokenizer: Any, prompts: list[int], *args: Any, **options: Any) -> Any:
             seen.append(prompts)
             return compare(model, tokenizer, prompts, *args, **options)
 
-        monkeypatch.setattr(paths, "compare", noted)
+        monkeypatch.setattr(paths, "Comparison", noted)
         return seen
 
     def test_json(self, run: Run, folder: Path, tmp_path: Path) -> None:
@@ -1160,7 +1166,7 @@ class TestBench:
     def test_beyond_the_context(self, run: Run, passes: list[int], prompt: int) -> None:
         """It is measured what `generate` does there: the last tokens that fit, at each step."""
         args = ("--prompt-tokens", str(prompt), "--new-tokens", "5", "--trials", "1", "--warmup", "0")
-        assert_refused(run("bench", *args), "or go on beyond it with --on-full recompute")
+        assert_refused(run("bench", *args), "or continue beyond it with --on-full recompute")
         done = run("bench", *args, "--on-full", "recompute", "--compare", "--json")
         output = json.loads(done.out)
         assert [result["config"]["on_full"] for result in output["results"]] == ["recompute"] * 2
@@ -1188,7 +1194,7 @@ SUPPORTED_DEVICES = "use auto, cpu, cuda"
 TOO_LONG = "x" * 300
 NO_SWITCH = "this model's chat template has no switch for thinking: leave --thinking/--no-thinking out"
 NO_CACHE_DTYPE = "--cache-dtype must be auto or int8, not 'int3'"
-NO_CHUNK = "prefill_chunk must be a whole number, 1 or more, not 0"
+NO_CHUNK = "prefill_chunk must be an integer, 1 or more, not 0"
 
 # Arguments and what the message must say. "FOLDER" and "MISSING" stand for paths that only a run knows.
 REFUSED: dict[str, tuple[list[str], str]] = {
@@ -1199,7 +1205,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "negative top_k": (["generate", "hi", "--top-k", "-1"], "top_k must be"),
     "min_p above 1": (["generate", "hi", "--min-p", "2"], "min_p must be from 0 to 1"),
     "no new tokens": (["generate", "hi", "--max-new-tokens", "0"], "max_new_tokens must be"),
-    "empty stop": (["generate", "hi", "--stop", ""], "a stop string must be a non-empty text"),
+    "empty stop": (["generate", "hi", "--stop", ""], "a stop string must be a non-empty string"),
     "temperature in a chat": (["chat", "--temperature", "-1"], "temperature must be 0 or more"),
     "logit bias without a number": (["generate", "hi", "--logit-bias", "5"], "ID:BIAS, like 42:-1.5, not '5'"),
     "logit bias in words": (["generate", "hi", "--logit-bias", "a:b"], "ID:BIAS, like 42:-1.5, not 'a:b'"),
@@ -1215,9 +1221,9 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["generate", TOO_LONG, "--max-new-tokens", "1"],
         "301 prompt tokens + 1 new tokens = 302 positions exceed the model's context of 256",
     ),
-    "system without chat": (["generate", "hi", "--system", "Be kind"], "--system and --thinking go with --chat"),
-    "thinking without chat": (["generate", "hi", "--thinking"], "--system and --thinking go with --chat"),
-    "no thinking without chat": (["generate", "hi", "--no-thinking"], "--system and --thinking go with --chat"),
+    "system without chat": (["generate", "hi", "--system", "Be kind"], "--system and --thinking need --chat"),
+    "thinking without chat": (["generate", "hi", "--thinking"], "--system and --thinking need --chat"),
+    "no thinking without chat": (["generate", "hi", "--no-thinking"], "--system and --thinking need --chat"),
     "no switch for thinking": (["generate", "hi", "--chat", "--no-thinking"], NO_SWITCH),
     "no switch for thinking in a chat": (["chat", "--thinking", "--max-new-tokens", "5"], NO_SWITCH),
     "no tokens in a chunk": (["generate", "hi", "--prefill-chunk", "0"], NO_CHUNK),
@@ -1233,7 +1239,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "lengths beside a suite's": (
         ["bench", "--suite", "--new-tokens", "9"],
-        "--suite has lengths of its own: leave --prompt-tokens and --max-new-tokens out",
+        "--suite sets the lengths: leave --prompt-tokens and --max-new-tokens out",
     ),
     "a comparison without the cache": (
         ["bench", "--compare", "--no-kv-cache"],
@@ -1252,7 +1258,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown device in a chat": (["chat", "--device", "gpu", "--max-new-tokens", "5"], SUPPORTED_DEVICES),
     "no room for a turn in a chat": (
         ["chat", "--context", "20", "--max-new-tokens", "20"],
-        "--context 20 has no room for a turn: ",
+        "--context 20 is too short for a turn: ",
     ),
     "no context in a chat": (["chat", "--context", "0"], "context must be from 1 to the model's 256, not 0"),
     "too much context in a chat": (["chat", "--context", "257"], "context must be from 1 to the model's 256, not 257"),
@@ -1282,7 +1288,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown width for info": (["info", "FOLDER", "--quantize", "int3"], "int3"),
     "no threads": (
         ["generate", "hi", "--threads", "0", "--max-new-tokens", "5"],
-        f"threads must be a whole number from 1 to this machine's {os.cpu_count()} CPUs, not 0",
+        f"threads must be an integer from 1 to this machine's {os.cpu_count()} CPUs, not 0",
     ),
     "too many threads": (["bench", "--threads", "100000"], "CPUs, not 100000"),
     "unknown model": (
@@ -1387,7 +1393,7 @@ class TestRefused:
         """Each fits alone."""
         facts = json.loads(run("info", "--context", "200", "--json").out)
         largest = max(facts["weight_bytes"], facts["cache_bytes"])
-        held = sum(cache.unwritten_bytes for cache in machine.promises)
+        held = sum(cache.unwritten_bytes for cache in machine.lazy_allocations)
         monkeypatch.setattr(machine, "_system_memory", lambda: held + largest)
         words = ["hi"] if command != "chat" else []
         done = run(command, *words, "--max-new-tokens", "200")
@@ -1447,7 +1453,7 @@ class TestUnexpected:
             (ZeroDivisionError(), "error: ZeroDivisionError (INFER_TRACEBACK=1 shows where)\n"),
             (RuntimeError("one\n two"), "error: RuntimeError: one two (INFER_TRACEBACK=1 shows where)\n"),
             (RecursionError("too deep"), "error: RecursionError: too deep (INFER_TRACEBACK=1 shows where)\n"),
-            (MemoryError(), "error: MemoryError (it does not fit into memory)\n"),
+            (MemoryError(), "error: MemoryError (out of memory)\n"),
             (Panic("index out of bounds"), "error: Panic: index out of bounds (INFER_TRACEBACK=1 shows where)\n"),
         ],
         ids=repr,
@@ -1485,7 +1491,7 @@ class TestControlCharacters:
 
     @pytest.fixture
     def speaking(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(TextStream, "push", lambda self, token: TestControlCharacters.TEXT)
+        monkeypatch.setattr(Detokenizer, "push", lambda *_: TestControlCharacters.TEXT)
 
     @pytest.mark.parametrize("command", ["generate", "chat", "trace"])
     def test_generated(

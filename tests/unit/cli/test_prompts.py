@@ -103,13 +103,13 @@ def test_one_that_fails(run: Run, folder: Path, file: Path) -> None:
     [
         ("", "there are no prompts in"),
         ("\n \n", "there are no prompts in"),
-        ("hello", "line 1 is not JSON (a text needs quotes"),
+        ("hello", "line 1 is not JSON (text needs quotes"),
         ('{"prompt": "a", "max_tokens": 3}', "there is no setting 'max_tokens': did you mean max_new_tokens?"),
         ('"hello"\n{', "line 2 is not JSON"),
-        ("3", "line 1 is neither a text nor an object with a prompt: 3"),
-        ('{"text": "hello"}', 'line 1 needs a "prompt" or "messages"'),
-        ('{"prompt": "a", "messages": []}', 'line 1 needs a "prompt" or "messages", and not both'),
-        ('{"prompt": ["a"]}', "line 1: the prompt must be a text"),
+        ("3", "line 1 is neither text nor an object with a prompt: 3"),
+        ('{"text": "hello"}', 'line 1 needs either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'line 1 needs either "prompt" or "messages"'),
+        ('{"prompt": ["a"]}', "line 1: the prompt must be text"),
         ('{"messages": []}', "line 1: messages must be a list of objects"),
         ('{"prompt": "a", "colour": 1}', "line 1: there is no setting 'colour'"),
         ('{"prompt": "a", "temperature": "hot"}', "line 1: temperature must be"),
@@ -129,10 +129,10 @@ def test_refused_before_the_weights_are_read(run: Run, file: Path, text: str, me
     ("options", "message"),
     [
         (["hello"], "both given"),
-        (["--compare"], "go with one prompt"),
-        (["--no-kv-cache"], "go with one prompt"),
-        (["--on-full", "recompute"], "go with one prompt"),
-        (["--system", "Be kind"], "go with --chat"),
+        (["--compare"], "need a single prompt"),
+        (["--no-kv-cache"], "need a single prompt"),
+        (["--on-full", "recompute"], "need a single prompt"),
+        (["--system", "Be kind"], "need --chat"),
         (["--prefill-chunk", "0"], "prefill_chunk must be"),
         (["--cache-dtype", "int3"], "--cache-dtype must be"),
     ],
@@ -146,9 +146,9 @@ def test_options_that_do_not_go_together(run: Run, file: Path, options: Sequence
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "there is no prompt: give one, or pipe one to standard input, or a file of them with --prompts"),
-        (["hello", "--n", "2"], "go with --prompts"),
-        (["hello", "--prompt-logprobs", "0", "--json"], "go with --prompts"),
+        ([], "there is no prompt: give one, or pipe one to standard input, or a file of prompts with --prompts"),
+        (["hello", "--n", "2"], "need --prompts"),
+        (["hello", "--prompt-logprobs", "0", "--json"], "need --prompts"),
         (["hello", "--logprobs", "2"], "--logprobs needs --json"),
         (["--prompts", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
     ],
@@ -163,14 +163,14 @@ COMPILES = """
 import time
 from infer import progress
 from infer.engine import runner
-run = runner.Runner._run
+run = runner.Runner._run_pass
 def slow_run(self, backend, fed):
-    if len(fed[0].tokens) > 1:
+    if len(fed[0][1]) > 1:
         with progress.compiling("attend"):
             time.sleep(0.5)
     time.sleep(0.15)
     return run(self, backend, fed)
-runner.Runner._run = slow_run
+runner.Runner._run_pass = slow_run
 """
 
 

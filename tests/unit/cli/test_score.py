@@ -46,7 +46,7 @@ class TestScore:
 
     def test_refused(self, run: Run) -> None:
         assert_refused(run("score", ""), "the text is too short")
-        assert_refused(run("score", "hello " * 100), "`infer perplexity` reads longer ones in windows")
+        assert_refused(run("score", "hello " * 100), "`infer perplexity` scores longer texts in windows")
 
 
 class TestCompare:
@@ -67,7 +67,7 @@ class TestCompare:
         expected = kl_div(second, first, log_target=True, reduction="none").sum(-1)
         assert 0 < found["kl_divergence"] == pytest.approx(float(expected.mean()), rel=0.05)
         assert found["largest_kl_divergence"] == pytest.approx(float(expected.max()), rel=0.05)
-        assert found["same_likeliest"] == pytest.approx(
+        assert found["same_top_token"] == pytest.approx(
             float((first.argmax(-1) == second.argmax(-1)).float().mean()), abs=0.03
         )
 

@@ -16,7 +16,7 @@ from infer.cli.trace import parse_step, spread
 from infer.engine import generate as engine
 from infer.engine.result import GeneratedToken
 from infer.trace import record
-from infer.trace.repeat import read_page
+from infer.trace.page import read_page
 from infer.trace.save import json_lines
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
@@ -299,7 +299,7 @@ class TestFrom:
         output, done = self.again(run, page, "--seed", "1", "--temperature", "1.5")
         assert done.status == 0, "with other settings, other tokens are no failure"
         assert output["same_tokens"] is False
-        assert f"OTHER tokens than in {page} from step" in done.err
+        assert f"DIFFERENT tokens than in {page} from step" in done.err
 
     def test_another_prompt(self, run: Run, page: Path, folder: Path) -> None:
         for options, text in [((), "bye"), (("--chat",), chat_ids(folder, ("user", "bye")))]:
@@ -330,7 +330,7 @@ class TestFrom:
         output, done = self.again(run, page, "--layers", "1")
         assert done.status == 1
         assert output["same_tokens"] is False
-        assert f"OTHER tokens than in {page} from step" in done.err
+        assert f"DIFFERENT tokens than in {page} from step" in done.err
 
     def test_a_page_from_python(self, run: Run, folder: Path, tmp_path: Path) -> None:
         """It does not know where its model came from."""
@@ -341,19 +341,19 @@ class TestFrom:
         assert done.status == 0
         assert output["same_tokens"] is True
         done = run("trace", "--from", page, "--chat", "--model", folder, model=None)
-        assert_refused(done, f"{page} holds the tokens of its prompt alone: give the prompt as well")
+        assert_refused(done, f"{page} holds only the tokens of its prompt: give the prompt as well")
 
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
             (b"", "it holds no trace"),
             (b"<html></html>", "it holds no trace"),
-            (b"\xff\xfe", "it is not text in UTF-8"),
-            (b'<script type="application/json" id="data">{</script>', "its data are broken"),
-            (b'<script type="application/json" id="data">[1]</script>', "it does not say with which settings it ran"),
-            (b'<script type="application/json" id="data">{"settings": {}}</script>', "it does not say with which"),
-            (b'<script type="application/json" id="data">{"settings": {"params": 1}}</script>', "of another form"),
-            (b'<script type="application/json" id="data">' + b"[" * 99999 + b"</script>", "of another form"),
+            (b"\xff\xfe", "it is not UTF-8 text"),
+            (b'<script type="application/json" id="data">{</script>', "its data is not valid JSON"),
+            (b'<script type="application/json" id="data">[1]</script>', "it has no settings"),
+            (b'<script type="application/json" id="data">{"settings": {}}</script>', "it has no settings"),
+            (b'<script type="application/json" id="data">{"settings": {"params": 1}}</script>', "another form"),
+            (b'<script type="application/json" id="data">' + b"[" * 99999 + b"</script>", "another form"),
         ],
     )
     def test_no_page(self, run: Run, tmp_path: Path, text: bytes, reason: str) -> None:
@@ -440,25 +440,25 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no such layer": (["--layers", "0,3"], "there is no layer 3 to trace: the model has layers 0 to 2"),
     "no such layer from the end": (["--layers", "-4"], "there is no layer -4 to trace"),
     "no such head": (["--heads", "4"], "there is no head 4 to trace: the model has heads 0 to 3"),
-    "layers in words": (["--layers", "first"], "--layers is all, or numbers like 0,5,-1, not 'first'"),
-    "no layers": (["--layers", ""], "--layers is all, or numbers like 0,5,-1, not ''"),
-    "heads in words": (["--heads", "0,"], "--heads is all, or numbers like 0,5,-1, not '0,'"),
+    "layers in words": (["--layers", "first"], "--layers must be all, or numbers like 0,5,-1, not 'first'"),
+    "no layers": (["--layers", ""], "--layers must be all, or numbers like 0,5,-1, not ''"),
+    "heads in words": (["--heads", "0,"], "--heads must be all, or numbers like 0,5,-1, not '0,'"),
     "no such layer to show": (["--show-layer", "3"], "there is no layer 3 to trace"),
     "a layer to show that is not traced": (
         ["--layers", "0,2", "--show-layer", "1"],
         "--show-layer 1 is not traced: --layers are 0, 2",
     ),
     "no such head to show": (["--show-head", "-5"], "--show-head -5 is not traced: --heads are 0, 1, 2, 3"),
-    "no such step": (["--show-step", "0"], "--show-step is a number from 1 on, last or all, not '0'"),
-    "a step in words": (["--show-step", "first"], "--show-step is a number from 1 on, last or all, not 'first'"),
+    "no such step": (["--show-step", "0"], "--show-step must be a number from 1 on, last or all, not '0'"),
+    "a step in words": (["--show-step", "first"], "--show-step must be a number from 1 on, last or all, not 'first'"),
     "no alternatives": (["--alternatives", "0"], "--alternatives must be 1 or more, up to 2,147,483,648, not 0"),
     "unknown suffix": (["--save", "trace.csv"], "a trace is saved as .jsonl, .npz or .html, not as 'trace.csv'"),
-    "page of another suffix": (["--html", "page.npz"], "must end in .html, not 'page.npz'"),
+    "page of another suffix": (["--html", "page.npz"], "that ends in .html, not 'page.npz'"),
     "missing folder": (["--save", "MISSING/trace.npz"], "there is no folder"),
     "a step that cannot be": (["--show-step", "99"], "--show-step 99 is beyond the 32 steps"),
     "missing folder of a page": (["--html", "MISSING/trace.html"], "there is no folder"),
     "chunks without a cache": (["--prefill-chunk", "4", "--no-kv-cache"], "--prefill-chunk needs the cache"),
-    "system without chat": (["--system", "Be kind"], "--system and --thinking go with --chat"),
+    "system without chat": (["--system", "Be kind"], "--system and --thinking need --chat"),
     "overflow": (["--max-new-tokens", "300"], "exceed the model's context of 256"),
     "negative temperature": (["--temperature", "-1"], "temperature must be 0 or more"),
     "unknown dtype": (["--dtype", "int3"], "unknown dtype 'int3'"),

@@ -191,7 +191,7 @@ class TestForward:
                 model(some_ids(1, 1), past_kv=wrong)
         with pytest.raises(ValueError, match="17 positions exceed the 16"):
             model(some_ids(1, 17))
-        with pytest.raises(ValueError, match="13 more asked for, capacity 16"):
+        with pytest.raises(ValueError, match="13 more requested, capacity 16"):
             model(some_ids(1, 13), past_kv=past)
 
 
@@ -212,14 +212,14 @@ class TestGenerate:
         assert torch.equal(texts[0][:, :length], ids)
 
     def test_greedy_beyond_the_block(self, model: GPT, reference: PreTrainedModel) -> None:
-        """Each token is what transformers finds likeliest after the last block_size ones."""
+        """Each token is the top token of transformers after the last block_size tokens."""
         text = model.generate(some_ids(2, 12), 12, temperature=0)
         for at in range(12, 24):
             expected = reference(text[:, max(0, at - BLOCK) : at]).logits[:, -1].argmax(-1)
             assert torch.equal(text[:, at], expected)
 
     def test_draws(self, model: GPT) -> None:
-        """By torch's generator, from the top_k likeliest."""
+        """By torch's generator, from the top_k tokens."""
         ids = some_ids(1, 4)
         best = set(model(ids)[0][0, -1].topk(3).indices.tolist())
         torch.manual_seed(0)

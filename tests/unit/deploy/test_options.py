@@ -11,8 +11,7 @@ import pytest
 from commands import Done, assert_refused, folder  # noqa: F401
 
 from infer.cli import main
-from infer.deploy.options import DeployOptions
-from infer.deploy.placement import placed
+from infer.deploy.options import DeployOptions, resources_for
 
 
 def nodes(*resources: dict[str, float]) -> list[dict[str, Any]]:
@@ -24,7 +23,7 @@ class TestOptions:
         ("given", "message"),
         [
             ({"replicas": 0}, "greater than or equal to 1"),
-            ({"replicas": 3, "max_replicas": 2}, "max_replicas is 2, less than the 3"),
+            ({"replicas": 3, "max_replicas": 2}, "max_replicas is 2, less than replicas, 3"),
             ({"prefill_chunk": 0}, "prefill_chunk"),
             ({"tensor_parallel": 0}, "greater than or equal to 1"),
             ({"replica": 2}, "Extra inputs"),
@@ -41,30 +40,30 @@ class TestOptions:
 
 class TestPlaces:
     def test_replicas_of_a_machine_share_its_cores(self) -> None:
-        assert placed(DeployOptions(model="m", replicas=3), nodes({"CPU": 8})) == (2, 0, 3)
-        assert placed(DeployOptions(model="m", replicas=1, max_replicas=4), nodes({"CPU": 8})) == (2, 0, 4)
-        assert placed(DeployOptions(model="m", replicas=5), nodes({"CPU": 2})) == (1, 0, 5)
+        assert resources_for(DeployOptions(model="m", replicas=3), nodes({"CPU": 8})) == (2, 0, 3)
+        assert resources_for(DeployOptions(model="m", replicas=1, max_replicas=4), nodes({"CPU": 8})) == (2, 0, 4)
+        assert resources_for(DeployOptions(model="m", replicas=5), nodes({"CPU": 2})) == (1, 0, 5)
 
     def test_machines_share_the_replicas(self) -> None:
-        assert placed(DeployOptions(model="m", replicas=4), nodes({"CPU": 8}, {"CPU": 6})) == (3, 0, 2)
+        assert resources_for(DeployOptions(model="m", replicas=4), nodes({"CPU": 8}, {"CPU": 6})) == (3, 0, 2)
 
     def test_as_many_threads_as_asked_for(self) -> None:
-        assert placed(DeployOptions(model="m", threads=3), nodes({"CPU": 8})).threads == 3
+        assert resources_for(DeployOptions(model="m", threads=3), nodes({"CPU": 8})).threads == 3
         with pytest.raises(ValueError, match="threads is 9, but a machine of this cluster has 8 CPUs"):
-            placed(DeployOptions(model="m", threads=9), nodes({"CPU": 8}))
+            resources_for(DeployOptions(model="m", threads=9), nodes({"CPU": 8}))
 
     @pytest.mark.parametrize("device", ["auto", "cuda"])
     def test_gpus(self, device: str) -> None:
-        place = placed(
+        place = resources_for(
             DeployOptions(model="m", replicas=2, tensor_parallel=2, device=device), nodes({"CPU": 8, "GPU": 4})
         )
-        assert (place.gpus, place.neighbours) == (2, 1)
+        assert (place.gpus, place.neighbors) == (2, 1)
 
     def test_a_core_for_each_rank(self) -> None:
-        assert placed(DeployOptions(model="m", replicas=2, tensor_parallel=2), nodes({"CPU": 2})).threads == 2
+        assert resources_for(DeployOptions(model="m", replicas=2, tensor_parallel=2), nodes({"CPU": 2})).threads == 2
 
     def test_a_cpu_beside_gpus(self) -> None:
-        assert placed(DeployOptions(model="m", device="cpu"), nodes({"CPU": 8, "GPU": 4})).gpus == 0
+        assert resources_for(DeployOptions(model="m", device="cpu"), nodes({"CPU": 8, "GPU": 4})).gpus == 0
 
 
 class TestCommand:
@@ -84,7 +83,7 @@ class TestCommand:
     def test_what_cannot_be(self, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
         """Before Ray is started."""
         monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-        refuse("max_replicas is 2, less than the 3 to begin with", "--replicas", "3", "--max-replicas", "2")
-        refuse("--cache-memory is a size", "--cache-memory", "much")
+        refuse("max_replicas is 2, less than replicas, 3", "--replicas", "3", "--max-replicas", "2")
+        refuse("--cache-memory must be a size", "--cache-memory", "much")
         refuse("quantize must be one of", "--quantize", "int3")
         refuse("prefill_chunk", "--prefill-chunk", "0")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infer.deploy.prefixes import CHUNK, MOST_CHUNKS, PrefixTable, ordered, prompt_keys
+from infer.deploy.prefixes import CHUNK, MAX_PROMPT_CHUNKS, PrefixTable, ordered, prompt_keys
 
 
 def chat(*contents: str, **fields: Any) -> bytes:
@@ -45,7 +45,10 @@ class TestKeys:
         assert prompt_keys(body) == []
 
     def test_bounded(self) -> None:
-        assert len(prompt_keys(json.dumps({"prompt": "x" * (CHUNK * (MOST_CHUNKS + 50))}).encode())) == MOST_CHUNKS
+        assert (
+            len(prompt_keys(json.dumps({"prompt": "x" * (CHUNK * (MAX_PROMPT_CHUNKS + 50))}).encode()))
+            == MAX_PROMPT_CHUNKS
+        )
 
 
 class TestTable:
@@ -59,7 +62,7 @@ class TestTable:
         assert table.matches([]) == {}
 
     def test_forgets_what_was_used_least_recently(self) -> None:
-        table = PrefixTable(most=4)
+        table = PrefixTable(max_chunks=4)
         table.record([1, 2], "a")
         table.record([3, 4], "b")
         table.record([1, 2], "a")

@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from amount import pairs
 from mocks import CACHES, MockModel, UniformMockModel
 from torch import Tensor
 
-from infer import (
-    KVCache,
+from infer import KVCache, decode_step, prefill
+from infer.backend import backend_for
+from infer.cache import TracedCache
+from infer.compat.seeds import (
     allocate_kv_cache,
-    decode_step,
     full_attention_matrix,
     generate_ids_cached,
     generate_ids_greedy_cached,
     generate_ids_greedy_full,
-    prefill,
 )
-from infer.backend import backend_for
-from infer.cache import TracedCache
 from infer.models.common import Decoder
 from infer.models.rows import Row
 
@@ -159,9 +158,7 @@ class TestAllocate:
 
 
 class TestSteps:
-    @pytest.mark.parametrize("kind", CACHES)
-    @pytest.mark.parametrize("rows", [1, 3])
-    @pytest.mark.parametrize("layer", [0, 1])
+    @pairs(layer=[0, 1], rows=[1, 3], kind=CACHES)
     def test_against_one_pass(self, model: Decoder, kind: Any, rows: int, layer: int) -> None:
         """Logits and attention rows of a prompt and the tokens after it, fed one by one, in every row of a batch."""
         ids, start = some_ids(rows, 16), 9

@@ -12,22 +12,10 @@ from mocks import CACHES, Letters, MockModel, MockTokenizer, UniformMockModel
 from tiny import FAMILIES
 from torch import Tensor, nn
 
-from infer import (
-    GenerationResult,
-    KVCache,
-    SamplingParams,
-    SlidingCache,
-    Trace,
-    allocate_kv_cache,
-    generate,
-    generate_ids_cached,
-    generate_ids_greedy_cached,
-    prefill,
-    stream,
-)
+from infer import GenerationResult, KVCache, SamplingParams, SlidingCache, Trace, generate, prefill, stream
 from infer.cache import BaseCache, NoCache, TracedCache
-from infer.engine.caches import make_cache
-from infer.engine.model import step
+from infer.compat.seeds import allocate_kv_cache, generate_ids_cached, generate_ids_greedy_cached
+from infer.engine.model import make_cache, step
 from infer.engine.result import Timing
 from infer.models.common import Decoder
 
@@ -544,7 +532,7 @@ class TestPrefillChunk:
     def test_refused(self, function: Callable, chunk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(KVCache, "from_model_config", lambda *args, **options: pytest.fail("memory was taken"))
         mock = MockModel(0)
-        with pytest.raises(ValueError, match=f"prefill_chunk must be a whole number, 1 or more, not {chunk!r}"):
+        with pytest.raises(ValueError, match=f"prefill_chunk must be an integer, 1 or more, not {chunk!r}"):
             function(mock, MockTokenizer(), [1], SamplingParams(max_new_tokens=2), prefill_chunk=chunk)
         assert mock.calls == 0
 
@@ -567,16 +555,17 @@ class TestPrefill:
     ) -> None:
         own = empty(cls, model, batch_size=2)
         expected = model(self.IDS)
+        passes.clear()
         logits, filled, trace = prefill(model, self.IDS, own, prefill_chunk=chunk)
         assert passes == CHUNKS[chunk]
         assert logits.shape == (2, 11, 64)
-        assert torch.allclose(logits, expected, atol=1e-4)
+        assert torch.equal(logits, expected)
         assert filled is own
         assert trace is None
         assert own.seq_len == 11
         after = torch.tensor([[7], [8]])
         whole = model(torch.cat((self.IDS, after), dim=1))
-        assert torch.allclose(step(model, own, after), whole[:, -1], atol=1e-4)
+        assert torch.equal(step(model, own, after), whole[:, -1])
 
     def test_generation_goes_on_from_it(self, model: Decoder) -> None:
         _, own, _ = prefill(model, torch.tensor([LONG[:-1]]), empty(SlidingCache, model, prefill_chunk=2))
@@ -616,7 +605,7 @@ class TestPrefill:
     @pytest.mark.parametrize("chunk", NOT_CHUNKS)
     def test_refused_chunk(self, chunk: Any) -> None:
         mock = MockModel(0)
-        with pytest.raises(ValueError, match="prefill_chunk must be a whole number"):
+        with pytest.raises(ValueError, match="prefill_chunk must be an integer"):
             prefill(mock, torch.ones(1, 3, dtype=torch.long), empty(KVCache, mock, 8), prefill_chunk=chunk)
         assert mock.calls == 0
 
@@ -673,7 +662,7 @@ class TestForeignCaches:
         [
             ({"num_layers": 1}, "the cache has 1 layers, but 2 are needed"),
             ({"num_kv_heads": 1}, "the cache has 1 KV heads, but 2 are needed"),
-            ({"head_dim": 4}, "the cache has 4 dimensions a head, but 8 are needed"),
+            ({"head_dim": 4}, "the cache has 4 dimensions per head, but 8 are needed"),
             ({"batch_size": 2}, "the cache has 2 rows, but 1 are needed"),
             ({"dtype": torch.bfloat16}, "the cache is torch.bfloat16 on cpu, but the model is torch.float32 on cpu"),
         ],
@@ -714,7 +703,7 @@ class TestCacheDtype:
     def test_every_kind_of_cache_agrees(self, model: Decoder, mode: dict, chunk: int | None) -> None:
         params = SamplingParams(max_new_tokens=12, **mode)
         default = generate(model, Letters(), LONG, params, prefill_chunk=chunk, **self.INT8)
-        assert len(set(default.token_ids)) > 3 or not mode
+        assert len(set(default.token_ids)) > 2 or not mode
         for cls in CACHES:
             own = cls.from_model_config(model.config, 64, dtype="int8", device="cpu")
             for settings in (self.INT8, {}):  # it is what it is, asked for or not
@@ -818,7 +807,7 @@ class TestCacheDtype:
     def test_a_cache_that_does_not_round_is_refused(self, wrap: Callable, held: str) -> None:
         mock = MockModel(0)
         own = wrap(KVCache.from_model_config(mock.config, 40, dtype="float32", device="cpu"))
-        with pytest.raises(ValueError, match=f"cache_dtype='int8' was asked for, but the cache .* is {held}"):
+        with pytest.raises(ValueError, match=f"cache_dtype='int8' was given, but the cache .* is {held}"):
             stream(mock, MockTokenizer(), [1], self.GREEDY, cache=own, **self.INT8)
         assert mock.calls == 0
 

@@ -24,10 +24,10 @@ from infer import LLM, CacheMemory, SamplingParams, Tokenizer, generate, generat
 from infer.backend.cpu.backend import CpuBackend
 from infer.backend.plain import TorchBackend
 from infer.engine import guide as guides
+from infer.engine.engine import Engine
 from infer.engine.guide import guide_for, vocabulary_of
-from infer.engine.loop import Loop, Task
 from infer.engine.params import MAX_CONSTRAINT, MAX_NESTING, MAX_RULES
-from infer.engine.request import NoToken, Request
+from infer.engine.sequence import NoToken, Sequence
 from infer.loader.gguf_tokenizer import build_tokenizer
 from infer.loader.text_tokenizers import character_tokenizer
 from infer.models.common import Decoder
@@ -147,7 +147,7 @@ def taken(text: str, **constraint: Any) -> str:
     for i, token in enumerate(tokens := all_bytes().encode(text)):
         if not guide.allowed()[token]:
             return all_bytes().decode(tokens[:i])
-        guide.take(token)
+        guide.append_token(token)
     return text
 
 
@@ -296,7 +296,7 @@ class TestEnds:
 
 def memory_of(model: Decoder, pages: int) -> CacheMemory:
     bytes_per_page = 4 * 2 * 2 * 2 * 8 * 4  # positions, k and v, layers, kv heads, head_dim, float32
-    return CacheMemory(model, pages * bytes_per_page, page=4)
+    return CacheMemory(model, pages * bytes_per_page, page_size=4)
 
 
 class TestAnyRun:
@@ -321,16 +321,16 @@ class TestAnyRun:
         """Rows that lose their pages are computed again, and go on where they were."""
         model, tokenizer = tiny(all_bytes()), all_bytes()
         each = [params(seed, json_schema=PERSON, max_new_tokens=60, logprobs=0) for seed in range(5)]
-        loop = Loop(model, memory_of(model, 40), max_rows=5, prefill_chunk=12)
-        tasks = [Task(Request(model.config, tokenizer, [1, 9, 30 + i], own)) for i, own in enumerate(each)]
-        for task in tasks:
-            loop.check(task.request)
-            loop.submit(task)
-        while not loop.idle:
-            loop.step()
-        assert loop.stats().preemptions >= 2
-        for i, (task, own) in enumerate(zip(tasks, each, strict=True)):
-            assert outcome(task.result()) == outcome(generate(model, tokenizer, [1, 9, 30 + i], own))
+        engine = Engine(model, memory_of(model, 40), max_rows=5, prefill_chunk=12)
+        sequences = [Sequence(model.config, tokenizer, [1, 9, 30 + i], own) for i, own in enumerate(each)]
+        for sequence in sequences:
+            engine.check(sequence)
+            engine.submit(sequence)
+        while not engine.is_idle:
+            engine.step()
+        assert engine.stats().preemptions >= 2
+        for i, (sequence, own) in enumerate(zip(sequences, each, strict=True)):
+            assert outcome(sequence.result()) == outcome(generate(model, tokenizer, [1, 9, 30 + i], own))
 
     def test_samples(self) -> None:
         """Each goes its own way."""
@@ -374,7 +374,7 @@ class TestAnyRun:
         """The host chooses: a device does not know what is allowed."""
 
         class Captured:
-            def takes(self, cache: Any) -> bool:
+            def supports(self, cache: Any) -> bool:
                 return True
 
             def add(self, *_: Any) -> None:
@@ -383,7 +383,7 @@ class TestAnyRun:
             def close(self) -> None: ...
 
         for backend in (TorchBackend, CpuBackend):
-            monkeypatch.setattr(backend, "decoding", lambda *_: Captured())
+            monkeypatch.setattr(backend, "captured_decoder", lambda _: Captured())
         model, settings = tiny(all_bytes()), params(regex="(yes|no){3}")
         with pytest.raises(ZeroDivisionError):
             generate(model, all_bytes(), PROMPT, params())
@@ -425,7 +425,7 @@ class TestVocabulary:
         assert one is not None
         assert other is not None
         before = other.allowed().copy()
-        one.take(int(np.flatnonzero(one.allowed())[0]))
+        one.append_token(int(np.flatnonzero(one.allowed())[0]))
         assert (other.allowed() == before).all()
         assert (one.allowed() != before).any()
 
@@ -440,20 +440,20 @@ class TestRefused:
         ("settings", "message"),
         [
             ({"regex": "a", "grammar": "start: /a/"}, "regex and grammar were given"),
-            ({"regex": "a", "ignore_eos": True}, "ignore_eos goes on after the end, which regex does not allow"),
-            ({"regex": 3}, "regex must be a text, not 3"),
-            ({"grammar": b"start"}, "grammar must be a text, not b'start'"),
-            ({"regex": "a" * (MAX_CONSTRAINT + 1)}, "regex has 65,537 bytes, more than the 65,536 that are read"),
+            ({"regex": "a", "ignore_eos": True}, "ignore_eos continues after the end, which regex does not allow"),
+            ({"regex": 3}, "regex must be a string, not 3"),
+            ({"grammar": b"start"}, "grammar must be a string, not b'start'"),
+            ({"regex": "a" * (MAX_CONSTRAINT + 1)}, "regex has 65,537 bytes: at most 65,536 are allowed"),
             ({"regex": "é" * (MAX_CONSTRAINT // 2 + 1)}, "regex has 65,538 bytes"),
             ({"regex": "\ud800"}, "regex is not Unicode"),
-            ({"grammar": "a: b\n" * (MAX_RULES + 1)}, "the grammar has 513 rules, more than the 512"),
+            ({"grammar": "a: b\n" * (MAX_RULES + 1)}, "the grammar has 513 rules: at most 512 are allowed"),
             ({"json_schema": True}, "json_schema must be an object"),
-            ({"json_schema": "[]"}, r"json_schema must be an object, as .* is, not \[\]"),
+            ({"json_schema": "[]"}, r"json_schema must be an object like .*, not \[\]"),
             ({"json_schema": "{"}, "json_schema is not JSON: Expecting property name"),
             ({"json_schema": {"enum": [{1}]}}, "json_schema is not JSON: Object of type set"),
             ({"json_schema": {"const": float("nan")}}, "Out of range float"),
             ({"json_schema": {"enum": ["x" * MAX_CONSTRAINT]}}, "json_schema has 65,5"),
-            ({"json_schema": {"items": SCHEMA_64}}, "json_schema is nested in more than 64 levels"),
+            ({"json_schema": {"items": SCHEMA_64}}, "json_schema is nested more than 64 levels deep"),
             ({"json_schema": '{"a":' * 9000 + "1" + "}" * 9000}, "json_schema is n"),
         ],
     )
@@ -492,7 +492,7 @@ class TestRefused:
         model = tiny(all_bytes())
         for ask in (
             lambda: stream(model, all_bytes(), PROMPT, params(**settings)),
-            lambda: Request(model.config, all_bytes(), PROMPT, params(**settings)),
+            lambda: Sequence(model.config, all_bytes(), PROMPT, params(**settings)),
         ):
             with pytest.raises(ValueError, match=re.escape(message)) as error:
                 ask()
@@ -557,7 +557,7 @@ class TestCommand:
         ("options", "message"),
         [
             (["--regex", "("], "the regex cannot be used: unclosed group"),
-            (["--regex", "a", "--ignore-eos"], "ignore_eos goes on after the end"),
+            (["--regex", "a", "--ignore-eos"], "ignore_eos continues after the end"),
             (["--regex", "a", "--grammar", "FILE"], "regex and grammar were given"),
             (["--json-schema", "FILE"], "json_schema is not JSON"),
             (["--grammar", "FILE"], "the grammar cannot be used"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,15 @@ import numpy as np
 import pytest
 import torch
 from tiny import make_tiny_model
+from waiting import WAIT, until
 
 from infer import LLM, CacheMemory, SamplingParams, Trace, generate
 from infer.backend.cpu.backend import CpuBackend
-from infer.cache.pool import NoPages
-from infer.engine.request import ContextExceeded, NoToken, Request
+from infer.cache.pool import OutOfPages
+from infer.engine.allocator import PagedAllocator
 from infer.engine.result import GenerationResult
+from infer.engine.sequence import ContextExceeded, NoToken, Sequence
 from infer.models.common import Decoder
-
-WAIT = 20.0  # seconds: longer than anything takes
 
 
 class Letters:
@@ -52,7 +54,7 @@ def model(tiny_model: Callable[..., Decoder]) -> Decoder:
 def llm(model: Decoder) -> Iterator[LLM]:
     with LLM(model, Letters(), cache_memory=10**6) as llm:
         yield llm
-    assert not llm._driver._thread or not llm._driver._thread.is_alive()
+    assert not llm._thread._thread or not llm._thread._thread.is_alive()
 
 
 FEW = SamplingParams(max_new_tokens=6)
@@ -75,10 +77,28 @@ def same(one: GenerationResult, other: GenerationResult) -> bool:
     )
 
 
+@contextmanager
+def paused(llm: LLM) -> Iterator[None]:
+    """Hold the engine between two steps."""
+    begun, release = threading.Event(), threading.Event()
+
+    def hold(engine: Any) -> None:
+        begun.set()
+        release.wait(WAIT)
+
+    held = llm.between_steps(hold)
+    begun.wait(WAIT)
+    try:
+        yield
+    finally:
+        release.set()
+        held.result(WAIT)
+
+
 def settled(llm: LLM) -> None:
     """Wait until nothing runs or waits."""
     end = time.monotonic() + WAIT
-    while not llm._driver.call(lambda: llm._driver.loop.idle):
+    while not llm.between_steps(lambda engine: engine.is_idle).result():
         assert time.monotonic() < end
         time.sleep(0.005)
 
@@ -160,13 +180,13 @@ class TestStream:
 
     def test_done_when_all_is_there(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whoever looks between two lines of the engine's thread sees nothing half done."""
-        take = Request.take
+        append_token = Sequence.append_token
 
-        def slowly(request: Request, token: int) -> None:
-            take(request, token)
+        def slowly(sequence: Sequence, token: int) -> None:
+            append_token(sequence, token)
             time.sleep(0.02)
 
-        monkeypatch.setattr(Request, "take", slowly)
+        monkeypatch.setattr(Sequence, "append_token", slowly)
         handle = llm.submit("HELLO", FEW)
         while not handle.done:
             pass
@@ -192,7 +212,7 @@ class TestStream:
         for _ in llm.stream("HELLO", max_new_tokens=200):
             break
         settled(llm)
-        assert len(llm.memory.index.in_use()) == 0
+        assert len(llm.memory.index.pages_in_use()) == 0
 
     def test_a_handle_that_is_forgotten(self, llm: LLM) -> None:
         handle = llm.submit("HELLO", max_new_tokens=200)
@@ -202,8 +222,12 @@ class TestStream:
         assert llm.stats().generated_tokens < 200
 
     def test_abort(self, llm: LLM) -> None:
+        release = threading.Event()
+        end = llm.watch(lambda event: llm.stats().generated_tokens and release.wait(WAIT))  # after the first token
         handle = llm.submit("HELLO", max_new_tokens=200)
         next(iter(handle))
+        end()
+        release.set()
         result = handle.result(WAIT)
         assert result.finish_reason == "interrupted"
         expected = alone(llm, "HELLO", SamplingParams(max_new_tokens=200))
@@ -211,15 +235,17 @@ class TestStream:
         handle.abort()
 
     def test_aborted_before_it_began(self, llm: LLM) -> None:
-        handles = [llm.submit("HELLO", max_new_tokens=100) for _ in range(5)]
-        for handle in handles:
-            handle.abort()
+        with paused(llm):
+            handles = [llm.submit("HELLO", max_new_tokens=100) for _ in range(5)]
+            for handle in handles:
+                handle.abort()
         assert {handle.result(WAIT).finish_reason for handle in handles} == {"interrupted"}
 
     def test_patience(self, llm: LLM) -> None:
-        handle = llm.submit("HELLO", max_new_tokens=200)
-        with pytest.raises(TimeoutError):
-            handle.result(timeout=0.0)
+        with paused(llm):
+            handle = llm.submit("HELLO", max_new_tokens=200)
+            with pytest.raises(TimeoutError):
+                handle.result(timeout=0.0)
         assert handle.result(WAIT).finish_reason == "length"
 
 
@@ -237,11 +263,11 @@ class TestEventLoops:
     def test_cancelled(self, llm: LLM) -> None:
         async def cancelled() -> None:
             with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(llm.submit("HELLO", max_new_tokens=200)._awaited(), 0.001)
+                await asyncio.wait_for(llm.submit("HELLO", max_new_tokens=200), 0.001)
 
         asyncio.run(cancelled())
         settled(llm)
-        assert len(llm.memory.index.in_use()) == 0
+        assert len(llm.memory.index.pages_in_use()) == 0
 
     def test_left_early(self, llm: LLM) -> None:
         async def left() -> None:
@@ -272,8 +298,8 @@ def nan(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestManyThreads:
     def test_threads_and_an_event_loop(self, model: Decoder) -> None:
         """Each gets what its requests give alone, in a pool that does not hold them all."""
-        memory = CacheMemory(model, 10**6, page=4)
-        memory = CacheMemory(model, 40 * memory.pool.page_bytes, page=4)
+        memory = CacheMemory(model, 10**6, page_size=4)
+        memory = CacheMemory(model, 40 * memory.pool.page_bytes, page_size=4)
         wrong: list[Any] = []
         with LLM(model, Letters(), memory=memory, max_rows=6, prefill_chunk=20) as llm:
             cases = []
@@ -302,13 +328,13 @@ class TestManyThreads:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(60)
+                thread.join(600)
             assert not any(thread.is_alive() for thread in threads)
             assert not wrong
             settled(llm)
-            assert len(memory.index.in_use()) == 0
+            assert len(memory.index.pages_in_use()) == 0
         memory.index.clear()
-        assert memory.pool.free == memory.pool.count
+        assert memory.pool.num_free_pages == memory.pool.num_pages
 
 
 class TestErrors:
@@ -319,8 +345,11 @@ class TestErrors:
             ([99], {}, ValueError, "outside the vocabulary"),
             ("HELLO", {"max_new_tokens": 1000}, ContextExceeded, "exceed the model's context"),
             ("HELLO", {"temperature": -1}, ValueError, "temperature must be"),
-            (3.5, {}, TypeError, "must be a text, token ids or a list of messages"),
+            (3.5, {}, TypeError, "must be a string, token ids or a list of messages"),
             ([1.5], {}, TypeError, "flat sequence of token ids"),
+            ("HELLO", {"priority": "high", "max_new_tokens": 6}, TypeError, "priority must be an integer, not 'high'"),
+            ("HELLO", {"priority": None, "max_new_tokens": 6}, TypeError, "priority must be an integer, not None"),
+            ("HELLO", {"n": 10**12}, ValueError, "n must be an integer from 1 to 16384"),
         ]:
             with pytest.raises(kind, match=message):
                 llm.submit(prompt, **settings)  # type: ignore[arg-type]
@@ -336,7 +365,7 @@ class TestErrors:
 
     def test_memory(self, model: Decoder) -> None:
         llm = LLM(model, Letters(), cache_memory=20_000)
-        with pytest.raises(NoPages, match="give caches more memory"):
+        with pytest.raises(OutOfPages, match="give caches more memory"):
             llm.generate("HELLO", max_new_tokens=200)
 
     def test_no_token(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +389,7 @@ class TestErrors:
             for handle in handles:
                 with pytest.raises(RuntimeError, match="the engine has failed: the device is on fire"):
                     handle.result(WAIT)
-        with pytest.raises(RuntimeError, match="this LLM has failed, make another: the device is on fire"):
+        with pytest.raises(RuntimeError, match="this LLM has failed, create another: the device is on fire"):
             llm.generate("HELLO", FEW)
         llm.close()
         with LLM(model, Letters(), memory=llm.memory) as again:
@@ -368,8 +397,12 @@ class TestErrors:
 
     def test_closed(self, model: Decoder) -> None:
         llm = LLM(model, Letters(), cache_memory=10**6)
-        handle = llm.submit("HELLO", max_new_tokens=200)
-        llm.close()
+        with paused(llm):
+            handle = llm.submit("HELLO", max_new_tokens=200)
+            closing = threading.Thread(target=llm.close)
+            closing.start()
+            until(lambda: llm._thread._closed)
+        closing.join()
         llm.close()
         with pytest.raises(RuntimeError, match="closed"):
             handle.result(WAIT)
@@ -387,7 +420,7 @@ class TestErrors:
         memory = CacheMemory(model, 10**6)
         with pytest.raises(ValueError, match="leave cache_memory"):
             LLM(model, Letters(), memory=memory, cache_memory=10**6)
-        with pytest.raises(ValueError, match="of another model"):
+        with pytest.raises(ValueError, match="belongs to another model"):
             LLM(make_tiny_model(), Letters(), memory=memory)
 
 
@@ -397,7 +430,7 @@ class TestWatching:
         end = llm.watch(lambda event: kinds.append(event.kind))
         llm.generate("HELLO", FEW)
         settled(llm)
-        assert kinds == ["submitted", "admitted", *["pass"] * 6, "ended"]
+        assert kinds == ["submitted", "admitted", *["step"] * 6, "finished"]
         end()
         stats = llm.stats()
         assert (stats.finished, stats.generated_tokens, stats.prompt_tokens) == (1, 6, 5)
@@ -414,6 +447,188 @@ class TestWatching:
             llm.submit("HELLO", trace=Trace(), n=2, max_new_tokens=3)
         for other in others:
             other.abort()
+
+
+class Failing(Trace):
+    """A trace that fails at one of its calls."""
+
+    def __init__(self, where: str, error: BaseException) -> None:
+        super().__init__()
+        self.where, self.error = where, error
+
+    def start(self, *arguments: Any) -> None:
+        if self.where == "start":
+            raise self.error
+        super().start(*arguments)
+
+    def record(self, *arguments: Any) -> None:
+        if self.where == "record" and self.steps:
+            raise self.error
+        super().record(*arguments)
+
+
+class TestCallbacks:
+    """What a caller brings runs in the engine's thread, and fails that caller alone."""
+
+    @pytest.mark.parametrize("error", [KeyError("mine"), SystemExit(3), KeyboardInterrupt()], ids=repr)
+    def test_a_listener(self, llm: LLM, error: BaseException) -> None:
+        def fails(event: Any) -> None:
+            end()
+            raise error
+
+        end = llm.watch(fails)
+        assert same(llm.generate("HELLO", FEW), alone(llm, "HELLO", FEW))
+        with pytest.raises(TypeError, match="listener must be a function"):
+            llm.watch("listener")  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("error", [KeyError("mine"), SystemExit(3), KeyboardInterrupt()], ids=repr)
+    def test_one_of_a_future(self, llm: LLM, error: BaseException) -> None:
+        def fails(_: Any) -> None:
+            raise error
+
+        with paused(llm):
+            future = llm.between_steps(lambda engine: 1)
+            future.add_done_callback(fails)
+        assert future.result(WAIT) == 1
+        assert same(llm.generate("HELLO", FEW), alone(llm, "HELLO", FEW))
+
+    @pytest.mark.parametrize("where", ["start", "record"])
+    @pytest.mark.parametrize("error", [KeyError("mine"), SystemExit(3), KeyboardInterrupt()], ids=repr)
+    def test_a_trace(self, llm: LLM, where: str, error: BaseException) -> None:
+        with paused(llm):
+            other = llm.submit("ANOTHER", FEW)
+            handle = llm.submit("HELLO", FEW, trace=Failing(where, error))
+        with pytest.raises(KeyError if isinstance(error, KeyError) else RuntimeError, match=r"mine|callback"):
+            handle.result(WAIT)
+        assert same(other.result(WAIT), alone(llm, "ANOTHER", FEW))
+        settled(llm)
+        assert llm.failure is None
+        with pytest.raises(type(error)):
+            generate(llm.model, llm.tokenizer, llm.encode("HELLO"), FEW, trace=Failing(where, error))
+
+    @pytest.mark.parametrize("error", [KeyError("mine"), SystemExit(3)], ids=repr)
+    def test_a_tokenizer(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+        """With stop strings, the engine's thread decodes."""
+        decode = Letters.decode
+
+        def fails(self: Letters, token_ids: list[int]) -> str:
+            if threading.current_thread().name == "infer":
+                raise error
+            return decode(self, token_ids)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Letters, "decode", fails)
+            other = llm.submit("ANOTHER", FEW)
+            with pytest.raises(KeyError if isinstance(error, KeyError) else RuntimeError, match=r"mine|callback"):
+                list(llm.stream("HELLO", max_new_tokens=6, stop="~"))
+            assert same(other.result(WAIT), alone(llm, "ANOTHER", FEW))
+        assert same(llm.generate("HELLO", FEW), alone(llm, "HELLO", FEW))
+
+    def test_waiting_in_the_engine_s_thread(self, llm: LLM) -> None:
+        """It would wait for itself."""
+        submitted: list[Any] = []
+
+        async def awaits() -> None:
+            await llm.submit("HELLO", FEW)
+
+        def waits(event: Any) -> None:
+            end()
+            submitted.append(llm.submit("ANOTHER", FEW))  # without waiting: welcome
+            for wait in (
+                lambda: llm.generate("HELLO", FEW),
+                lambda: list(llm.stream("HELLO", FEW)),
+                lambda: llm.between_steps(lambda engine: None),
+                lambda: asyncio.run(awaits()),
+                lambda: llm.session().send("HELLO", FEW),
+            ):
+                with pytest.raises(RuntimeError, match="the engine's thread cannot wait for the engine"):
+                    wait()
+            submitted.append("seen")
+
+        end = llm.watch(waits)
+        assert same(llm.generate("HELLO", FEW), alone(llm, "HELLO", FEW))
+        assert submitted[1:] == ["seen"]
+        assert same(submitted[0].result(WAIT), alone(llm, "ANOTHER", FEW))
+
+
+class TestEndedEngines:
+    """Whatever was submitted is answered, or raises."""
+
+    def test_memory_that_cannot_be_freed(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+        llm = LLM(model, Letters(), cache_memory=10**6)
+
+        def fails(*_: Any) -> None:
+            raise RuntimeError("the device is on fire")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuBackend, "run", fails)
+            patch.setattr(PagedAllocator, "free", fails)
+            with paused(llm):
+                handles = [llm.submit("HELLO", FEW) for _ in range(3)]
+            for handle in handles:
+                with pytest.raises(RuntimeError, match="the engine has failed: the device is on fire"):
+                    handle.result(WAIT)
+        llm.close()
+
+    def test_between_the_steps_of_a_failed_engine(self, model: Decoder) -> None:
+        llm = LLM(model, Letters(), cache_memory=10**6)
+        called: list[Any] = []
+        with paused(llm):
+            llm._thread.fail(RuntimeError("on fire"))
+            future, handle = llm.between_steps(called.append), llm.submit_all(["HELLO", "ANOTHER"], FEW)
+        with pytest.raises(RuntimeError, match="this LLM has failed, create another: on fire"):
+            future.result(WAIT)
+        with pytest.raises(RuntimeError, match="the engine has failed: on fire"):
+            handle.result(WAIT)
+        assert not called
+        llm.close()
+
+    def test_a_thread_that_cannot_start(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            with pytest.raises(RuntimeError, match="can't start"):
+                llm.submit("HELLO", FEW)
+        assert same(llm.generate("HELLO", FEW), alone(llm, "HELLO", FEW))
+
+    @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+    def test_a_forked_process(self, llm: LLM) -> None:
+        """It has no engine, and its locks may be held by threads that it does not have."""
+        held, release = threading.Event(), threading.Event()
+        with paused(llm):
+            handle = llm.submit("HELLO", FEW)
+
+            def hold() -> None:
+                with llm._thread._changed, handle._notifier._lock:
+                    held.set()
+                    release.wait()
+
+            holder = threading.Thread(target=hold)
+            holder.start()
+            held.wait()
+            if not (child := os.fork()):
+                status = 1
+                try:
+                    for wait in (
+                        lambda: llm.generate("HELLO", FEW),
+                        lambda: llm.between_steps(lambda engine: None),
+                        handle.result,
+                        lambda: next(iter(handle)),
+                    ):
+                        with pytest.raises(RuntimeError, match="forked from: create another LLM here"):
+                            wait()
+                    del handle
+                    llm.close()
+                    status = 0
+                finally:
+                    os._exit(status)
+            release.set()
+            holder.join()
+        until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None, 60)
+        assert os.waitpid(child, 0)[1] == 0
+        assert same(handle.result(WAIT), alone(llm, "HELLO", FEW))
 
 
 ENDING = """
@@ -433,6 +648,19 @@ def test_a_process_that_ends_meanwhile() -> None:
         [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parents[1])!r}]\n{ENDING}"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_prefixes_are_shared_within_a_salt(llm: LLM) -> None:
+    prompt = [1 + i % 7 for i in range(70)]
+    with paused(llm):  # at once, and then again: a sequence does not wait for the pages of another salt either
+        handles = [llm.submit(prompt, FEW, cache_salt=salt) for salt in (None, "a", "b", "a")]
+    results = [handle.result(WAIT) for handle in handles]
+    assert [result.num_cached_tokens for result in results] == [0, 0, 0, 69]
+    assert all(same(result, alone(llm, prompt, FEW)) for result in results)
+    again = [llm.generate(prompt, FEW, cache_salt=salt).num_cached_tokens for salt in ("a", "b", "", "\ud800")]
+    assert again == [69, 69, 69, 0]
+    with pytest.raises(TypeError, match="cache_salt must be a string"):
+        llm.submit(prompt, FEW, cache_salt=1)  # type: ignore[arg-type]

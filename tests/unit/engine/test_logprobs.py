@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infer import SamplingParams
-from infer.engine.logprobs import likeliest, logprobs_of
+from infer.engine.logprobs import logprobs_of, top_tokens
 
 INF, NAN = math.inf, math.nan
 
@@ -65,20 +65,20 @@ def test_infinities(scores: list[float], expected: list[float]) -> None:
 
 def test_of_equal_scores_the_lower_id() -> None:
     scores = np.array([1, 3, 2, 3, 2, 2], np.float32)
-    assert likeliest(scores, 4).tolist() == [1, 3, 2, 4]
-    assert likeliest(scores, 9).tolist() == [1, 3, 2, 4, 5, 0]
-    assert likeliest(scores, 0).tolist() == []
+    assert top_tokens(scores, 4).tolist() == [1, 3, 2, 4]
+    assert top_tokens(scores, 9).tolist() == [1, 3, 2, 4, 5, 0]
+    assert top_tokens(scores, 0).tolist() == []
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs", "n", "max_new_tokens"])
 @pytest.mark.parametrize("value", [-1, 1.5, "2", True])
 def test_refused(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be a whole number"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer"):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 
 def test_no_new_tokens() -> None:
     """Only where something else is asked for."""
-    with pytest.raises(ValueError, match="max_new_tokens must be a whole number, 1 or more"):
+    with pytest.raises(ValueError, match="max_new_tokens must be an integer, 1 or more"):
         SamplingParams(max_new_tokens=0)
     SamplingParams(max_new_tokens=0, prompt_logprobs=0)

@@ -1,9 +1,9 @@
-"""Rows in flight: admitted and retired one by one while others go on. Each text is the one it has alone."""
+"""Sequences that come and go while others run, on caches of their own. Each text is the one that it has alone."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,10 +16,10 @@ from infer import GrowingCache, KVCache, SamplingParams, generate, generate_batc
 from infer.backend import backend_for
 from infer.backend.cpu.backend import CpuBackend
 from infer.cache import Cache, NoCache, TracedCache
-from infer.engine.caches import make_cache
-from infer.engine.request import NoToken, Request
+from infer.engine.engine import Engine
+from infer.engine.model import make_cache
 from infer.engine.result import GeneratedToken
-from infer.engine.runner import Flight, Runner
+from infer.engine.sequence import NoToken, Sequence
 from infer.models.common import Decoder
 from infer.models.rows import Row
 
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     finish_reason: str | None
 
 
-def outcome(tokens: Sequence[GeneratedToken]) -> Outcome:
+def outcome(tokens: list[GeneratedToken]) -> Outcome:
     return Outcome(
         [token.token_id for token in tokens],
         "".join(token.text for token in tokens),
@@ -54,43 +54,51 @@ def alone(model: Any, i: int, **options: Any) -> Outcome:
 
 
 class Rows:
-    """A runner with rows by number, and what each has given so far."""
+    """An engine whose sequences bring their own caches, by number."""
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        self.model, self.runner, self.options = model, Runner(model), options
-        self.flights: dict[int, Flight] = {}
-        self.tokens: dict[int, list[GeneratedToken]] = {}
+    def __init__(self, model: Any, prefill_chunk: int | None = None) -> None:
+        self.model, self.engine = model, Engine(model, prefill_chunk=prefill_chunk)
+        self.sequences: dict[int, Sequence] = {}
 
-    def admit(self, i: int, cache: Cache | None = None, on_full: str = "error", **options: Any) -> Flight:
-        request = Request(self.model.config, LETTERS, PROMPTS[i], PARAMS[i], on_full=on_full)
+    def admit(self, i: int, cache: Cache | None = None, on_full: str = "error", recorder: Any = None) -> Sequence:
+        params, chunk = PARAMS[i], self.engine.scheduler.prefill_chunk
         if cache is None:
-            cache = make_cache(self.model, request.max_seq_len, CPU, prefill_chunk=options.get("prefill_chunk"))
-        self.flights[i] = self.runner.admit(request, cache, **self.options | options)
-        self.tokens[i] = []
-        return self.flights[i]
+            cache = make_cache(self.model, len(PROMPTS[i]) + params.max_new_tokens, CPU, prefill_chunk=min(chunk, 64))
+        config = self.model.config
+        sequence = Sequence(config, LETTERS, PROMPTS[i], params, cache=cache, on_full=on_full, recorder=recorder)
+        self.sequences[i] = sequence
+        self.engine.submit(sequence)
+        return sequence
 
-    def step(self, counts: dict[int, int] | None = None) -> list[int]:
-        """Which rows gave a token; they take it, and those that it was the last of are retired.
-
-        counts: tokens that each row feeds.
-        """
-        names = {id(flight): i for i, flight in self.flights.items()}
-        given = []
-        by_flight = None if counts is None else {self.flights[i]: count for i, count in counts.items()}
-        for flight, token, _, started in self.runner.step(by_flight):
-            i = names[id(flight)]
-            given.append(i)
-            self.tokens[i].append(flight.request.push(token, started))
-            if flight.request.finish_reason is not None:
-                self.runner.retire(flight)
-        return given
+    def step(self) -> list[int]:
+        """Which sequences got a token."""
+        before = {i: sequence.num_tokens for i, sequence in self.sequences.items()}
+        self.engine.step()
+        return [i for i, sequence in self.sequences.items() if sequence.num_tokens > before[i]]
 
     def finish(self) -> None:
-        while self.runner.flights:
+        while not self.engine.is_idle:
             self.step()
 
     def outcome(self, i: int) -> Outcome:
-        return outcome(self.tokens[i])
+        sequence = self.sequences[i]
+        return Outcome(sequence.token_ids[sequence.prompt_len :], sequence.text(), sequence.finish_reason)
+
+
+class Watching:
+    """Keeps the attention rows of a layer."""
+
+    def wrap(self, cache: Cache) -> TracedCache:
+        return TracedCache(cache, [1])
+
+    def num_recorded(self, start: int, stop: int) -> int:
+        return 0
+
+    def add_logits(self, start: int, logits: torch.Tensor) -> None:
+        pass
+
+    def record(self, tokens: list[int], logits: torch.Tensor, cache: TracedCache, time_s: float) -> None:
+        assert tokens[-1] == int(logits.argmax()) or PARAMS[3].temperature
 
 
 @pytest.fixture(params=FAMILIES)
@@ -156,9 +164,9 @@ class TestAdmission:
         """Its rows are kept; the others do not notice."""
         rows = Rows(gemma)
         rows.admit(0)
-        flight = rows.admit(3, watch=lambda cache: TracedCache(cache, [1]))
+        sequence = rows.admit(3, recorder=Watching())
         rows.step()
-        assert flight.cache.rows[1].shape == (1, 4, 6)
+        assert sequence.cache.rows[1].shape == (1, 4, 6)  # type: ignore[union-attr]
         rows.finish()
         assert [rows.outcome(i) for i in (0, 3)] == [alone(gemma, i) for i in (0, 3)]
 
@@ -185,34 +193,28 @@ class TestAdmission:
 
 
 class TestEnds:
-    def test_rows_stay_until_they_are_retired(self, llama: Decoder) -> None:
-        """A token is its request's to take, and who takes it sees whether it was the last."""
+    def test_finished_sequences_leave(self, llama: Decoder) -> None:
         rows = Rows(llama)
-        flights = [rows.admit(i) for i in range(5)]
-        outputs = rows.runner.step()
-        assert [flight for flight, *_ in outputs] == [*rows.runner.flights] == flights
-        for i, (flight, token, _, started) in enumerate(outputs):
-            rows.tokens[i].append(flight.request.push(token, started))
-        assert [*rows.runner.flights] == flights
-        assert [flight.request.finish_reason for flight in flights] == [None, None, "length", None, None]
-        rows.runner.retire(flights[2])
-        assert [*rows.runner.flights] == [flights[i] for i in (0, 1, 3, 4)]
+        for i in range(5):
+            rows.admit(i)
+        assert rows.step() == [0, 1, 2, 3, 4]
+        assert [sequence.finish_reason for sequence in rows.sequences.values()] == [None, None, "length", None, None]
+        assert rows.engine.scheduler.running == [rows.sequences[i] for i in (0, 1, 3, 4)]
         assert rows.step() == [0, 1, 3, 4]
         rows.finish()
-        assert not rows.runner.flights
-        assert [len(rows.tokens[i]) for i in range(5)] == [9, 14, 1, 7, 12]
+        assert [len(rows.outcome(i).token_ids) for i in range(5)] == [9, 14, 1, 7, 12]
         assert [rows.outcome(i) for i in range(5)] == [alone(llama, i) for i in range(5)]
 
-    def test_retired_early(self, model: Decoder) -> None:
-        """It gives no more, what its cache holds can be gone on from, and the others do not notice."""
+    def test_aborted(self, model: Decoder) -> None:
+        """It gives no more, what its cache holds can be continued from, and the others do not notice."""
         rows = Rows(model)
         cache = make_cache(model, 40, CPU)
         rows.admit(0)
-        flight = rows.admit(1, cache)
+        sequence = rows.admit(1, cache)
         rows.admit(4)
         for _ in range(4):
             rows.step()
-        rows.runner.retire(flight)
+        rows.engine.abort([sequence])
         rows.finish()
         assert [rows.outcome(i) for i in (0, 4)] == [alone(model, i) for i in (0, 4)]
         begun, whole = rows.outcome(1).token_ids, alone(model, 1).token_ids
@@ -222,60 +224,31 @@ class TestEnds:
         rest = generate(model, LETTERS, PROMPTS[1] + begun, params, cache=cache)
         assert begun + rest.token_ids == whole
 
-    def test_retired_before_its_prompt_is_through(self, llama: Decoder, fed: list[list[int]]) -> None:
-        rows = Rows(llama, prefill_chunk=5)
+    def test_aborted_during_prefill(self, llama: Decoder, fed: list[list[int]]) -> None:
+        rows = Rows(llama, prefill_chunk=9)
         rows.admit(0)
-        flight = rows.admit(1)
+        sequence = rows.admit(1)
         rows.step()
-        rows.runner.retire(flight)
+        rows.engine.abort([sequence])
         rows.finish()
         assert fed[:3] == [[4, 5], [1], [1]]
-        assert (rows.outcome(0), rows.tokens[1]) == (alone(llama, 0), [])
-
-    def test_leaving_retires_all(self, llama: Decoder) -> None:
-        with Runner(llama) as runner:
-            for i in range(2):
-                request = Request(llama.config, LETTERS, PROMPTS[i], PARAMS[i])
-                runner.admit(request, make_cache(llama, request.max_seq_len, CPU))
-            runner.step()
-        assert not runner.flights
+        assert (rows.outcome(0), rows.outcome(1).token_ids) == (alone(llama, 0), [])
 
     def test_nobody(self, llama: Decoder) -> None:
-        assert Runner(llama).step() == []
+        assert Rows(llama).step() == []
 
 
 class TestChunks:
     def test_beside_rows_that_decode(self, model: Decoder, fed: list[list[int]]) -> None:
-        rows = Rows(model)
+        rows = Rows(model, prefill_chunk=5)
         rows.admit(0)
         rows.step()
-        rows.admit(1, prefill_chunk=5)
+        rows.admit(1)
         given = [rows.step() for _ in range(4)]
         assert fed == [[4], [1, 5], [1, 5], [1, 3], [1, 1]]
         assert given == [[0], [0], [0, 1], [0, 1]]
         rows.finish()
         assert [rows.outcome(i) for i in range(2)] == [alone(model, i) for i in range(2)]
-
-    def test_each_row_has_its_own(self, gemma: Decoder, fed: list[list[int]]) -> None:
-        rows = Rows(gemma)
-        for i, chunk in ((1, 4), (3, 1), (4, None)):
-            rows.admit(i, prefill_chunk=chunk)
-        rows.finish()
-        assert fed[:4] == [[4, 1, 5], [4, 1, 1], [4, 1, 1], [1, 1, 1]]
-        for i in (1, 3, 4):
-            assert rows.outcome(i) == alone(gemma, i)
-
-    def test_as_many_tokens_as_the_caller_says(self, model: Decoder, fed: list[list[int]]) -> None:
-        """Of each row, whatever its own chunks are; who is not named does not take part."""
-        rows = Rows(model, prefill_chunk=2)
-        for i in (1, 3, 4):
-            rows.admit(i)
-        given = [rows.step(counts) for counts in ({1: 6, 4: 3}, {3: 6, 1: 7}, {1: 1, 3: 1, 4: 2}, {1: 1, 3: 1, 4: 1})]
-        assert fed == [[6, 3], [6, 7], [1, 1, 2], [1, 1, 1]]
-        assert given == [[], [3, 1], [1, 3, 4], [1, 3, 4]]
-        rows.finish()
-        for i in (1, 3, 4):
-            assert rows.outcome(i) == alone(model, i)
 
     def test_long_prompts_do_not_go_into_one_pass(
         self, llama: Decoder, fed: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -296,20 +269,14 @@ class TestChunks:
         """The first token's is that of all passes since its prompt began; then that of each step."""
         now, run = [100.0], CpuBackend.run
 
-        def slow(backend: CpuBackend, rows: Sequence[Row]) -> list[torch.Tensor]:
+        def slow(backend: CpuBackend, rows: Any) -> list[torch.Tensor]:
             now[0] += 1
             return run(backend, rows)
 
         monkeypatch.setattr(CpuBackend, "run", slow)
         monkeypatch.setattr("time.perf_counter", lambda: now[0])
-        rows = Rows(llama)
-        rows.admit(0)
-        rows.step()
-        rows.admit(1, prefill_chunk=5)
-        for _ in range(5):
-            rows.step()
-        assert [token.time_s for token in rows.tokens[0]] == [1] * 6
-        assert [token.time_s for token in rows.tokens[1]] == [3, 1, 1]
+        tokens = stream(llama, LETTERS, PROMPTS[1], PARAMS[1], prefill_chunk=5)
+        assert [next(tokens).time_s for _ in range(3)] == [3, 1, 1]
 
 
 class TestFullContext:
@@ -320,9 +287,9 @@ class TestFullContext:
         return tiny_model(model_type=request.param, max_position_embeddings=12)
 
     def test_beside_others(self, short: Decoder) -> None:
-        rows = Rows(short)
+        rows = Rows(short, prefill_chunk=5)
         for i in (0, 1, 3, 4, 2):
-            rows.admit(i, on_full="recompute", prefill_chunk=None if i == 4 else 5)
+            rows.admit(i, on_full="recompute")
             rows.step()
         rows.finish()
         expected = [alone(short, i, on_full="recompute", use_kv_cache=False) for i in range(5)]
@@ -357,7 +324,7 @@ class TestErrors:
         model.embed_tokens.weight[63] = torch.nan
         return model
 
-    SAID = "no token can be chosen for position 2: the logits hold a NaN, or all are -inf"
+    SAID = "no token can be chosen for position 2: the logits contain a NaN, or all are -inf"
 
     def test_of_several_the_prompt_is_named(self, broken: Decoder) -> None:
         params = SamplingParams(max_new_tokens=3)
@@ -375,55 +342,79 @@ class TestErrors:
         with pytest.raises(NoToken, match="prompt 1: no token can be chosen for position 3:"):
             generate_batch(broken, LETTERS, [[1], [1, 2]], params)
 
-    def test_is_left_to_the_request_and_others_go_on(self, broken: Decoder) -> None:
-        """A step gives -1 for a row without a token, whichever it is; its request says what is wrong."""
+    def test_others_continue(self, broken: Decoder) -> None:
+        """A sequence without a token fails with its own error."""
         prompts = [[1, 63], [1, 2], [3, 63], [4, 5]]
-        requests = [Request(broken.config, LETTERS, prompt, PARAMS[3]) for prompt in prompts]
-        with Runner(broken) as runner:
-            flights = [runner.admit(request, make_cache(broken, 40, CPU)) for request in requests]
-            outputs = runner.step()
-            assert [flight for flight, *_ in outputs] == [*runner.flights] == flights
-            assert [token < 0 for _, token, *_ in outputs] == [True, False, True, False]
-            for (flight, token, _, started), prompt in zip(outputs, prompts, strict=True):
-                if token < 0:
-                    assert token == -1
-                    with pytest.raises(NoToken, match=f"^{self.SAID}"):
-                        flight.request.push(token, started)
-                    assert (flight.request.tokens, flight.request.finish_reason) == (prompt, None)
-                    runner.retire(flight)
-                else:
-                    flight.request.push(token, started)
-            while runner.flights:
-                for flight, token, _, started in runner.step():
-                    flight.request.push(token, started)
-                    if flight.request.finish_reason is not None:
-                        runner.retire(flight)
-        for request in requests[1::2]:
-            expected = generate(broken, LETTERS, request.prompt, PARAMS[3])
-            assert request.tokens[2:] == expected.token_ids
+        engine = Engine(broken)
+        sequences = [
+            Sequence(broken.config, LETTERS, prompt, PARAMS[3], cache=make_cache(broken, 40, CPU)) for prompt in prompts
+        ]
+        for sequence in sequences:
+            engine.submit(sequence)
+        engine.step()
+        for sequence, prompt in zip(sequences[::2], prompts[::2], strict=True):
+            assert isinstance(sequence.error, NoToken)
+            assert str(sequence.error) == self.SAID
+            assert (sequence.token_ids, sequence.is_finished) == (prompt, True)
+        while not engine.is_idle:
+            engine.step()
+        for sequence in sequences[1::2]:
+            expected = generate(broken, LETTERS, sequence.prompt, PARAMS[3])
+            assert sequence.token_ids[2:] == expected.token_ids
             assert len(expected.token_ids) == PARAMS[3].max_new_tokens
+
+
+class TestDrafts:
+    """A draft is accepted exactly if it equals the token that is chosen without it: texts never change."""
+
+    @pytest.mark.parametrize("i", [0, 1, 4])
+    @pytest.mark.parametrize("right", [0, 1, 3])
+    def test_any_drafts(self, model: Decoder, i: int, right: int) -> None:
+        """So many right ones, then a wrong one, in every step; beside a sequence without drafts."""
+        expected, rows = alone(model, i), Rows(model)
+        sequence = rows.admit(i)
+        rows.admit(3)
+        steps = 0
+        while not rows.engine.is_idle:
+            if sequence.token_times and not sequence.is_finished:
+                done = len(sequence.token_times)
+                left = sequence.max_len - sequence.num_tokens - 1
+                sequence.draft_token_ids = [*expected.token_ids[done : done + right], 63][:left]
+            rows.step()
+            steps += not sequence.is_finished
+            cache = sequence.cache
+            assert cache is not None
+            assert cache.seq_len == sequence.num_computed_tokens == sequence.num_tokens - 1
+        assert rows.outcome(i) == expected
+        assert rows.outcome(3) == alone(model, 3)
+        assert steps <= -(-len(expected.token_ids) // (right + 1)) + 2
 
 
 class TestOutputs:
     def test_logits_are_those_it_was_chosen_from(self, llama: Decoder) -> None:
-        with Runner(llama) as runner:
-            request = Request(llama.config, LETTERS, PROMPTS[0], PARAMS[0])
-            flight = runner.admit(request, make_cache(llama, 40, CPU), prefill_chunk=3)
-            assert runner.step() == []  # a part of the prompt
-            while request.finish_reason is None:
-                [(found, token, logits, started)] = runner.step()
-                assert found is flight
-                assert token == int(logits.argmax())
-                request.push(token, started)
-                assert request.tokens[-1] == token
-        assert len(request.tokens) == 4 + 9
+        engine = Engine(llama, prefill_chunk=3)
+        sequence = Sequence(llama.config, LETTERS, PROMPTS[0], PARAMS[0], cache=make_cache(llama, 40, CPU))
+        engine.submit(sequence)
+        while not engine.is_idle:
+            outputs = engine.runner.run(engine.scheduler.schedule())
+            [(found, start, n, logits, *_)] = outputs
+            assert found is sequence
+            assert logits is not None
+            complete = start + n == sequence.num_tokens
+            assert len(logits) == complete
+            for output in outputs:
+                engine._commit(output, 0.0)
+            if complete:
+                assert sequence.token_ids[-1] == int(logits[-1].argmax())
+        assert sequence.num_tokens == 4 + 9
 
     def test_no_gradients(self, llama: Decoder) -> None:
         llama.requires_grad_(True)
-        with Runner(llama) as runner:
-            runner.admit(Request(llama.config, LETTERS, PROMPTS[0], PARAMS[0]), make_cache(llama, 40, CPU))
-            [(_, _, logits, _)] = runner.step()
-        assert not logits.requires_grad
+        engine = Engine(llama)
+        engine.submit(Sequence(llama.config, LETTERS, PROMPTS[0], PARAMS[0], cache=make_cache(llama, 40, CPU)))
+        [output] = engine.runner.run(engine.scheduler.schedule())
+        assert output.logits is not None
+        assert not output.logits.requires_grad
 
 
 def test_a_model_that_is_changed_on_the_way(llama: Decoder) -> None:
@@ -445,29 +436,29 @@ def test_a_model_that_is_changed_on_the_way(llama: Decoder) -> None:
 
 @pytest.mark.parametrize("seed", range(amount(60, 12)))
 def test_any_schedule(seed: int, tiny_model: Callable[..., Decoder]) -> None:
-    """Rows come and go at random, with chunks, caches and contexts of their own."""
+    """Sequences come and go at random, with chunks, caches and contexts of their own."""
     chance = random.Random(seed)
     model = tiny_model(
         model_type=chance.choice(list(FAMILIES)), seed=seed, max_position_embeddings=chance.choice([16, 256])
     )
-    rows, waiting = Rows(model), list(range(5))
+    rows, waiting = Rows(model, prefill_chunk=chance.choice([None, 1, 2, 5])), list(range(5))
     chance.shuffle(waiting)
-    retired = set()
-    while waiting or rows.runner.flights:
-        if waiting and (not rows.runner.flights or chance.random() < 0.4):
+    aborted = set()
+    while waiting or not rows.engine.is_idle:
+        if waiting and (rows.engine.is_idle or chance.random() < 0.4):
             i = waiting.pop()
             cache = None
             if chance.random() < 0.2:
                 cache = GrowingCache.from_model_config(model.config, 40, dtype="float32", device="cpu")
-            rows.admit(i, cache, on_full="recompute", prefill_chunk=chance.choice([None, 1, 2, 5]))
+            rows.admit(i, cache, on_full="recompute")
         rows.step()
-        if rows.runner.flights and chance.random() < 0.05:
-            flight = chance.choice([*rows.runner.flights])
-            rows.runner.retire(flight)
-            retired |= {i for i, each in rows.flights.items() if each is flight}
+        if (running := rows.engine.scheduler.running) and chance.random() < 0.05:
+            sequence = chance.choice(running)
+            rows.engine.abort([sequence])
+            aborted |= {i for i, each in rows.sequences.items() if each is sequence}
     for i in range(5):
         whole = alone(model, i, on_full="recompute")
-        if i in retired:
-            assert rows.outcome(i).token_ids == whole.token_ids[: len(rows.tokens[i])]
+        if i in aborted:
+            assert rows.outcome(i).token_ids == whole.token_ids[: len(rows.outcome(i).token_ids)]
         else:
             assert rows.outcome(i) == whole

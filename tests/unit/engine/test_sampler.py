@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from infer import SamplingParams
-from infer.engine.sampler import penalise, sample
-from infer.nn.draw import MAX_VOCAB, Filters, draw, masses, uniform, weights
-from infer.values import shown
+from infer.engine.sampler import penalize, sample
+from infer.nn.draw import MAX_VOCAB, draw, masses, uniform, weights
+from infer.values import short_repr
 
 VOCAB = 50
 NAN, INF = float("nan"), float("inf")
@@ -47,8 +47,7 @@ def reference(logits: Tensor, *processors: Any) -> Tensor:
 
 def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     """Probabilities after the filters."""
-    filters = Filters.of(params.temperature, params.top_k, params.top_p, params.min_p)
-    tokens, mass = weights(logits.numpy(), filters)
+    tokens, mass = weights(logits.numpy(), params.packed(0, len(logits)).columns)
     probabilities = torch.zeros(len(logits), dtype=torch.float64)
     probabilities[list(tokens)] = torch.from_numpy(mass / mass.sum())
     return probabilities.float()
@@ -149,8 +148,8 @@ class TestFilters:
         assert torch.equal(logits, before)
 
 
-def penalised(logits: Tensor, tokens: list[int], prompt_len: int, **options: Any) -> Tensor:
-    return torch.from_numpy(penalise(logits.numpy(), tokens, prompt_len, SamplingParams(**options)))
+def penalized_logits(logits: Tensor, tokens: list[int], prompt_len: int, **options: Any) -> Tensor:
+    return torch.from_numpy(penalize(logits.numpy(), tokens, prompt_len, SamplingParams(**options)))
 
 
 class TestPenalties:
@@ -161,13 +160,13 @@ class TestPenalties:
         tokens = [3, 7, 7, 0, VOCAB - 1]
         expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits[None])[0]
         for prompt_len in (1, 3, 5):  # prompt and output alike
-            got = penalised(logits, tokens, prompt_len, repetition_penalty=penalty)
+            got = penalized_logits(logits, tokens, prompt_len, repetition_penalty=penalty)
             torch.testing.assert_close(got, expected)
 
     def test_presence_and_frequency(self) -> None:
         logits = random_logits(0)
         tokens = [1, 2, 3, 3, 4, 3, 1]  # the first two are the prompt
-        got = penalised(logits, tokens, 2, presence_penalty=0.5, frequency_penalty=0.25)
+        got = penalized_logits(logits, tokens, 2, presence_penalty=0.5, frequency_penalty=0.25)
         expected = logits.clone()
         for token, count in Counter(tokens[2:]).items():
             expected[token] -= 0.5 + 0.25 * count
@@ -175,10 +174,10 @@ class TestPenalties:
         assert got[2] == logits[2]
 
     @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
-    def test_the_prompt_is_not_penalised(self, penalty: str) -> None:
+    def test_the_prompt_is_not_penalized(self, penalty: str) -> None:
         logits = random_logits(0)
-        assert torch.equal(penalised(logits, [1, 2], 2, **{penalty: 2.0}), logits)
-        assert penalised(logits, [1, 2, 5], 2, **{penalty: 2.0})[5] == logits[5] - 2
+        assert torch.equal(penalized_logits(logits, [1, 2], 2, **{penalty: 2.0}), logits)
+        assert penalized_logits(logits, [1, 2, 5], 2, **{penalty: 2.0})[5] == logits[5] - 2
 
     def test_negative_penalties_encourage(self) -> None:
         logits = torch.zeros(4)
@@ -186,7 +185,7 @@ class TestPenalties:
 
     def test_logit_bias(self) -> None:
         logits = random_logits(0)
-        got = penalised(logits, [1], 1, logit_bias={4: 2.5, 9: -1.0})
+        got = penalized_logits(logits, [1], 1, logit_bias={4: 2.5, 9: -1.0})
         expected = logits.clone()
         expected[4] += 2.5
         expected[9] -= 1.0
@@ -200,7 +199,7 @@ class TestPenalties:
 
     def test_nothing_asked_nothing_done(self) -> None:
         logits = random_logits(0)
-        assert torch.equal(penalised(logits, [1, 2, 3], 1), logits)
+        assert torch.equal(penalized_logits(logits, [1, 2, 3], 1), logits)
 
 
 class TestUniform:
@@ -314,9 +313,9 @@ class TestSample:
         """All tokens alike: their masses are as large as can be, and where a draw lies says which it takes."""
         logits = np.zeros(size, np.float32)
         for options in ({}, {"top_p": 0.25}):
-            filters = Filters.of(**({"temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0} | options))
+            columns = SamplingParams(**{"temperature": 1.0} | options).packed(0, size).columns
             for at in (0.0, 0.1, 0.75, 1 - 2**-53):
-                assert draw(logits, filters, at) == int(at * size)
+                assert draw(logits, columns, at) == int(at * size)
 
     @pytest.mark.parametrize("temperature", [1e-6, 1e-40])
     def test_a_tiny_temperature_is_greedy(self, temperature: float) -> None:
@@ -355,11 +354,11 @@ class TestParams:
         )
         assert params == SamplingParams(**asked, logit_bias={3: -2.0})
         assert all(type(getattr(params, name)) is type(value) for name, value in asked.items())
-        with pytest.raises(ValueError, match="top_k must be a whole number"):
+        with pytest.raises(ValueError, match="top_k must be an integer"):
             SamplingParams(top_k=np.float32(5))
 
     @pytest.mark.parametrize(
-        ("name", "value"), [(name, value) for name, values in BAD_VALUES.items() for value in values], ids=shown
+        ("name", "value"), [(name, value) for name, values in BAD_VALUES.items() for value in values], ids=short_repr
     )
     def test_bad_values(self, name: str, value: Any) -> None:
         with pytest.raises(ValueError, match=name):

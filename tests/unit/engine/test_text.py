@@ -1,4 +1,4 @@
-"""TextStream with real tokenizers: what is streamed is what decoding everything at once gives."""
+"""Detokenizer with real tokenizers: what is streamed is what decoding everything at once gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from infer.engine.text import Decodes, TextStream
+from infer.engine.text import Detokenizer, SupportsDecode
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog. The dog sleeps.",
@@ -62,9 +62,9 @@ def sentencepiece() -> Tokenizer:
 TOKENIZERS = pytest.mark.parametrize("make", [byte_level, sentencepiece])
 
 
-def pieces(tokenizer: Decodes, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+def pieces(tokenizer: SupportsDecode, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
     """What a stream shows token by token, the end included; and whether a stop string ended it."""
-    text = TextStream(tokenizer, stop)
+    text = Detokenizer(tokenizer, stop)
     shown = []
     for i in ids:
         shown.append(text.push(i))

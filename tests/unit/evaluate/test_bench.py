@@ -213,7 +213,7 @@ def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"new_tokens": 1}, "new_tokens must be at least 2, not 1"),
         ({"trials": 0}, "trials must be at least 1, not 0"),
         ({"warmup": -1}, "warmup must be at least 0, not -1"),
-        ({"prefill_chunk": 0}, "prefill_chunk must be a whole number, 1 or more, not 0"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be an integer, 1 or more, not 0"),
         ({"prefill_chunk": 4, "use_kv_cache": False}, "prefill_chunk needs the cache"),
     ],
 )

@@ -243,30 +243,31 @@ class TestReason:
 
     def test_arithmetic(self) -> None:
         """Without: passes over 5 to 12 tokens, 8.5 in the middle."""
-        said = list(reason(make_explanation()))
-        assert "  a token adds   (27.00 - 12.00) / (8.5 - 1) = 2.00 ms" in said
-        assert "  a pass costs   12.00 - 2.00 = 10.00 ms besides" in said
+        *others, last = reason(make_explanation())
+        said = "\n".join(others).splitlines()
+        assert "  per token   (27.00 - 12.00) / (8.5 - 1) = 2.00 ms" in said
+        assert "  per pass    12.00 - 2.00 = 10.00 ms" in said
         assert "  without   8 passes x 10.00 +  68 tokens x 2.00 = 216 ms (measured: 216)" in said
         assert "  with      8 passes x 10.00 +  12 tokens x 2.00 = 104 ms (measured: 104)" in said
-        assert "(500 MB; in 10.00 ms that is 50.0 GB/s)" in said[-1]
-        assert "the later half of the steps took 1.3 times the first" in said[-1]  # 124 ms against 92
+        assert "(500 MB; in 10.00 ms that is 50.0 GB/s)" in last
+        assert "the second half of the steps took 1.3 times as long as the first" in last  # 124 ms against 92
         assert not any("% off" in line for line in said)
 
     def test_steps_that_do_not_grow(self) -> None:
         run = make_explanation()
         run.without_cache.times_ms[:] = [27.0] * 8
-        assert list(reason(run))[-1].endswith("there are 8 with it and without it.")
+        assert list(reason(run))[-1].endswith("there are 8 either way.")
 
     def test_uneven_steps(self) -> None:
         run = make_explanation()
         run.without_cache.times_ms[-1] += 216
-        assert any("The line is 50% off" in line for line in reason(run))
+        assert any("The estimate is 50% off" in line for line in reason(run))
 
     @pytest.mark.parametrize(
         ("run", "words"),
         [
-            (make_explanation(fixed_ms=10.0, per_token_ms=0.0), "cannot be told"),
-            (make_explanation(fixed_ms=0.0, per_token_ms=1.0, step_ms=0.2), "gained more than the count says"),
+            (make_explanation(fixed_ms=10.0, per_token_ms=0.0), "cannot be separated"),
+            (make_explanation(fixed_ms=0.0, per_token_ms=1.0, step_ms=0.2), "gained more than the count predicts"),
         ],
     )
     def test_no_line(self, run: Explanation, words: str) -> None:
@@ -406,7 +407,7 @@ class TestCommand:
         assert output["prompt_token_ids"] == Tokenizer(folder).encode("from a pipe")
 
     def test_other_tokens_are_told(self, run: Run, forgetful: None) -> None:
-        assert "The two runs generated OTHER (see `infer verify`) tokens." in run("hello").out
+        assert "The two runs generated DIFFERENT (see `infer verify`) tokens." in run("hello").out
 
     def test_colour_in_a_terminal(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         plain = run("hello", "--max-new-tokens", "4").out
@@ -435,7 +436,7 @@ class TestCommand:
         def fail(*args: Any, **options: Any) -> None:
             pytest.fail("the weights were touched")
 
-        monkeypatch.setattr(load, "_materialise", fail)
+        monkeypatch.setattr(load, "_materialize", fail)
         monkeypatch.setattr(HFFolder, "blocks", fail)
         model = folder
         if args == [""]:  # without a BOS token, nothing is nothing

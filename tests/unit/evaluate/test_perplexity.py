@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from amount import once
 from checkpoints import load, random_ids, reference_model, save_folder, save_nanogpt, single_threaded
 from commands import CONTEXT, Done, assert_refused
 from mocks import UniformMockModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infer import KVCache, Tokenizer, load_model, perplexity
+from infer import KVCache, Tokenizer, load_model, perplexity, progress
 from infer.backend import Row
 from infer.backend.cpu.backend import CpuBackend
 from infer.cli import main
@@ -66,10 +67,19 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class TestParity:
-    @pytest.mark.parametrize("prefix", [[], [BOS], [BOS, 7]], ids=len)
-    @pytest.mark.parametrize(
-        ("context", "stride", "chunk"),
-        [(128, 64, CHUNK), (128, 64, 7), (LENGTH, 30, CHUNK), (20, 10, 10), (16, 5, 3), (16, 14, 1), (7, 1, 5)],
+    @once(
+        {
+            "context, stride, chunk": [
+                (128, 64, CHUNK),
+                (128, 64, 7),
+                (LENGTH, 30, CHUNK),
+                (20, 10, 10),
+                (16, 5, 3),
+                (16, 14, 1),
+                (7, 1, 5),
+            ]
+        },
+        prefix=[[], [BOS], [BOS, 7]],
     )
     def test_transformers(
         self,
@@ -161,13 +171,13 @@ REFUSED: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "a prefix outside": ([1, 2], {"prefix": [99]}, "token id 99 in the text"),
     "no context": ([1, 2], {"context": 0}, "context must be from 2 to the model's 256, not 0"),
     "too little context": ([1, 2], {"context": 1}, "context must be from 2 to the model's 256, not 1"),
-    "too little behind the prefix": ([1, 2], {"context": 3, "prefix": [1, 2, 3]}, "context must be from 4 to"),
+    "too little after the prefix": ([1, 2], {"context": 3, "prefix": [1, 2, 3]}, "context must be from 4 to"),
     "too much context": ([1, 2], {"context": 257}, "context must be from 2 to the model's 256, not 257"),
     "part of a token": ([1, 2], {"context": 2.5}, "context must be from 2 to the model's 256, not 2.5"),
     "no stride": ([1, 2], {"stride": 0}, "stride must be from 1 to the window's 255, not 0"),
     "negative stride": ([1, 2], {"stride": -1}, "stride must be from 1 to the window's 255, not -1"),
     "a stride that leaves tokens out": ([1, 2], {"context": 8, "stride": 8}, "stride must be from 1 to the window's 7"),
-    "the same behind a prefix": (
+    "the same after a prefix": (
         [1, 2],
         {"context": 8, "stride": 8, "prefix": [1]},
         "stride must be from 1 to the window's 7, not 8",
@@ -242,7 +252,7 @@ class TestPerplexity:
         assert passes == [4, 4, 3, *[4, 3, 4] * 2, 4, 3, 1]
 
     def test_logits_are_few(self, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Never of more tokens than a chunk has: Gemma's of a whole window would be a gigabyte."""
+        """Never of more tokens than a chunk has: those of a full window would take a gigabyte with Gemma."""
         most, run = 0, CpuBackend.run
 
         def note(backend: CpuBackend, rows: Sequence[Row]) -> list[Tensor]:
@@ -324,7 +334,7 @@ class TestCommand:
             "bytes": len(TEXT),
         }
         assert (done.status, done.out.count("\n")) == (0, 1)
-        assert done.err == f"{len(ids)} tokens to score, in windows of 32 that move by 20\n"
+        assert done.err == f"{len(ids)} tokens to score, in windows of 32 that advance by 20\n"
 
     def test_bos_matters(self, measure: Measure, plain: Path) -> None:
         with_bos, without = json.loads(measure("--json").out), json.loads(measure("--json", model=plain).out)
@@ -348,12 +358,15 @@ class TestCommand:
         """Not its characters, and line ends as they are."""
         assert json.loads(measure("--json", text="größer\r\n" * 3).out)["bytes"] == 3 * 10
 
-    def test_progress_on_a_terminal(self, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-        done = measure("--context", "100")
-        assert done.err.count("\r\033[K  ") > 3
-        assert done.err.endswith("\n")
-        assert "\r" not in done.out
+    def test_progress(self, measure: Measure) -> None:
+        heard: list[progress.Progress] = []
+        with progress.listen(heard.append):
+            done = measure("--context", "100")
+        scored = [each for each in heard if each.what == progress.SCORING]
+        assert len(scored) > 3
+        assert [each.done for each in scored] == sorted({each.done for each in scored})
+        assert scored[-1].done == scored[-1].total
+        assert f"perplexity             {scored[-1].note.split()[1]}" in done.out
 
     def test_int8_cache(self, measure: Measure) -> None:
         plain, rounded = (json.loads(measure("--json", "--cache-dtype", dtype).out) for dtype in ("auto", "int8"))
@@ -373,13 +386,13 @@ class TestCommand:
         expected, tokens = by_transformers(reference, [stoi[character] for character in TEXT], 50, 25)
         assert output["tokens"] == tokens == len(TEXT) - 1
         assert output["nats_per_token"] == pytest.approx(expected, rel=1e-5)
-        assert_refused(measure(text="ein Märchen", model=model), "the model cannot read the text, its vocabulary lacks")
+        assert_refused(measure(text="ein Märchen", model=model), "the vocabulary lacks characters of the text:")
 
     @pytest.mark.usefixtures("untouched")
     @pytest.mark.parametrize(
         ("text", "args", "message"),
         [
-            (b"fine\xff\xfe", [], "text.txt is not text in UTF-8: "),
+            (b"fine\xff\xfe", [], "text.txt is not UTF-8 text: "),
             ("", [], "the text is too short: 0 token(s)"),
             (TEXT, ["--context", "1"], "context must be from 2 to the model's 256, not 1"),
             (TEXT, ["--context", "257"], "context must be from 2 to the model's 256, not 257"),
@@ -387,7 +400,7 @@ class TestCommand:
             (TEXT, ["--context", "9", "--stride", "9"], "stride must be from 1 to the window's 8, not 9"),
             (TEXT, ["--cache-dtype", "int3"], "--cache-dtype must be auto or int8, not 'int3'"),
             (TEXT, ["--dtype", "int3"], "unknown dtype 'int3'"),
-            (TEXT, ["--threads", "0"], "threads must be a whole number from 1 to"),
+            (TEXT, ["--threads", "0"], "threads must be an integer from 1 to"),
             (TEXT, ["--text", "missing.txt"], "there is no file missing.txt"),
         ],
     )

@@ -7,8 +7,6 @@ import hashlib
 import importlib
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,9 +16,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from checkpoints import reference_model, save_folder, save_gguf
+from forked import run_forked
 
 from infer import progress
-from infer.loader.hub import _told_bar
+from infer.loader.hub import _progress_bar
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "someone/tiny"
@@ -28,7 +27,7 @@ GATED = "someone/gated"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one folder as the repository REPO, and notes what is asked for."""
+    """Serves one folder as the repository REPO, and records requests."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -145,11 +144,7 @@ def run(hub: Hub, tmp_path: Path) -> Run:
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "NO_PROXY": "127.0.0.1",
         }
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=inherited | settings, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip().splitlines()[-1]
+        return run_forked(code, inherited | settings).strip().splitlines()[-1]
 
     return run
 
@@ -359,8 +354,7 @@ def test_remove(hub: Hub, run: Run, tmp_path: Path) -> None:
     )
     assert blobs == [etag(hub.folder / "tiny.gguf")]
     assert (
-        one_file
-        == f"ValueError: {REPO}/tiny.gguf is one file of {REPO}: files are removed with the rest, by `infer rm {REPO}`"
+        one_file == f"ValueError: {REPO}/tiny.gguf is one file of {REPO}: remove the repository with `infer rm {REPO}`"
     )
     assert unknown == f"FileNotFoundError: {REPO}@v2 is not cached"
     assert int(freed) == (hub.folder / "tiny.gguf").stat().st_size
@@ -383,12 +377,12 @@ def test_silent_server(hub: Hub, run: Run) -> None:
 def test_one_bar_for_all_files(
     disabled: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where somebody listens, the hub's own bars are not drawn: all bytes are told as one."""
+    """With a listener, the hub's own bars are not drawn: one report counts all bytes."""
     module = importlib.import_module("huggingface_hub.utils.tqdm")
     monkeypatch.setattr(module, "are_progress_bars_disabled", lambda *name: disabled)
     heard: list[progress.Progress] = []
-    bar = _told_bar("someone/tiny")
-    with progress.listening(heard.append):
+    bar = _progress_bar("someone/tiny")
+    with progress.listen(heard.append):
         files, whole = bar(total=3), bar(total=0, name="huggingface_hub.snapshot_download")
         whole.total = 10
         files.update(1)

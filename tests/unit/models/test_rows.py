@@ -16,7 +16,7 @@ from infer import GrowingCache, KVCache
 from infer.backend import backend_for
 from infer.cache import BaseCache, NoCache
 from infer.models.common import Decoder
-from infer.models.rows import ALL, LAST, NONE, Packed, Row, pack
+from infer.models.rows import ALL, LAST, NONE, PackedBatch, Row, pack
 
 CPU = torch.device("cpu")
 SIZES = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "max_seq_len": 16}
@@ -42,7 +42,7 @@ def stored(cache: BaseCache) -> list[Tensor]:
 
 
 @pytest.fixture
-def packed() -> Packed:
+def packed() -> PackedBatch:
     """One row of 3 tokens, a batch of two with 2 each, and one of a single token."""
     rows = [
         Row(holding(0), [5, 6, 7], slice(0, 2)),
@@ -53,7 +53,7 @@ def packed() -> Packed:
 
 
 class TestPack:
-    def test_rows_follow_each_other(self, packed: Packed) -> None:
+    def test_rows_follow_each_other(self, packed: PackedBatch) -> None:
         assert packed.ids.tolist() == [5, 6, 7, 1, 2, 3, 4, 8]
         assert packed.positions.tolist() == [0, 1, 2, 4, 5, 4, 5, 9]
         assert [(span.batch, span.n, span.start, span.stop) for span in packed.spans] == [
@@ -73,19 +73,19 @@ class TestPack:
         for tokens in ((1, 2), range(1, 3), torch.tensor([[1, 2]])):
             assert pack([Row(holding(0), tokens)], CPU).ids.tolist() == [1, 2]
 
-    def test_nothing_counts_before_the_pass_is_through(self, packed: Packed) -> None:
+    def test_nothing_counts_before_the_pass_is_through(self, packed: PackedBatch) -> None:
         assert [span.row.cache.seq_len for span in packed.spans] == [0, 4, 9]
         packed.advance()
         assert [span.row.cache.seq_len for span in packed.spans] == [3, 6, 10]
 
 
 class TestWanted:
-    def test_of_each_row_its_own(self, packed: Packed) -> None:
-        assert packed.wanted() == [0, 1, 4, 6, 7]
+    def test_of_each_row_its_own(self, packed: PackedBatch) -> None:
+        assert packed.selected() == [0, 1, 4, 6, 7]
 
     def test_all(self) -> None:
         rows = [Row(holding(0), [1, 2], ALL), Row(holding(0), [3], ALL)]
-        assert pack(rows, CPU).wanted() is None
+        assert pack(rows, CPU).selected() is None
 
     @pytest.mark.parametrize(
         ("logits", "wanted"),
@@ -94,15 +94,15 @@ class TestWanted:
     )
     def test_slices(self, logits: slice, wanted: list[int]) -> None:
         packed = pack([Row(holding(0, batch=2), random_ids(2, 4), logits)], CPU)
-        assert packed.wanted() == wanted
+        assert packed.selected() == wanted
         x = torch.randn(8, 3)
-        assert torch.equal(packed.choose(x), x[wanted])
+        assert torch.equal(packed.select(x), x[wanted])
 
-    def test_choose(self, packed: Packed) -> None:
+    def test_choose(self, packed: PackedBatch) -> None:
         x = torch.randn(8, 3)
-        assert torch.equal(packed.choose(x), x[[0, 1, 4, 6, 7]])
+        assert torch.equal(packed.select(x), x[[0, 1, 4, 6, 7]])
 
-    def test_split(self, packed: Packed) -> None:
+    def test_split(self, packed: PackedBatch) -> None:
         logits = torch.randn(5, 3)
         first, second, third = packed.split(logits)
         assert torch.equal(first, logits[None, 0:2])
@@ -125,10 +125,10 @@ class TestRefusals:
             ([], r"there are no tokens in input_ids of shape \[1, 0\]"),
             (torch.zeros(1, 0, dtype=torch.int64), r"no tokens in input_ids of shape \[1, 0\]"),
             (torch.zeros(0, 2, dtype=torch.int64), r"no tokens in input_ids of shape \[0, 2\]"),
-            (torch.zeros(2, dtype=torch.int64), r"whole numbers \[batch, tokens\], not int64 of shape \[2\]"),
-            (torch.zeros(1, 2), r"whole numbers \[batch, tokens\], not float32 of shape \[1, 2\]"),
+            (torch.zeros(2, dtype=torch.int64), r"integers \[batch, tokens\], not int64 of shape \[2\]"),
+            (torch.zeros(1, 2), r"integers \[batch, tokens\], not float32 of shape \[1, 2\]"),
             (torch.zeros(2, 2, dtype=torch.int64), "a batch of 2, but the cache one of 1"),
-            ([1] * 17, "overflow: 0 positions filled, 17 more asked for, capacity 16"),
+            ([1] * 17, "overflow: 0 positions filled, 17 more requested, capacity 16"),
         ],
     )
     def test_of_any_row(self, tokens: Any, message: str) -> None:
@@ -162,7 +162,7 @@ class TestRefusals:
             run([Row(cache, [1, 2, 3, 4]) for cache in caches])
             before = copy.deepcopy(caches)
             for wrong, message in (
-                ([1] * 7, "overflow: 4 positions filled, 7 more asked for, capacity 10"),
+                ([1] * 7, "overflow: 4 positions filled, 7 more requested, capacity 10"),
                 ([1] * 9, "13 positions exceed the 12 that the model learned"),
                 (random_ids(2, 1), "a batch of 2, but the cache one of 1"),
                 ([], "there are no tokens"),
@@ -229,12 +229,14 @@ class TestRun:
             torch.testing.assert_close(logits, model(tokens)[:, HELD[i] :], atol=1e-4, rtol=1e-4)
 
     def test_one_row_is_the_model_itself(self, model: Decoder) -> None:
+        """A call is a pass of one row on the model's backend."""
+        run = backend_for(model).run
         for row, same in zip(rows_of(filled(model)), filled(model), strict=True):
-            assert torch.equal(model.run([row])[0], model(row.tokens, kv_cache=same, all_logits=True))
+            assert torch.equal(run([row])[0], model(row.tokens, kv_cache=same, all_logits=True))
         for row, same in zip(rows_of(filled(model), [LAST] * len(HELD)), filled(model), strict=True):
-            assert torch.equal(model.run([row])[0], model(row.tokens, kv_cache=same))
+            assert torch.equal(run([row])[0], model(row.tokens, kv_cache=same))
         ids = random_ids(2, 6)
-        assert torch.equal(model.run([Row(NoCache(2), ids, ALL)])[0], model(ids))
+        assert torch.equal(run([Row(NoCache(2), ids, ALL)])[0], model(ids))
 
     def test_gives_the_logits_that_are_wanted(self, model: Decoder) -> None:
         whole = model.run(rows_of(filled(model)))

@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from amount import once, pairs
 from mocks import CACHES, naive_attention, sees
 from torch import Tensor
 
 from infer import SlidingCache
-from infer.backend.cpu.functions import CpuAttention
+from infer.backend.cpu.ops import CpuAttention
 from infer.cache import BaseCache, NoCache
-from infer.models.common import Attention, Pass
+from infer.models.common import Attention, ForwardContext
 from infer.models.rows import Row, pack
 from infer.nn import attention as attending
 from infer.nn.rope import Rope
 
 SCALE = 0.4
 LENGTH = 9
-# How 9 tokens are fed: whole, token by token, in chunks, and as prefill and decode.
+# How 9 tokens are fed: at once, token by token, in chunks, and as prefill and decode.
 SPLITS = [(9,), (1,) * 9, (4, 5), (2, 3, 4), (5, 1, 1, 2), (6, 1, 1, 1)]
 WINDOWS = [None, 1, 3, 8, 9, 100]
 # What computes it: plain torch, or a backend's kernel.
@@ -67,11 +68,9 @@ class TestVisibility:
         mask = attending.visible(q_pos, k_pos, 3)
         assert mask.tolist() == [[[True, True, True, False]], [[True, True, True, False]]]
 
-    @pytest.mark.parametrize("window", [None, 1, 2, 3, 7, 100])
-    @pytest.mark.parametrize("n", [1, 2, 4])
-    @pytest.mark.parametrize("start", [0, 1, 2, 6])
+    @pairs(start=[0, 1, 2, 6], n=[1, 2, 4], window=[None, 1, 2, 3, 7, 100])
     def test_span_mask_is_the_rule(self, start: int, n: int, window: int | None) -> None:
-        """For n queries behind `start` keys: where those begin does not matter."""
+        """For n queries after `start` keys: the first position does not matter."""
         keys = start + n
         mask = attending.span_mask(n, keys, window, torch.device("cpu"))
         if mask is None:
@@ -86,8 +85,7 @@ class TestVisibility:
 
 @KERNELS
 class TestAttend:
-    @pytest.mark.parametrize("window", WINDOWS)
-    @pytest.mark.parametrize("split", SPLITS, ids=str)
+    @pairs(cache_class=CACHES, split=SPLITS, window=WINDOWS)
     def test_windows_and_chunks(
         self, kernel: Any, cache_class: type[BaseCache], split: tuple[int, ...], window: int | None
     ) -> None:
@@ -96,9 +94,7 @@ class TestAttend:
         outputs = attend_in_parts(cache, qkv, split, window=window, kernel=kernel)
         assert_close(outputs, naive_attention(*qkv, scale=SCALE, window=window))
 
-    @pytest.mark.parametrize("window", WINDOWS)
-    @pytest.mark.parametrize("split", SPLITS, ids=str)
-    @pytest.mark.parametrize("prefill_chunk", [1, 2, 4, 9])
+    @pairs(prefill_chunk=[1, 2, 4, 9], split=SPLITS, window=WINDOWS)
     def test_rings(self, kernel: Any, split: tuple[int, ...], prefill_chunk: int, window: int | None) -> None:
         """Passes narrower than the ring's chunk, as wide, and wider."""
         qkv = random_qkv(4, 2, batch=2)
@@ -154,18 +150,17 @@ class TestBlocks:
         got = attending.span_attention(q[:, :, cached:], k, v, scale=SCALE, window=window, masks=masks)
         assert_close(got, naive_attention(q, k, v, scale=SCALE, window=window)[:, :, cached:])
 
-    @pytest.mark.parametrize("cached", [0, 1, 3, 17])
-    @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 9, 18, 99])
+    @once(window=[1, 2, 3, 4, 5, 9, 18, 99], cached=[0, 1, 3, 17])
     def test_small_blocks(self, monkeypatch: pytest.MonkeyPatch, window: int, cached: int) -> None:
         monkeypatch.setattr(attending, "BLOCK", 4)
         for n in range(1, 3 * 4 + 6):
             self.check(n, cached, window, {})
 
-    @pytest.mark.parametrize("cached", [0, 50])
-    @pytest.mark.parametrize(
-        "window", [1, 2, attending.BLOCK - 1, attending.BLOCK, attending.BLOCK + 1, 4 * attending.BLOCK]
+    @pairs(
+        n=[attending.BLOCK + 1, 3 * attending.BLOCK + 5],
+        window=[1, 2, attending.BLOCK - 1, attending.BLOCK, attending.BLOCK + 1, 4 * attending.BLOCK],
+        cached=[0, 50],
     )
-    @pytest.mark.parametrize("n", [attending.BLOCK + 1, 3 * attending.BLOCK + 5])
     def test_blocks(self, n: int, window: int, cached: int) -> None:
         masks: attending.Masks = {}
         self.check(n, cached, window, masks)
@@ -188,7 +183,7 @@ class TestBlocks:
         monkeypatch.setattr(attending, "attention", spy)
         kinds = {"layer_types": ("sliding_attention",) * 4, "sliding_window": window}
         model = tiny_model(num_hidden_layers=4, max_position_embeddings=1024, **kinds)
-        model(torch.zeros(1, n, dtype=torch.long))
+        model.run([Row(NoCache(1), torch.zeros(1, n, dtype=torch.long))])
         blocks = -(-n // max(window, attending.BLOCK))
         assert blocks >= 4
         assert len(seen) == 4 * blocks
@@ -232,7 +227,9 @@ class TestAttentionLayer:
         n = x.shape[1]
         rows = pack([Row(cache, [0] * n)], x.device)
         out = layer(
-            x[0], torch.zeros(n, 32), Pass(rows, {"full_attention": Rope(tiny_config().rope, 8)(rows.positions)})
+            x[0],
+            torch.zeros(n, 32),
+            ForwardContext(rows, {"full_attention": Rope(tiny_config().rope, 8)(rows.positions)}),
         )
         rows.advance()
         return out[None]
@@ -276,7 +273,7 @@ class TestMaskIsBuiltRarely:
 
     @pytest.mark.parametrize(
         ("kind", "expected"),
-        [  # windows of the masks for: whole prefill, a chunk, a decode step, another chunk
+        [  # windows of the masks for: a full prefill, a chunk, a decode step, another chunk
             ("full", [set(), {None}, set(), {None}]),
             ("sliding", [{3}, {3}, set(), {3}]),
             ("both", [{3}, {3, None}, set(), {3, None}]),
@@ -289,12 +286,12 @@ class TestMaskIsBuiltRarely:
         cache = cache_class.from_model_config(model.config, 32, dtype="float32", device="cpu")
         for n, windows in zip((6, 4, 1, 4), expected, strict=True):
             built.clear()
-            model(torch.zeros(1, n, dtype=torch.long), kv_cache=cache)
+            model.run([Row(cache, torch.zeros(1, n, dtype=torch.long))])
             assert len(built) == len(windows)
             assert set(built) == windows
 
     @pytest.mark.parametrize(("kind", "count"), [("full", 0), ("sliding", 1), ("both", 1)])
     def test_without_a_cache(self, tiny_model: Callable, built: list, kind: str, count: int) -> None:
         model = tiny_model(num_hidden_layers=4, **self.KINDS[kind])
-        model(torch.zeros(2, 6, dtype=torch.long))
+        model.run([Row(NoCache(2), torch.zeros(2, 6, dtype=torch.long))])
         assert len(built) == count

@@ -16,11 +16,13 @@ from tiny import make_tiny_config
 
 from infer.backend import Row, backend_for
 from infer.cache import KVCache, PagedCache
-from infer.loader import load_model
-from infer.models.common import Decoder
+from infer.config import ModelConfig
+from infer.loader.load import load_model
+from infer.models.common import Block, Decoder
+from infer.models.registry import MODELS, build_model
 from infer.models.rows import ALL
-from infer.models.split import check_split, share_heads
-from infer.nn.split import shares
+from infer.models.sharding import ModelShard, check_world_size, shard_heads
+from infer.nn.sharded import shard_ranges
 
 WEIGHTS = {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int4": {"quantize": "int4"}, "int8": {"quantize": "int8"}}
 
@@ -28,7 +30,7 @@ WEIGHTS = {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int4": {"quantize"
 class TestShares:
     @pytest.mark.parametrize(("total", "count"), [(9, 2), (7, 7), (8, 3), (50257, 4), (1, 1)])
     def test_all_is_shared_evenly(self, total: int, count: int) -> None:
-        found = shares(total, count)
+        found = shard_ranges(total, count)
         assert [i for each in found for i in each] == list(range(total))
         sizes = [len(each) for each in found]
         assert len(sizes) == count
@@ -40,7 +42,7 @@ class TestShares:
         query, key = heads
         config = make_tiny_config(num_attention_heads=query, num_key_value_heads=key, head_dim=8)
         for count in range(1, query + 1):
-            found = share_heads(config, count)
+            found = shard_heads(config, count)
             assert [h for each in found for h in each.query] == list(range(query))
             assert {h for each in found for h in each.key} == set(range(key))
             for each in found:
@@ -52,9 +54,24 @@ class TestShares:
 
     def test_refused(self) -> None:
         config = make_tiny_config()
-        for count, match in [(5, "4 attention heads cannot be split into 5"), (0, "1 or more"), (2.0, "whole number")]:
+        for count, match in [(5, "4 attention heads cannot be split into 5"), (0, "not 0"), (2.0, "an integer")]:
             with pytest.raises(ValueError, match=match):
-                check_split(config, count)  # type: ignore[arg-type]
+                check_world_size(config, count)  # type: ignore[arg-type]
+
+
+class NoOutputBias(Decoder):
+    class block(Block):
+        def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+            super().__init__(config, layer_idx)
+            self.self_attn.o_proj.bias = self.mlp.down_proj.bias = None
+
+
+def test_a_shard_has_the_biases_of_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "llama", NoOutputBias)
+    config = make_tiny_config(attention_bias=True, mlp_bias=True)
+    expected = [name for name, _ in build_model(config).named_parameters()]
+    for shard in on_ranks(2, lambda group: ModelShard(config, group).build()):
+        assert [name for name, _ in shard.named_parameters()] == expected
 
 
 def logits(model: Decoder, make: Callable[[Decoder], Any]) -> torch.Tensor:
@@ -68,7 +85,7 @@ def logits(model: Decoder, make: Callable[[Decoder], Any]) -> torch.Tensor:
 
 
 def paged(model: Decoder) -> PagedCache:
-    return PagedCache.from_model_config(model.config, 64, dtype=model.dtype, page=16)
+    return PagedCache.from_model_config(model.config, 64, dtype=model.dtype, page_size=16)
 
 
 def contiguous(model: Decoder) -> KVCache:
@@ -174,7 +191,7 @@ class TestFormats:
 
     def test_a_part_is_not_called(self, folders: Callable[[str], Path]) -> None:
         def part(group: ThreadGroup) -> None:
-            with pytest.raises(TypeError, match="a part of the model: run it by"):
+            with pytest.raises(TypeError, match="a shard of the model: run it by"):
                 load_model(folders("qwen3"), device="cpu", group=group)[0](random_ids(1, 3))
 
         on_ranks(2, part)
@@ -182,7 +199,7 @@ class TestFormats:
     def test_no_such_token(self, folders: Callable[[str], Path]) -> None:
         def part(group: ThreadGroup) -> None:
             model = load_model(folders("qwen3"), device="cpu", group=group)[0]
-            with pytest.raises(IndexError, match="no such token"), torch.inference_mode():
+            with pytest.raises(IndexError, match="token ids must be from 0 to"), torch.inference_mode():
                 backend_for(model).run([Row(paged(model), torch.tensor([[500]]), ALL)])
 
         on_ranks(2, part)

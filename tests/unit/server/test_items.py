@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from infer.server.items import items_for_template
+from infer.server.response_items import items_for_template
 
 CALL = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "look", "arguments": '{"at": 1}'}
 CALLED = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
@@ -73,13 +73,13 @@ def test_thoughts_that_lead_nowhere_are_left_out() -> None:
     ("item", "words"),
     [
         ({"type": "item_reference", "id": "x"}, "nothing is stored"),
-        ({"type": "web_search_call"}, "'web_search_call' cannot be read"),
+        ({"type": "web_search_call"}, "'web_search_call' are not supported"),
         ({"role": "tool", "content": "x"}, "function_call_output"),
         ({"role": "king", "content": "x"}, "the role must be"),
         ({"content": "x"}, "the role must be"),
         ({"role": "user"}, "the content must be"),
-        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "cannot be read"),
-        ({"role": "user", "content": [{"type": "input_text"}]}, "must be a text"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "are not supported"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, "must be a string"),
         (CALL | {"call_id": None}, "call_id"),
         (CALL | {"name": 3}, "the name"),
         (CALL | {"arguments": "{"}, "not JSON"),

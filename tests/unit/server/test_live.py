@@ -14,16 +14,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from live_server import Gate
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from waiting import WAIT
 
 from infer import LLM, CacheMemory
-from infer.engine.loop import Loop, Task
+from infer.engine.scheduler import ScheduledTokens
+from infer.engine.sequence import Sequence
 from infer.models.common import Decoder
 from infer.server import live as module
-from infer.server.live import ALIVE, CELLS, ENDED, FREE, KEPT, SHARED, Live, number_of, routes
+from infer.server.live import FREE, KEPT, MAX_ALIVE, MAX_CELLS, MAX_ENDED, SHARED, Live, number_of, routes
 
-WAIT = 20.0  # seconds: longer than anything takes
+pytestmark = pytest.mark.usefixtures("compiled")  # nothing waits for a compiler
 
 
 class Letters:
@@ -45,31 +48,42 @@ def llm(tiny_model: Callable[..., Decoder]) -> Iterator[LLM]:
 
 @contextmanager
 def engine(model: Decoder, pages: int, **options: Any) -> Iterator[LLM]:
-    size = CacheMemory(model, 10**6, page=4).pool.page_bytes
-    with LLM(model, Letters(), memory=CacheMemory(model, pages * size, page=4), **options) as llm:
+    size = CacheMemory(model, 10**6, page_size=4).pool.page_bytes
+    with LLM(model, Letters(), memory=CacheMemory(model, pages * size, page_size=4), **options) as llm:
         yield llm
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(monkeypatch)
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Passes run only as they are let through."""
+    gate = Gate(monkeypatch)
+    with gate.held():
+        yield gate
 
 
-class Gate:
-    """Lets passes through one by one; meanwhile the engine does what it is asked for between two of them."""
+@pytest.fixture
+def listeners(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Who listens to the engine."""
+    active: list[Any] = []
+    watch = llm.watch
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._open = threading.Semaphore(0)
-        step = Loop.step
+    def noted(listener: Callable[[Any], None]) -> Callable[[], None]:
+        active.append(listener)
+        unwatch = watch(listener)
+        return lambda: (unwatch(), active.remove(listener))[0]
 
-        def held(loop: Loop) -> bool:
-            return step(loop) if self._open.acquire(timeout=0.001) else False
+    monkeypatch.setattr(llm, "watch", noted)
+    return active
 
-        monkeypatch.setattr(Loop, "step", held)
 
-    def let(self, passes: int) -> None:
-        for _ in range(passes):
-            self._open.release()
+def snapshot(live: Live) -> dict[str, Any]:
+    """What a viewer gets first."""
+
+    async def first() -> dict[str, Any]:
+        async with Viewer(live) as viewer:
+            return viewer.first
+
+    return asyncio.run(first())
 
 
 def cells(pool: dict[str, Any]) -> list[int]:
@@ -89,7 +103,7 @@ class Viewer:
         self.stats: dict[str, Any] = {}
 
     async def __aenter__(self) -> Viewer:
-        await self.next()
+        self.first = await self.next()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -146,7 +160,7 @@ class TestRequests:
                 await viewer.until(lambda: viewer.state(0) == viewer.state(1) == "waiting")
                 gate.let(1)
                 await viewer.until(lambda: viewer.state(0) == "prefill")
-                assert viewer.requests[0]["fed"] == 5
+                assert viewer.requests[0]["computed"] == 5
                 assert viewer.requests[0]["first_token"] is None
                 gate.let(3)
                 await viewer.until(lambda: viewer.state(0) == "decode")
@@ -197,12 +211,12 @@ class TestRequests:
             await viewer.until(lambda: viewer.state(1) == viewer.state(2) == "waiting")
             gate.let(2)
             await viewer.until(lambda: viewer.state(1) == viewer.state(2) == "decode")
-            assert viewer.requests[1]["known"] == viewer.requests[2]["known"] == 20
+            assert viewer.requests[1]["cached"] == viewer.requests[2]["cached"] == 20
             found = cells(viewer.pool)
             assert found.count(SHARED) == viewer.pool["shared"] == 5
             assert found.count(1) == viewer.requests[1]["pages"] - 5 > 0
             assert found.count(2) == viewer.requests[2]["pages"] - 5 > 0
-            assert viewer.stats["prefix_hits"] == 40
+            assert viewer.stats["cached_tokens"] == 40
             gate.let(60)
             for handle in handles:
                 await handle
@@ -210,7 +224,7 @@ class TestRequests:
 
         pool = watch(Live(llm), script).pool
         assert pool["free"] + pool["kept"] == pool["pages"] == 60
-        assert pool["free"] == llm.memory.pool.free
+        assert pool["free"] == llm.memory.pool.num_free_pages
 
     def test_names_of_handles(self, llm: LLM) -> None:
         for expected in range(3):
@@ -231,37 +245,38 @@ class TestRequests:
 class TestViewers:
     def test_a_snapshot(self, llm: LLM) -> None:
         live = Live(llm)
-        empty = live.snapshot()
+        empty = snapshot(live)
         assert empty["full"]
         assert empty["requests"] == empty["passes"] == []
         assert cells(empty["pool"]) == [FREE] * 60
         assert empty["page"]["tokens"] == 4
         llm.generate("HELLO", max_new_tokens=2)
-        assert live.snapshot()["stats"]["finished"] == 1
-        json.dumps(live.snapshot(), allow_nan=False)
+        assert snapshot(live)["stats"]["finished"] == 1
+        json.dumps(snapshot(live), allow_nan=False)
 
-    def test_nobody_listens_unless_somebody_views(self, llm: LLM) -> None:
-        live, loop = Live(llm), llm._driver.loop
-        assert llm._driver._thread is None, "not even a thread was started"
-        live.snapshot()
-        assert loop._listeners == []
+    def test_nobody_listens_unless_somebody_views(self, llm: LLM, listeners: list[Any]) -> None:
+        threads = threading.enumerate()
+        live = Live(llm)
+        assert threading.enumerate() == threads, "not even a thread was started"
+        assert listeners == []
 
         async def script(viewer: Viewer) -> None:
-            assert len(loop._listeners) == 1
+            assert len(listeners) == 1
             async with Viewer(live):
-                assert len(loop._listeners) == 1, "one listener for all"
-            assert len(loop._listeners) == 1
+                assert len(listeners) == 1, "one listener for all"
+            assert len(listeners) == 1
             await llm.submit("HELLO", max_new_tokens=3)
 
         watch(live, script)
-        assert loop._listeners == []
-        assert not live._events.passes
-        assert not live._events.ended
+        assert listeners == []
+        assert not any(live._events.values())
 
     def test_an_engine_at_rest_is_left_alone(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         looks: list[float] = []
-        look = Live._look
-        monkeypatch.setattr(Live, "_look", lambda live, loop: looks.append(time.perf_counter()) or look(live, loop))
+        look = Live._take_snapshot
+        monkeypatch.setattr(
+            Live, "_take_snapshot", lambda live, engine: looks.append(time.perf_counter()) or look(live, engine)
+        )
 
         async def script(viewer: Viewer) -> None:
             await llm.submit("HELLO", max_new_tokens=3)
@@ -276,8 +291,10 @@ class TestViewers:
     def test_looks_are_at_most_ten_a_second(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "INTERVAL_S", 0.1)
         looks: list[float] = []
-        look = Live._look
-        monkeypatch.setattr(Live, "_look", lambda live, loop: looks.append(time.perf_counter()) or look(live, loop))
+        look = Live._take_snapshot
+        monkeypatch.setattr(
+            Live, "_take_snapshot", lambda live, engine: looks.append(time.perf_counter()) or look(live, engine)
+        )
         live = Live(llm)
 
         async def script(viewer: Viewer) -> None:
@@ -308,7 +325,7 @@ class TestViewers:
 
         watch(live, script)
 
-    def test_who_leaves_in_the_middle(self, llm: LLM) -> None:
+    def test_who_leaves_in_the_middle(self, llm: LLM, listeners: list[Any]) -> None:
         """A viewer that is cancelled while it waits for a look takes nothing with it."""
         live = Live(llm)
 
@@ -325,15 +342,15 @@ class TestViewers:
             await viewer.until(lambda: viewer.state(0) == "ended")
 
         watch(live, script)
-        assert llm._driver.loop._listeners == []
+        assert listeners == []
         assert llm.generate("HELLO", max_new_tokens=2).finish_reason == "length"
 
     def test_a_look_that_is_not_wanted_any_more(self, llm: LLM) -> None:
         """Who cancels it before its turn does not end the engine."""
         begun, free = threading.Event(), threading.Event()
-        first = llm.between_steps(lambda loop: (begun.set(), free.wait(WAIT)))
+        first = llm.between_steps(lambda _: (begun.set(), free.wait(WAIT)))
         assert begun.wait(WAIT)
-        second = llm.between_steps(lambda loop: pytest.fail("it was cancelled"))
+        second = llm.between_steps(lambda _: pytest.fail("it was cancelled"))
         assert second.cancel()
         free.set()
         first.result(WAIT)
@@ -341,10 +358,11 @@ class TestViewers:
 
     def test_a_closed_engine(self, tiny_model: Callable[..., Decoder]) -> None:
         llm = LLM(tiny_model(), Letters(), cache_memory=10**6)
+        live = Live(llm)
 
         async def told() -> list[dict[str, Any]]:
             updates = []
-            async for update in Live(llm).updates(0.0):
+            async for update in live.updates(0.0):
                 updates.append(update)
                 if len(updates) == 1:
                     llm.submit("HELLO", max_new_tokens=1).result(WAIT)
@@ -352,7 +370,7 @@ class TestViewers:
             return updates
 
         assert asyncio.run(told())[-1]["stopped"]
-        assert llm._driver.loop._listeners == []
+        assert live._num_viewers == 0
 
     def test_no_text(self, llm: LLM) -> None:
         """Keys and states are words; all else is numbers."""
@@ -375,30 +393,30 @@ class TestViewers:
 
         live = Live(llm)
         watch(live, script)
-        check(live.snapshot())
+        check(snapshot(live))
 
 
 class TestBounds:
     def test_many_requests(self, llm: LLM) -> None:
         """Far more than are told of: each viewer ends with the truth, and nothing is kept of the others."""
         live = Live(llm)
-        tasks: list[weakref.ref[Task]] = []
+        tasks: list[weakref.ref[Sequence]] = []
         largest = 0
 
         async def script(viewer: Viewer) -> None:
             nonlocal largest
             handles = [llm.submit("HELLO" + chr(33 + i % 60), max_new_tokens=2) for i in range(400)]
-            tasks.extend(weakref.ref(handle._tasks[0]) for handle in handles)
+            tasks.extend(weakref.ref(handle.sequences[0]) for handle in handles)
             while not all(handle.done for handle in handles):
                 largest = max(largest, len(json.dumps(await viewer.next())))
-                assert len(live._requests) <= ALIVE + ENDED
+                assert len(live._requests) <= MAX_ALIVE + MAX_ENDED
             await viewer.until(lambda: all(record["state"] == "ended" for record in viewer.requests.values()))
             assert viewer.stats["finished"] == 400
 
         watch(live, script)
         assert largest < 60_000
-        assert len(live._requests) <= ENDED
-        assert len(live._timeline) <= module.PASSES
+        assert len(live._requests) <= MAX_ENDED
+        assert len(live._timeline) <= module.MAX_PASSES
         gc.collect()
         assert not any(task() for task in tasks), "no request is kept"
 
@@ -411,27 +429,28 @@ class TestBounds:
             async with Viewer(live) as other:
                 for handle in handles:
                     handle.abort()
-                for _ in range(3 * ENDED):
+                for _ in range(3 * MAX_ENDED):
                     await llm.submit("HELLO", max_new_tokens=1)
                     await other.next()
-            await viewer.until(lambda: viewer.state(19 + 3 * ENDED) == "ended")
-            assert len(viewer.requests) <= ENDED
+            await viewer.until(lambda: viewer.state(19 + 3 * MAX_ENDED) == "ended")
+            assert len(viewer.requests) <= MAX_ENDED
             assert {record["state"] for record in viewer.requests.values()} == {"ended"}
 
         live = Live(llm)
         watch(live, script)
 
     def test_many_passes_are_told_together(self) -> None:
-        task = Task.__new__(Task)
-        task.order = (0, 7)
-        events = [module.Event(0.01 * i + 0.01, "pass", fed={task: 1}, seconds=0.01) for i in range(3000)]
+        sequence = Sequence.__new__(Sequence)
+        sequence.arrival = 7
+        step = [ScheduledTokens(sequence, 1)]
+        events = [module.Event(0.01 * i + 0.01, "step", scheduled=step, seconds=0.01) for i in range(3000)]
         told = list(module._timeline(events, {7: None}, 0.0))
-        assert len(told) == module.ROWS
+        assert len(told) == module.MAX_ROWS
         assert told[0] == [0.0, 0.05, 5, [[7, 5]]]
         assert sum(passes for _, _, passes, _ in told) == 3000
         assert list(module._timeline(events[:2], {}, 0.0)) == [[0.0, 0.01, 1, []], [0.01, 0.01, 1, []]]
 
-    @pytest.mark.parametrize("pages", [1, 60, CELLS, CELLS + 1, 50_000])
+    @pytest.mark.parametrize("pages", [1, 60, MAX_CELLS, MAX_CELLS + 1, 50_000])
     def test_the_map_of_any_pool(self, pages: int) -> None:
         holders = np.zeros(pages, np.int32)
         holders[: pages // 2] = 1
@@ -439,7 +458,7 @@ class TestBounds:
         holders[0] = 2
         told = module._pool_map(holders, [(5, own), (9, np.array([pages // 3]))])
         found = cells(told)
-        assert len(found) <= CELLS
+        assert len(found) <= MAX_CELLS
         assert len(found) == -(-pages // told["block"])
         assert told["free"] + told["kept"] + told["shared"] + told["own"] == told["pages"] == pages
         if pages == 1:
@@ -464,9 +483,9 @@ class TestRoutes:
         assert "{{" not in one.text
         assert one.text != other.text, "each has a nonce of its own"
 
-    def test_the_stream(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_stream(self, llm: LLM, listeners: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         """All of it first, then comments while nothing happens; then what happens."""
-        monkeypatch.setattr(module, "QUIET_S", 0.1)
+        monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.1)
         live = Live(llm)
 
         async def read() -> list[str]:
@@ -479,7 +498,7 @@ class TestRoutes:
 
         first, quiet, change = asyncio.run(read())
         assert json.loads(first.removeprefix("data: "))["full"]
-        assert quiet == ": nothing new\n\n"
+        assert quiet == ": keep-alive\n\n"
         assert "full" not in json.loads(change.removeprefix("data: "))
         assert first.endswith("\n\n")
-        assert llm._driver.loop._listeners == []
+        assert listeners == []

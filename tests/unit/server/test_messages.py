@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infer.loader.chat import render_chat_template
-from infer.server.messages import for_template
+from infer.server.chat_template import for_template
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
 ANSWER = {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}
@@ -68,26 +68,25 @@ def test_reasoning(key: str) -> None:
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        ("hello", "must be an object, not 'hello'"),
         ({"content": "x"}, "the role must be one of system, developer, user, assistant, tool, not None"),
         ({"role": "ipython", "content": "x"}, "the role must be .* not 'ipython'"),
         ({"role": ["user"], "content": "x"}, "the role must be"),
         ({"role": "function", "content": "x"}, "functions were replaced by tools"),
         ({"role": "assistant", "function_call": {}}, "functions were replaced by tools"),
-        ({"role": "user"}, "the content must be a text or a list of parts, not None"),
-        ({"role": "user", "content": 4}, "the content must be a text or a list of parts, not 4"),
+        ({"role": "user"}, "the content must be a string or a list of parts, not None"),
+        ({"role": "user", "content": 4}, "the content must be a string or a list of parts, not 4"),
         ({"role": "user", "content": ["x"]}, "a part of the content must be"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "images cannot be read, only text"),
-        ({"role": "user", "content": [{"type": "input_audio"}]}, "audio cannot be read, only text"),
-        ({"role": "user", "content": [{"type": "file"}]}, "files cannot be read, only text"),
-        ({"role": "user", "content": [{"type": "video"}]}, "parts of type 'video' cannot be read, only text"),
-        ({"role": "user", "content": [{"type": "text"}]}, "the text of a part must be a text, not None"),
-        ({"role": "assistant", "audio": {"id": "x"}}, "audio cannot be read, only text"),
-        ({"role": "assistant", "content": "", "reasoning": 1}, "the reasoning must be a text, not 1"),
-        ({"role": "tool", "content": "x"}, "the tool_call_id of a tool's message must be a text, not None"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "images are not supported, only text"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "audio is not supported, only text"),
+        ({"role": "user", "content": [{"type": "file"}]}, "files are not supported, only text"),
+        ({"role": "user", "content": [{"type": "video"}]}, "parts of type 'video' are not supported, only text"),
+        ({"role": "user", "content": [{"type": "text"}]}, "the text of a part must be a string, not None"),
+        ({"role": "assistant", "audio": {"id": "x"}}, "audio is not supported, only text"),
+        ({"role": "assistant", "content": "", "reasoning": 1}, "the reasoning must be a string, not 1"),
+        ({"role": "tool", "content": "x"}, "the tool_call_id of a tool's message must be a string, not None"),
         ({"role": "assistant", "tool_calls": {"a": 1}}, "tool_calls must be a list"),
         ({"role": "assistant", "tool_calls": ["x"]}, r'tool_calls\[0\]: must have a "function"'),
-        ({"role": "assistant", "tool_calls": [{"function": {}}]}, r"tool_calls\[0\]: the name must be a text"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, r"tool_calls\[0\]: the name must be a string"),
     ],
 )
 def test_refused(message: Any, problem: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from checkpoints import byte_tokenizer
 
 from infer.engine.logprobs import TokenLogprobs
-from infer.server.tokens import LEAST, TokenTexts, chat_logprobs, completion_logprobs
+from infer.server.wire import MIN_LOGPROB, chat_logprobs, completion_logprobs, token_bytes, token_text
 
 
 class Bytes:
@@ -23,25 +23,24 @@ class Bytes:
 
 def test_parts_of_characters_have_bytes() -> None:
     tokenizer = Bytes()
-    texts = TokenTexts(tokenizer)
-    ids = {token: texts.bytes(token) for token in range(3, 120)}
-    whole = [token for token, found in ids.items() if texts(token) != "\ufffd"]
-    assert whole
-    assert all(bytes(ids[token]).decode() == texts(token) for token in whole)
-    parts = [token for token in ids if token not in whole]
+    ids = {token: token_bytes(tokenizer, token) for token in range(3, 120)}
+    characters = [token for token in ids if token_text(tokenizer, token) != "\ufffd"]
+    assert characters
+    assert all(bytes(ids[token]).decode() == token_text(tokenizer, token) for token in characters)
+    parts = [token for token in ids if token not in characters]
     assert parts
     assert all(len(ids[token]) == 1 and ids[token][0] > 127 for token in parts)
 
 
 def test_a_probability_of_nothing_is_a_number() -> None:
-    [found] = chat_logprobs([TokenLogprobs(5, -float("inf"), ((6, -0.5),))], TokenTexts(Bytes()))
-    assert found["logprob"] == LEAST
+    [found] = chat_logprobs([TokenLogprobs(5, -float("inf"), ((6, -0.5),))], Bytes())
+    assert found["logprob"] == MIN_LOGPROB
     assert found["top_logprobs"][0]["logprob"] == -0.5
 
 
 def test_tokens_with_the_same_text() -> None:
-    """lm-eval takes the greatest of these for the likeliest token's."""
-    texts = TokenTexts(Bytes())
-    first, second = [token for token in range(3, 120) if texts(token) == "\ufffd"][:2]
-    found = completion_logprobs([TokenLogprobs(first, -0.5, ((first, -0.5), (second, -2.0)))], [first], texts, 0)
+    """lm-eval takes the greatest of these for the most likely token's."""
+    tokenizer = Bytes()
+    first, second = [token for token in range(3, 120) if token_text(tokenizer, token) == "\ufffd"][:2]
+    found = completion_logprobs([TokenLogprobs(first, -0.5, ((first, -0.5), (second, -2.0)))], [first], tokenizer, 0)
     assert found["top_logprobs"] == [{"\ufffd": -0.5}]

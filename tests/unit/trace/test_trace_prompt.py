@@ -16,11 +16,12 @@ import torch
 from mocks import Letters
 from traces import make_trace
 
-from infer import LLM, KVCache, SamplingParams, Trace, full_attention_matrix, generate
+from infer import LLM, KVCache, SamplingParams, Trace, generate
+from infer.compat.seeds import full_attention_matrix
 from infer.models.common import Decoder
-from infer.trace import prompt as recording
-from infer.trace.prompt import first_query
-from infer.trace.settings import shown_settings
+from infer.trace import predictions as recording
+from infer.trace.page import shown_settings
+from infer.trace.predictions import first_query
 
 FAMILIES = ["llama", "gemma3", "gpt2"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -108,7 +109,7 @@ def test_what_the_cache_held_was_not_computed(tiny_model: Callable[..., Decoder]
     generate(model, Letters(), PROMPT[:5], SamplingParams(max_new_tokens=1), cache=cache)
     trace = Trace()
     assert run(model, trace, cache=cache) == run(model)
-    assert trace.known == 5
+    assert trace.num_cached_tokens == 5
     assert_rows(model, trace, range(6, 8))
 
 
@@ -158,7 +159,7 @@ def test_the_same_bits(tiny_model: Callable[..., Decoder], monkeypatch: pytest.M
 
 @pytest.mark.parametrize("prompt_rows", [-1, 1.5, None, True])
 def test_refused(prompt_rows: Any) -> None:
-    with pytest.raises(ValueError, match="prompt_rows must be a whole number, 0 or more"):
+    with pytest.raises(ValueError, match="prompt_rows must be an integer, 0 or more"):
         Trace(prompt_rows=prompt_rows)
 
 
@@ -220,8 +221,8 @@ class TestSettings:
         trace = Trace(layers=[])
         run(tiny_model(), trace)
         shown = dict(shown_settings(trace))
-        assert shown["computed in"] == "float32"
-        assert shown["quantisation"] == "none"
+        assert shown["dtype"] == "float32"
+        assert shown["quantization"] == "none"
         assert shown["max new tokens"] == "4"
         assert shown["seed"] == str(trace.settings["params"]["seed"])
         assert shown["KV cache"] == "yes"
@@ -269,6 +270,6 @@ class TestNotebooks:
         assert [row["text"] for row in frame.rows] == [t.text for t in trace.prompt] + [s.text for s in trace.steps]
         assert [row["probability"] is None for row in frame.rows] == [True] * 3 + [False] * 5
         assert frame.rows[5]["surprisal"] == pytest.approx(-math.log(trace.steps[0].probability))
-        assert frame.rows[5]["likeliest"] == trace.steps[0].text
+        assert frame.rows[5]["top_token"] == trace.steps[0].text
         assert frame.rows[4]["rank"] == 6
         assert all(row.keys() == frame.rows[0].keys() for row in frame.rows)

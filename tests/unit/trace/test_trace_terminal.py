@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from infer.trace import Trace, TraceStep
-from infer.trace.data import Alternative, AttentionRows, Token
-from infer.trace.looks import attention, looked_at
+from infer.trace.data import Alternative, AttentionRows, Token, attention, looked_at
 from infer.trace.terminal import HEAT, STRIP_ROWS, draw, heat, percent, strip, table, visible
 
 HOSTILE = [

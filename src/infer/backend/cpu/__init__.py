@@ -13,12 +13,17 @@ _compiling = Lock()
 
 
 def expected() -> bool:
-    """Whether there should be kernels; to know, they would have to be compiled."""
+    """Whether kernels are likely to work; only compiling them shows it."""
     return os.environ.get("INFER_KERNELS") != "0" and find_spec("numba") is not None
 
 
+def tile_rows() -> int:
+    """Rows of a tile of a quantized weight, as the kernels read it; 1 without kernels. A plan tiles other weights."""
+    return 1 if kernels() is None else int(kernels().TILE)
+
+
 def kernels() -> Any:
-    """The module of kernels, `block.py`; None with INFER_KERNELS=0, without numba, or where it cannot compile them."""
+    """The module of kernels, `block.py`; None with INFER_KERNELS=0, without numba, or if it cannot compile them."""
     with _compiling:
         return _kernels()
 
@@ -32,9 +37,8 @@ def _kernels() -> Any:
     except ImportError:
         return None
     try:
-        from infer.backend.cpu import attention, block
+        from infer.backend.cpu import block
 
-        attention.attend.begin()
         block.compile_first()
         return block
     except (ImportError, RuntimeError, OSError, NumbaError) as error:
@@ -44,7 +48,7 @@ def _kernels() -> Any:
 
 
 def _without_kernels() -> None:
-    """In a forked child, for which no thread was forked along: torch's own OpenMP may wait for one forever."""
+    """In a forked child, which has no threads but one: torch's own OpenMP may wait for another forever."""
     os.environ["INFER_KERNELS"] = "0"
     _kernels.cache_clear()
 

@@ -1,12 +1,12 @@
-"""Keys and values in a cache, and attention over them, on the CPU.
+"""Keys and values in a cache, and attention over them.
 
-Each query is attended from by itself, and goes through its keys in the order of their positions: what comes out depends
-on the query and on those keys, and neither on the queries beside it nor on where a key lies. Keys go by blocks of KEYS
-positions: each gives a softmax of its own, and these are joined in their order. So several threads can share a query's
-keys, and heads that have the same keys read them once. Keys lie in pieces, a page each, or up to the end of a ring. As
+Each query goes through its keys in the order of their positions: its output depends on the query and on those keys, not
+on the queries beside it nor on where a key is stored. Keys come in blocks of KEY_BLOCK positions: each block has a
+softmax of its own, and these are merged in order (as in FlashAttention). So several threads can share the keys of a
+query, and heads with the same keys read them once. Keys are contiguous within a page, or up to the end of a ring. As
 everywhere in these kernels, sums have one order, and nothing is compiled with `fastmath`.
 
-All that is handed on is an address, a number of bytes (`_row`: from one row to the next) or a count.
+All arguments are addresses, numbers of bytes (`_row`: the stride of rows) or counts.
 """
 
 from __future__ import annotations
@@ -16,64 +16,62 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from infer.backend.cpu.memory import address, call_at, keep
+from infer.backend.cpu.jit import address, call_at, inline, keep_alive, kernel
 from infer.backend.cpu.simd import (
-    _typed_intrinsic,
     add,
-    exponential,
-    fused_one,
+    exp,
+    fma_f32,
     lane,
-    larger,
-    largest,
-    load_byte,
-    load_eight,
-    load_eight_codes,
-    load_float,
-    load_half,
-    load_integer,
-    load_sixteen,
+    load_f16,
+    load_f32,
+    load_f32x8,
+    load_f32x16,
+    load_i8,
+    load_i8x8,
+    load_i64,
+    maximum,
     multiply,
-    no_sixteen,
+    next_f16,
     prefetch,
-    raise_half,
-    splat,
-    splat_eight,
-    store_as_half,
-    store_byte,
-    store_float,
-    store_floats,
-    summed,
+    reduce_add,
+    reduce_max,
+    splat_x8,
+    splat_x16,
+    store,
+    store_f16,
+    store_i8,
+    typed_intrinsic,
+    zeros_x16,
 )
-from infer.backend.cpu.threads import shared
+from infer.backend.cpu.threads import parallel_for
 from infer.backend.cpu.tile import (
-    AHEAD,
-    FEW,
-    FEW_MIXED,
     LANES,
-    LAST_MIXED,
-    MIXED,
     PANELS,
+    PREFETCH_BYTES,
+    PV_COLUMNS,
+    PV_FEW_COLUMNS,
+    PV_FEW_ROWS,
+    PV_LAST_COLUMNS,
     W_ROWS,
     X_ROWS,
-    mix_last,
-    mix_tile,
-    multiply_tile,
+    gemm_tile,
     panel_rows,
+    pv_last_tile,
+    pv_tile,
 )
-from infer.backend.cpu.units import linked, unit
-from infer.cache.table import BITS, COLUMNS, PAGE, PAGES, SLOTS, STRIDE, K, V
+from infer.cache.table import BITS, COLUMNS, PAGE_BYTES, PAGE_TABLE, SLOTS, STRIDE, K, V
 from infer.nn.quantized import GROUP
 
-KEYS = 256  # positions of a block
-SCORES_ROW = (KEYS + 16) * 4  # bytes: the scores of a block, filled up to sixteens
-MANY = 64  # results of blocks that are worth handing out to several threads
-PART, PART_ROWS, TOKENS, TOKENS_END = 0, 2, 3, 4  # columns of `parts_of`
-PART_COLUMNS = 5
+KEY_BLOCK = 256  # positions of a block of keys
+SCORES_ROW = (KEY_BLOCK + 16) * 4  # bytes: the scores of a block, padded to a multiple of 16
+PARALLEL_SLOTS = 64  # from so many results of blocks on, several threads merge them
+QUERY_ROW, ROW_BLOCKS, FIRST_QUERY, QUERY_END = 0, 2, 3, 4  # columns of `query_blocks`
+QUERY_COLUMNS = 5
 ATTEND = types.void(*[types.int64] * 3, types.float64, *[types.int64] * 7)
-WEIGH = types.void(*ATTEND.args, types.int64)
+WEIGHTS = types.void(*ATTEND.args, types.int64)
 
 
-@_typed_intrinsic
+@typed_intrinsic
 def attend_at(
     context: Any,
     code: Any,
@@ -84,95 +82,97 @@ def attend_at(
     x: Any,
     x_row: Any,
     table: Any,
-    parts: Any,
-    part_count: Any,
-    seen: Any,
+    queries: Any,
+    num_queries: Any,
+    visible: Any,
     out: Any,
 ) -> Any:
-    """Call `attend`, whose code lies at an address."""
+    """Calls the kernel `attend` at an address."""
     return types.void(types.int64, *ATTEND.args), call_at
 
 
-@linked
+@inline
 def _field(row: int, column: int) -> Any:
-    """Of a row of the table."""
-    return load_integer(row + column * 8)
+    """A column of a row of a table."""
+    return load_i64(row + column * 8)
 
 
-@linked(forceinline=True)
+@inline(forceinline=True)
 def _row_bytes(head_dim: int, bits: int) -> int:
-    """Of a key or value: behind 8-bit ones stand their scales, as `infer.cache.int8` has them."""
+    """Bytes of a key or value; scales follow an 8-bit one, as in `infer.cache.int8`."""
     return head_dim * 4 if bits == 32 else head_dim + 2 * ((head_dim + GROUP - 1) // GROUP)
 
 
-@linked
-def _piece(row: int, position: int, count: int, size: int) -> Any:
-    """Where a position lies, in bytes from the first head's, and how many of `count` lie there behind each other.
+@inline
+def _slots_at(row: int, position: int, count: int, size: int) -> Any:
+    """The offset of a position in bytes from the first of its head, and how many of `count` positions are contiguous.
 
     row: of the table. size: bytes of a position.
     """
-    slots, pages = _field(row, SLOTS), _field(row, PAGES)
+    slots, pages = _field(row, SLOTS), _field(row, PAGE_TABLE)
     slot = position % slots
-    at, together = slot * size, slots - slot
+    at, contiguous = slot * size, slots - slot
     if pages != 0:
         listed = pages + position // slots * 8
-        number = load_integer(listed)
-        at += number * _field(row, PAGE)
-        while together < count and load_integer(listed + 8) == number + 1:  # the next page lies right behind
-            number, listed, together = number + 1, listed + 8, together + slots
-    return at, min(count, together)
+        number = load_i64(listed)
+        at += number * _field(row, PAGE_BYTES)
+        while contiguous < count and load_i64(listed + 8) == number + 1:  # the next page is adjacent
+            number, listed, contiguous = number + 1, listed + 8, contiguous + slots
+    return at, min(count, contiguous)
 
 
-@linked
-def _readable(bits: int, at: int, count: int, size: int, floats: int) -> Any:
-    """Where `count` keys or values, which lie at an address, are floats: there, or where 8-bit ones are turned to."""
+@inline
+def _as_floats(bits: int, at: int, count: int, size: int, floats: int) -> Any:
+    """The address of `count` keys or values as floats: `at`, or `floats`, where 8-bit ones are dequantized."""
     if bits == 32:
         return at
     row_bytes = _row_bytes(size, bits)
     for j in range(count):
         codes, scales, out = at + j * row_bytes, at + j * row_bytes + size, floats + j * size * 4
         for first in range(0, size, GROUP):
-            last, scale = min(first + GROUP, size), load_half(scales + first // GROUP * 2)
-            whole = first + (last - first) // 8 * 8
-            for i in range(first, whole, 8):
-                store_floats(out + i * 4, multiply(load_eight_codes(codes + i), splat_eight(scale)))
-            for i in range(whole, last):
-                store_float(out + i * 4, np.float32(load_byte(codes + i)) * scale)
+            last, scale = min(first + GROUP, size), load_f16(scales + first // GROUP * 2)
+            full = first + (last - first) // 8 * 8
+            for i in range(first, full, 8):
+                store(out + i * 4, multiply(load_i8x8(codes + i), splat_x8(scale)))
+            for i in range(full, last):
+                store(out + i * 4, np.float32(load_i8(codes + i)) * scale)
     return floats
 
 
-@linked
-def _score_piece(rows: int, count: int, panel: int, q: int, q_row: int, size: int, k: int, keys: int, out: int) -> None:
-    """out [rows, keys] = q k, in the order of a product. panel: where the queries, `count` of its rows, are packed."""
+@inline
+def _score_contiguous(
+    rows: int, count: int, panel: int, q: int, q_row: int, size: int, k: int, keys: int, out: int
+) -> None:
+    """out [rows, keys] = q k, summed as in GEMM. panel: the packed queries, `count` of its rows."""
     steps, row = size // LANES, size * 4
     for j in range(0, keys, W_ROWS):
         if steps == 0:
             for t in range(rows):
                 for i in range(j, min(j + W_ROWS, keys)):
-                    store_float(out + t * SCORES_ROW + i * 4, np.float32(0))
-        elif keys >= W_ROWS:  # some of the last tile's keys may be of the one before it
+                    store(out + t * SCORES_ROW + i * 4, np.float32(0))
+        elif keys >= W_ROWS:  # the last tile may overlap the one before it
             at = min(j, keys - W_ROWS)
-            if AHEAD > 0:
+            if PREFETCH_BYTES > 0:
                 for line in range(0, W_ROWS * row, 64):
-                    prefetch(k + at * row + AHEAD + line)
-            multiply_tile(rows, k + at * row, row, 32, panel, steps, 0, 1, 1, out + at * 4, SCORES_ROW)
+                    prefetch(k + at * row + PREFETCH_BYTES + line)
+            gemm_tile(rows, k + at * row, row, 32, panel, steps, 0, 1, 1, out + at * 4, SCORES_ROW)
         else:
             spare = np.empty(X_ROWS * W_ROWS, np.float32)
             for i in range(keys):
-                multiply_tile(rows, k + i * row, 0, 32, panel, steps, 0, 1, 1, address(spare), W_ROWS * 4)
+                gemm_tile(rows, k + i * row, 0, 32, panel, steps, 0, 1, 1, address(spare), W_ROWS * 4)
                 for t in range(rows):
-                    store_float(out + t * SCORES_ROW + i * 4, spare[t * W_ROWS])
-            keep(spare, spare)
+                    store(out + t * SCORES_ROW + i * 4, spare[t * W_ROWS])
+            keep_alive(spare)
     if steps * LANES < size:
         for t in range(count):
             for j in range(keys):
-                result = load_float(out + t * SCORES_ROW + j * 4)
+                result = load_f32(out + t * SCORES_ROW + j * 4)
                 for i in range(steps * LANES, size):
-                    result = fused_one(load_float(k + j * row + i * 4), load_float(q + t * q_row + i * 4), result)
-                store_float(out + t * SCORES_ROW + j * 4, result)
+                    result = fma_f32(load_f32(k + j * row + i * 4), load_f32(q + t * q_row + i * 4), result)
+                store(out + t * SCORES_ROW + j * 4, result)
 
 
-@linked
+@inline
 def _score(
     rows: int,
     count: int,
@@ -187,72 +187,74 @@ def _score(
     floats: int,
     out: int,
 ) -> None:
-    """out [rows, keys] = q k, of up to KEYS keys from position `first` on. head: bytes from the first head."""
+    """out [rows, keys] = q k, of up to KEY_BLOCK keys from position `first` on. head: bytes from the first head."""
     done, bits = 0, _field(row, BITS)
     while done < keys:
-        at, together = _piece(row, first + done, keys - done, _row_bytes(size, bits))
-        k = _readable(bits, _field(row, K) + head + at, together, size, floats)
-        _score_piece(rows, count, panel, q, q_row, size, k, together, out + done * 4)
-        done += together
+        at, contiguous = _slots_at(row, first + done, keys - done, _row_bytes(size, bits))
+        k = _as_floats(bits, _field(row, K) + head + at, contiguous, size, floats)
+        _score_contiguous(rows, count, panel, q, q_row, size, k, contiguous, out + done * 4)
+        done += contiguous
 
 
-@linked
-def _mix(rows: int, weights: int, row: int, head: int, first: int, keys: int, size: int, floats: int, out: int) -> None:
-    """out [rows, size] += weights [rows, keys] values, of the values from position `first` on, one after the other."""
+@inline
+def _add_values(
+    rows: int, weights: int, row: int, head: int, first: int, keys: int, size: int, floats: int, out: int
+) -> None:
+    """out [rows, size] += weights [rows, keys] values, with the values from position `first` on, in order."""
     done, bits, line = 0, _field(row, BITS), size * 4
-    wide = FEW_MIXED if rows <= FEW else MIXED
-    whole, most = size // wide * wide, size // LAST_MIXED * LAST_MIXED
+    wide = PV_FEW_COLUMNS if rows <= PV_FEW_ROWS else PV_COLUMNS
+    full, most = size // wide * wide, size // PV_LAST_COLUMNS * PV_LAST_COLUMNS
     while done < keys:
-        at, count = _piece(row, first + done, keys - done, _row_bytes(size, bits))
-        v, w = _readable(bits, _field(row, V) + head + at, count, size, floats), weights + done * 4
-        for i in range(0, whole, wide):
-            mix_tile(rows, w, SCORES_ROW, v + i * 4, line, count, out + i * 4, line)
-        for i in range(whole, most, LAST_MIXED):
-            mix_last(rows, w, SCORES_ROW, v + i * 4, line, count, out + i * 4, line)
+        at, count = _slots_at(row, first + done, keys - done, _row_bytes(size, bits))
+        v, w = _as_floats(bits, _field(row, V) + head + at, count, size, floats), weights + done * 4
+        for i in range(0, full, wide):
+            pv_tile(rows, w, SCORES_ROW, v + i * 4, line, count, out + i * 4, line)
+        for i in range(full, most, PV_LAST_COLUMNS):
+            pv_last_tile(rows, w, SCORES_ROW, v + i * 4, line, count, out + i * 4, line)
         for t in range(rows):
             for i in range(most, size):
-                result = load_float(out + t * line + i * 4)
+                result = load_f32(out + t * line + i * 4)
                 for j in range(count):
-                    weight = load_float(w + t * SCORES_ROW + j * 4)
-                    result = fused_one(load_float(v + j * line + i * 4), weight, result)
-                store_float(out + t * line + i * 4, result)
+                    weight = load_f32(w + t * SCORES_ROW + j * 4)
+                    result = fma_f32(load_f32(v + j * line + i * 4), weight, result)
+                store(out + t * line + i * 4, result)
         done += count
 
 
-@linked
-def exponentials(at: int, count: int, scale: Any) -> Any:
-    """x [count] = e^(scale x - peak), in place; and the peak, which is the highest scale x, and the sum.
+@inline
+def exp_scores(at: int, count: int, scale: Any) -> Any:
+    """x [count] = e^(scale x - peak), in place. Returns the peak, which is the highest scale x, and the sum.
 
-    Behind x, up to a multiple of 16, anything may be overwritten.
+    Memory after x, up to a multiple of 16, may be overwritten.
     """
-    whole, end = count // 16 * 16, (count + 15) // 16 * 16
-    for i in range(0, whole, 16):
-        store_floats(at + i * 4, multiply(load_sixteen(at + i * 4), splat(scale)))
-    for i in range(whole, count):
-        store_float(at + i * 4, load_float(at + i * 4) * scale)
+    full, end = count // 16 * 16, (count + 15) // 16 * 16
+    for i in range(0, full, 16):
+        store(at + i * 4, multiply(load_f32x16(at + i * 4), splat_x16(scale)))
+    for i in range(full, count):
+        store(at + i * 4, load_f32(at + i * 4) * scale)
     for i in range(count, end):
-        store_float(at + i * 4, np.float32(-np.inf))
-    highest, sums = splat(np.float32(-np.inf)), no_sixteen()
+        store(at + i * 4, np.float32(-np.inf))
+    highest, sums = splat_x16(np.float32(-np.inf)), zeros_x16()
     for i in range(0, end, 16):
-        highest = larger(highest, load_sixteen(at + i * 4))
-    peak = largest(highest)
+        highest = maximum(highest, load_f32x16(at + i * 4))
+    peak = reduce_max(highest)
     for i in range(0, end, 16):
-        each = exponential(add(load_sixteen(at + i * 4), splat(-peak)))
-        store_floats(at + i * 4, each)
+        each = exp(add(load_f32x16(at + i * 4), splat_x16(-peak)))
+        store(at + i * 4, each)
         sums = add(sums, each)
-    return peak, summed(sums)
+    return peak, reduce_add(sums)
 
 
-@linked
+@inline
 def _pack(rows: int, count: int, q: int, q_row: int, size: int, panel: int) -> None:
-    """Queries as `multiply_tile` takes them, filled up with zeros."""
+    """Packs queries for `gemm_tile`, padded with zeros."""
     for t in range(rows):
         for step in range(size // LANES):
-            eight = load_eight(q + min(t, count - 1) * q_row + step * 32)
-            store_floats(panel + (step * rows + t) * 32, multiply(eight, splat_eight(np.float32(t < count))))
+            eight = load_f32x8(q + min(t, count - 1) * q_row + step * 32)
+            store(panel + (step * rows + t) * 32, multiply(eight, splat_x8(np.float32(t < count))))
 
 
-@linked
+@inline
 def _attend_block(
     rows: int,
     count: int,
@@ -261,8 +263,8 @@ def _attend_block(
     q_row: int,
     row: int,
     head: int,
-    seen: int,
-    seen_row: int,
+    visible: int,
+    visible_row: int,
     start: int,
     stop: int,
     size: int,
@@ -271,75 +273,75 @@ def _attend_block(
     floats: int,
     out: int,
 ) -> None:
-    """Of several queries of a head, or of heads with the same keys, what the keys from `start` to `stop` give.
+    """Several queries of a head, or of heads with the same keys, over the keys from `start` to `stop`.
 
-    rows: of the panel, of which `count` are queries. out: [rows, size] sums of values, weighted by
-    e^(scale q k - peak), [rows] peaks, and [rows] sums of these weights, 0 where a query sees none of the keys. A load
-    of a key or a value serves all queries that see it.
+    rows: of the panel; `count` of them are queries. out: [rows, size] sums of values, weighted by e^(scale q k - peak),
+    [rows] peaks, and [rows] sums of these weights, 0 if none of the keys is visible to a query. A key or value is
+    loaded once for all queries to which it is visible.
     """
-    first, last, shared, until = stop, start, start, stop  # keys that some see, and that all see
+    first, last, shared, until = stop, start, start, stop  # keys visible to some, and to all
     for t in range(count):
-        oldest = load_integer(seen + t * seen_row)
-        begin, end = max(start, oldest), min(stop, oldest + load_integer(seen + t * seen_row + 8))
+        oldest = load_i64(visible + t * visible_row)
+        begin, end = max(start, oldest), min(stop, oldest + load_i64(visible + t * visible_row + 8))
         first, last = min(first, begin), max(last, end)
         shared, until = max(shared, begin), min(until, end)
     until = max(shared, until)
     for i in range(rows * size):
-        store_float(out + i * 4, np.float32(0))
+        store(out + i * 4, np.float32(0))
     if last > first:
         _score(rows, count, panel, q, q_row, row, head, first, last - first, size, floats, scores)
     peaks = out + rows * size * 4
     for t in range(count):
-        oldest, peak, total = load_integer(seen + t * seen_row), np.float32(-np.inf), np.float32(0)
-        begin, end = max(start, oldest), min(stop, oldest + load_integer(seen + t * seen_row + 8))
+        oldest, peak, total = load_i64(visible + t * visible_row), np.float32(-np.inf), np.float32(0)
+        begin, end = max(start, oldest), min(stop, oldest + load_i64(visible + t * visible_row + 8))
         if begin < end:
             own = scores + t * SCORES_ROW + (begin - first) * 4
-            peak, total = exponentials(own, end - begin, scale)
-            _mix(1, own, row, head, begin, max(0, min(shared, end) - begin), size, floats, out + t * size * 4)
-        store_float(peaks + t * 4, peak)
-        store_float(peaks + (rows + t) * 4, total)
-    _mix(rows, scores + (shared - first) * 4, row, head, shared, until - shared, size, floats, out)
+            peak, total = exp_scores(own, end - begin, scale)
+            _add_values(1, own, row, head, begin, max(0, min(shared, end) - begin), size, floats, out + t * size * 4)
+        store(peaks + t * 4, peak)
+        store(peaks + (rows + t) * 4, total)
+    _add_values(rows, scores + (shared - first) * 4, row, head, shared, until - shared, size, floats, out)
     for t in range(count):
-        oldest = load_integer(seen + t * seen_row)
-        begin, end = max(until, oldest), min(stop, oldest + load_integer(seen + t * seen_row + 8))
+        oldest = load_i64(visible + t * visible_row)
+        begin, end = max(until, oldest), min(stop, oldest + load_i64(visible + t * visible_row + 8))
         own = scores + t * SCORES_ROW + (begin - first) * 4
-        _mix(1, own, row, head, begin, max(0, end - begin), size, floats, out + t * size * 4)
+        _add_values(1, own, row, head, begin, max(0, end - begin), size, floats, out + t * size * 4)
 
 
-@linked
-def _join(out: int, size: int, peak: Any, total: Any, part: int, part_peak: Any, part_total: Any) -> Any:
-    """Add what a further block of keys gives: out [size], and the total that it is to be divided by."""
+@inline
+def _merge(out: int, size: int, peak: Any, total: Any, part: int, part_peak: Any, part_total: Any) -> Any:
+    """Adds the next block of keys (`part`) to out [size]. Returns the peak, and the total to divide out by."""
     if part_total == 0:
         return peak, total
     if total == 0:
         for i in range(size):
-            store_float(out + i * 4, load_float(part + i * 4))
+            store(out + i * 4, load_f32(part + i * 4))
         return part_peak, part_total
     highest = max(peak, part_peak)
-    before, now = lane(exponential(splat(peak - highest)), 0), lane(exponential(splat(part_peak - highest)), 0)
+    before, now = lane(exp(splat_x16(peak - highest)), 0), lane(exp(splat_x16(part_peak - highest)), 0)
     for i in range(size):
-        so_far = load_float(out + i * 4) * before
-        store_float(out + i * 4, fused_one(load_float(part + i * 4), now, so_far))
-    return highest, fused_one(part_total, now, total * before)
+        so_far = load_f32(out + i * 4) * before
+        store(out + i * 4, fma_f32(load_f32(part + i * 4), now, so_far))
+    return highest, fma_f32(part_total, now, total * before)
 
 
-@linked
+@inline
 def _divide(out: int, size: int, total: Any) -> None:
     for i in range(size):
-        store_float(out + i * 4, load_float(out + i * 4) / total)
+        store(out + i * 4, load_f32(out + i * 4) / total)
 
 
-@linked
+@inline
 def _attend_panel(
-    rows: int, q: int, q_row: int, row: int, head: int, seen: int, size: int, scale: Any, out: int, out_row: int
+    rows: int, q: int, q_row: int, row: int, head: int, visible: int, size: int, scale: Any, out: int, out_row: int
 ) -> None:
-    """Several queries of a head, block by block."""
-    first, last = load_integer(seen), load_integer(seen) + load_integer(seen + 8)
+    """Several queries of a head, over all blocks of keys."""
+    first, last = load_i64(visible), load_i64(visible) + load_i64(visible + 8)
     for t in range(1, rows):
-        oldest = load_integer(seen + t * 16)
-        first, last = min(first, oldest), max(last, oldest + load_integer(seen + t * 16 + 8))
+        oldest = load_i64(visible + t * 16)
+        first, last = min(first, oldest), max(last, oldest + load_i64(visible + t * 16 + 8))
     panel_size, scores_size, part_size = rows * size, rows * SCORES_ROW // 4, rows * (size + 2)
-    floats_size = 0 if _field(row, BITS) == 32 else KEYS * size
+    floats_size = 0 if _field(row, BITS) == 32 else KEY_BLOCK * size
     scratch = np.empty(panel_size + scores_size + part_size + 2 * rows + floats_size, np.float32)
     panel = address(scratch)
     scores = panel + panel_size * 4
@@ -348,111 +350,117 @@ def _attend_panel(
     floats = peaks + 2 * rows * 4
     _pack(rows, rows, q, q_row, size, panel)
     for i in range(2 * rows):
-        store_float(peaks + i * 4, np.float32(0))
-    for block in range(first // KEYS, (last + KEYS - 1) // KEYS):
-        start, stop = max(first, block * KEYS), min(last, (block + 1) * KEYS)
-        _attend_block(rows, rows, panel, q, q_row, row, head, seen, 16, start, stop, size, scale, scores, floats, part)
+        store(peaks + i * 4, np.float32(0))
+    for block in range(first // KEY_BLOCK, (last + KEY_BLOCK - 1) // KEY_BLOCK):
+        start, stop = max(first, block * KEY_BLOCK), min(last, (block + 1) * KEY_BLOCK)
+        _attend_block(
+            rows, rows, panel, q, q_row, row, head, visible, 16, start, stop, size, scale, scores, floats, part
+        )
         for t in range(rows):
             own, of_part = peaks + t * 8, part + (rows * size + t) * 4
-            peak, total = _join(
+            peak, total = _merge(
                 out + t * out_row,
                 size,
-                load_float(own),
-                load_float(own + 4),
+                load_f32(own),
+                load_f32(own + 4),
                 part + t * size * 4,
-                load_float(of_part),
-                load_float(of_part + rows * 4),
+                load_f32(of_part),
+                load_f32(of_part + rows * 4),
             )
-            store_float(own, peak)
-            store_float(own + 4, total)
+            store(own, peak)
+            store(own + 4, total)
     for t in range(rows):
-        _divide(out + t * out_row, size, load_float(peaks + t * 8 + 4))
-    keep(scratch, scratch)
+        _divide(out + t * out_row, size, load_f32(peaks + t * 8 + 4))
+    keep_alive(scratch)
 
 
-@linked
-def _heads_together(h: int, group: int) -> Any:
-    """How many heads from h on share their keys, and fit into a panel."""
+@inline
+def _panel_heads(h: int, group: int) -> Any:
+    """How many heads from h on share their keys and fit into a panel."""
     return min(X_ROWS, group - h % group)
 
 
-@linked
-def _rows_for(count: int) -> Any:
-    """Of the smallest panel that takes so many."""
+@inline
+def _panel_for(count: int) -> Any:
+    """The rows of the smallest panel for so many queries."""
     rows = X_ROWS
     for size in PANELS:
         rows = size if size >= count else rows
     return rows
 
 
-@linked
-def _attend_one(x: int, h: int, row: int, seen: int, block: int, size: int, scale: Any, group: int, part: int) -> None:
-    """One token's heads from h on, which share their keys: what a block of these gives."""
-    count = _heads_together(h, group)
-    rows = _rows_for(count)
+@inline
+def _attend_token(
+    x: int, h: int, row: int, visible: int, block: int, size: int, scale: Any, group: int, part: int
+) -> None:
+    """The heads of one token from h on, which share their keys, over a block of keys."""
+    count = _panel_heads(h, group)
+    rows = _panel_for(count)
     panel_size, scores_size = rows * size, rows * SCORES_ROW // 4
-    floats_size = 0 if _field(row, BITS) == 32 else KEYS * size
+    floats_size = 0 if _field(row, BITS) == 32 else KEY_BLOCK * size
     scratch = np.empty(panel_size + scores_size + floats_size, np.float32)
     panel, q, head = address(scratch), x + h * size * 4, h // group * _field(row, STRIDE)
     scores = panel + panel_size * 4
     floats = scores + scores_size * 4
-    oldest = load_integer(seen)
-    start, stop = max(oldest, block * KEYS), min(oldest + load_integer(seen + 8), (block + 1) * KEYS)
+    oldest = load_i64(visible)
+    start, stop = max(oldest, block * KEY_BLOCK), min(oldest + load_i64(visible + 8), (block + 1) * KEY_BLOCK)
     _pack(rows, count, q, size * 4, size, panel)
-    _attend_block(rows, count, panel, q, size * 4, row, head, seen, 0, start, stop, size, scale, scores, floats, part)
-    keep(scratch, scratch)
+    _attend_block(
+        rows, count, panel, q, size * 4, row, head, visible, 0, start, stop, size, scale, scores, floats, part
+    )
+    keep_alive(scratch)
 
 
-@linked
-def _join_parts(h: int, group: int, size: int, blocks: int, made: int, made_row: int, out: int) -> None:
-    """What all blocks give for a token's heads from h on."""
-    count = _heads_together(h, group)
-    rows = _rows_for(count)
+@inline
+def _merge_blocks(h: int, group: int, size: int, blocks: int, partials: int, partials_row: int, out: int) -> None:
+    """Merges the blocks of keys for the heads of a token from h on."""
+    count = _panel_heads(h, group)
+    rows = _panel_for(count)
     for i in range(count):
         own, peak, total = out + (h + i) * size * 4, np.float32(0), np.float32(0)
         for n in range(blocks):
-            part = made + n * made_row
+            part = partials + n * partials_row
             of_part = part + (rows * size + i) * 4
-            peak, total = _join(
-                own, size, peak, total, part + i * size * 4, load_float(of_part), load_float(of_part + rows * 4)
+            peak, total = _merge(
+                own, size, peak, total, part + i * size * 4, load_f32(of_part), load_f32(of_part + rows * 4)
             )
         _divide(own, size, total)
 
 
-@linked
-def _blocks_of(seen: int) -> Any:
-    """The first block of the keys that a query sees, and how many blocks."""
-    oldest = load_integer(seen)
-    first = oldest // KEYS
-    return first, (oldest + load_integer(seen + 8) + KEYS - 1) // KEYS - first
+@inline
+def _blocks_of(visible: int) -> Any:
+    """The first block of keys visible to a query, and how many blocks."""
+    oldest = load_i64(visible)
+    first = oldest // KEY_BLOCK
+    return first, (oldest + load_i64(visible + 8) + KEY_BLOCK - 1) // KEY_BLOCK - first
 
 
-@linked
-def _is_single(at: int) -> Any:
-    """Whether a part is all of a row, and a single token."""
-    return _field(at, TOKENS_END) - _field(at, TOKENS) == 1 and _field(at, PART_ROWS) == 1
+@inline
+def _is_single_token(at: int) -> Any:
+    """Whether a query block is a single token, and its row has no other."""
+    return _field(at, QUERY_END) - _field(at, FIRST_QUERY) == 1 and _field(at, ROW_BLOCKS) == 1
 
 
-@linked
-def _plan(parts: int, part_count: int, seen: int, heads: int, kv_heads: int) -> Any:
-    """The work, in items: a part's head; or of a part that is a single token, heads with the same keys and a block.
+@inline
+def _plan(queries: int, num_queries: int, visible: int, heads: int, kv_heads: int) -> Any:
+    """Items of work: a query block and a head; or, for a single token, heads with the same keys and a block of keys.
 
-    Of each: the part, the head, the block (-1: all), and where what comes of a block goes.
+    Columns: the query block, the head, the block of keys (-1: all), and the slot for its result.
     """
     group, items, slots = heads // kv_heads, 0, 0
     panels = (group + X_ROWS - 1) // X_ROWS * kv_heads
-    for p in range(part_count):
-        part = parts + p * PART_COLUMNS * 8
-        if _is_single(part):
-            _, blocks = _blocks_of(seen + _field(part, TOKENS) * 16)
+    for p in range(num_queries):
+        part = queries + p * QUERY_COLUMNS * 8
+        if _is_single_token(part):
+            _, blocks = _blocks_of(visible + _field(part, FIRST_QUERY) * 16)
             items, slots = items + panels * blocks, slots + panels * blocks
         else:
             items += heads
     plan, n, slot, p = np.empty((items, 4), np.int64), 0, 0, 0
-    while p < part_count:
-        part = parts + p * PART_COLUMNS * 8
-        if _is_single(part):
-            first, blocks = _blocks_of(seen + _field(part, TOKENS) * 16)
+    while p < num_queries:
+        part = queries + p * QUERY_COLUMNS * 8
+        if _is_single_token(part):
+            first, blocks = _blocks_of(visible + _field(part, FIRST_QUERY) * 16)
             for kv in range(kv_heads):
                 for h in range(kv * group, (kv + 1) * group, X_ROWS):
                     for block in range(first, first + blocks):
@@ -460,9 +468,9 @@ def _plan(parts: int, part_count: int, seen: int, heads: int, kv_heads: int) -> 
                         n, slot = n + 1, slot + 1
             p += 1
             continue
-        # A row after the other, each a head after the other: its keys stay in the processor's cache. The last queries
-        # of a prompt see the most keys, and no thread should have them all: first, last, second, ...
-        count = _field(part, PART_ROWS)
+        # Row by row and head by head, so that keys stay in the processor's cache. The last queries of a prompt have the
+        # most visible keys, and no thread should have them all: first, last, second, ...
+        count = _field(part, ROW_BLOCKS)
         for h in range(heads):
             for i in range(count):
                 plan[n, 0], plan[n, 1], plan[n, 2], plan[n, 3] = p + (count - 1 - i // 2 if i % 2 else i // 2), h, -1, 0
@@ -471,61 +479,66 @@ def _plan(parts: int, part_count: int, seen: int, heads: int, kv_heads: int) -> 
     return plan, slots
 
 
-@shared
-def _attend_some(
+@parallel_for
+def _attend_items(
     item: int,
     plan: int,
-    made: int,
-    made_row: int,
+    partials: int,
+    partials_row: int,
     group: int,
     size: int,
     scale: Any,
     x: int,
     x_row: int,
     table: int,
-    parts: int,
-    seen: int,
+    queries: int,
+    visible: int,
     out: int,
     out_row: int,
 ) -> None:
     """An item of the plan."""
     todo = plan + item * 32
-    of, h, block = parts + load_integer(todo) * PART_COLUMNS * 8, load_integer(todo + 8), load_integer(todo + 16)
-    line, stop, row = _field(of, TOKENS), _field(of, TOKENS_END), table + _field(of, PART) * COLUMNS * 8
+    of, h, block = queries + load_i64(todo) * QUERY_COLUMNS * 8, load_i64(todo + 8), load_i64(todo + 16)
+    line, stop, row = _field(of, FIRST_QUERY), _field(of, QUERY_END), table + _field(of, QUERY_ROW) * COLUMNS * 8
     if block >= 0:
-        to = made + load_integer(todo + 24) * made_row
-        _attend_one(x + line * x_row, h, row, seen + line * 16, block, size, scale, group, to)
+        to = partials + load_i64(todo + 24) * partials_row
+        _attend_token(x + line * x_row, h, row, visible + line * 16, block, size, scale, group, to)
     while block < 0 and line < stop:
         count = panel_rows(stop - line)
         q, o = x + line * x_row + h * size * 4, out + line * out_row + h * size * 4
         head = h // group * _field(row, STRIDE)
-        _attend_panel(count, q, x_row, row, head, seen + line * 16, size, scale, o, out_row)
+        _attend_panel(count, q, x_row, row, head, visible + line * 16, size, scale, o, out_row)
         line += count
 
 
-@linked
-def _join_at(
-    item: int, plan: int, made: int, made_row: int, group: int, size: int, parts: int, seen: int, out: int, out_row: int
+@inline
+def _merge_item(
+    item: int,
+    plan: int,
+    partials: int,
+    partials_row: int,
+    group: int,
+    size: int,
+    queries: int,
+    visible: int,
+    out: int,
+    out_row: int,
 ) -> None:
-    """At the item of a token's first block: all of its blocks."""
+    """The item of a token's first block of keys merges all of them."""
     todo = plan + item * 32
-    h, block = load_integer(todo + 8), load_integer(todo + 16)
+    h, block = load_i64(todo + 8), load_i64(todo + 16)
     if block >= 0:
-        line = _field(parts + load_integer(todo) * PART_COLUMNS * 8, TOKENS)
-        first, blocks = _blocks_of(seen + line * 16)
+        line = _field(queries + load_i64(todo) * QUERY_COLUMNS * 8, FIRST_QUERY)
+        first, blocks = _blocks_of(visible + line * 16)
         if block == first:
-            slot = made + load_integer(todo + 24) * made_row
-            _join_parts(h, group, size, blocks, slot, made_row, out + line * out_row)
+            slot = partials + load_i64(todo + 24) * partials_row
+            _merge_blocks(h, group, size, blocks, slot, partials_row, out + line * out_row)
 
 
-@shared
-def _join_some(
-    item: int, plan: int, made: int, made_row: int, group: int, size: int, parts: int, seen: int, out: int, out_row: int
-) -> None:
-    _join_at(item, plan, made, made_row, group, size, parts, seen, out, out_row)
+_merge_items = parallel_for(_merge_item)
 
 
-@unit(ATTEND)
+@kernel(ATTEND)
 def attend(
     heads: int,
     kv_heads: int,
@@ -534,33 +547,35 @@ def attend(
     x: int,
     x_row: int,
     table: int,
-    parts: int,
-    part_count: int,
-    seen: int,
+    queries: int,
+    num_queries: int,
+    visible: int,
     out: int,
 ) -> None:
-    """out [Q, heads size]: each head of each query, which are the first of each token's line of x.
+    """out [Q, heads size]: attention of each head of each query. The queries come first in the rows of x.
 
-    table: where each row's keys and values lie. parts: as `parts_of` has them. seen: of each query, the position of its
-    first key and how many keys.
+    table: the storage of keys and values of each row. queries: from `query_blocks`. visible: the position of the first
+    key of each query, and how many keys.
     """
     group, out_row = heads // kv_heads, heads * size * 4
-    items, slots = _plan(parts, part_count, seen, heads, kv_heads)
-    made_row = _rows_for(min(group, X_ROWS)) * (size + 2) * 4
-    results = np.empty(slots * made_row // 4, np.float32)
-    plan, made, count = address(items), address(results), items.shape[0]
-    narrow = np.float32(scale)
-    _attend_some(count, plan, made, made_row, group, size, narrow, x, x_row, table, parts, seen, out, out_row)
-    if slots < MANY:
+    items, slots = _plan(queries, num_queries, visible, heads, kv_heads)
+    partials_row = _panel_for(min(group, X_ROWS)) * (size + 2) * 4
+    results = np.empty(slots * partials_row // 4, np.float32)
+    plan, partials, count = address(items), address(results), items.shape[0]
+    scale_f32 = np.float32(scale)
+    _attend_items(
+        count, plan, partials, partials_row, group, size, scale_f32, x, x_row, table, queries, visible, out, out_row
+    )
+    if slots < PARALLEL_SLOTS:
         for item in range(count):
-            _join_at(item, plan, made, made_row, group, size, parts, seen, out, out_row)
+            _merge_item(item, plan, partials, partials_row, group, size, queries, visible, out, out_row)
     else:
-        _join_some(count, plan, made, made_row, group, size, parts, seen, out, out_row)
-    keep(items, results)
+        _merge_items(count, plan, partials, partials_row, group, size, queries, visible, out, out_row)
+    keep_alive(items, results)
 
 
-@unit(WEIGH)
-def weigh(
+@kernel(WEIGHTS)
+def attention_weights(
     heads: int,
     kv_heads: int,
     size: int,
@@ -568,68 +583,68 @@ def weigh(
     x: int,
     x_row: int,
     table: int,
-    parts: int,
-    part_count: int,
-    seen: int,
+    queries: int,
+    num_queries: int,
+    visible: int,
     out: int,
     keys: int,
 ) -> None:
-    """out [Q, heads keys]: what `attend` mixes the values of all keys with, which are those of the first positions."""
-    group, narrow, spare = heads // kv_heads, np.float32(scale), np.empty(KEYS * size, np.float32)
-    scores = np.empty(keys + 16 + 2 * KEYS, np.float32)
-    for p in range(part_count):
-        part = parts + p * PART_COLUMNS * 8
-        row = table + _field(part, PART) * COLUMNS * 8
-        for t in range(_field(part, TOKENS), _field(part, TOKENS_END)):
-            first, count = load_integer(seen + t * 16), load_integer(seen + t * 16 + 8)
+    """out [Q, heads keys]: the weights by which `attend` sums the values, of keys at positions 0 to keys - 1."""
+    group, scale_f32, spare = heads // kv_heads, np.float32(scale), np.empty(KEY_BLOCK * size, np.float32)
+    scores = np.empty(keys + 16 + 2 * KEY_BLOCK, np.float32)
+    for p in range(num_queries):
+        part = queries + p * QUERY_COLUMNS * 8
+        row = table + _field(part, QUERY_ROW) * COLUMNS * 8
+        for t in range(_field(part, FIRST_QUERY), _field(part, QUERY_END)):
+            first, count = load_i64(visible + t * 16), load_i64(visible + t * 16 + 8)
             for h in range(heads):
                 q, head, line = x + t * x_row + h * size * 4, h // group * _field(row, STRIDE), (t * heads + h) * keys
-                for done in range(0, count, KEYS):
-                    now, to = min(KEYS, count - done), address(scores) + done * 4
+                for done in range(0, count, KEY_BLOCK):
+                    now, to = min(KEY_BLOCK, count - done), address(scores) + done * 4
                     _score(1, 1, q, q, 0, row, head, first + done, now, size, address(spare), to)
-                _, total = exponentials(address(scores), count, narrow)
+                _, total = exp_scores(address(scores), count, scale_f32)
                 for j in range(keys):
                     weight = scores[j - first] / total if first <= j < first + count else np.float32(0)
-                    store_float(out + (line + j) * 4, weight)
-    keep(spare, scores)
+                    store(out + (line + j) * 4, weight)
+    keep_alive(spare, scores)
 
 
-@linked
+@inline
 def write(row: int, position: int, kv: int, kv_heads: int, size: int) -> None:
-    """Put a token's keys and values, one head after the other, where its position lies."""
+    """Stores the keys and values of a token, which come head by head, at its position."""
     bits = _field(row, BITS)
-    at, _ = _piece(row, position, 1, _row_bytes(size, bits))
+    at, _ = _slots_at(row, position, 1, _row_bytes(size, bits))
     for h in range(kv_heads):
         to = h * _field(row, STRIDE) + at
         _write_one(kv + h * size * 4, _field(row, K) + to, size, bits)
         _write_one(kv + (kv_heads + h) * size * 4, _field(row, V) + to, size, bits)
 
 
-@linked
+@inline
 def _write_one(x: int, at: int, size: int, bits: int) -> None:
-    """One head's vector."""
+    """The key or value of one head."""
     if bits == 32:
         for i in range(size):
-            store_float(at + i * 4, load_float(x + i * 4))
+            store(at + i * 4, load_f32(x + i * 4))
     else:
         for first in range(0, size, GROUP):
             _encode(x + first * 4, min(GROUP, size - first), at + first, at + size + first // GROUP * 2)
 
 
-@linked
+@inline
 def _encode(x: int, count: int, at: int, scale_at: int) -> None:
-    """A group in 8 bits, with the very bits that `infer.cache.int8.encode` gives it."""
+    """A group in 8 bits, bit for bit as `infer.cache.int8.encode`."""
     peak = np.float32(0)
     for i in range(count):
-        each = abs(load_float(x + i * 4))
+        each = abs(load_f32(x + i * 4))
         peak = each if each > peak or each != each else peak  # a NaN stays
     step = np.float32(np.nan) if peak == np.inf else np.float32(peak / np.float32(127))
     step = np.float32(65504) if step > 65504 else step
-    store_as_half(scale_at, step)
-    if load_half(scale_at) < step:
-        raise_half(scale_at)
-    scale = load_half(scale_at)
+    store_f16(scale_at, step)
+    if load_f16(scale_at) < step:
+        next_f16(scale_at)
+    scale = load_f16(scale_at)
     for i in range(count):
-        # Of a group that is 0, or not finite, the scale alone says so.
-        code = np.float32(np.rint(load_float(x + i * 4) / scale)) if scale > 0 else np.float32(0)
-        store_byte(at + i, np.int64(min(max(code, np.float32(-127)), np.float32(127))))
+        # A group of zeros, or with a NaN or infinity, is known by its scale alone.
+        code = np.float32(np.rint(load_f32(x + i * 4) / scale)) if scale > 0 else np.float32(0)
+        store_i8(at + i, np.int64(min(max(code, np.float32(-127)), np.float32(127))))

@@ -1,8 +1,8 @@
-"""Passes on a CPU, through kernels that numba compiles. Each gives a token the same bits, whatever is beside it.
+"""Forward passes on a CPU, by kernels that numba compiles. A token has the same bits, whatever runs beside it.
 
-A step should be compiled as a whole: the kernels' threads and torch's are two pools, and for a while after torch's
-have worked they still spin. Other Python threads go on meanwhile, also with kernels of their own. A process forked
-after their first use does not run them: start it with spawn.
+A whole step is compiled code: kernel threads and torch's threads are two pools, and torch's still spin for a while
+after their last work. Other Python threads continue meanwhile, also with kernels of their own. A process forked after
+the first use of kernels does not run them: start it with spawn.
 """
 
 from __future__ import annotations
@@ -16,221 +16,244 @@ from torch import Tensor
 
 from infer import progress
 from infer.backend.cpu import kernels
-from infer.backend.cpu.functions import CpuAttention, activate, embed, empty, linear, norm
-from infer.backend.cpu.records import ACTIVATION_CODES, Record, block_record, head_record, readable
-from infer.backend.parts import BlockParts, ModelParts, NotPlain
-from infer.models.rows import Packed, Row, pack
+from infer.backend.cpu.ops import (
+    ACTIVATION_CODES,
+    CpuAttention,
+    Record,
+    activate,
+    block_record,
+    embedding,
+    empty,
+    head_record,
+    is_readable,
+    linear,
+    norm,
+    weight_record,
+)
+from infer.backend.parts import BlockParts, ModelParts, UnsupportedByKernels
+from infer.models.rows import PackedBatch, Row, pack
 from infer.nn.norm import Norm
 from infer.nn.rope import apply_rope
-from infer.nn.split import SplitLinear
+from infer.nn.sharded import ShardedLinear
 
 CPU = torch.device("cpu")
-AT_ONCE = 16  # tokens of which all blocks are one call: a longer one could not be interrupted
-BLOCK_TOKENS = 256  # of more tokens, a call has as many blocks as come to so many together, or one
+MAX_SINGLE_CALL = 16  # below so many tokens all blocks are one call; a longer call could not be interrupted
+BLOCK_TOKENS = 256  # of more tokens, a call has as many blocks as come to so many tokens together, or one
 ATTENTION = CpuAttention()
 
 
-class Angles(NamedTuple):
-    """cos and sin of all positions: a table [2, P, D] for each kind of layer, and where each layer's lie."""
+class RopeTables(NamedTuple):
+    """RoPE cos and sin of positions: a table [2, P, D] for each kind of layer."""
 
     tables: list[Tensor]
-    at: Record  # [layers, 2] addresses, 0 where there are none
+    addresses: Record  # [layers, 2]: of cos and sin; 0 without RoPE
+    positions: int  # P of the shortest table
 
     @classmethod
-    def of(cls, parts: ModelParts, tables: list[Tensor]) -> Angles:
-        places = {kind: [each.data_ptr() for each in table] for kind, table in zip(parts.ropes, tables, strict=True)}
-        return cls(tables, np.array([places.get(block.layer_type, [0, 0]) for block in parts.blocks], np.int64))
+    def of(cls, parts: ModelParts, positions: int) -> RopeTables:
+        tables = {kind: rope.table(positions) for kind, rope in parts.ropes.items()}
+        addresses = {kind: [each.data_ptr() for each in table] for kind, table in tables.items()}
+        return cls(
+            [*tables.values()],
+            np.array([addresses.get(block.layer_type, [0, 0]) for block in parts.blocks], np.int64),
+            min((table.shape[1] for table in tables.values()), default=2**62),
+        )
 
 
 class CpuBackend:
-    """Computes in float32, whatever the weights are kept in."""
+    """Computes in float32 for any weight dtype. A 16-bit model is computed module by module, rounded after each."""
 
     name = "cpu"
-    why = "numba kernels"
+    reason = "numba kernels"
 
-    def __init__(self, parts: ModelParts) -> None:
-        self.parts, self._kernels = parts, kernels()
-        self.blocks = np.concatenate([block_record(block) for block in parts.blocks])
-        self._head = head_record(*parts.head)
-        self._angles = Angles.of(parts, [rope.table(1) for rope in parts.ropes.values()])
+    def __init__(self, parts: ModelParts, dtype: torch.dtype = torch.float32) -> None:
+        self.parts, self.dtype, self._kernels = parts, dtype, kernels()
+        self._embed_tokens, self._vocab_size = embedding(parts.embedding.tokens), parts.head.linear.out_features
+        if dtype is torch.float32:
+            self.blocks = np.concatenate([block_record(block) for block in parts.blocks])
+            self._head = head_record(*parts.head)
+            self._ropes = RopeTables.of(parts, 1)
+        else:
+            for part in (parts.head.linear, *(each for block in parts.blocks for each in block.linears)):
+                weight_record(part.weight, None)  # compiles its kernel, and lays out a quantized weight
+
+    @property
+    def compiler(self) -> str:
+        from infer.backend.cpu.jit import compiler  # there are kernels, so there is numba
+
+        return compiler()
 
     @staticmethod
-    def of(parts: ModelParts, dtype: torch.dtype) -> CpuBackend | NarrowCpuBackend:
-        """Raises NotPlain where there are no kernels for such a model."""
+    def of(parts: ModelParts, dtype: torch.dtype) -> CpuBackend:
+        """Raises UnsupportedByKernels if there are no kernels for such a model."""
         if kernels() is None:
-            raise NotPlain("there are no kernels for this CPU: INFER_KERNELS=0, or numba is missing")
+            raise UnsupportedByKernels("there are no kernels for this CPU: INFER_KERNELS=0, or numba is missing")
         modules = [*parts.head, *(part for block in parts.blocks for part in (*block.linears, *_norms(block)))]
         weights = [each for part in modules for each in (*part.parameters(), *part.buffers())]
-        wide = dtype is torch.float32
-        if not all(readable(weight) or (not wide and weight.dtype is dtype) for weight in weights):
-            raise NotPlain("its weights are in a form that no kernel reads")
+        is_float32 = dtype is torch.float32
+        if not all(is_readable(weight) or (not is_float32 and weight.dtype is dtype) for weight in weights):
+            raise UnsupportedByKernels("kernels do not read the dtype or device of its weights")
         if any(block.activation not in ACTIVATION_CODES for block in parts.blocks):
-            raise NotPlain(f"kernels have no such activation as {parts.blocks[0].activation}")
-        if dtype.itemsize != 2 and not wide:
-            raise NotPlain(f"kernels do not compute in {dtype}")
-        if not wide:
-            return NarrowCpuBackend(parts, dtype)
-        return SplitCpuBackend(parts) if isinstance(parts.head.linear, SplitLinear) else CpuBackend(parts)
+            raise UnsupportedByKernels(f"kernels do not have the activation {parts.blocks[0].activation}")
+        if dtype.itemsize != 2 and not is_float32:
+            raise UnsupportedByKernels(f"kernels do not compute in {dtype}")
+        if is_float32 and isinstance(parts.head.linear, ShardedLinear):
+            return ShardedCpuBackend(parts)
+        return CpuBackend(parts, dtype)
 
-    def decoding(self, lazy: bool = False) -> None:
+    def captured_decoder(self) -> None:
         return None
 
     def run(self, rows: Sequence[Row]) -> list[Tensor]:
-        self._kernels.use_threads(torch.get_num_threads())
+        if (count := torch.get_num_threads()) != self._kernels.threads.thread_count:
+            self._kernels.use_threads(count)
         packed = pack(rows, CPU, self.parts.positions_learned, self.parts.embedding.tokens)
-        x = _embed(self.parts, packed, torch.float32)
-        chosen = packed.wanted()
-        wanted = np.arange(len(x)) if chosen is None else np.array(chosen, np.int64)
-        tables = self._tables(packed)
-        logits = self._by_cache(packed, x, wanted) if tables is None else self._by_table(packed, x, tables, wanted)
+        x = self._embed(packed)
+        chosen = packed.selected()
+        selected = np.arange(len(x)) if chosen is None else np.array(chosen, np.int64)
+        if self.dtype is not torch.float32:
+            logits = self._in_16_bits(packed, x, selected)
+        elif (tables := self._tables(packed)) is not None:
+            logits = self._by_table(packed, x, tables, selected)
+        else:
+            logits = self._by_cache(packed, x, selected)
         packed.advance()
         return packed.split(logits)
 
-    def _tables(self, packed: Packed) -> Record | None:
-        """Where kernels find the keys and values of all rows; None where some cache must be asked."""
+    def _embed(self, packed: PackedBatch) -> Tensor:
+        """As `Decoder.embed`: [T, C]."""
+        _, positions, factor = self.parts.embedding
+        x = self._embed_tokens(packed.ids)
+        if x.dtype is not self.dtype:
+            x = x.to(self.dtype)
+        if factor != 1:
+            x = x * factor
+        return x if positions is None else x + positions(packed.positions)
+
+    def _tables(self, packed: PackedBatch) -> Record | None:
+        """Where kernels find the keys and values of all rows; None if a cache has to attend itself."""
         tables = [span.row.cache.table(self.parts.config, torch.float32, span.n) for span in packed.spans]
         if any(table is None for table in tables):
             return None
         return tables[0] if len(tables) == 1 else np.concatenate(tables, 1)
 
-    def _by_table(self, packed: Packed, x: Tensor, tables: Record, wanted: Record) -> Tensor:
-        """Kernels store keys and values themselves. Returns the logits of the wanted tokens."""
+    def _by_table(self, packed: PackedBatch, x: Tensor, tables: Record, selected: Record) -> Tensor:
+        """Kernels store keys and values themselves. Returns the logits of the selected tokens."""
         made = self._kernels
-        angles, tokens, parts = self._places(packed)
-        if len(x) < AT_ONCE:
-            logits = empty(len(wanted), self.parts.head.linear.out_features)
-            made.run(self.blocks, self._head, x.numpy(), angles.at, tables, tokens, parts, wanted, logits.numpy())
+        ropes, tokens, queries = self._places(packed)
+        if len(x) < MAX_SINGLE_CALL and not packed.returns_hidden:
+            logits = empty(len(selected), self._vocab_size)
+            made.run(
+                self.blocks, self._head, x.numpy(), ropes.addresses, tables, tokens, queries, selected, logits.numpy()
+            )
             return logits
-        each = max(1, BLOCK_TOKENS // len(x))
+        each = 1 if packed.returns_hidden else max(1, BLOCK_TOKENS // len(x))
         for i in range(0, len(self.blocks), each):
             done, some = empty(*x.shape), slice(i, i + each)
-            blocks, ropes = self.blocks[some], angles.at[some]
-            made.run(blocks, made.NO_HEADS, x.numpy(), ropes, tables[some], tokens, parts, wanted, done.numpy())
+            blocks, addresses = self.blocks[some], ropes.addresses[some]
+            made.run(blocks, made.NO_HEAD, x.numpy(), addresses, tables[some], tokens, queries, selected, done.numpy())
             x = done
-            progress.tell_part(i + len(blocks), len(self.blocks))
-        return self._logits(x, wanted)
+            packed.return_layer(i, x)
+            progress.report_part(i + len(blocks), len(self.blocks))
+        return self._outputs(packed, x, selected)
 
-    def _places(self, packed: Packed) -> tuple[Angles, Record, Record]:
-        """The angles; the row and the position of each token; the work of attention."""
+    def _places(self, packed: PackedBatch) -> tuple[RopeTables, Record, Record]:
+        """RoPE cos and sin; the row and the position of each token; the query blocks of attention."""
         counts = [span.n for span in packed.spans for _ in range(span.batch)]
         positions = packed.positions.numpy()
         tokens = np.empty((len(positions), 2), np.int64)
         tokens[:, 0] = np.repeat(np.arange(len(counts)), counts)
         tokens[:, 1] = positions
-        tables = [rope.table(int(positions.max()) + 1) for rope in self.parts.ropes.values()]
-        angles = self._angles
-        if any(table is not known for table, known in zip(tables, angles.tables, strict=True)):
-            angles = self._angles = Angles.of(self.parts, tables)
-        return angles, tokens, self._kernels.parts_of(counts)
+        if (end := int(positions.max()) + 1) > self._ropes.positions:
+            self._ropes = RopeTables.of(self.parts, end)
+        return self._ropes, tokens, self._kernels.query_blocks(counts)
 
-    def _by_cache(self, packed: Packed, x: Tensor, wanted: Record) -> Tensor:
-        """Each block in two calls around the caches, which store and attend."""
-        angles, tokens, _ = self._places(packed)
+    def _by_cache(self, packed: PackedBatch, x: Tensor, selected: Record) -> Tensor:
+        """Each block in two calls around the caches, which store keys and attend."""
+        ropes, tokens, _ = self._places(packed)
         for i, block in enumerate(self.parts.blocks):
             heads, one = empty(len(x), block.qkv.weight.shape[0]), slice(i, i + 1)
-            self._kernels.before_attention(self.blocks[one], x.numpy(), angles.at[one], tokens, heads.numpy())
-            x = self._behind_attention(i, _attended(packed, i, block, heads).contiguous(), x)
-        return self._logits(x, wanted)
+            self._kernels.before_attention(self.blocks[one], x, len(x), ropes.addresses[one], tokens, heads)
+            x = self._after_attention(i, _attend(packed, i, block, heads).contiguous(), x)
+            packed.return_layer(i, x)
+        return self._outputs(packed, x, selected)
 
-    def _behind_attention(self, layer_idx: int, attended: Tensor, x: Tensor) -> Tensor:
-        """attended [T, Hq D], and the residual x -> [T, C]"""
+    def _after_attention(self, layer_idx: int, attended: Tensor, x: Tensor) -> Tensor:
+        """attended [T, Hq D] and the residual x -> [T, C]"""
         done = empty(*x.shape)
         record = self.blocks[layer_idx : layer_idx + 1]
-        self._kernels.behind_attention(record, attended.numpy(), x.numpy(), done.numpy())
+        self._kernels.after_attention(record, attended, x, len(x), done)
         return done
 
-    def _logits(self, x: Tensor, wanted: Record) -> Tensor:
-        """Of the wanted tokens of x [T, C]."""
-        logits = empty(len(wanted), self.parts.head.linear.out_features)
-        self._kernels.head(self._head, x.numpy()[wanted], logits.numpy())
+    def _outputs(self, packed: PackedBatch, x: Tensor, selected: Record) -> Tensor:
+        packed.return_final(x, self._final_norm)
+        return self._logits(x, selected)
+
+    def _final_norm(self, x: Tensor) -> Tensor:
+        return norm(x, self.parts.head.norm)
+
+    def _logits(self, x: Tensor, selected: Record) -> Tensor:
+        """Logits of the selected tokens of x [T, C]."""
+        logits = empty(len(selected), self._vocab_size)
+        self._kernels.head(self._head, x.numpy()[selected], logits)
         return logits
 
+    def _in_16_bits(self, packed: PackedBatch, x: Tensor, selected: Record) -> Tensor:
+        """Each module widens its input to float32 and rounds its output. Returns the logits of the selected tokens."""
+        cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
+        for i, block in enumerate(self.parts.blocks):
+            heads = linear(norm(x, block.before_attention), block.qkv).view(len(x), -1, block.head_dim)
+            q, k, v = heads.split_with_sizes([block.heads, block.kv_heads, block.kv_heads], 1)
+            if block.q_norm is not None and block.k_norm is not None:
+                q, k = norm(q, block.q_norm), norm(k, block.k_norm)
+            if block.layer_type in cos_sin:
+                q, k = (apply_rope(each, *cos_sin[block.layer_type]) for each in (q, k))
+            attended = _attend(packed, i, block, torch.cat((q, k, v), 1).flatten(1))
+            x = x + _norm_if(linear(attended, block.o), block.after_attention)
+            up = linear(norm(x, block.before_mlp), block.up)
+            inner = activate(up, block.down.in_features, block.activation)
+            x = x + _norm_if(linear(inner, block.down), block.after_mlp)
+            packed.return_layer(i, x)
+        packed.return_final(x, self._final_norm)
+        return linear(norm(x[torch.from_numpy(selected)], self.parts.head.norm), self.parts.head.linear)
 
-class SplitCpuBackend(CpuBackend):
-    """Has some rows of each matrix, and gathers what the others have computed around the products that need all."""
 
-    def _by_table(self, packed: Packed, x: Tensor, tables: Record, wanted: Record) -> Tensor:
-        angles, tokens, parts = self._places(packed)
+class ShardedCpuBackend(CpuBackend):
+    """Has some rows of each matrix: before a GEMM that needs all outputs, the other processes' parts are gathered."""
+
+    def _by_table(self, packed: PackedBatch, x: Tensor, tables: Record, selected: Record) -> Tensor:
+        ropes, tokens, queries = self._places(packed)
         for i, block in enumerate(self.parts.blocks):
             attended, one = empty(len(x), block.o.in_features), slice(i, i + 1)
-            places = angles.at[one], tables[one], tokens, parts
-            self._kernels.attended(self.blocks[one], x.numpy(), *places, attended.numpy())
-            x = self._behind_attention(i, attended, x)
-        return self._logits(x, wanted)
+            places = ropes.addresses[one], tables[one], tokens, queries, len(queries)
+            self._kernels.up_to_attention(self.blocks[one], x, len(x), *places, attended)
+            x = self._after_attention(i, attended, x)
+            packed.return_layer(i, x)
+        return self._outputs(packed, x, selected)
 
-    def _behind_attention(self, layer_idx: int, attended: Tensor, x: Tensor) -> Tensor:
+    def _after_attention(self, layer_idx: int, attended: Tensor, x: Tensor) -> Tensor:
         block, record = self.parts.blocks[layer_idx], self.blocks[layer_idx : layer_idx + 1]
         added, inner = linear(attended, block.o), empty(len(x), block.down.in_features)
-        self._kernels.before_down(record, added.numpy(), x.numpy(), inner.numpy())  # `added` becomes x + norm(added)
+        self._kernels.before_down(record, added, x, len(x), inner)  # `added` becomes x + norm(added)
         done = linear(inner, block.down)
-        self._kernels.behind_down(record, done.numpy(), added.numpy())
+        self._kernels.after_down(record, done, added, *done.shape)
         return done
 
-    def _logits(self, x: Tensor, wanted: Record) -> Tensor:
+    def _logits(self, x: Tensor, selected: Record) -> Tensor:
         head = self.parts.head
-        return linear(norm(x[torch.from_numpy(wanted)], head.norm), head.linear)
+        return linear(norm(x[torch.from_numpy(selected)], head.norm), head.linear)
 
 
-class NarrowCpuBackend:
-    """Computes in 16 bits: each part widens what it is given, and rounds what it returns."""
-
-    name = "cpu"
-    why = "numba kernels"
-
-    def __init__(self, parts: ModelParts, dtype: torch.dtype) -> None:
-        self.parts, self.dtype = parts, dtype
-
-    def decoding(self, lazy: bool = False) -> None:
-        return None
-
-    def run(self, rows: Sequence[Row]) -> list[Tensor]:
-        packed = pack(rows, CPU, self.parts.positions_learned, self.parts.embedding.tokens)
-        x = _embed(self.parts, packed, self.dtype)
-        rope_cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
-        for i, block in enumerate(self.parts.blocks):
-            x = self._block(packed, i, block, x, rope_cos_sin.get(block.layer_type))
-        head = self.parts.head
-        logits = linear(norm(packed.choose(x), head.norm), head.linear)
-        packed.advance()
-        return packed.split(logits)
-
-    def _block(
-        self, packed: Packed, layer_idx: int, block: BlockParts, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        heads = linear(norm(x, block.before_attention), block.qkv).view(len(x), -1, block.head_dim)
-        q, k, v = heads.split_with_sizes([block.heads, block.kv_heads, block.kv_heads], 1)
-        if block.q_norm is not None and block.k_norm is not None:
-            q, k = norm(q, block.q_norm), norm(k, block.k_norm)
-        if cos_sin is not None:
-            q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
-        attended = _attended(packed, layer_idx, block, torch.cat((q, k, v), 1).flatten(1))
-        x = x + _normed(linear(attended, block.o), block.after_attention)
-        up = linear(norm(x, block.before_mlp), block.up)
-        inner = activate(up, block.down.in_features, block.activation)
-        return x + _normed(linear(inner, block.down), block.after_mlp)
-
-
-def _normed(x: Tensor, after: Norm | None) -> Tensor:
-    return x if after is None else norm(x, after)
+def _norm_if(x: Tensor, part: Norm | None) -> Tensor:
+    return x if part is None else norm(x, part)
 
 
 def _norms(block: BlockParts) -> list[Norm]:
     return [part for part in block if isinstance(part, Norm)]
 
 
-def _embed(parts: ModelParts, packed: Packed, dtype: torch.dtype) -> Tensor:
-    """As `Decoder.embed`: [T, C]."""
-    tokens, positions, factor = parts.embedding
-    x = embed(tokens, packed.ids)
-    if x.dtype is not dtype:
-        x = x.to(dtype)
-    if factor != 1:
-        x = x * factor
-    return x if positions is None else x + positions(packed.positions)
-
-
-def _attended(packed: Packed, layer_idx: int, block: BlockParts, heads: Tensor) -> Tensor:
-    """heads [T, (Hq + 2 Hkv) D], normed and rotated -> [T, Hq D]"""
+def _attend(packed: PackedBatch, layer_idx: int, block: BlockParts, heads: Tensor) -> Tensor:
+    """heads [T, (Hq + 2 Hkv) D], after norm and RoPE -> [T, Hq D]"""
     q, k, v = heads.view(len(heads), -1, block.head_dim).split_with_sizes(
         [block.heads, block.kv_heads, block.kv_heads], 1
     )

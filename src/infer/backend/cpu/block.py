@@ -1,11 +1,11 @@
-"""Models on the CPU: blocks and the head over any rows in one call, and the parts of a block around attention.
+"""All blocks and the head for any rows in one call; and the parts of a block around attention.
 
-What comes out for a token depends on that token and on the keys that it sees, down to the last bit: each row goes
-through the same operations in the same order, alone or among others, whichever thread has it. So nothing here may be
-compiled with `fastmath`, which lets a sum come out otherwise wherever its function is inlined.
+The output for a token depends on that token and on the keys visible to it, down to the last bit: each row goes through
+the same operations in the same order, alone or among others, on any thread. So nothing here may be compiled with
+`fastmath`, which lets a sum have another result wherever its function is inlined.
 
-A decode step reads every weight once, so memory sets its pace, as long as nothing else takes time. In plain torch a
-third of a step is Python and operators between the products; compiled by numba it is close to nothing.
+A decode step reads every weight once, so memory bandwidth limits it, as long as nothing else takes time. In plain torch
+a third of a step is Python and operators between the GEMMs; compiled by numba it is close to nothing.
 """
 
 from __future__ import annotations
@@ -18,38 +18,36 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from infer.backend.cpu import attention, product_codes, product_floats
-from infer.backend.cpu.attention import attend_at, write
-from infer.backend.cpu.meeting import gather_rows
-from infer.backend.cpu.memory import address, keep, records
-from infer.backend.cpu.pool import use_threads as use_threads
-from infer.backend.cpu.product import FLOAT32, INT4, INT8, WEIGHT, product
-from infer.backend.cpu.product_codes import look_up
+from infer.backend.cpu import threads as threads
+from infer.backend.cpu.attention import attend, attend_at, write
+from infer.backend.cpu.attention import attention_weights as attention_weights
+from infer.backend.cpu.gemm import FLOAT32, INT4, INT8, WEIGHT, gemm, gemm_float
+from infer.backend.cpu.gemm_int import gemm_int4, gemm_int8, look_up
+from infer.backend.cpu.jit import Kernel, address, inline, keep_alive, kernel, records
+from infer.backend.cpu.simd import TILE as TILE
 from infer.backend.cpu.simd import (
     add,
     divide,
-    exponential,
-    fused,
-    fused_one,
+    exp,
+    fma,
+    fma_f32,
     lane,
-    load_float,
-    load_integer,
-    load_sixteen,
+    load_f32,
+    load_f32x16,
+    load_i64,
     multiply,
-    no_sixteen,
-    splat,
-    store_float,
-    store_floats,
-    store_integer,
-    summed,
+    reduce_add,
+    splat_x16,
+    store,
+    zeros_x16,
 )
-from infer.backend.cpu.threads import shared
+from infer.backend.cpu.threads import parallel_for, shm_allgather
+from infer.backend.cpu.threads import use_threads as use_threads
 from infer.backend.cpu.tile import X_ROWS
-from infer.backend.cpu.units import Unit, linked, unit
 from infer.cache.table import COLUMNS
 
-# Addresses are 0 where there is nothing; centred: a LayerNorm.
-NORM = np.dtype([("weight", "i8"), ("bias", "i8"), ("eps", "f8"), ("offset", "f8"), ("centred", "i8")])
+# The records that kernels read. An address is 0 if there is no such weight. centered: a LayerNorm.
+NORM = np.dtype([("weight", "i8"), ("bias", "i8"), ("eps", "f8"), ("offset", "f8"), ("centered", "i8")])
 HEAD = np.dtype([("norm", NORM), ("weight", WEIGHT)])
 BLOCK = np.dtype(
     [
@@ -57,11 +55,11 @@ BLOCK = np.dtype(
         ("qkv", WEIGHT),
         ("q_norm", NORM),
         ("k_norm", NORM),
-        ("attend", "i8"),  # where the code for it lies
+        ("attend", "i8"),  # the address of the attention kernel
         ("o", WEIGHT),
         ("after_attention", NORM),
         ("before_mlp", NORM),
-        ("up", WEIGHT),  # a gate and what it is multiplied with, if twice as wide as `down`
+        ("up", WEIGHT),  # gate and up, if it has twice the rows that `down` has columns
         ("down", WEIGHT),
         ("after_mlp", NORM),
         ("heads", "i8"),
@@ -70,75 +68,75 @@ BLOCK = np.dtype(
         ("scale", "f8"),
         ("window", "i8"),  # 0: none
         ("activation", "i8"),
-        ("inner", "i8"),  # how many numbers that gives
+        ("inner", "i8"),  # the size of the activation's output
     ]
 )
 BLOCK_BYTES = BLOCK.itemsize
-MANY = 16  # rows that are worth handing out to several threads
+PARALLEL_ROWS = 16  # from so many rows on, several threads share them
 
 
-@linked
+@inline
 def _norm(x: int, size: int, norm: Any, out: int) -> None:
-    """out, which may be x, = RMSNorm(x), or LayerNorm(x) if centred."""
-    whole, mean, sums = size // 16 * 16, np.float32(0), no_sixteen()
-    if norm.centred:
-        for i in range(0, whole, 16):
-            sums = add(sums, load_sixteen(x + i * 4))
-        mean = summed(sums)
-        for i in range(whole, size):
-            mean += load_float(x + i * 4)
+    """out, which may be x, = RMSNorm(x), or LayerNorm(x) if `norm.centered`."""
+    full, mean, sums = size // 16 * 16, np.float32(0), zeros_x16()
+    if norm.centered:
+        for i in range(0, full, 16):
+            sums = add(sums, load_f32x16(x + i * 4))
+        mean = reduce_add(sums)
+        for i in range(full, size):
+            mean += load_f32(x + i * 4)
         mean /= np.float32(size)
-        sums = no_sixteen()
-    for i in range(0, whole, 16):
-        off = add(load_sixteen(x + i * 4), splat(-mean))
-        sums = fused(off, off, sums)
-    square = summed(sums)
-    for i in range(whole, size):
-        off_one = load_float(x + i * 4) - mean
-        square = fused_one(off_one, off_one, square)
+        sums = zeros_x16()
+    for i in range(0, full, 16):
+        centered_x = add(load_f32x16(x + i * 4), splat_x16(-mean))
+        sums = fma(centered_x, centered_x, sums)
+    square = reduce_add(sums)
+    for i in range(full, size):
+        centered_one = load_f32(x + i * 4) - mean
+        square = fma_f32(centered_one, centered_one, square)
     scale, offset = np.float32(1 / math.sqrt(square / size + norm.eps)), np.float32(norm.offset)
     for i in range(size):
-        each = (load_float(x + i * 4) - mean) * scale * (load_float(norm.weight + i * 4) + offset)
-        store_float(out + i * 4, each)
+        each = (load_f32(x + i * 4) - mean) * scale * (load_f32(norm.weight + i * 4) + offset)
+        store(out + i * 4, each)
     if norm.bias != 0:
         _add(out, norm.bias, size)
 
 
-@linked
+@inline
 def _add(x: int, y: int, size: int) -> None:
     for i in range(size):
-        store_float(x + i * 4, load_float(x + i * 4) + load_float(y + i * 4))
+        store(x + i * 4, load_f32(x + i * 4) + load_f32(y + i * 4))
 
 
-@linked(forceinline=True)
+@inline(forceinline=True)
 def _activated(gate: Any, kind: int) -> Any:
-    """0: SiLU; 1: GELU in its tanh form, which is a SiLU-like product too, x sigmoid(2 y)."""
+    """0: SiLU; 1: GELU in its tanh form, which is x sigmoid(2 y)."""
     y = gate
     if kind == 1:
         square = multiply(gate, gate)
-        y = multiply(multiply(gate, splat(1.5957691216057308)), fused(square, splat(0.044715), splat(1.0)))
-    return divide(gate, add(splat(1.0), exponential(multiply(y, splat(-1.0)))))
+        y = multiply(multiply(gate, splat_x16(1.5957691216057308)), fma(square, splat_x16(0.044715), splat_x16(1.0)))
+    return divide(gate, add(splat_x16(1.0), exp(multiply(y, splat_x16(-1.0)))))
 
 
-@linked
+@inline
 def _activate(up: int, width: int, size: int, kind: int, out: int) -> None:
-    """out [size] = activation(up), or activation(gate) * up, where both lie in `up`. Kind 2 is GELU itself."""
-    whole = size // 16 * 16
+    """out [size] = activation(up), or activation(gate) * up, if `up` holds both. Kind 2 is the exact GELU."""
+    full = size // 16 * 16
     if kind == 2:
         for i in range(size):
-            x = load_float(up + i * 4)
-            store_float(out + i * 4, np.float32(0.5) * x * np.float32(1 + math.erf(x * 0.7071067811865476)))
+            x = load_f32(up + i * 4)
+            store(out + i * 4, np.float32(0.5) * x * np.float32(1 + math.erf(x * 0.7071067811865476)))
     else:
-        for i in range(0, whole, 16):
-            store_floats(out + i * 4, _activated(load_sixteen(up + i * 4), kind))
-        for i in range(whole, size):
-            store_float(out + i * 4, lane(_activated(splat(load_float(up + i * 4)), kind), 0))
+        for i in range(0, full, 16):
+            store(out + i * 4, _activated(load_f32x16(up + i * 4), kind))
+        for i in range(full, size):
+            store(out + i * 4, lane(_activated(splat_x16(load_f32(up + i * 4)), kind), 0))
     if width > size:
         for i in range(size):
-            store_float(out + i * 4, load_float(out + i * 4) * load_float(up + (size + i) * 4))
+            store(out + i * 4, load_f32(out + i * 4) * load_f32(up + (size + i) * 4))
 
 
-@linked
+@inline
 def _rotate(block: Any, heads: int, cos: int, sin: int) -> None:
     """Norm and RoPE in place on the q and k of a token; cos and sin are [D], sin with the sign of rotate-half."""
     size, half = block.head_dim, block.head_dim // 2
@@ -152,62 +150,28 @@ def _rotate(block: Any, heads: int, cos: int, sin: int) -> None:
         if cos != 0:
             for i in range(0, half * 4, 4):
                 j = i + half * 4
-                first, second = load_float(x + i), load_float(x + j)
-                store_float(x + i, first * load_float(cos + i) + second * load_float(sin + i))
-                store_float(x + j, second * load_float(cos + j) + first * load_float(sin + j))
+                first, second = load_f32(x + i), load_f32(x + j)
+                store(x + i, first * load_f32(cos + i) + second * load_f32(sin + i))
+                store(x + j, second * load_f32(cos + j) + first * load_f32(sin + j))
 
 
-@linked
-def _store(block: Any, row: int, position: int, heads: int, seen: int) -> None:
-    """A token's keys and values, and which positions it sees: the first, and how many."""
+@inline
+def _store(block: Any, row: int, position: int, heads: int, visible: int) -> None:
+    """Stores the keys and values of a token, and which positions are visible to it: the first, and how many."""
     write(row, position, heads + block.heads * block.head_dim * 4, block.kv_heads, block.head_dim)
     oldest = 0 if block.window == 0 else max(0, position - block.window + 1)
-    store_integer(seen, oldest)
-    store_integer(seen + 8, position - oldest + 1)
+    store(visible, oldest)
+    store(visible + 8, position - oldest + 1)
 
 
-# What happens to each row between products. In all of them, a row of x has `width` floats.
-BEFORE_QKV, BEHIND_QKV, BEHIND_O, BEHIND_UP, BEHIND_DOWN = range(5)
+# The computation on each row between GEMMs. In all stages, a row of x has `width` floats.
+BEFORE_QKV, AFTER_QKV, AFTER_O_PROJ, AFTER_UP_PROJ, AFTER_DOWN_PROJ = range(5)
 
 
-@linked
-def _do(
-    t: int, what: int, blocks: int, x: int, width: int, y: int, z: int, ropes: int, table: int, tokens: int, seen: int
-) -> None:
-    block = records(blocks, 1, BLOCK)[0]
-    row = x + t * width * 4
-    if what == BEFORE_QKV:
-        _norm(row, width, block.before_attention, y + t * width * 4)
-    elif what == BEHIND_QKV:
-        of, position = load_integer(tokens + t * 16), load_integer(tokens + t * 16 + 8)
-        at, cos, sin = position * block.head_dim * 4, load_integer(ropes), load_integer(ropes + 8)
-        _rotate(block, row, cos + at if cos != 0 else 0, sin + at if cos != 0 else 0)
-        if table != 0:
-            _store(block, table + of * COLUMNS * 8, position, row, seen + t * 16)
-    elif what == BEHIND_O:  # x += z, y = norm(x)
-        if block.after_attention.weight != 0:
-            _norm(row, width, block.after_attention, row)
-        _add(row, z + t * width * 4, width)
-        _norm(row, width, block.before_mlp, y + t * width * 4)
-    elif what == BEHIND_UP:
-        _activate(row, width, block.inner, block.activation, y + t * block.inner * 4)
-    else:  # x += z
-        if block.after_mlp.weight != 0:
-            _norm(row, width, block.after_mlp, row)
-        _add(row, z + t * width * 4, width)
-
-
-@shared
-def _do_some(
-    t: int, what: int, blocks: int, x: int, width: int, y: int, z: int, ropes: int, table: int, tokens: int, seen: int
-) -> None:
-    _do(t, what, blocks, x, width, y, z, ropes, table, tokens, seen)
-
-
-@linked
-def _each(
-    count: int,
-    what: int,
+@inline
+def _row_stage(
+    t: int,
+    stage: int,
     blocks: int,
     x: int,
     width: int,
@@ -216,55 +180,95 @@ def _each(
     ropes: int,
     table: int,
     tokens: int,
-    seen: int,
+    visible: int,
 ) -> None:
-    if count < MANY:
+    block = records(blocks, 1, BLOCK)[0]
+    row = x + t * width * 4
+    if stage == BEFORE_QKV:
+        _norm(row, width, block.before_attention, y + t * width * 4)
+    elif stage == AFTER_QKV:
+        of, position = load_i64(tokens + t * 16), load_i64(tokens + t * 16 + 8)
+        at, cos, sin = position * block.head_dim * 4, load_i64(ropes), load_i64(ropes + 8)
+        _rotate(block, row, cos + at if cos != 0 else 0, sin + at if cos != 0 else 0)
+        if table != 0:
+            _store(block, table + of * COLUMNS * 8, position, row, visible + t * 16)
+    elif stage == AFTER_O_PROJ:  # x += z, y = norm(x)
+        if block.after_attention.weight != 0:
+            _norm(row, width, block.after_attention, row)
+        _add(row, z + t * width * 4, width)
+        _norm(row, width, block.before_mlp, y + t * width * 4)
+    elif stage == AFTER_UP_PROJ:
+        _activate(row, width, block.inner, block.activation, y + t * block.inner * 4)
+    else:  # AFTER_DOWN_PROJ: x += z
+        if block.after_mlp.weight != 0:
+            _norm(row, width, block.after_mlp, row)
+        _add(row, z + t * width * 4, width)
+
+
+_row_stages_parallel = parallel_for(_row_stage)
+
+
+@inline
+def _row_stages(
+    count: int,
+    stage: int,
+    blocks: int,
+    x: int,
+    width: int,
+    y: int,
+    z: int,
+    ropes: int,
+    table: int,
+    tokens: int,
+    visible: int,
+) -> None:
+    if count < PARALLEL_ROWS:
         for t in range(count):
-            _do(t, what, blocks, x, width, y, z, ropes, table, tokens, seen)
+            _row_stage(t, stage, blocks, x, width, y, z, ropes, table, tokens, visible)
     else:
-        _do_some(count, what, blocks, x, width, y, z, ropes, table, tokens, seen)
+        _row_stages_parallel(count, stage, blocks, x, width, y, z, ropes, table, tokens, visible)
 
 
-@linked
-def _project(blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, seen: int, out: int) -> None:
-    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], normed and rotated; with a table, k and v are stored."""
+@inline
+def _qkv_proj(blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, visible: int, out: int) -> None:
+    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], after norm and RoPE; with a table, k and v are stored."""
     block = records(blocks, 1, BLOCK)[0]
     width = block.qkv.columns
     normed = np.empty(count * width, np.float32)
-    _each(count, BEFORE_QKV, blocks, x, width, address(normed), 0, 0, 0, 0, 0)
-    product(block.qkv, address(normed), count, out)
-    _each(count, BEHIND_QKV, blocks, out, block.qkv.rows, 0, 0, ropes, table, tokens, seen)
-    keep(normed, normed)
+    _row_stages(count, BEFORE_QKV, blocks, x, width, address(normed), 0, 0, 0, 0, 0)
+    gemm(block.qkv, address(normed), count, out)
+    _row_stages(count, AFTER_QKV, blocks, out, block.qkv.rows, 0, 0, ropes, table, tokens, visible)
+    keep_alive(normed)
 
 
-@linked
-def _finish(blocks: int, attended: int, residual: int, count: int, out: int) -> None:
+@inline
+def _o_proj_and_mlp(blocks: int, attended: int, residual: int, count: int, out: int) -> None:
     """x = residual + norm(O attended); out [T, C] = x + norm(Down(activation(Gate norm(x)) * Up norm(x))).
 
-    Norms behind a product only where there are any; not gated: Down(activation(Up norm(x))).
+    The norms after O and Down are optional. Without a gate: Down(activation(Up norm(x))).
     """
     block = records(blocks, 1, BLOCK)[0]
     x, inner = np.empty(count * block.o.rows, np.float32), np.empty(count * block.inner, np.float32)
-    product(block.o, attended, count, address(x))
-    _open(blocks, address(x), residual, count, address(inner))
-    product(block.down, address(inner), count, out)
-    _each(count, BEHIND_DOWN, blocks, out, block.down.rows, 0, address(x), 0, 0, 0, 0)
-    keep(x, inner)
+    gemm(block.o, attended, count, address(x))
+    _gate_up_proj(blocks, address(x), residual, count, address(inner))
+    gemm(block.down, address(inner), count, out)
+    _row_stages(count, AFTER_DOWN_PROJ, blocks, out, block.down.rows, 0, address(x), 0, 0, 0, 0)
+    keep_alive(x, inner)
 
 
-@linked
-def _open(blocks: int, x: int, residual: int, count: int, inner: int) -> None:
+@inline
+def _gate_up_proj(blocks: int, x: int, residual: int, count: int, inner: int) -> None:
     """x [T, C] = residual + norm(x); inner [T, I] = activation(Gate norm(x)) * Up norm(x)"""
     block = records(blocks, 1, BLOCK)[0]
     width, up_width = block.up.columns, block.up.rows
     normed, up = np.empty(count * width, np.float32), np.empty(count * up_width, np.float32)
-    _each(count, BEHIND_O, blocks, x, width, address(normed), residual, 0, 0, 0, 0)
-    product(block.up, address(normed), count, address(up))
-    _each(count, BEHIND_UP, blocks, address(up), up_width, inner, 0, 0, 0, 0, 0)
-    keep(normed, up)
+    _row_stages(count, AFTER_O_PROJ, blocks, x, width, address(normed), residual, 0, 0, 0, 0)
+    gemm(block.up, address(normed), count, address(up))
+    _row_stages(count, AFTER_UP_PROJ, blocks, address(up), up_width, inner, 0, 0, 0, 0, 0)
+    keep_alive(normed, up)
 
 
-@linked
+@inline
 def _block(
     blocks: int,
     x: int,
@@ -272,26 +276,26 @@ def _block(
     ropes: int,
     table: int,
     tokens: int,
-    parts: int,
-    part_count: int,
+    queries: int,
+    num_queries: int,
     out: int,
 ) -> None:
-    """A whole block, x [T, C] -> out [T, C]. tokens: of each, its row of the table and its position."""
+    """A block, x [T, C] -> out [T, C]. tokens: the row of the table and the position of each."""
     block = records(blocks, 1, BLOCK)[0]
-    mixed = np.empty(count * block.o.columns, np.float32)
-    _mix(blocks, x, count, ropes, table, tokens, parts, part_count, address(mixed))
-    _finish(blocks, address(mixed), x, count, out)
-    keep(mixed, mixed)
+    attended = np.empty(count * block.o.columns, np.float32)
+    _attention(blocks, x, count, ropes, table, tokens, queries, num_queries, address(attended))
+    _o_proj_and_mlp(blocks, address(attended), x, count, out)
+    keep_alive(attended)
 
 
-@linked
-def _mix(
-    blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, parts: int, part_count: int, out: int
+@inline
+def _attention(
+    blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, queries: int, num_queries: int, out: int
 ) -> None:
-    """out [T, Hq D]: what the heads have attended to."""
+    """out [T, Hq D]: the attention of all heads, before O."""
     block = records(blocks, 1, BLOCK)[0]
-    projected, seen = np.empty(count * block.qkv.rows, np.float32), np.empty(count * 2, np.int64)
-    _project(blocks, x, count, ropes, table, tokens, address(seen), address(projected))
+    projected, visible = np.empty(count * block.qkv.rows, np.float32), np.empty(count * 2, np.int64)
+    _qkv_proj(blocks, x, count, ropes, table, tokens, address(visible), address(projected))
     attend_at(
         block.attend,
         block.heads,
@@ -301,15 +305,15 @@ def _mix(
         address(projected),
         block.qkv.rows * 4,
         table,
-        parts,
-        part_count,
-        address(seen),
+        queries,
+        num_queries,
+        address(visible),
         out,
     )
-    keep(seen, projected)
+    keep_alive(visible, projected)
 
 
-@unit(types.void(*[types.int64] * 15))
+@kernel(types.void(*[types.int64] * 15))
 def _run(
     blocks: int,
     layers: int,
@@ -321,92 +325,136 @@ def _run(
     tables: int,
     table_rows: int,
     tokens: int,
-    parts: int,
-    part_count: int,
-    wanted: int,
-    wanted_count: int,
+    queries: int,
+    num_queries: int,
+    selected: int,
+    num_selected: int,
     out: int,
 ) -> None:
-    """As `run`; head: 0 where there is none."""
+    """See `run`. head: 0 for no head."""
     one, other = np.empty(count * width, np.float32), np.empty(count * width, np.float32)
     given, to, spare = x, address(one), address(other)
     for layer in range(layers):
         if layer == layers - 1 and head == 0:
             to = out
         table = tables + layer * table_rows * COLUMNS * 8
-        _block(blocks + layer * BLOCK_BYTES, given, count, ropes + layer * 16, table, tokens, parts, part_count, to)
+        _block(blocks + layer * BLOCK_BYTES, given, count, ropes + layer * 16, table, tokens, queries, num_queries, to)
         given, to, spare = to, spare, to
     if head != 0:
-        _head(head, given, width, wanted, wanted_count, out)
-    keep(one, other)
+        _head(head, given, width, selected, num_selected, out)
+    keep_alive(one, other)
 
 
-@linked
-def _head(head: int, x: int, width: int, wanted: int, count: int, out: int) -> None:
-    """out [W, rows] = W norm(x [wanted]) + b, or without the norm where there is none."""
+@inline
+def _head(head: int, x: int, width: int, selected: int, count: int, out: int) -> None:
+    """out [S, rows] = W norm(x [selected]) + b; the norm is optional."""
     made = records(head, 1, HEAD)[0]
     chosen = np.empty(count * width, np.float32)
     for i in range(count):
-        row, to = x + load_integer(wanted + i * 8) * width * 4, address(chosen) + i * width * 4
+        row, to = x + load_i64(selected + i * 8) * width * 4, address(chosen) + i * width * 4
         if made.norm.weight != 0:
             _norm(row, width, made.norm, to)
         else:
             for j in range(0, width * 4, 4):
-                store_float(to + j, load_float(row + j))
-    product(made.weight, address(chosen), count, out)
-    keep(chosen, chosen)
+                store(to + j, load_f32(row + j))
+    gemm(made.weight, address(chosen), count, out)
+    keep_alive(chosen)
 
 
-@unit(types.void(*[types.int64] * 6))
-def _before_attention(blocks: int, x: int, count: int, ropes: int, tokens: int, out: int) -> None:
-    _project(blocks, x, count, ropes, 0, tokens, 0, out)
+# Kernels are called with arrays and tensors for addresses. `blocks` and `head` are records.
 
 
-@unit(types.void(*[types.int64] * 5))
-def _behind_attention(blocks: int, attended: int, x: int, count: int, out: int) -> None:
-    _finish(blocks, attended, x, count, out)
+@kernel(types.void(*[types.int64] * 6))
+def before_attention(blocks: int, x: int, count: int, ropes: int, tokens: int, out: int) -> None:
+    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], after norm and RoPE; ropes and tokens as for `run`."""
+    _qkv_proj(blocks, x, count, ropes, 0, tokens, 0, out)
 
 
-@unit(types.void(*[types.int64] * 9))
-def _up_to_attention(
-    blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, parts: int, part_count: int, out: int
+@kernel(types.void(*[types.int64] * 5))
+def after_attention(blocks: int, attended: int, x: int, count: int, out: int) -> None:
+    """out [T, C] from attended [T, Hq D] and the residual x."""
+    _o_proj_and_mlp(blocks, attended, x, count, out)
+
+
+# A tensor-parallel block, in pieces: between them, `attended` and `inner` are gathered from all processes.
+
+
+@kernel(types.void(*[types.int64] * 9))
+def up_to_attention(
+    blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, queries: int, num_queries: int, out: int
 ) -> None:
-    _mix(blocks, x, count, ropes, table, tokens, parts, part_count, out)
+    """out [T, Hq D] of x [T, C]; other arguments as for `run`."""
+    _attention(blocks, x, count, ropes, table, tokens, queries, num_queries, out)
 
 
-@unit(types.void(*[types.int64] * 5))
-def _before_down(blocks: int, x: int, residual: int, count: int, inner: int) -> None:
-    _open(blocks, x, residual, count, inner)
+@kernel(types.void(*[types.int64] * 5))
+def before_down(blocks: int, x: int, residual: int, count: int, inner: int) -> None:
+    """x [T, C], the output of O, becomes residual + norm(x); inner [T, I] is the input of Down."""
+    _gate_up_proj(blocks, x, residual, count, inner)
 
 
-@unit(types.void(*[types.int64] * 5))
-def _behind_down(blocks: int, x: int, residual: int, count: int, width: int) -> None:
-    _each(count, BEHIND_DOWN, blocks, x, width, 0, residual, 0, 0, 0, 0)
+@kernel(types.void(*[types.int64] * 5))
+def after_down(blocks: int, x: int, residual: int, count: int, width: int) -> None:
+    """x [T, C], the output of Down, becomes residual + norm(x)."""
+    _row_stages(count, AFTER_DOWN_PROJ, blocks, x, width, 0, residual, 0, 0, 0, 0)
 
 
-@unit(types.void(*[types.int64] * 5))
-def _norm_rows(head: int, x: int, count: int, width: int, out: int) -> None:
+@kernel(types.void(*[types.int64] * 5))
+def norm_rows(head: int, x: int, count: int, width: int, out: int) -> None:
+    """out [T, C] = norm(x [T, C])"""
     made = records(head, 1, HEAD)[0]
     for t in range(count):
         _norm(x + t * width * 4, width, made.norm, out + t * width * 4)
 
 
-@unit(types.void(*[types.int64] * 6))
-def _activate_rows(kind: int, x: int, count: int, width: int, size: int, out: int) -> None:
+@kernel(types.void(*[types.int64] * 6))
+def activate_rows(kind: int, x: int, count: int, width: int, size: int, out: int) -> None:
+    """out [T, I] = activation(x), or activation(gate) * up for x [T, 2 I], which holds both."""
     for t in range(count):
         _activate(x + t * width * 4, width, size, kind, out + t * size * 4)
 
 
-def parts_of(counts: Sequence[int]) -> Any:
-    """The work of attention over rows of so many tokens each, in parts of up to X_ROWS tokens of one row.
+def run(
+    blocks: Any, heads: Any, x: Any, ropes: Any, tables: Any, tokens: Any, queries: Any, selected: Any, out: Any
+) -> None:
+    """x [T, C] through blocks: out [T, C]; or, with a head, the logits [S, V] of the selected tokens.
 
-    Of each: its row of the table, how many parts the rows before have, how many its row has, its tokens (from, to).
+    All are arrays, and `heads` has one element or none. ropes: the addresses of cos and sin [P, D] of each layer, 0
+    without RoPE. tables: the storage of keys and values, of each layer and row. tokens: the row and the position of
+    each. queries: from `query_blocks`.
     """
-    return _parts_of(tuple(counts))
+    head = heads.ctypes.data if len(heads) else 0
+    places = ropes.ctypes.data, tables.ctypes.data, tables.shape[1], tokens.ctypes.data
+    todo = queries.ctypes.data, len(queries), selected.ctypes.data, len(selected)
+    _run.call(blocks.ctypes.data, len(blocks), head, x.ctypes.data, *x.shape, *places, *todo, out.ctypes.data)
 
 
-@lru_cache  # decode steps ask for the same again and again
-def _parts_of(each: tuple[int, ...]) -> Any:
+def head(heads: Any, x: Any, out: Any) -> None:
+    """out [T, rows] = W norm(x [T, C]) + b; the norm is optional."""
+    _run(0, 0, heads, x, *x.shape, 0, 0, 0, 0, 0, 0, np.arange(len(x)), len(x), out)
+
+
+def linear(weight: tuple[int, ...], x: Any, out: Any) -> None:
+    """out [T, rows] = x [T, columns] W^T + b; weight: the fields of a WEIGHT record."""
+    _, kind, *rest = weight
+    gemm_kernel(kind)(kind, *rest, x, len(x), out)
+
+
+def gemm_kernel(kind: int) -> Kernel:
+    """The kernel for a kind of weight."""
+    return {INT4: gemm_int4, INT8: gemm_int8}.get(kind, gemm_float)
+
+
+def query_blocks(counts: Sequence[int]) -> Any:
+    """Blocks of up to X_ROWS queries of one row, for rows of so many tokens each: the work of attention.
+
+    Columns: the row of the table; the number of blocks in the rows before, and in its row; the first token, the end.
+    """
+    return _query_blocks(tuple(counts))
+
+
+@lru_cache  # the same for every decode step of a batch
+def _query_blocks(each: tuple[int, ...]) -> Any:
     counts = np.asarray(each, np.int64)
     of_row = -(-counts // X_ROWS)
     row = np.repeat(np.arange(len(counts)), of_row)
@@ -417,116 +465,19 @@ def _parts_of(each: tuple[int, ...]) -> Any:
 
 
 def compile_first() -> None:
-    """What every model needs: it shows whether numba can compile for this CPU."""
+    """Compiles what every model needs: it shows whether numba can compile for this CPU."""
+    attend.begin()
     _run.address  # noqa: B018
 
 
-# The units, with arrays for addresses. Those of records have one element, or one for each layer.
-
-
-def run(
-    blocks: Any, heads: Any, x: Any, ropes: Any, tables: Any, tokens: Any, parts: Any, wanted: Any, out: Any
-) -> None:
-    """x [T, C] through blocks: out [T, C]; or, with a head, its logits [W, V] of the wanted tokens.
-
-    ropes: of each layer, where cos and sin [P, D] of all positions lie, 0 if there are none. tables: of each layer and
-    row, where keys and values go. tokens: of each, its row and its position. parts: from `parts_of`.
-    """
-    head, rows = _at(heads) if len(heads) else 0, tables.shape[1]
-    layers, places, todo = len(blocks), (_at(ropes), _at(tables), rows, _at(tokens)), (_at(parts), len(parts))
-    _run(_at(blocks), layers, head, _at(x), *x.shape, *places, *todo, _at(wanted), len(wanted), _at(out))
-
-
-def product_of(kind: int) -> Unit:
-    """For such a weight."""
-    units = {INT4: product_codes.int4_product, INT8: product_codes.int8_product}
-    return units.get(kind, product_floats.float_product)
-
-
 def prepare(bits: set[int], split: bool = False) -> None:
-    """Compile what such weights need, if need be; of none, floats. split: for a model of which others have a part."""
-    needed = [product_of(kind) for kind in bits or {FLOAT32}]
+    """Compiles the kernels for weights of these bits; none: float weights. split: for a tensor-parallel model."""
+    needed = [gemm_kernel(kind) for kind in bits or {FLOAT32}]
     needed += [look_up] * bool(bits)
     if split:
-        needed += [attention.attend, _before_attention, _up_to_attention, _before_down, _behind_down, _norm_rows]
-        needed += [gather_rows]
+        needed += [attend, before_attention, up_to_attention, before_down, after_down, norm_rows, shm_allgather]
     for each in needed:
         each.address  # noqa: B018
 
 
-def linear(weight: tuple[int, ...], x: Any, out: Any) -> None:
-    """out [T, rows] = x [T, columns] W^T + b; weight: as a record has it."""
-    _, kind, *rest = weight
-    product_of(kind)(kind, *rest, _at(x), len(x), _at(out))
-
-
-def head(heads: Any, x: Any, out: Any) -> None:
-    """out [T, rows] = W norm(x [T, C]) + b, or without the norm where there is none."""
-    everything = np.arange(len(x))
-    _run(0, 0, _at(heads), _at(x), *x.shape, 0, 0, 0, 0, 0, 0, _at(everything), len(x), _at(out))
-
-
-def before_attention(blocks: Any, x: Any, ropes: Any, tokens: Any, out: Any) -> None:
-    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], normed and rotated; the rest as for `run`."""
-    _before_attention(_at(blocks), _at(x), len(x), _at(ropes), _at(tokens), _at(out))
-
-
-def behind_attention(blocks: Any, attended: Any, x: Any, out: Any) -> None:
-    """out [T, C] from attended [T, Hq D], x being the residual."""
-    _behind_attention(_at(blocks), _at(attended), _at(x), len(x), _at(out))
-
-
-# A block of which other processes have a part, in pieces: between them, all of `attended` and `inner` is gathered.
-
-
-def attended(blocks: Any, x: Any, ropes: Any, tables: Any, tokens: Any, parts: Any, out: Any) -> None:
-    """out [T, Hq D] of x [T, C]; the rest as for `run`."""
-    places = _at(ropes), _at(tables), _at(tokens), _at(parts), len(parts)
-    _up_to_attention(_at(blocks), _at(x), len(x), *places, _at(out))
-
-
-def before_down(blocks: Any, x: Any, residual: Any, inner: Any) -> None:
-    """x [T, C], which O gave, becomes residual + norm(x); inner [T, I] is what Down takes."""
-    _before_down(_at(blocks), _at(x), _at(residual), len(x), _at(inner))
-
-
-def behind_down(blocks: Any, x: Any, residual: Any) -> None:
-    """x [T, C], which Down gave, becomes residual + norm(x)."""
-    _behind_down(_at(blocks), _at(x), _at(residual), *x.shape)
-
-
-def attend(blocks: Any, q: Any, tables: Any, seen: Any, parts: Any, out: Any) -> None:
-    """out [Q, Hq D]: each head of each query of q [Q, Hq D].
-
-    seen: of each query, the position of its first key and how many keys. parts: from `parts_of`.
-    """
-    attention.attend(*_attended(blocks, q, tables, seen, parts), _at(out))
-
-
-def weigh(blocks: Any, q: Any, tables: Any, seen: Any, parts: Any, out: Any) -> None:
-    """out [Q, Hq S]: by which `attend` mixes the values of S keys, which lie in order."""
-    keys = out.shape[1] // int(blocks[0]["heads"])
-    attention.weigh(*_attended(blocks, q, tables, seen, parts), _at(out), keys)
-
-
-def _attended(blocks: Any, q: Any, tables: Any, seen: Any, parts: Any) -> tuple[float, ...]:
-    block = blocks[0]
-    shape = int(block["heads"]), int(block["kv_heads"]), int(block["head_dim"]), float(block["scale"])
-    return *shape, _at(q), q.strides[0], _at(tables), _at(parts), len(parts), _at(seen)
-
-
-def norm(heads: Any, x: Any, out: Any) -> None:
-    """out [T, C] = norm(x [T, C])"""
-    _norm_rows(_at(heads), _at(x), *x.shape, _at(out))
-
-
-def activate(blocks: Any, x: Any, out: Any) -> None:
-    """out [T, I] = activation(x), or activation(gate) * up, where x [T, 2 I] holds both."""
-    _activate_rows(int(blocks[0]["activation"]), _at(x), *x.shape, out.shape[1], _at(out))
-
-
-NO_HEADS = np.zeros(0, HEAD)
-
-
-def _at(array: Any) -> int:
-    return int(array.ctypes.data)
+NO_HEAD = np.zeros(0, HEAD)

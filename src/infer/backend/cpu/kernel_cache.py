@@ -1,8 +1,8 @@
 """Compiled kernels on disk, between runs.
 
-numba keeps them as pickles, which can do anything when they are read, in files that it trusts blindly. So the folder of
-a kernel is read only if nobody else may have written to it, and if it is as it was left: `SEAL` holds a hash of it. Any
-other is compiled anew, beside it, and takes its place when complete.
+numba stores them as pickles, which can run any code when they are read, and trusts these files. So the folder of a
+kernel is read only if no other user may have written to it, and if it is unchanged: `SEAL` holds its hash. Otherwise
+the kernel is compiled again, in a folder beside it, which replaces it when complete.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 
 def kernel_folder(name: str) -> Path:
-    """numba compiles a kernel again when its own file has changed, not when one that it calls has: so each state of the
-    files has a folder of its own."""
+    """Each state of the source files has its own folder: numba compiles a kernel again if its own file has changed, but
+    not if a file has changed whose functions it calls."""
     root = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_folder())
     return root / "kernels" / _fingerprint() / name
 
@@ -41,17 +41,17 @@ def _fingerprint() -> str:
     folder = Path(__file__).parent
     files = [*sorted(folder.glob("*.py")), folder.parents[1] / "cache" / "table.py"]
     contents = b"".join(file.read_bytes() for file in files)
-    # numba goes by their paths too. What this process may not use, another one's kernels may.
+    # numba depends on their paths too; and kernels of a process with AMX do not run in one without.
     return hashlib.sha256(contents + str((files, allows_amx())).encode()).hexdigest()[:16]
 
 
 def is_missing(folder: Path) -> bool:
-    """Whether it has to be compiled, and would be kept."""
+    """Whether the kernel has to be compiled, and would be stored."""
     return not _make_private(folder.parent) and os.access(folder.parent, os.W_OK) and not _is_intact(folder)
 
 
 def load_cached(load: Callable[[], T], folder: Path) -> T:
-    """What `load` returns, which compiles a kernel: from this folder, or compiled and then kept there."""
+    """The result of `load`, which compiles a kernel: read from this folder, or compiled and then stored there."""
     folder = folder.resolve()
     if problem := _make_private(folder.parent):
         _say(f"compiled kernels are not kept, {problem}, or set INFER_CACHE to a folder of your own")
@@ -59,10 +59,10 @@ def load_cached(load: Callable[[], T], folder: Path) -> T:
         with suppress(Exception):  # numba cannot read it, whatever the reason: compile
             found = _load_from(load, folder)
             with suppress(OSError):
-                _seal(folder)  # numba has added kernels, if another kind of CPU shares the folder
+                _seal(folder)  # numba has added kernels if another kind of CPU shares the folder
             return found
     kept = not problem and os.access(folder.parent, os.W_OK)
-    if not progress.is_heard():  # who hears of it says so
+    if not progress.has_listeners():  # a listener reports it itself
         _say(f"compiling a kernel for this CPU{', once' if kept else ''}: {folder.name}")
     scratch = TemporaryDirectory(dir=folder.parent if kept else None, ignore_cleanup_errors=True)
     with scratch as fresh, progress.compiling(folder.name):
@@ -87,7 +87,7 @@ def _load_from(load: Callable[[], T], folder: Path) -> T:
 
 
 def _make_private(folder: Path) -> str | None:
-    """Make a folder for this user alone. Returns what keeps it from being that, and what to do."""
+    """Makes a folder that only this user may write to. Returns why it is not one, and what to do."""
     try:
         for path in reversed((folder, *folder.parents)):
             if not path.is_dir():
@@ -99,7 +99,7 @@ def _make_private(folder: Path) -> str | None:
                 return f"because {path} belongs to another user: take it over"
             if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 return f"because others may write to {path}: chmod go-w {path}"
-        for path in folder.parents:  # whoever may write to one can put another folder in place of ours
+        for path in folder.parents:  # a user who may write to one can replace our folder
             if path.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
                 return f"because everyone may write to {path}: chmod o-w {path}"
     except OSError as error:
@@ -109,7 +109,7 @@ def _make_private(folder: Path) -> str | None:
 
 def _is_intact(folder: Path) -> bool:
     try:
-        if os.name != "nt" and folder.stat().st_mode & 0o077:  # then what is inside may be anybody's
+        if os.name != "nt" and folder.stat().st_mode & 0o077:  # then another user may have written to it
             return False
         return (folder / SEAL).read_bytes() == _hash(folder)
     except OSError:

@@ -8,13 +8,13 @@ from functools import cache
 
 import torch
 
-from infer.backend.parts import NotPlain
+from infer.backend.parts import UnsupportedByKernels
 
 
 def check(device: torch.device) -> None:
-    """Raises NotPlain where there are no kernels for this GPU. Imports Triton."""
+    """Raises UnsupportedByKernels where there are no kernels for this GPU. Imports Triton."""
     if (problem := _problem(torch.cuda.get_device_capability(device))) is not None:
-        raise NotPlain(f"there are no kernels for this GPU: {problem}")
+        raise UnsupportedByKernels(f"there are no kernels for this GPU: {problem}")
 
 
 @cache
@@ -28,7 +28,7 @@ def _problem(capability: tuple[int, int]) -> str | None:
 
             launch_kernels.check()
             return None
-        except Exception as error:  # no Triton, no C compiler for its launchers, or whatever else it stumbles over
+        except Exception as error:  # no Triton, no C compiler for its launchers, or any other failure of it
             reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-    print(f"no kernels for this GPU, so plain torch runs instead: {reason}", file=sys.stderr, flush=True)
+    print(f"no kernels for this GPU, plain torch runs instead: {reason}", file=sys.stderr, flush=True)
     return reason

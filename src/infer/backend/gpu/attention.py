@@ -1,4 +1,4 @@
-"""Attention on a GPU: of a decode step, over keys where a table says they are, and of passes that bring theirs along.
+"""Attention on a GPU: over keys at the addresses in a table, or over keys that a cache returns.
 
 The kernels are in `attention_kernels.py` and `warp_kernels.py`; all give a query the same bits.
 """
@@ -16,9 +16,20 @@ from torch import Tensor
 
 from infer.backend.gpu import device_check
 from infer.backend.gpu.attention_kernels import attend_many, attend_one, prepare_heads
-from infer.backend.gpu.launcher import Launch
-from infer.backend.gpu.products import UNFUSED, empty_rows, next_power, on, pdl_options, shared_memory
-from infer.backend.gpu.tuned import BLOCK, BUSY, BY_ROW, GROUPS, HEADS, LAUNCHES, QUERIES, ROW_STAGES, ROW_WARPS, STAGES
+from infer.backend.gpu.gemm import empty_rows
+from infer.backend.gpu.launcher import Launch, launch_options, next_power, on, shared_memory
+from infer.backend.gpu.tuned import (
+    BLOCK,
+    GROUPS,
+    HEADS,
+    LAUNCHES,
+    MAX_PROGRAMS,
+    MIN_BY_ROW,
+    QUERIES,
+    ROW_STAGES,
+    ROW_WARPS,
+    STAGES,
+)
 from infer.backend.gpu.warp_kernels import attend_by_warps
 from infer.backend.parts import BlockParts
 from infer.cache.table import Table, alignment
@@ -35,11 +46,11 @@ def attend_step(
     *,
     pdl: bool = False,
 ) -> Tensor:
-    """Store the new keys and values where the table says, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
+    """Store the new keys and values in the cache, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
     batch, size, group = qkv.shape[0], block.head_dim, next_power(block.heads // block.kv_heads)
     shape = _shape(block.heads, block.kv_heads, size, qkv.dtype, qkv.device)
-    # So many rows that one program for each KV head of each keeps a GPU busy.
-    by_row = batch * block.kv_heads * size >= BY_ROW and qkv.element_size() == 2 and block.window is None
+    # With so many rows, one program per KV head and row saturates the GPU.
+    by_row = batch * block.kv_heads * size >= MIN_BY_ROW and qkv.element_size() == 2 and block.window is None
     if by_row or not _by_warps(shape, qkv, block.window):
         rows = _in_order(batch, qkv.device)
         q, _, _ = prepare(block, qkv, positions, rope_cos_sin, table, rows, pdl=pdl)
@@ -51,7 +62,7 @@ def attend_step(
     attend_by_warps[(_programs(batch * block.kv_heads), block.kv_heads, batch)](
         qkv,
         out,
-        _pieces(batch, block.kv_heads, shape, group, qkv.device),
+        _empty_partials(batch, block.kv_heads, shape, group, qkv.device),
         split_counters,
         table,
         positions,
@@ -70,14 +81,13 @@ def attend_step(
         OFFSET=0.0 if norm is None else norm.offset,
         ALIGNED=alignment(size, qkv.dtype),
         num_warps=size // 64,
-        **UNFUSED,
-        **pdl_options(pdl),
+        **launch_options(pdl),
     )
     return out
 
 
 def _by_warps(shape: dict[str, int], qkv: Tensor, window: int | None) -> bool:
-    """Whether keys and values can wait in registers. A block wraps around a ring once at most."""
+    """Whether `attend_by_warps` supports this shape. A block must wrap around a ring at most once."""
     return (
         qkv.element_size() == 2
         and shape["D"] in (64, 128, 256)
@@ -98,7 +108,7 @@ def prepare(
     *,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, Hq, D], k and v [T, Hkv, D], normed and rotated; with a table, k and v are where it says instead.
+    """q [T, Hq, D], k and v [T, Hkv, D], normed and rotated; with a table, k and v are stored in the cache instead.
 
     rows: int32 [T], the row of the table of each token.
     """
@@ -162,26 +172,25 @@ def _prepare(
         OFFSET=constants[1],
         ROPE=has_rope,
         num_warps=2,
-        **UNFUSED,
-        **pdl_options(pdl),
+        **launch_options(pdl),
     )
 
 
 class Tiles(NamedTuple):
     """The queries of a pass, cut into tiles for `attend_many`."""
 
-    rows: Tensor  # int32 [T]: the row of the tables of each token
+    rows: Tensor  # int32 [T]: the table row of each token
     tiles: Tensor  # int32 [tiles, 5]: see `attend_many`
-    end: int  # one more than the highest position
-    queries: int  # of a tile
-    page: int = 0  # positions of a page; 0: no row has pages
+    end: int  # the highest position + 1
+    queries: int  # per tile
+    page: int = 0  # positions per page; 0: no pages
 
 
 def tiles_of(spans: Sequence[tuple[int, int]], queries: int, device: torch.device, *, page: int = 0) -> Tiles:
-    """spans: of each row of the tables, the position of its first token, and how many there are."""
+    """spans: for each table row, the position of its first token, and the number of tokens."""
     tiles = as_tiles(spans, queries)
     rows = np.repeat(np.arange(len(spans), dtype=np.int32), [n for _, n in spans])
-    padding = np.zeros(-len(rows) % 4, np.int32)  # tiles begin at a multiple of 16 bytes
+    padding = np.zeros(-len(rows) % 4, np.int32)  # tiles start at a multiple of 16 bytes
     both = to_device(torch.from_numpy(np.concatenate((rows, padding, tiles.ravel()))), device)
     end = max(start + n for start, n in spans)
     return Tiles(both[: len(rows)], both[len(rows) + len(padding) :].view(-1, 5), end, queries, page)
@@ -197,24 +206,24 @@ def as_tiles(spans: Sequence[tuple[int, int]], queries: int) -> np.ndarray[Any, 
     within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     at = (first[row] + within) * queries
     tiles = np.stack((row, (np.cumsum(n) - n)[row], start[row], end[row], at), 1)
-    # Most keys first, so that none of these is the last to run.
+    # The tiles with most keys run first: one that started last would delay the end.
     return tiles[np.argsort(-at, kind="stable")].astype(np.int32)
 
 
 @lru_cache(8)
 def _tiles(start: int, n: int, batch: int, queries: int, device: torch.device) -> Tiles:
-    """The same in all layers of a pass."""
+    """Cached: the same in all layers of a pass."""
     return tiles_of([(start, n)] * batch, queries, device)
 
 
 def queries_of(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Positions of a tile: so many that all fold as many blocks."""
+    """Positions per tile, such that all have the same number of blocks per group."""
     shape = _shape(heads, kv_heads, size, dtype, device)
     return max(1, min(QUERIES[dtype.itemsize] // next_power(heads // kv_heads), shape["BLOCK"] * GROUPS))
 
 
-def reach_of(end: int, block: BlockParts, dtype: torch.dtype, device: torch.device) -> int:
-    """A position as good as `end` to tell how queries take their blocks of keys: one of two."""
+def max_end_of(end: int, block: BlockParts, dtype: torch.dtype, device: torch.device) -> int:
+    """`end` rounded up to one of two values, which decide whether each block is a group."""
     shape = _shape(block.heads, block.kv_heads, block.head_dim, dtype, device)
     single = shape["BLOCK"] * GROUPS
     return single if end <= single else 2**30
@@ -231,9 +240,9 @@ def attend_rows(
     pdl: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """q [T, Hq, D] of rows whose keys and values, their own included, are where the table says -> [T, Hq D]
+    """q [T, Hq, D] -> [T, Hq D]. The cache already holds the keys and values of these tokens.
 
-    dtype: of what it returns; None: q's.
+    dtype: of the result; None: q's.
     """
     count, heads, size = q.shape
     out = empty_rows(count, heads * size, q) if dtype is None else q.new_empty(count, heads * size, dtype=dtype)
@@ -247,7 +256,7 @@ def attend_rows(
 
 
 def _attend_by_row(q: Tensor, table: Tensor, positions: Tensor, kv_heads: int, scale: float, pdl: bool) -> Tensor:
-    """As `_attend_one`: a program goes through all keys of a row's head, and has nothing to share with others."""
+    """Like `_attend_one`, with one program for all keys of a row's KV head."""
     batch, heads, size = q.shape
     out = torch.empty(batch, heads * size, dtype=q.dtype, device=q.device)
     shape, group = _shape(heads, kv_heads, size, q.dtype, q.device), next_power(heads // kv_heads)
@@ -271,15 +280,14 @@ def _attend_by_row(q: Tensor, table: Tensor, positions: Tensor, kv_heads: int, s
         STAGES=ROW_STAGES,
         num_warps=ROW_WARPS if small else 4,
         **shape,
-        **UNFUSED,
-        **pdl_options(pdl),
+        **launch_options(pdl),
     )
     return out
 
 
 @lru_cache(LAUNCHES)
 def _attend_many(tiles: int, queries: int, kind: tuple[Any, ...], _: torch.dtype) -> Launch:
-    """Another for each dtype of what is returned."""
+    """The last argument, the dtype of the result, is part of the cache key only."""
     dtype, device, sizes, wraps, page, single, pdl = kind
     shape = dict(sizes)
     group = next_power(shape["GROUP"])
@@ -296,13 +304,12 @@ def _attend_many(tiles: int, queries: int, kind: tuple[Any, ...], _: torch.dtype
         STAGES=_stages(queries * group, shape, dtype.itemsize, device),
         num_warps=4 if shape["D"] <= 128 else 8,
         **shape,
-        **UNFUSED,
-        **pdl_options(pdl),
+        **launch_options(pdl),
     )
 
 
 class GpuAttention:
-    """Attention over keys and values that a cache hands out: an `AttentionKernel`."""
+    """Attention over keys and values that a cache returns: an `AttentionKernel`."""
 
     takes_int8 = False
 
@@ -317,7 +324,7 @@ class GpuAttention:
         end: int,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """dtype: of what it returns; None: q's."""
+        """dtype: of the result; None: q's."""
         batch, heads, n, size = q.shape
         kv_heads, keys = k.shape[1], k.shape[2]
         where = Table([k], [v])
@@ -338,7 +345,7 @@ class GpuAttention:
         return out.view(batch, n, heads, size).transpose(1, 2)
 
     def weights(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
-        """Found by values that are 1 in one dimension each: what is done with q and k does not depend on values."""
+        """Attention with one-hot vectors as values, so that the output is the weights: they do not depend on values."""
         keys, size = k.shape[2], q.shape[3]
         found, one = [], torch.eye(size, dtype=v.dtype, device=v.device)
         for first in range(0, keys, size):
@@ -360,38 +367,38 @@ def _attend_one(
     pdl: bool,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """q [B, Hq, D] of one token a row, whose own key and value are where the table says too -> [B, Hq D]"""
+    """q [B, Hq, D] of one token per row -> [B, Hq D]. The cache already holds its key and value."""
     batch, heads, size = q.shape
     group, shape = next_power(heads // kv_heads), _shape(heads, kv_heads, size, q.dtype, q.device)
     out = torch.empty(batch, heads * size, dtype=dtype or q.dtype, device=q.device)
     attend_one[(_programs(batch * kv_heads), kv_heads, batch)](
         q,
         out,
-        _pieces(batch, kv_heads, shape, group, q.device),
+        _empty_partials(batch, kv_heads, shape, group, q.device),
         split_counters,
         table,
         positions,
         _scale(scale),
         window or 0,
         **_options_of_one(shape, group, q),
-        **pdl_options(pdl),
+        **launch_options(pdl),
     )
     return out
 
 
 def _scale(scale: float) -> float:
-    """For powers of two."""
+    """For exp2 instead of exp."""
     return scale * math.log2(math.e)
 
 
 def _blocks(end: int, window: int | None, block: int) -> int:
-    """Of keys that the last query sees, at most."""
+    """Key blocks that the last query sees, at most."""
     blocks = -(-end // block)
     return blocks if window is None else min(blocks, -(-window // block) + 1)
 
 
 def _shape(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """What decides in which order keys are added up: the same for one query and many."""
+    """All that decides the order of sums over keys: the same for one query and many."""
     width = max(16, next_power(size))
     block = BLOCK[dtype.itemsize]
     if (dtype.itemsize == 2 and width > 64) or (width > 128 and shared_memory(device) < 2**17):
@@ -408,7 +415,7 @@ def _shape(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: tor
 
 def _options_of_one(shape: dict[str, int], group: int, q: Tensor) -> dict[str, Any]:
     small = q.element_size() == 4 or device_check.instructions_agree(q.device, q.dtype)
-    rows = max(group, 16 if small else 64)  # that the matrix units take, of a prompt's many too
+    rows = max(group, 16 if small else 64)  # of the matrix instruction: the same as for a prompt
     return {
         **shape,
         "BLOCK_G": rows,
@@ -416,24 +423,23 @@ def _options_of_one(shape: dict[str, int], group: int, q: Tensor) -> dict[str, A
         "ALIGNED": alignment(shape["D"], q.dtype),
         "STAGES": _stages(rows, shape, q.element_size(), q.device),
         "num_warps": 4,
-        **UNFUSED,
     }
 
 
 def _stages(rows: int, shape: dict[str, int], size: int, device: torch.device) -> int:
-    """Blocks of keys on their way at once: as many as a program's memory holds beside queries and weights."""
+    """Pipeline stages: as many key blocks as fit into shared memory beside queries and weights."""
     kept = rows * (shape["BLOCK_D"] + shape["BLOCK"]) * size + 8192
     block = 2 * shape["BLOCK"] * shape["BLOCK_D"] * size
     return max(1, min(STAGES, (shared_memory(device) - kept) // block))
 
 
-def _pieces(batch: int, kv_heads: int, shape: dict[str, int], group: int, device: torch.device) -> Tensor:
-    """Each with two numbers behind its values, and two unused, so that the next begins at a multiple of 16 bytes."""
+def _empty_partials(batch: int, kv_heads: int, shape: dict[str, int], group: int, device: torch.device) -> Tensor:
+    """Each has maximum and sum after its values, and two unused elements, so that the next starts at 16 bytes."""
     return torch.empty(
         batch, kv_heads, shape["GROUPS"] + 1, group, shape["BLOCK_D"] + 4, dtype=torch.float32, device=device
     )
 
 
 def _programs(heads: int) -> int:
-    """That share the keys of one of so many KV heads, of all rows."""
-    return max(1, min(GROUPS + 1, BUSY // heads))
+    """Programs that share the keys of one KV head. heads: KV heads of all rows."""
+    return max(1, min(GROUPS + 1, MAX_PROGRAMS // heads))

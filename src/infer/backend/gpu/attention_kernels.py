@@ -1,14 +1,14 @@
-"""Attention on a GPU: of one new token a row, and of the many queries of a prompt, with the same bits.
+"""Attention on a GPU: for one new token per row, and for the many queries of a prompt, with the same bits.
 
-A query goes through its keys in blocks counted from position 0, so what a pass was cut into, a ring, or pages, each of
-which holds whole blocks, change no sum.
-Blocks are taken together in groups, whose size follows from the position of the query and the window. A group has its
-largest score, the sum of its weights, and its values by weight; groups are folded into each other in order. So programs
-can share the keys of one query (`attend_one`, and `warp_kernels.py`), and a prompt's queries can go through theirs one
-block after the other (`attend_many`).
+A query visits its keys in blocks counted from position 0. Prefill chunks, rings and pages, each of which holds complete
+blocks, therefore change no sum. Blocks are combined in groups, whose size depends on the position of the query and the
+window alone. Each group yields a partial result: its largest score, the sum of its weights, and the weighted sum of its
+values. Partial results are merged in order. So several programs can share the keys of one query, as in flash-decoding
+(`attend_one`, and `warp_kernels.py`), and one program can visit all keys of a prompt's queries block by block
+(`attend_many`).
 
-Scores and values are matrix products, whose elements add up 16 columns after 16, whatever the tile. The weights of a
-block are added up by one tree (`sum_of_weights`). What a query does not see weighs exactly 0, if it is finite.
+Scores and outputs are matrix multiplications, which add 16 columns at a time for any tile. The weights of a block are
+added by one tree (`tree_sum_of_weights`). A masked key has a weight of exactly 0, if its value is finite.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infer.backend.gpu.launch_kernels import is_last, let_next_start, number_at, wait_for_previous
+from infer.backend.gpu.launch_kernels import is_last, let_next_start, load_int64, wait_for_previous
 from infer.backend.gpu.launcher import kernel
 from infer.backend.gpu.row_kernels import added, load_parts, norm_scale, squared, store_parts, tree_sum, weighted
 from infer.cache import table as columns
@@ -24,26 +24,26 @@ from infer.cache import table as columns
 COLUMNS = tl.constexpr(columns.COLUMNS)
 KEYS, VALUES = tl.constexpr(columns.K), tl.constexpr(columns.V)
 STRIDE, SLOTS = tl.constexpr(columns.STRIDE), tl.constexpr(columns.SLOTS)
-PAGES, PAGE = tl.constexpr(columns.PAGES), tl.constexpr(columns.PAGE)
-FOLDED = tl.constexpr(8)  # groups that are loaded together
+PAGE_TABLE, PAGE_BYTES = tl.constexpr(columns.PAGE_TABLE), tl.constexpr(columns.PAGE_BYTES)
+PARTIALS_AT_ONCE = tl.constexpr(8)  # partial results loaded together
 
 
 @kernel()
 def begin(
-    tokens,  # int64 [B]: below 0 where there is none
-    positions,  # int32 [B]: likewise; moved on here
-    moves,  # int32 [B]: by which
-    steps,  # int32: counted up here
-    vectors,  # [V, C]: of each token
-    learned,  # [P, C]: of each position; None where none are
+    tokens,  # int64 [B]; below 0: no token
+    positions,  # int32 [B]; below 0: no token; incremented here
+    increments,  # int32 [B]: added to positions
+    steps,  # int32: incremented here
+    vectors,  # [V, C]: token embeddings
+    learned,  # [P, C]: position embeddings, or None
     frequencies,  # float32 [KINDS, D]
-    fed_positions,  # int32 [B]: as they were
+    input_positions,  # int32 [B]: the positions before the increment
     x,  # [B, C]
     rope_cos_sin,  # float32 [KINDS, B, 2, D]
-    norm_weight,  # [C]: of the norm that x is prepared for; None: it is not
+    norm_weight,  # [C]: weight of the first norm, if its scale comes after the GEMM; else None
     prepared,  # [B, C]
     squares,  # float32 [B]
-    FACTOR: tl.constexpr,  # of the tokens' vectors
+    FACTOR: tl.constexpr,  # of the token embeddings
     C: tl.constexpr,
     PARTS: tl.constexpr,
     KINDS: tl.constexpr,
@@ -51,18 +51,18 @@ def begin(
     BLOCK_D: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """What a step is fed: the vectors of its tokens, their positions, and how far these turn.
+    """The inputs of a step: the embeddings of its tokens, their positions, and RoPE cos and sin.
 
-    No kernel starts before this one has ended: the positions are read by others before their waits.
+    No kernel starts before this one has ended, since kernels read the positions before `wait_for_previous`.
     """
     row = tl.program_id(0)
     if row == 0:
         tl.store(steps, tl.load(steps) + 1)
     position = tl.load(positions + row)
-    token = tl.maximum(tl.load(tokens + row), 0)  # where there is none, one that can be looked up
-    tl.store(fed_positions + row, position)
-    tl.debug_barrier()  # all threads have read it
-    tl.store(positions + row, position + tl.load(moves + row))
+    token = tl.maximum(tl.load(tokens + row), 0)  # without a token, any id that exists
+    tl.store(input_positions + row, position)
+    tl.debug_barrier()  # all threads have read the position
+    tl.store(positions + row, position + tl.load(increments + row))
     dtype = x.dtype.element_ty
     own = load_parts(vectors + token * C, PARTS, C)
     if FACTOR != 1:
@@ -90,14 +90,14 @@ def scaled(x, factor, dtype, PARTS: tl.constexpr):
 
 @kernel()
 def fill_rope(positions, frequencies, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """How far RoPE turns the heads of each row's new token: the same in all layers that rotate alike."""
+    """RoPE cos and sin of each row's new token: the same in all layers with the same frequencies."""
     row = tl.program_id(0)
     fill_rope_row(tl.load(positions + row), frequencies, out + row * 2 * D, D, BLOCK_D)
 
 
 @triton.jit
 def fill_rope_row(position, frequencies, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """out [2, D]: cosines, and sines with the sign that the halves of a head are swapped with."""
+    """out [2, D]: cos, and sin with the sign for swapped halves of a head."""
     d = tl.arange(0, BLOCK_D)
     angle = position.to(tl.float32) * tl.load(frequencies + d, d < D, 0.0)
     sine = tl.sin(angle)
@@ -113,15 +113,15 @@ def partner(d, D: tl.constexpr):
 
 @triton.jit
 def norm_weights(norm, d, D: tl.constexpr, OFFSET: tl.constexpr):
-    """Of d, and of its partner."""
+    """The weights of d and of its partner."""
     own = tl.load(norm + d, d < D, 0.0).to(tl.float32) + OFFSET
     return own, tl.load(norm + partner(d, D), d < D, 0.0).to(tl.float32) + OFFSET
 
 
 @triton.jit
-def load_heads(heads, start, there, d, D: tl.constexpr):
-    """The heads [n, D] that begin at heads + start [n], and the same with partners swapped."""
-    inside = there[:, None] & (d < D)[None, :]
+def load_heads(heads, start, mask, d, D: tl.constexpr):
+    """The heads [n, D] at heads + start [n], and the same with partners swapped."""
+    inside = mask[:, None] & (d < D)[None, :]
     own = tl.load(heads + start[:, None] + d[None, :], inside, 0.0)
     return own, tl.load(heads + start[:, None] + partner(d, D)[None, :], inside, 0.0)
 
@@ -139,7 +139,7 @@ def rotated(
     EPS: tl.constexpr,
     ROPE: tl.constexpr,
 ):
-    """Heads as attention takes them. y: with partners swapped."""
+    """Heads x, normed and rotated. y: x with partners swapped."""
     dtype = x.dtype
     if NORM:
         wide = x.to(tl.float32)
@@ -153,36 +153,36 @@ def rotated(
 
 @triton.jit
 def cache_of(table, row, head, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the keys and values of a row's KV head are, how many slots there are, and its pages: for `page_of`."""
+    """The addresses of the keys and values of a row's KV head, its slots, and its page table for `page_of`."""
     line = table + row * COLUMNS
     offset = head * tl.load(line + STRIDE)
     keys = tl.multiple_of((tl.load(line + KEYS) + offset).to(tl.pointer_type(dtype)), ALIGNED)
     values = tl.multiple_of((tl.load(line + VALUES) + offset).to(tl.pointer_type(dtype)), ALIGNED)
-    return keys, values, tl.load(line + SLOTS).to(tl.int32), (tl.load(line + PAGES), tl.load(line + PAGE))
+    return keys, values, tl.load(line + SLOTS).to(tl.int32), (tl.load(line + PAGE_TABLE), tl.load(line + PAGE_BYTES))
 
 
 @triton.jit
-def page_of(pages, position, slots, there, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """How far the page of a position lies behind a table's addresses, in elements: 0 where there are no pages.
+def page_of(pages, position, slots, mask, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """The offset of the page of a position from the addresses of `cache_of`, in elements: 0 without pages.
 
-    there: whether to look at all.
+    mask: False: do not look it up; 0.
     """
     size: tl.constexpr = dtype.primitive_bitwidth // 8
     numbers, stride = pages
-    at = tl.where(there & (numbers != 0), numbers + (position // tl.maximum(slots, 1)).to(tl.int64) * 8, 0)
-    return tl.multiple_of(number_at(at) * (stride // size), ALIGNED // size)
+    at = tl.where(mask & (numbers != 0), numbers + (position // tl.maximum(slots, 1)).to(tl.int64) * 8, 0)
+    return tl.multiple_of(load_int64(at) * (stride // size), ALIGNED // size)
 
 
 @kernel(do_not_specialize=["tabled", "q_out", "k_out", "v_out"])
 def prepare_heads(
     qkv,  # [T, (Hq + 2 Hkv) D]
-    table,  # int64 [R, COLUMNS], where `tabled`
+    table,  # int64 [R, COLUMNS], if `tabled`
     rows,  # int32 [T]: the row of the table of each token
     positions,  # int32 [T]; -1: no token
     q_norm,
     k_norm,
     rope_cos_sin,  # float32 [T, 2, D], from `rope_tables`
-    tabled,  # 1: keys and values go where the table says; 0: to k_out and v_out
+    tabled,  # 1: keys and values go to the addresses in the table; 0: to k_out and v_out
     q_out,  # addresses of [T, Hq, D]
     k_out,  # of [T, Hkv, D]
     v_out,
@@ -197,10 +197,10 @@ def prepare_heads(
     ROPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norm a token's heads, rotate them, and put them where attention looks for them.
+    """Norm and rotate a token's heads, and store q, and k and v in the cache.
 
-    Where that is, it is told as numbers, so that one compiled kernel serves a step and a prompt: the sum over a head
-    is a tree of threads, and might be another in another kernel.
+    Output addresses are integers, so that one compiled kernel serves decode and prefill: the sum over a head is a tree
+    across threads, and might differ in another kernel.
     """
     let_next_start(PDL)
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
@@ -216,8 +216,8 @@ def prepare_heads(
     wait_for_previous(PDL)
     if position < 0:
         return
-    there = head < HEADS + 2 * KV_HEADS
-    own, swapped = load_heads(qkv + token * ((HEADS + 2 * KV_HEADS) * D), head * D, there, d, D)
+    mask = head < HEADS + 2 * KV_HEADS
+    own, swapped = load_heads(qkv + token * ((HEADS + 2 * KV_HEADS) * D), head * D, mask, d, D)
     cosine, sine = d, d
     if ROPE:
         cosine = tl.load(rope_cos_sin + token * 2 * D + d, d < D, 0.0)
@@ -230,21 +230,21 @@ def prepare_heads(
     stride = tl.full((), D * size, tl.int64)
     if tabled != 0:
         line = table + tl.load(rows + token).to(tl.int64) * COLUMNS
-        slots, numbers = tl.load(line + SLOTS), tl.load(line + PAGES)
-        number = number_at(tl.where(numbers != 0, numbers + position // slots * 8, 0))
-        at = position % slots * (D * size) + number * tl.load(line + PAGE)
+        slots, numbers = tl.load(line + SLOTS), tl.load(line + PAGE_TABLE)
+        number = load_int64(tl.where(numbers != 0, numbers + position // slots * 8, 0))
+        at = position % slots * (D * size) + number * tl.load(line + PAGE_BYTES)
         keys, values = tl.load(line + KEYS) + at, tl.load(line + VALUES) + at
         stride = tl.load(line + STRIDE)
     kept = tl.where(is_v, values + (head - HEADS - KV_HEADS) * stride, keys + (head - HEADS) * stride)
     place = tl.where(is_q, q_out + (token * HEADS + head) * (D * size), kept).to(tl.pointer_type(dtype))
-    tl.store(place[:, None] + d[None, :], done, there[:, None] & (d < D)[None, :])
+    tl.store(place[:, None] + d[None, :], done, mask[:, None] & (d < D)[None, :])
 
 
 @triton.jit
 def blocks_of_a_group(position, window, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
-    """Blocks of keys that a query at this position takes together before it folds them into the rest.
+    """Key blocks per group for a query at this position.
 
-    As few as make about GROUPS groups of all that it can see: as many programs share a long row.
+    As few as give about GROUPS groups over all keys that it sees: as many programs share a long row.
     """
     blocks = position // BLOCK + 1
     if window > 0:
@@ -253,7 +253,7 @@ def blocks_of_a_group(position, window, BLOCK: tl.constexpr, GROUPS: tl.constexp
 
 
 @triton.jit
-def sum_of_weights(weights):
+def tree_sum_of_weights(weights):
     """[Q, BLOCK] -> [Q], by a tree: keys eight apart first, then the eight that remain."""
     Q: tl.constexpr = weights.shape[0]
     x = tl.reshape(weights, (Q, weights.shape[1] // 8, 8))
@@ -266,34 +266,34 @@ def sum_of_weights(weights):
 
 
 @triton.jit
-def weighed(scores, seen, highest, dtype: tl.constexpr):
-    """Scores [Q, BLOCK] as weights: the largest so far [Q], what it shrinks earlier ones by, weights, and their sum.
+def softmax_weights(scores, seen, highest, dtype: tl.constexpr):
+    """Online softmax of scores [Q, BLOCK]: the new maximum [Q], the factor of earlier sums, weights, and their sum.
 
-    seen: None where all keys are. Where a query sees nothing of a block, nothing changes.
+    seen: the mask; None: no mask. A fully masked block changes nothing.
     """
     if seen is not None:
         scores = tl.where(seen, scores, -float("inf"))
     top = tl.maximum(highest, tl.max(scores, 1))
     base = tl.where(top == -float("inf"), 0.0, top)
     weights = tl.exp2(scores - base[:, None]).to(dtype)
-    return top, tl.exp2(highest - base), weights, sum_of_weights(weights.to(tl.float32))
+    return top, tl.exp2(highest - base), weights, tree_sum_of_weights(weights.to(tl.float32))
 
 
 @triton.jit
-def looked(q, k, v, seen, highest, total, sums, scale):
-    """One block of keys more: the largest score so far [Q], the sum of the weights [Q], the values by weight [Q, D].
+def attend_block(q, k, v, seen, highest, total, sums, scale):
+    """Add one block of keys to the running maximum [Q], sum of weights [Q] and weighted sum of values [Q, D].
 
     q [Q, D]; k, v [BLOCK, D]; seen [Q, BLOCK].
     """
     scores = tl.dot(q, k.T, input_precision="ieee") * scale
-    top, shrink, weights, added_up = weighed(scores, seen, highest, v.dtype)
+    top, shrink, weights, added_up = softmax_weights(scores, seen, highest, v.dtype)
     sums = tl.dot(weights, v, sums * shrink[:, None], input_precision="ieee")
     return top, total * shrink + added_up, sums
 
 
 @triton.jit
-def folded(highest, total, sums, group_highest, group_total, group_sums):
-    """What a query has of the groups so far, and of one more: largest score [Q], sum of weights [Q], values [Q, D]."""
+def merge_partials(highest, total, sums, group_highest, group_total, group_sums):
+    """Merge a group into the groups so far: maximum [Q], sum of weights [Q], weighted sum of values [Q, D]."""
     top = tl.maximum(highest, group_highest)
     base = tl.where(top == -float("inf"), 0.0, top)
     kept, share = tl.exp2(highest - base), tl.exp2(group_highest - base)
@@ -305,29 +305,29 @@ def folded(highest, total, sums, group_highest, group_total, group_sums):
 def attend_one(
     q,  # [B, Hq, D]
     out,  # [B, Hq, D]
-    pieces,  # float32 [B, Hkv, GROUPS + 1, MERGE_G, BLOCK_D + 4]: values by weight, largest score, sum of the weights
-    split_counters,  # int32 [B, Hkv]: programs that are done, 0 before and after
+    partials,  # float32 [B, Hkv, GROUPS + 1, MERGE_G, BLOCK_D + 4]: weighted values, maximum, sum of weights
+    split_counters,  # int32 [B, Hkv]: finished programs, 0 before and after
     table,  # int64 [B, COLUMNS]
     positions,  # int32 [B]; -1: no token
     scale,
     window,  # 0: none
     KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of a KV head
+    GROUP: tl.constexpr,  # query heads per KV head
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,  # GROUP, up to what a matrix product takes
+    BLOCK_G: tl.constexpr,  # GROUP, padded for the matrix instruction
     MERGE_G: tl.constexpr,
     BLOCK: tl.constexpr,  # keys
     GROUPS: tl.constexpr,
-    ALIGNED: tl.constexpr,  # bytes that all addresses in a table are a multiple of
+    ALIGNED: tl.constexpr,  # bytes: alignment of all addresses in a table
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A single query a row. Programs share its groups of keys; the last one to finish folds them, in order."""
+    """One query per row. Programs share its groups of keys; the last one to finish merges them, in order."""
     let_next_start(PDL)
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     dtype: tl.constexpr = q.dtype.element_ty
-    # Where the token and the cache are was settled before the step began.
+    # Positions and tables were set before the step began.
     position = tl.load(positions + row, cache_modifier=".cg")
     own_k, own_v, slots, pages = cache_of(table, row, head, dtype, ALIGNED)
     size = blocks_of_a_group(tl.maximum(position, 0), window, BLOCK, GROUPS)
@@ -343,10 +343,10 @@ def attend_one(
         return
 
     g, d, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
-    within, real = g < GROUP, d < D
+    within, d_mask = g < GROUP, d < D
     heads = q + (row * (KV_HEADS * GROUP) + head * GROUP + g)[:, None] * D
-    queries = tl.load(heads + d[None, :], within[:, None] & real[None, :], 0.0)
-    pieces += (row * KV_HEADS + head) * ((GROUPS + 1) * (BLOCK_D + 4) * MERGE_G)
+    queries = tl.load(heads + d[None, :], within[:, None] & d_mask[None, :], 0.0)
+    partials += (row * KV_HEADS + head) * ((GROUPS + 1) * (BLOCK_D + 4) * MERGE_G)
     for group in range(first_group + split, last_group + 1, tl.num_programs(0)):
         highest = tl.full((BLOCK_G,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_G,), tl.float32)
@@ -354,40 +354,42 @@ def attend_one(
         start, stop = tl.maximum(group * size, first // BLOCK), tl.minimum((group + 1) * size, position // BLOCK + 1)
         for block in tl.range(start, stop, num_stages=STAGES):
             at = block * BLOCK + s
-            there = (at >= first) & (at <= position)
+            mask = (at >= first) & (at <= position)
             page = page_of(pages, block * BLOCK, slots, True, dtype, ALIGNED)
             slot = page + (at % slots).to(tl.int64)[:, None] * D + d[None, :]
-            inside = there[:, None] & real[None, :]
+            inside = mask[:, None] & d_mask[None, :]
             next_k = tl.load(own_k + slot, inside, 0.0)
             next_v = tl.load(own_v + slot, inside, 0.0)
-            highest, total, sums = looked(queries, next_k, next_v, there[None, :], highest, total, sums, scale)
-        piece = pieces + ((group - first_group) * MERGE_G + g) * (BLOCK_D + 4)
+            highest, total, sums = attend_block(queries, next_k, next_v, mask[None, :], highest, total, sums, scale)
+        piece = partials + ((group - first_group) * MERGE_G + g) * (BLOCK_D + 4)
         merged = g < MERGE_G
         tl.store(piece[:, None] + d[None, :], sums, merged[:, None])
         tl.store(piece + BLOCK_D, highest, merged)
         tl.store(piece + BLOCK_D + 1, total, merged)
     if is_last(split_counters + row * KV_HEADS + head, tl.minimum(used, tl.num_programs(0))):
-        fold_pieces(pieces, out + (row * KV_HEADS + head) * (GROUP * D), used, GROUP, MERGE_G, D, BLOCK_D)
+        merge_stored_partials(partials, out + (row * KV_HEADS + head) * (GROUP * D), used, GROUP, MERGE_G, D, BLOCK_D)
 
 
 @triton.jit
-def fold_pieces(pieces, out, used, GROUP: tl.constexpr, MERGE_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The groups of a KV head's queries, in order. Other programs wrote them: past the processor's own cache."""
+def merge_stored_partials(
+    partials, out, used, GROUP: tl.constexpr, MERGE_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Merge the groups of a KV head's queries, in order. Other programs wrote them: loads bypass the L1 cache."""
     g, d = tl.arange(0, MERGE_G), tl.arange(0, BLOCK_D)
     highest = tl.full((MERGE_G,), -float("inf"), tl.float32)
     total = tl.zeros((MERGE_G,), tl.float32)
     sums = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
-    for first in range(0, used, FOLDED):
-        # Several at once: a load takes longer than what is done with it. Beyond the last there is nothing to be seen.
+    for first in range(0, used, PARTIALS_AT_ONCE):
+        # Several at once: a load takes longer than the computation on it. Past the last, the maximum is -inf.
         tops, totals, values = (), (), ()
-        for i in tl.static_range(FOLDED):
+        for i in tl.static_range(PARTIALS_AT_ONCE):
             line = (first + i) * MERGE_G + g
-            there, piece = line < used * MERGE_G, pieces + line * (BLOCK_D + 4)
-            tops = tops + (tl.load(piece + BLOCK_D, there, -float("inf"), cache_modifier=".cg"),)
-            totals = totals + (tl.load(piece + BLOCK_D + 1, there, 0.0, cache_modifier=".cg"),)
-            values = values + (tl.load(piece[:, None] + d[None, :], there[:, None], 0.0, cache_modifier=".cg"),)
-        for i in tl.static_range(FOLDED):
-            highest, total, sums = folded(highest, total, sums, tops[i], totals[i], values[i])
+            mask, piece = line < used * MERGE_G, partials + line * (BLOCK_D + 4)
+            tops = tops + (tl.load(piece + BLOCK_D, mask, -float("inf"), cache_modifier=".cg"),)
+            totals = totals + (tl.load(piece + BLOCK_D + 1, mask, 0.0, cache_modifier=".cg"),)
+            values = values + (tl.load(piece[:, None] + d[None, :], mask[:, None], 0.0, cache_modifier=".cg"),)
+        for i in tl.static_range(PARTIALS_AT_ONCE):
+            highest, total, sums = merge_partials(highest, total, sums, tops[i], totals[i], values[i])
     inside = (g < GROUP)[:, None] & (d < D)[None, :]
     total = tl.where(g < GROUP, total, 1.0)
     tl.store(out + g[:, None] * D + d[None, :], (sums / total[:, None]).to(out.dtype.element_ty), inside)
@@ -406,9 +408,9 @@ def load_keys(
     WRAPS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """A block of a prompt's keys, or values: of those from first to last where MASKED.
+    """A block of keys or values; if MASKED, only positions first to last.
 
-    WRAPS: around the end of a ring, at most so often; 2: as often as it takes.
+    WRAPS: how often a block wraps around the end of a ring, at most; 2: any number of times.
     """
     d, at = tl.arange(0, BLOCK_D)[None, :], block * BLOCK + tl.arange(0, BLOCK)
     slot = at
@@ -440,7 +442,7 @@ def shift_of(
     POSITIONS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """How far, in elements, a block lies from where `load_keys` looks for it by its position, or by its slot."""
+    """The offset of a block, in elements, from where `load_keys` expects it by its position or slot."""
     shift = tl.full((), 0, tl.int64)
     if POSITIONS != 0:
         size: tl.constexpr = dtype.primitive_bitwidth // 8
@@ -449,23 +451,23 @@ def shift_of(
         if POSITIONS > 0:
             held = POSITIONS
         page = block * BLOCK // held
-        there = (numbers != 0) & (block * BLOCK <= last)
-        shift = number_at(tl.where(there, numbers + page.to(tl.int64) * 8, 0)) * (stride // size)
+        mask = (numbers != 0) & (block * BLOCK <= last)
+        shift = load_int64(tl.where(mask, numbers + page.to(tl.int64) * 8, 0)) * (stride // size)
         if not WINDOWED:
-            shift = tl.where(there, shift - page.to(tl.int64) * (held * D), 0)
+            shift = tl.where(mask, shift - page.to(tl.int64) * (held * D), 0)
         shift = tl.multiple_of(shift, ALIGNED // size)
     return shift
 
 
 @triton.jit
 def visible(position, block, span, BLOCK: tl.constexpr):
-    """Which keys of a block queries at these positions see, of the last `span`: [Q, BLOCK]."""
+    """The mask [Q, BLOCK] of a block: keys up to each query's position, within the last `span`."""
     distance = position[:, None] - (block * BLOCK + tl.arange(0, BLOCK))[None, :]
     return (distance >= 0) & (distance < span)
 
 
 @triton.jit
-def fold_block(
+def attend_and_merge_block(
     q,
     k,
     v,
@@ -480,25 +482,27 @@ def fold_block(
     group_sums,
     SINGLE: tl.constexpr,
 ):
-    """One block more, in a group of its own where SINGLE; else a group that is complete is folded into the rest.
+    """Add one block. SINGLE: each block is a group; else a complete group is merged when the next one begins.
 
-    is_first: whether the block is a group's first.
+    is_first: whether the block is the first of a group.
     """
     ROWS: tl.constexpr = q.shape[0]
     if SINGLE:
-        # `looked`, where nothing has been seen before.
+        # `attend_block` with no earlier keys.
         scores = tl.dot(q, k.T, input_precision="ieee") * scale
         nothing = tl.full((ROWS,), -float("inf"), tl.float32)
-        top, _, weights, added_up = weighed(scores, seen, nothing, v.dtype)
+        top, _, weights, added_up = softmax_weights(scores, seen, nothing, v.dtype)
         new_sums = tl.dot(weights, v, input_precision="ieee")
-        highest, total, sums = folded(highest, total, sums, top, added_up, new_sums)
+        highest, total, sums = merge_partials(highest, total, sums, top, added_up, new_sums)
     else:
         if is_first:
-            highest, total, sums = folded(highest, total, sums, group_highest, group_total, group_sums)
+            highest, total, sums = merge_partials(highest, total, sums, group_highest, group_total, group_sums)
             group_highest = tl.full((ROWS,), -float("inf"), tl.float32)
             group_total = tl.zeros((ROWS,), tl.float32)
             group_sums = tl.zeros((ROWS, v.shape[1]), tl.float32)
-        group_highest, group_total, group_sums = looked(q, k, v, seen, group_highest, group_total, group_sums, scale)
+        group_highest, group_total, group_sums = attend_block(
+            q, k, v, seen, group_highest, group_total, group_sums, scale
+        )
     return highest, total, sums, group_highest, group_total, group_sums
 
 
@@ -507,29 +511,29 @@ def attend_many(
     q,  # [T, Hq, D]
     out,  # [T, Hq, D]
     table,  # int64 [R, COLUMNS]
-    tiles,  # int32 [tiles, 5]: row of the table, its first token, the first one's position, the end, the tile's first
-    positions,  # instead of tiles, of one token a row: int32 [R]; -1: no token
+    tiles,  # int32 [tiles, 5]: row of the table, its first token, its start and end position, the tile's first position
+    positions,  # instead of tiles, if each row has one token: int32 [R]; -1: no token
     scale,
     window,  # 0: none
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,  # GROUP, up to a power of two
-    QUERIES: tl.constexpr,  # positions that a program takes, each with BLOCK_G heads
+    BLOCK_G: tl.constexpr,  # GROUP, rounded up to a power of two
+    QUERIES: tl.constexpr,  # positions per program, each with BLOCK_G heads
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
-    SINGLE: tl.constexpr,  # whether all queries take their blocks one by one
+    SINGLE: tl.constexpr,  # whether each block is a group, for all queries
     WINDOWED: tl.constexpr,
     WRAPS: tl.constexpr,
-    POSITIONS: tl.constexpr,  # of a page; 0: no row has pages; -1: as many as a row has slots
+    POSITIONS: tl.constexpr,  # per page; 0: no pages; -1: as many as the row has slots
     ALIGNED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The queries of prompts, of any lengths, or of many rows of one token: what `attend_one` gives each of them.
+    """The queries of prompts of any lengths, or of many rows of one token, with the bits of `attend_one`.
 
-    Tiles of queries are counted from position 0, so that all in one take as many blocks to a group.
+    Tiles of queries are counted from position 0, so that all queries of a tile have the same blocks per group.
     """
     let_next_start(PDL)
     head = tl.program_id(1)
@@ -541,7 +545,7 @@ def attend_many(
             return
     else:
         row, first_token = tl.program_id(0).to(tl.int64), tl.program_id(0)
-        start = tl.load(positions + row, cache_modifier=".cg")  # settled before the step began
+        start = tl.load(positions + row, cache_modifier=".cg")  # set before the step began
         end, tile = start + 1, start // QUERIES * QUERIES
         if start < 0:
             return
@@ -553,31 +557,31 @@ def attend_many(
     c, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     position, member = tile + c // BLOCK_G, c % BLOCK_G
     within = (position >= start) & (position < end) & (member < GROUP)
-    real = d < D
+    d_mask = d < D
     heads = ((first_token + position - start).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + member) * D
-    queries = tl.load(q + heads[:, None] + d[None, :], within[:, None] & real[None, :], 0.0)
+    queries = tl.load(q + heads[:, None] + d[None, :], within[:, None] & d_mask[None, :], 0.0)
 
     size = blocks_of_a_group(last_query, window, BLOCK, GROUPS)
-    span, first = end, 0  # as many positions as can be seen
-    # Blocks of which all queries see all keys need no mask.
-    whole = 0
+    span, first = end, 0  # positions that a query sees
+    # Blocks that are visible to all queries need no mask.
+    unmasked = 0
     if WINDOWED:
         span = window
         first = tl.maximum(first_query - window + 1, 0)
-        whole = tl.minimum(tl.cdiv(tl.maximum(last_query - window + 1, 0), BLOCK), last_query // BLOCK + 1)
-    partial = tl.maximum((first_query + 1) // BLOCK, whole)
+        unmasked = tl.minimum(tl.cdiv(tl.maximum(last_query - window + 1, 0), BLOCK), last_query // BLOCK + 1)
+    partial = tl.maximum((first_query + 1) // BLOCK, unmasked)
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, BLOCK_D), tl.float32)
     group_highest, group_total, group_sums = highest, total, sums
-    # Where a block lies is looked up while the one before it is attended to.
+    # The page of a block is looked up during the previous block.
     shift = shift_of(pages, slots, first // BLOCK, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
     if WINDOWED:
-        for block in tl.range(first // BLOCK, whole, num_stages=STAGES):
+        for block in tl.range(first // BLOCK, unmasked, num_stages=STAGES):
             next_shift = shift_of(pages, slots, block + 1, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
             next_k = load_keys(own_k + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
             next_v = load_keys(own_v + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
-            highest, total, sums, group_highest, group_total, group_sums = fold_block(
+            highest, total, sums, group_highest, group_total, group_sums = attend_and_merge_block(
                 queries,
                 next_k,
                 next_v,
@@ -593,11 +597,11 @@ def attend_many(
                 SINGLE,
             )
             shift = next_shift
-    for block in tl.range(whole, partial, num_stages=STAGES):
+    for block in tl.range(unmasked, partial, num_stages=STAGES):
         next_shift = shift_of(pages, slots, block + 1, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
         next_k = load_keys(own_k + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
         next_v = load_keys(own_v + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, False)
-        highest, total, sums, group_highest, group_total, group_sums = fold_block(
+        highest, total, sums, group_highest, group_total, group_sums = attend_and_merge_block(
             queries,
             next_k,
             next_v,
@@ -617,7 +621,7 @@ def attend_many(
         next_shift = shift_of(pages, slots, block + 1, last_query, D, BLOCK, dtype, WINDOWED, POSITIONS, ALIGNED)
         next_k = load_keys(own_k + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
         next_v = load_keys(own_v + shift, block, slots, first, last_query, D, BLOCK_D, BLOCK, WRAPS, True)
-        highest, total, sums, group_highest, group_total, group_sums = fold_block(
+        highest, total, sums, group_highest, group_total, group_sums = attend_and_merge_block(
             queries,
             next_k,
             next_v,
@@ -634,7 +638,7 @@ def attend_many(
         )
         shift = next_shift
     if not SINGLE:
-        highest, total, sums = folded(highest, total, sums, group_highest, group_total, group_sums)
+        highest, total, sums = merge_partials(highest, total, sums, group_highest, group_total, group_sums)
     total = tl.where(within, total, 1.0)
-    inside = within[:, None] & real[None, :]
+    inside = within[:, None] & d_mask[None, :]
     tl.store(out + heads[:, None] + d[None, :], (sums / total[:, None]).to(out.dtype.element_ty), inside)

@@ -1,8 +1,8 @@
-"""Decode steps captured once and replayed: the model, and the choice of the next token.
+"""Decode steps captured as CUDA graphs and replayed: the model, and the choice of the next token.
 
-What a step reads lies on the device: the tokens, their positions, where the caches are, how to sample. So one captured
-step serves all prompts, lengths and settings, and the host launches steps ahead of the tokens it has read: the device
-never waits for it. Steps launched past the end of a sequence are rolled back.
+Everything that a step reads is on the device: the tokens, their positions, the page tables, the sampling settings. So
+one captured step serves all prompts, lengths and settings, and the host launches steps ahead of the tokens it has read:
+the device never waits for the host. Steps launched past the end of a sequence are rolled back.
 """
 
 from __future__ import annotations
@@ -10,41 +10,43 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from infer import progress
-from infer.backend import AHEAD
-from infer.backend.gpu import precompile
-from infer.backend.gpu.likelihoods import likelihoods
-from infer.backend.gpu.products import on
-from infer.backend.gpu.sampling import MANY, MAX_VOCAB, DeviceSampler, GreedySampler
-from infer.backend.gpu.step import Plan, begin, compile_ahead, counters, launch
+from infer.backend.gpu import launcher
+from infer.backend.gpu.launcher import compile_ahead, on
+from infer.backend.gpu.logprobs import logprob_terms
+from infer.backend.gpu.sampling import MANY_ROWS, DeviceSampler, GreedySampler
+from infer.backend.gpu.step import Plan, begin, counters, launch
 from infer.backend.gpu.tuned import ROWS_COMPILED
+from infer.backend.parts import STEPS_AHEAD
 from infer.cache.base import Cache
 from infer.cache.table import empty_tables
 from infer.config import ModelConfig
 from infer.machine import to_device
 from infer.models.rows import record
+from infer.nn.draw import MAX_VOCAB
+from infer.nn.packed import PackedSettings
 
-SMALL = 8  # rows up to which empty ones cost a step nothing
+SMALL_STEP = 8  # rows; up to here, unused rows cost no time
 _capturing = os.environ.get("INFER_GRAPHS") != "0"
 
 
 def capturing() -> bool:
-    """Whether kernels are captured, to be launched together."""
+    """Whether steps are captured as CUDA graphs."""
     return _capturing
 
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Within, steps launch their kernels one by one, as with INFER_GRAPHS=0: to debug, or to compare."""
+    """Inside, steps launch their kernels one by one, as with INFER_GRAPHS=0: to debug, or to compare."""
     global _capturing
     before, _capturing = _capturing, False
     try:
@@ -57,26 +59,47 @@ _recording = Lock()  # torch records one graph at a time in a process
 
 
 def record_graph(run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """What `run` launches, to be replayed. pool: the memory for what it computes; None: its own."""
+    """Capture the launches of `run` for replay. pool: memory pool of its results; None: a private one."""
     graph = torch.cuda.CUDAGraph()
     with _recording, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return graph
 
 
+class DecodingSequence(Protocol):
+    """The attributes of a sequence that captured steps use. Its cache holds all its tokens except the last."""
+
+    name: str
+    token_ids: list[int]
+    prompt_len: int
+    max_len: int
+    cache: Any
+    capacity: int  # positions of its cache, at most the model's context
+    num_computed_tokens: int  # read by the host
+    num_launched_tokens: int  # computed by the steps launched so far
+    num_reserved_slots: int
+    is_captured: bool
+    slot: int  # its row in the captured step; -1: none
+    settings: PackedSettings
+
+    @property
+    def num_logprobs(self) -> int | None: ...  # top-k whose log-probabilities are returned; None: no log-probabilities
+
+
 class CapturedStep:
-    """One step of up to `rows` rows, on buffers of its own."""
+    """One decode step of up to `rows` rows, with its input and output buffers."""
 
     def __init__(self, config: ModelConfig, plan: Plan, device: torch.device, rows: int, samples: bool) -> None:
-        """samples: by settings of each row; else all are greedy."""
+        """samples: rows are sampled with their settings; False: all rows are greedy."""
         self.rows, self.samples, self.captured, self.busy = rows, samples, _capturing, False
         self.plan, self.device = plan, device
-        self._free: torch.cuda.Event | None = None  # when the last run had no more to do with it
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # to be fed; then, those chosen
-        self.positions = torch.full((rows,), -1, dtype=torch.int32, device=device)  # of those to be fed; -1: none
-        self.moves = torch.zeros(rows, dtype=torch.int32, device=device)  # by which each row's position goes on
-        self.steps = torch.zeros(1, dtype=torch.int32, device=device)  # steps since the step was taken
-        self.sent = torch.empty(AHEAD + 1, rows, dtype=torch.int64, pin_memory=True)  # tokens chosen, in turns
+        self._released: torch.cuda.Event | None = None  # recorded by `release`
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # inputs, then the chosen tokens
+        self.positions = torch.full((rows,), -1, dtype=torch.int32, device=device)  # of the inputs; -1: none
+        self.increments = torch.zeros(rows, dtype=torch.int32, device=device)  # of positions, per step
+        self.steps = torch.zeros(1, dtype=torch.int32, device=device)  # steps since `clear`
+        # A ring of the chosen tokens of the last steps, for the host.
+        self.host_tokens = torch.empty(STEPS_AHEAD + 1, rows, dtype=torch.int64, pin_memory=True)
         self.logits: Tensor | None = None  # [rows, V], of the last step
         self.tables = empty_tables(config.num_hidden_layers, rows, device)
         self.sampler = DeviceSampler(rows, config.vocab_size, device, plan.pdl) if samples else None
@@ -86,7 +109,7 @@ class CapturedStep:
 
     def capture(self) -> None:
         with on(self.device):
-            self.run()  # loads the kernels; no row takes part yet
+            self.run()  # loads the kernels; all rows are unused
             if self.captured:
                 self._graph = record_graph(self.run)
 
@@ -97,378 +120,341 @@ class CapturedStep:
             self._graph.replay()
 
     def run(self) -> None:
-        """Kernel by kernel."""
-        # A row without a token, or whose logits were no numbers, goes along: what it computes is not read.
-        fed = begin(self.plan, self.tokens, self.positions, self.moves, self.steps)
-        self.logits = launch(self.plan, fed, self.tables, self._split_counters)
-        self._choice.launch(self.logits, self.positions, self.tokens, self.sent, self.steps)
+        """Launch kernel by kernel."""
+        # Unused rows, and rows whose logits were NaN, are computed too: their results are ignored.
+        inputs = begin(self.plan, self.tokens, self.positions, self.increments, self.steps)
+        self.logits = launch(self.plan, inputs, self.tables, self._split_counters)
+        self._choice.launch(self.logits, self.positions, self.tokens, self.host_tokens, self.steps)
 
-    def likelihoods(self, places: Sequence[int], top: int) -> Tensor:
-        """Of rows of the last step, what log-probabilities are made of, in pinned memory: valid once that is over."""
+    def logprobs(self, slots: Sequence[int], top: int) -> Tensor:
+        """`logprob_terms` of these rows, in pinned memory: valid once the step is done."""
         assert self.logits is not None
-        at = to_device(torch.tensor(places), self.device)
-        found = likelihoods(self.logits[at], self.tokens[at], min(top, self.logits.shape[1]))
-        return torch.empty(*found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        at = to_device(torch.tensor(slots), self.device)
+        terms = logprob_terms(self.logits[at], self.tokens[at], min(top, self.logits.shape[1]))
+        return torch.empty(*terms.shape, dtype=terms.dtype, pin_memory=True).copy_(terms, non_blocking=True)
 
     def clear(self) -> None:
-        """No row takes part."""
-        if self._free is not None:
-            self._free.wait()
+        """Make all rows unused."""
+        if self._released is not None:
+            self._released.wait()
         self.positions.fill_(-1)
-        self.moves.zero_()
+        self.increments.zero_()
         self.steps.zero_()
 
-    def load(self, slots: Sequence[int], rows: Sequence[DecodingRow], tables: np.ndarray[Any, Any]) -> None:
-        """Let rows take part. tables: [layers, rows, COLUMNS], as caches give them."""
-        fed = [[*slots], [row.tokens[-1] for row in rows], [len(row.tokens) - 1 for row in rows]]
-        at, tokens, positions = to_device(torch.tensor(fed), self.device)
-        self.tokens[at] = tokens
-        self.positions[at] = positions.int()
-        self.moves.index_fill_(0, at, 1)  # where `[at] = 1` would wait for all launches
-        self.tables[:, at] = to_device(torch.from_numpy(tables), self.device)
-        if self.sampler is not None:
-            self.sampler.set_rows(slots, [row.settings | row.so_far for row in rows])
+    def load(self, sequences: Sequence[DecodingSequence], tables: np.ndarray[Any, Any]) -> None:
+        """Set the rows of new sequences, each at its slot. tables: [layers, rows, COLUMNS], from their caches."""
+        inputs = [
+            [sequence.slot for sequence in sequences],
+            [sequence.token_ids[-1] for sequence in sequences],
+            [len(sequence.token_ids) - 1 for sequence in sequences],
+        ]
+        slots, tokens, positions = to_device(torch.tensor(inputs), self.device)
+        self.tokens[slots] = tokens
+        self.positions[slots] = positions.int()
+        self.increments.index_fill_(0, slots, 1)  # `[slots] = 1` would wait for all launches
+        self.tables[:, slots] = to_device(torch.from_numpy(tables), self.device)
+        self._set_sampler(sequences)
 
-    def take_over(
-        self, other: CapturedStep, slots: Sequence[int], theirs: Sequence[int], rows: Sequence[DecodingRow]
+    def copy_rows_from(
+        self, other: CapturedStep, sequences: Sequence[DecodingSequence], other_slots: Sequence[int]
     ) -> None:
-        """Let rows of another step go on here, from wherever its last launch brings them. theirs: slots there."""
-        at, of = to_device(torch.tensor([[*slots], [*theirs]]), self.device)
-        for own, their in ((self.tokens, other.tokens), (self.positions, other.positions), (self.moves, other.moves)):
-            own[at] = their[of]
+        """Continue sequences of another step after its last launch. other_slots: their slots in that step."""
+        slots = [sequence.slot for sequence in sequences]
+        at, of = to_device(torch.tensor([slots, [*other_slots]]), self.device)
+        self.tokens[at] = other.tokens[of]
+        self.positions[at] = other.positions[of]
+        self.increments[at] = other.increments[of]
         self.tables[:, at] = other.tables[:, of]
         if self.sampler is not None and other.sampler is not None:
-            self.sampler.take_over(other.sampler, slots, theirs)
-        elif self.sampler is not None:
-            self.sampler.set_rows(slots, [row.settings | row.so_far for row in rows])
+            self.sampler.copy_rows_from(other.sampler, slots, other_slots)
+        else:
+            self._set_sampler(sequences)
+
+    def _set_sampler(self, sequences: Sequence[DecodingSequence]) -> None:
+        if self.sampler is not None:
+            slots, settings = zip(*((each.slot, each.settings) for each in sequences), strict=True)
+            tokens, prompt_lens = zip(*((each.token_ids, each.prompt_len) for each in sequences), strict=True)
+            self.sampler.set_rows(slots, settings, tokens, prompt_lens)
 
     def drop(self, slot: int) -> None:
         self.positions[slot].fill_(-1)
-        self.moves[slot].fill_(0)
+        self.increments[slot].fill_(0)
 
-    def give_back(self) -> None:
-        self._free = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with suppress(RuntimeError), on(self.device):  # a GPU that has failed says so to whoever runs it next
-            self._free.record()
+    def release(self) -> None:
+        self._released = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with suppress(RuntimeError), on(self.device):  # a GPU that has failed reports it at its next use
+            self._released.record()
         self.busy = False
 
 
 class CapturedSteps:
-    """The captured steps of one plan: one for each power of two of rows, and as many again where rows sample."""
+    """The captured steps of one model, by number of rows (a power of two) and kind: greedy or sampled."""
 
     def __init__(
         self, config: ModelConfig, plan: Plan, device: torch.device, model: torch.nn.Module | None = None
     ) -> None:
-        """model: known by the module that turns tokens into vectors."""
+        """model: the token embedding, which identifies the model in caches."""
         self.config, self.plan, self.device, self.model = config, plan, device, model
         self.dtype = plan.head.norm.weight.dtype
         self.possible = config.vocab_size <= MAX_VOCAB
         self._steps: list[CapturedStep] = []
         self._lock = Lock()
 
-    def take(self, rows: int, samples: bool) -> CapturedStep:
-        """One that nobody runs at the moment."""
+    def acquire(self, rows: int, samples: bool) -> CapturedStep:
+        """A step that is not in use, captured now if there is none."""
         with self._lock:
             for step in self._steps:
                 if (step.rows, step.samples, step.captured, step.busy) == (rows, samples, _capturing, False):
                     break
             else:
                 try:
-                    step = self._ready(rows, samples)
-                except torch.OutOfMemoryError:  # steps that nobody runs go
+                    step = self._new_captured_step(rows, samples)
+                except torch.OutOfMemoryError:  # drop the steps that are not in use
                     self._steps = [step for step in self._steps if step.busy]
                     torch.cuda.empty_cache()
-                    step = self._ready(rows, samples)
+                    step = self._new_captured_step(rows, samples)
                 self._steps.append(step)
             step.busy = True
         return step
 
-    def _ready(self, rows: int, samples: bool) -> CapturedStep:
-        step = self._made(rows, samples)
+    def _new_captured_step(self, rows: int, samples: bool) -> CapturedStep:
+        step = self._new_step(rows, samples)
         self._compile(step)
         step.capture()
         return step
 
-    def _made(self, rows: int, samples: bool) -> CapturedStep:
+    def _new_step(self, rows: int, samples: bool) -> CapturedStep:
         return CapturedStep(self.config, self.plan, self.device, rows, samples)
 
     def _compile(self, step: CapturedStep) -> None:
-        """What a step needs; and where that was not on disk, what steps of other rows and settings will."""
+        """Compile its kernels; if they were not on disk, also the kernels of other sizes."""
 
-        def others() -> None:
+        def other_sizes() -> None:
             for rows in ROWS_COMPILED:
-                self._made(rows, rows in (1, MANY)).run()  # tokens are chosen one way or another
+                self._new_step(rows, rows in (1, MANY_ROWS)).run()  # both kinds of sampler
 
-        if precompile.possible() and compile_ahead(self.device, step.run):
-            if not progress.is_heard():
+        if launcher.can_compile_ahead() and compile_ahead(self.device, step.run):
+            if not progress.has_listeners():
                 print(
                     "compiling kernels for this GPU: seconds, once for each kind of model", file=sys.stderr, flush=True
                 )
             with suppress(torch.OutOfMemoryError), progress.compiling("for this GPU"):
-                compile_ahead(self.device, others)
-
-
-class DecodingRow(NamedTuple):
-    """A sequence whose last token is to be fed; its cache holds all others."""
-
-    key: Hashable  # whatever the caller knows it by
-    name: str  # for errors
-    tokens: list[int]  # the caller's own: it appends what is chosen
-    prompt_len: int
-    cache: Cache
-    left: int  # steps that it has tokens, and its cache room, for
-    settings: dict[str, Any]  # of `DeviceSampler.set_rows`
-    greedy: bool  # whether these come to the likeliest token by the model's own logits
-    logprobs: int | None = None  # of how many of the likeliest tokens; None: of none, and not of the token either
-
-    @property
-    def so_far(self) -> dict[str, Any]:
-        return {"tokens": self.tokens, "prompt_len": self.prompt_len}
-
-
-class _Slot:
-    """A row in a captured step."""
-
-    def __init__(self, row: DecodingRow, launches: int) -> None:
-        self.row, self.first = row, row.cache.seq_len
-        self.place = -1  # in the captured step; -1: none
-        self.since = launches  # before it came
-        self.until = launches + row.left  # by then it has no token left to feed
-        self.room = launches  # by then its cache has no memory for the next position
-        self.settled = 0  # tokens read that its cache knows of
-        self.wanted = True  # whether its tokens are still asked for
+                compile_ahead(self.device, other_sizes)
 
 
 class _Launched(NamedTuple):
-    """A step on its way."""
+    """A launched step whose tokens have not been read."""
 
-    slots: Sequence[tuple[_Slot, int]]  # those that take part, and their places
+    number: int
+    rows: Sequence[tuple[DecodingSequence, int]]  # its sequences, and their slots
     tokens: Tensor  # pinned, [rows]
     done: torch.cuda.Event
-    scored: Sequence[_Slot] = ()  # those whose log-probabilities are asked for
-    numbers: Tensor | None = None  # what these are made of: pinned, a line for each
+    with_logprobs: Sequence[DecodingSequence] = ()  # sequences that return log-probabilities
+    logprob_terms: Tensor | None = None  # pinned, one row for each of these
 
 
-class Decoding:
-    """Rows on their way through captured steps. They come and go one by one while others go on."""
+class CapturedDecoder:
+    """Decodes sequences in captured steps. They enter and leave one by one while others continue.
 
-    def __init__(self, steps: CapturedSteps, lazy: bool = False) -> None:
-        """lazy: caches hear of their tokens when `settle` is called, or their row leaves; nobody else uses them."""
-        self._steps, self._lazy = steps, lazy
+    The scheduler reserves cache memory `STEPS_AHEAD` positions early, for the position that a launch writes.
+    """
+
+    def __init__(self, steps: CapturedSteps) -> None:
+        self._steps = steps
         self._step: CapturedStep | None = None
-        self._free: list[int] = []  # places in the captured step
-        self._slots: dict[Hashable, _Slot] = {}  # by key: all that have not ended
-        self._active: tuple[tuple[_Slot, int], ...] = ()  # those in the captured step, and their places
-        self._changed = False  # whether these are others by now
-        self._scored: Sequence[_Slot] = ()  # of them, whose log-probabilities are asked for
-        self._top = 0  # of how many of the likeliest tokens, at most
-        self._waiting: list[_Slot] = []
+        self._free: list[int] = []  # slots of the captured step
+        self._members: dict[DecodingSequence, int] = {}  # all sequences, and the number of launches before each entered
+        self._entering: list[DecodingSequence] = []
+        self._active: tuple[tuple[DecodingSequence, int], ...] = ()  # sequences with a slot, and their slots
+        self._changed = False  # whether `_active` and the next two are out of date
+        self._with_logprobs: Sequence[DecodingSequence] = ()  # active sequences that return log-probabilities
+        self._max_top = 0  # the largest `num_logprobs` of these
         self._launched: deque[_Launched] = deque()
-        self._left: deque[tuple[CapturedStep, int]] = deque()  # steps that rows have left, and launches by then
-        self._launches = self._reads = 0  # steps launched, and read
-        self._until = self._room = 0  # the next launch at which a row has no token left, or no memory
-        self._count = 0  # launches of the captured step
+        self._replaced: deque[tuple[CapturedStep, int]] = deque()  # steps with unread tokens, and their last launch
+        self._launches = self._reads = 0  # of all captured steps
+        self._step_launches = 0  # of the current one
 
-    def takes(self, cache: Cache) -> bool:
-        """Whether kernels can write to such a cache."""
+    def supports(self, cache: Cache) -> bool:
+        """Whether the kernels can write to this cache."""
         return cache.table(self._steps.config, self._steps.dtype, 1) is not None
 
-    def add(self, *row: Any) -> None:
-        """The fields of a `DecodingRow`."""
-        slot = _Slot(DecodingRow(*row), self._launches)
-        self._slots[slot.row.key] = slot
-        self._waiting.append(slot)
+    def add(self, sequence: DecodingSequence) -> None:
+        """Let a sequence, whose last token is not computed yet, enter at the next step."""
+        sequence.is_captured, sequence.num_launched_tokens = True, sequence.num_computed_tokens
+        self._members[sequence] = self._launches
+        self._entering.append(sequence)
 
-    def end(self, key: Hashable) -> None:
-        """No more tokens are asked for in this row."""
-        slot = self._slots.pop(key, None)
-        if slot is None:
-            return
-        slot.wanted = False
-        self._roll_back(slot)
-        if slot.place >= 0:
-            self._leave_out(slot)
+    def remove(self, sequence: DecodingSequence) -> None:
+        """Remove a sequence, and roll back its steps that were launched ahead."""
+        self.sync(sequence)
+        self._roll_back(sequence)
+        del self._members[sequence]
+        if sequence.slot >= 0:
+            self._vacate(sequence)
         else:
-            self._waiting = [other for other in self._waiting if other is not slot]
+            self._entering = [other for other in self._entering if other is not sequence]
 
-    def settle(self, key: Hashable) -> None:
-        """Let a row's cache know of the tokens that were read."""
-        if key in self._slots:
-            self._settle(self._slots[key])
+    def remove_all(self) -> None:
+        """Remove all sequences, which may continue on another backend."""
+        for sequence in list(self._members):
+            self.remove(sequence)
+        self.close()
 
-    def step(self) -> tuple[dict[Hashable, int], dict[Hashable, list[int]]]:
-        """The tokens that the step launched longest ago has chosen, by row: -1 where none could be.
+    def sync(self, sequence: DecodingSequence) -> None:
+        """Advance the cache of a sequence to the tokens that were read."""
+        cache = sequence.cache
+        start, end = cache.seq_len, sequence.num_computed_tokens
+        if start < end:
+            cache.advance(end - start)
+            record(cache, start, sequence.token_ids[start:end], self._steps.model)
 
-        And what log-probabilities are made of, of rows that ask for them.
-        """
-        if self.arrange():
-            while len(self._launched) <= AHEAD and self._drop_full():
-                self._reserve()
+    def step(self) -> list[tuple[DecodingSequence, int, list[int] | None]]:
+        """The tokens of the oldest launched step (-1: no valid logits), each with its `logprob_terms` if requested."""
+        if self.admit():
+            while len(self._launched) <= STEPS_AHEAD and self._vacate_finished():
                 self._launch()
         if not self._launched:
-            return {}, {}
+            return []
         self._wait(self._launched[0].done)
-        slots, tokens, _, scored, numbers = self._launched.popleft()
+        number, rows, tokens, _, with_logprobs, logprob_terms = self._launched.popleft()
         self._reads += 1
-        chosen = tokens.tolist()
-        while self._left and self._left[0][1] <= self._reads:
-            self._left.popleft()[0].give_back()
-        if not self._lazy:
-            for slot, _ in slots:
-                if slot.wanted:
-                    self._settle(slot)
-        found = {}
-        if numbers is not None:
-            found = {slot.row.key: line for slot, line in zip(scored, numbers.tolist(), strict=True) if slot.wanted}
-        return {slot.row.key: chosen[place] for slot, place in slots if slot.wanted}, found
+        while self._replaced and self._replaced[0][1] <= self._reads:
+            self._replaced.popleft()[0].release()
+        chosen, members = tokens.tolist(), self._members
+        terms = {} if logprob_terms is None else dict(zip(with_logprobs, logprob_terms.tolist(), strict=True))
+        # A sequence that left after the launch, and perhaps entered again, ignores this step.
+        return [
+            (sequence, chosen[slot], terms.get(sequence))
+            for sequence, slot in rows
+            if members.get(sequence, number) < number
+        ]
 
     def close(self) -> None:
-        """Give the step back when what was launched is through, and roll back what that wrote beyond the tokens."""
-        if self._step is None:
-            return
+        """Wait for all launches, roll back the unread ones, and release the captured step."""
         try:
             if self._launched:
-                with suppress(RuntimeError):  # the first error that a GPU ends with is the one to be told
+                with suppress(RuntimeError):  # the first error of a GPU is the one to report
                     self._launched[-1].done.synchronize()
-            for slot in self._slots.values():
-                self._roll_back(slot)
+            for sequence in self._members:
+                self._roll_back(sequence)
+                sequence.slot = -1
         finally:
             self._launched.clear()
-            for step in (self._step, *(step for step, _ in self._left)):
-                step.give_back()
-            self._left.clear()
-            self._step, self._active, self._waiting = None, (), []
-            self._slots.clear()
+            for step in (self._step, *(step for step, _ in self._replaced)):
+                if step is not None:
+                    step.release()
+            self._replaced.clear()
+            self._step, self._active, self._entering = None, (), []
+            self._members.clear()
 
-    def arrange(self) -> bool:
-        """Bring in the rows that wait, and change to a step of another size where these are too many or too few.
+    def admit(self) -> bool:
+        """Let waiting sequences enter; switch to a captured step of another size if this one is too small or too large.
 
-        Whether there is any row.
+        Returns whether there are sequences to decode.
         """
-        step, taken = self._step, 0 if self._step is None else self._step.rows - len(self._free)
-        if step is not None and not self._waiting and taken > step.rows // 2:
+        step = self._step
+        used = 0 if step is None else step.rows - len(self._free)
+        if step is not None and not self._entering and used > step.rows // 2:
             return True
-        active = self._taking_part()
-        count = len(active) + len(self._waiting)
+        active = self._current()
+        count = len(active) + len(self._entering)
         if not count:
             return False
-        samples = any(not slot.row.greedy for slot in (*(slot for slot, _ in active), *self._waiting))
-        if step is None or not self._suits(step, count) or (samples and not step.samples):
-            step = self._change(1 << (count - 1).bit_length(), samples, active)
-        if self._waiting:
-            self._load(step, self._waiting)
-            self._waiting = []
+        samples = any(sequence.settings.flags for sequence in (*(each for each, _ in active), *self._entering))
+        if step is None or not self._fits(step, count) or (samples and not step.samples):
+            step = self._switch_step(1 << (count - 1).bit_length(), samples, active)
+        if self._entering:
+            self._enter(step)
         return True
 
-    def _suits(self, step: CapturedStep, rows: int) -> bool:
-        """A large step is kept a little longer than it has to be: rows may come again."""
-        fewest = step.rows // 2 if step.rows <= SMALL else step.rows * 3 // 8
+    def _fits(self, step: CapturedStep, rows: int) -> bool:
+        """Whether to keep this step for so many rows: a large one is kept a little longer, as more may enter."""
+        fewest = step.rows // 2 if step.rows <= SMALL_STEP else step.rows * 3 // 8
         return fewest < rows <= step.rows
 
-    def _change(self, rows: int, samples: bool, active: Sequence[tuple[_Slot, int]]) -> CapturedStep:
-        """To another step. It continues, on the device, where the last launch of this one ends."""
-        before, step = self._step, self._steps.take(rows, samples)
+    def _switch_step(self, rows: int, samples: bool, active: Sequence[tuple[DecodingSequence, int]]) -> CapturedStep:
+        """Switch to another captured step, which continues on the device after the last launch of this one."""
+        before, step = self._step, self._steps.acquire(rows, samples)
         if before is not None:
-            self._left.append((before, self._launches))  # what it has chosen is yet to be read
-        self._step, self._free, self._count = step, [*range(rows - 1, -1, -1)], 0
+            self._replaced.append((before, self._launches))  # its last tokens have not been read
+        self._step, self._free, self._step_launches = step, [*range(rows - 1, -1, -1)], 0
         with on(self._steps.device):
             step.clear()
             if before is not None and active:
-                for slot, _ in active:
-                    slot.place = self._free.pop()
-                places = [slot.place for slot, _ in active]
-                step.take_over(before, places, [place for _, place in active], [slot.row for slot, _ in active])
-        self._active, self._changed = tuple((slot, slot.place) for slot, _ in active), True
+                for sequence, _ in active:
+                    sequence.slot = self._free.pop()
+                step.copy_rows_from(before, [sequence for sequence, _ in active], [slot for _, slot in active])
+        self._active, self._changed = tuple((sequence, sequence.slot) for sequence, _ in active), True
         if before is not None and self._reads == self._launches:
-            self._left.pop()[0].give_back()
+            self._replaced.pop()[0].release()
         return step
 
-    def _load(self, step: CapturedStep, coming: Sequence[_Slot]) -> None:
-        places = [self._free.pop() for _ in coming]
+    def _enter(self, step: CapturedStep) -> None:
+        entering, self._entering = self._entering, []
         config, dtype = self._steps.config, self._steps.dtype
-        tables = np.concatenate([slot.row.cache.table(config, dtype, 1) for slot in coming], 1)
+        tables = np.concatenate([sequence.cache.table(config, dtype, 1) for sequence in entering], 1)
+        for sequence in entering:
+            sequence.slot = self._free.pop()
         with on(self._steps.device):
-            step.load(places, [slot.row for slot in coming], tables)
-        for place, slot in zip(places, coming, strict=True):
-            slot.place = place
-        self._active, self._changed = (*self._active, *((slot, slot.place) for slot in coming)), True
+            step.load(entering, tables)
+        self._active, self._changed = (*self._active, *((each, each.slot) for each in entering)), True
 
-    def _taking_part(self) -> Sequence[tuple[_Slot, int]]:
-        """Rows in the captured step, and their places. Once made, it does not change: steps on their way keep it."""
+    def _current(self) -> Sequence[tuple[DecodingSequence, int]]:
+        """The active sequences and their slots, in a tuple: launched steps keep a reference to it."""
         if self._changed:
-            self._active = tuple((slot, place) for slot, place in self._active if slot.place >= 0)
-            self._until = min((slot.until for slot, _ in self._active), default=0)
-            self._scored = [slot for slot, _ in self._active if slot.row.logprobs is not None]
-            self._top = max((slot.row.logprobs or 0 for slot in self._scored), default=0)
-            self._room, self._changed = 0, False
+            self._active = tuple((sequence, slot) for sequence, slot in self._active if sequence.slot == slot)
+            self._with_logprobs = [sequence for sequence, _ in self._active if sequence.num_logprobs is not None]
+            self._max_top = max((sequence.num_logprobs or 0 for sequence in self._with_logprobs), default=0)
+            self._changed = False
         return self._active
 
-    def _drop_full(self) -> bool:
-        """Leave out rows that have no token left to feed; whether any row is left."""
-        active = self._taking_part()
-        if self._launches >= self._until:
-            for slot, _ in active:
-                if self._launches >= slot.until:
-                    self._leave_out(slot)
-        return bool(self._taking_part())
+    def _vacate_finished(self) -> bool:
+        """Free the slots of sequences with no token left to compute. Returns whether any sequence is left."""
+        for sequence, _ in self._current():
+            if sequence.num_launched_tokens >= min(sequence.max_len - 1, sequence.capacity):
+                self._vacate(sequence)
+        return bool(self._current())
 
-    def _leave_out(self, slot: _Slot) -> None:
-        place, slot.place = slot.place, -1
-        self._free.append(place)
+    def _vacate(self, sequence: DecodingSequence) -> None:
+        slot, sequence.slot = sequence.slot, -1
+        self._free.append(slot)
         self._changed = True
         if self._step is not None:
             with on(self._steps.device):
-                self._step.drop(place)
-
-    def _reserve(self) -> None:
-        """Memory for the position that each row writes next: a cache of pages takes it as it grows."""
-        if self._lazy and self._launches < self._room:
-            return
-        with on(self._steps.device):
-            for slot, _ in self._active:
-                if not self._lazy or self._launches >= slot.room:
-                    self._settle(slot)
-                    try:
-                        ready = slot.row.cache.reserve(self._launches - max(self._reads, slot.since) + 1)
-                    except ValueError as error:
-                        raise type(error)(f"{slot.row.name}: {error}") from None
-                    slot.room = slot.since + ready - slot.first
-        self._room = min(slot.room for slot, _ in self._active)
+                self._step.drop(slot)
 
     def _launch(self) -> None:
         step = self._step
         assert step is not None
         self._launches += 1
-        self._count += 1
-        tokens = step.sent[self._count % len(step.sent)]
+        self._step_launches += 1
+        tokens = step.host_tokens[self._step_launches % len(step.host_tokens)]
         with on(self._steps.device):
             step.launch()
-            numbers = step.likelihoods([slot.place for slot in self._scored], self._top) if self._scored else None
+            terms = None
+            if self._with_logprobs:
+                terms = step.logprobs([sequence.slot for sequence in self._with_logprobs], self._max_top)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        self._launched.append(_Launched(self._active, tokens, done, self._scored, numbers))
+        for sequence, _ in self._active:
+            sequence.num_launched_tokens += 1
+        self._launched.append(_Launched(self._launches, self._active, tokens, done, self._with_logprobs, terms))
 
-    def _settle(self, slot: _Slot) -> None:
-        """Let a cache know of the tokens that were read, unless it is in other hands by now."""
-        row, held = slot.row, slot.first + slot.settled
-        n = min(self._reads, slot.until) - slot.since - slot.settled
-        if n > 0 and row.cache.seq_len == held:
-            row.cache.advance(n)
-            record(row.cache, held, row.tokens[held : held + n], self._steps.model)
-            slot.settled += n
-
-    def _roll_back(self, slot: _Slot) -> None:
-        """What steps have stored beyond the tokens that were asked for; unless the cache is in other hands by now."""
-        self._settle(slot)
-        cache, held = slot.row.cache, slot.first + slot.settled
-        ahead = min(self._launches, slot.until) - slot.since - slot.settled
-        if ahead > 0 and cache.seq_len == held:
+    def _roll_back(self, sequence: DecodingSequence) -> None:
+        """Discard what steps wrote after the tokens that were read, unless the cache is used elsewhere by now."""
+        cache, end = sequence.cache, sequence.num_computed_tokens
+        ahead = sequence.num_launched_tokens - end
+        if ahead > 0 and cache.seq_len == end:
             cache.advance(ahead)
-            cache.truncate(held)
+            cache.truncate(end)
+            sequence.num_reserved_slots = 0  # pages after them are free again
+        sequence.is_captured = False
 
     def _wait(self, done: torch.cuda.Event) -> None:
         try:
             done.synchronize()
         except RuntimeError as error:
-            at = ", ".join(f"{slot.row.name} at position {len(slot.row.tokens) - 1}" for slot, _ in self._active)
+            at = ", ".join(
+                f"{each.name or 'the prompt'} at position {len(each.token_ids) - 1}" for each, _ in self._active
+            )
             raise RuntimeError(f"the GPU failed while it decoded {at}: {error}") from error

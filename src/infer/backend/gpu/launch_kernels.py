@@ -1,4 +1,4 @@
-"""What GPU kernels begin with, and how those end whose programs share work."""
+"""Synchronization of GPU kernels: programmatic dependent launch, prefetching, and counters of finished programs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """With programmatic dependent launch, the next kernel may start as soon as all programs of this one have.
+    """With programmatic dependent launch, the next kernel may start once all programs of this one have started.
 
-    It then runs up to its own `wait_for_previous`, before which it may read nothing that this step writes, but for what
-    its first kernel does: that one lets none start. In each kernel at least one program waits: else the kernel could be
-    over before the one in front of it, and who waits for it would not wait for that one.
+    It runs up to its own `wait_for_previous`, and before that must not read what this step writes. The exception is the
+    output of the step's first kernel, which never calls this. In each kernel at least one program waits: otherwise the
+    kernel could end before the previous one, and the next kernel would not wait for both.
     """
     if PDL:
         gdc_launch_dependents()
@@ -23,14 +23,14 @@ def let_next_start(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Until the kernel before has ended, and all that it wrote can be read."""
+    """Wait until the previous kernel has ended and its writes are visible."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
-def fetch(lines, COLUMNS: tl.constexpr, PDL: tl.constexpr):
-    """So many columns of these lines [N, 1] into the L2 cache: the bus would idle until this program may go on."""
+def prefetch_l2(lines, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    """Prefetch columns of these matrix rows [N, 1] into the L2 cache, before waiting for the previous kernel."""
     if PDL and COLUMNS > 0:
         STEP: tl.constexpr = 1024 // lines.dtype.element_ty.primitive_bitwidth  # 128 bytes
         tl.inline_asm_elementwise(
@@ -44,10 +44,10 @@ def fetch(lines, COLUMNS: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def number_at(address):
+def load_int64(address):
     """The int64 at an address; 0 for address 0.
 
-    Triton would wait for all loads of a loop at once if one gave another its address: it does not see this one.
+    Inline assembly, because Triton does not pipeline a loop in which one load gives the address of another.
     """
     if COMPILED:
         number = tl.inline_asm_elementwise(
@@ -65,11 +65,11 @@ def number_at(address):
 
 @triton.jit
 def is_last(counter, count):
-    """Whether `count` programs are done, as which this one counts now: then it may read what the others have written.
+    """Count this program as finished. True for the last of `count`, which may then read what the others wrote.
 
     The counter is 0 before and after.
     """
-    tl.debug_barrier()  # all threads have written before one of them says so
+    tl.debug_barrier()  # all threads have written before one of them counts
     last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
     if last:
         tl.store(counter, 0)
@@ -82,5 +82,5 @@ def _nothing():
 
 
 def check() -> None:
-    """Compile and launch something, which fails where Triton cannot work."""
+    """Compile and launch an empty kernel. Raises where Triton does not work."""
     _nothing[(1,)]()

@@ -1,15 +1,15 @@
-"""What GPU kernels compute row by row: norms, activations, and what becomes of a product.
+"""Row-wise operations of GPU kernels: norms, activations, and the epilogue of a GEMM.
 
-Kernels that compute the same numbers for few rows and for many share these functions, so that each number is made by
-the same operations in the same order:
+Kernels for few rows and for many share these functions, so that each number results from the same operations in the
+same order:
 
 - A sum over a vector is a balanced binary tree over its elements, padded with zeros (`tree_sum`). Each step adds two
   numbers, so neither the compiler's layout nor a cut of the vector into aligned pieces changes a bit.
-- A product is rounded to the model's dtype, as torch's is, before anything else is done with it.
-- An RMSNorm in front of a product is split: `prepared` vectors are multiplied by the norm's weight alone, and the
-  product is scaled afterwards, so that no kernel has to wait for the whole vector.
+- The output of a GEMM is rounded to the model's dtype, like torch's, before the epilogue.
+- An RMSNorm before a GEMM is split: PREPARED vectors are multiplied by the norm's weight alone, and the output of the
+  GEMM is scaled, so that no kernel has to wait for the full vector.
 
-All kernels are launched without fused multiplication and addition (`UNFUSED` in `products.py`).
+All kernels are launched without fused multiplication and addition (`UNFUSED` in `launcher.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def tree_sum(x):
-    """[N, M] -> [M]: a balanced tree over the first dimension, a power of two, of neighbours first."""
+    """[N, M] -> [M]: a balanced tree over the first dimension, a power of two, adjacent elements first."""
     M: tl.constexpr = x.shape[1]
     for _ in tl.static_range(LEVELS):
         if x.shape[0] > 1:
@@ -43,12 +43,12 @@ def tree_sum(x):
     return tl.reshape(x, (M,))
 
 
-LEVELS = tl.constexpr(20)  # more than any vector has
+LEVELS = tl.constexpr(20)  # more than any vector needs
 
 
 @triton.jit
 def load_parts(vector, PARTS: tl.constexpr, K: tl.constexpr):
-    """[K] in float32, cut into parts whose sizes are powers of two; 0 where it is over."""
+    """[K] in float32, cut into parts whose sizes are powers of two; 0 past the end."""
     parts = ()
     for i in tl.static_range(len(PARTS)):
         at = PARTS[i][0] + tl.arange(0, PARTS[i][1])
@@ -57,8 +57,8 @@ def load_parts(vector, PARTS: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def load_product(x, at, inside, step, dtype: tl.constexpr, SLICES: tl.constexpr):
-    """Elements of a product, in float32: rounded already, or yet to be joined from the sums of slices `step` apart."""
+def load_sums(x, at, inside, step, dtype: tl.constexpr, SLICES: tl.constexpr):
+    """Elements of a GEMM's output in float32: rounded already, or yet to be added from slices `step` apart."""
     if SLICES == 1:
         y = tl.load(x + at, inside, 0.0).to(tl.float32)
     else:
@@ -70,12 +70,12 @@ def load_product(x, at, inside, step, dtype: tl.constexpr, SLICES: tl.constexpr)
 
 
 @triton.jit
-def load_product_parts(x, step, dtype: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr):
-    """The same as `load_parts` gives."""
+def load_sums_parts(x, step, dtype: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr):
+    """The same in the form of `load_parts`."""
     parts = ()
     for i in tl.static_range(len(PARTS)):
         at = PARTS[i][0] + tl.arange(0, PARTS[i][1])
-        parts = parts + (load_product(x, at, at < K, step, dtype, SLICES),)
+        parts = parts + (load_sums(x, at, at < K, step, dtype, SLICES),)
     return parts
 
 
@@ -98,7 +98,7 @@ def sum_of_parts(x, PARTS: tl.constexpr):
 
 @triton.jit
 def squared(x, PARTS: tl.constexpr):
-    """The sum of all squares."""
+    """The sum of squares."""
     squares = ()
     for i in tl.static_range(len(PARTS)):
         squares = squares + (x[i] * x[i],)
@@ -107,7 +107,7 @@ def squared(x, PARTS: tl.constexpr):
 
 @triton.jit
 def norm_scale(squares, K: tl.constexpr, EPS: tl.constexpr):
-    """What an RMSNorm multiplies with."""
+    """The scale of an RMSNorm."""
     return tl.rsqrt(squares / K + EPS)
 
 
@@ -129,21 +129,21 @@ def normed(
     K: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """x in parts, scaled to unit root mean square, or first centred; rounded to dtype."""
-    centred = x
-    if CENTRED:
+    """x in parts, scaled to unit root mean square, or first centered; rounded to dtype."""
+    centered = x
+    if CENTERED:
         mean = sum_of_parts(x, PARTS) / K
-        centred = ()
+        centered = ()
         for i in tl.static_range(len(PARTS)):
             at = PARTS[i][0] + tl.arange(0, PARTS[i][1])
-            centred = centred + (tl.where(at < K, x[i] - mean, 0.0),)
-    scale = norm_scale(squared(centred, PARTS), K, EPS)
+            centered = centered + (tl.where(at < K, x[i] - mean, 0.0),)
+    scale = norm_scale(squared(centered, PARTS), K, EPS)
     out = ()
     for i in tl.static_range(len(PARTS)):
-        y = centred[i] * scale * (weight[i] + OFFSET)
+        y = centered[i] * scale * (weight[i] + OFFSET)
         if BIAS:
             y += bias[i]
         out = out + (y.to(dtype).to(tl.float32),)
@@ -158,28 +158,28 @@ def added(x, carried, dtype, PARTS: tl.constexpr):
     return out
 
 
-@kernel(do_not_specialize=["room"])
-def norm_rows(
-    x,  # [T, K]; with SLICES, float32 [SLICES, room, K]
-    residual,  # [T, K], to which x is added; None: x is the residual
-    after_weight,  # [K]: of a norm of x before that; None: there is none
+@kernel(do_not_specialize=["slice_rows"])
+def add_norm_rows(
+    x,  # [T, K]; with SLICES, float32 [SLICES, slice_rows, K]
+    residual,  # [T, K]: x is added to it; None: x is the residual
+    after_weight,  # [K]: of a norm of x before the addition, or None
     residual_out,  # [T, K]: the sum
     norm_weight,  # [K]
     norm_bias,  # [K] or None
-    out,  # [T, K]: normed; where PREPARED, by the weight alone
-    squares,  # float32 [T]: of the residual, where PREPARED
-    room,  # rows from one slice to the next
+    out,  # [T, K]: normed; if PREPARED, times the weight alone
+    squares,  # float32 [T]: of the residual, if PREPARED
+    slice_rows,  # rows from one slice to the next
     K: tl.constexpr,
     PARTS: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     PREPARED: tl.constexpr,
-    NORM: tl.constexpr,  # False: nothing but the residual
-    SLICES: tl.constexpr,  # of a product that x is; 1: x is the product
+    NORM: tl.constexpr,  # False: the residual alone
+    SLICES: tl.constexpr,  # of the GEMM; 1: x is its output
     PDL: tl.constexpr,
 ):
-    """What stands between two products, a row in each program: x added to the residual, and that normed."""
+    """Between two GEMMs, one row per program: add x to the residual, and norm the sum."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = row * K
@@ -192,7 +192,7 @@ def norm_rows(
     if after_weight is not None:
         after_weights = load_parts(after_weight, PARTS, K)
     wait_for_previous(PDL)
-    vector = load_product_parts(x + start, room.to(tl.int64) * K, dtype, SLICES, PARTS, K)
+    vector = load_sums_parts(x + start, slice_rows.to(tl.int64) * K, dtype, SLICES, PARTS, K)
     if residual is not None:
         before = load_parts(residual + start, PARTS, K)
         if after_weight is not None:
@@ -205,15 +205,15 @@ def norm_rows(
             vector = weighted(vector, weights, dtype, PARTS, OFFSET)
         else:
             BIAS: tl.constexpr = norm_bias is not None
-            vector = normed(vector, weights, biases, dtype, PARTS, K, EPS, OFFSET, CENTRED, BIAS)
+            vector = normed(vector, weights, biases, dtype, PARTS, K, EPS, OFFSET, CENTERED, BIAS)
         store_parts(out + start, vector, PARTS, K)
 
 
 @triton.jit
-def finished_sums(sums, dtype: tl.constexpr, scale, biases, addend, ACTIVATION: tl.constexpr):
-    """What becomes of a product, or of two of which the first is the other's gate.
+def epilogue(sums, dtype: tl.constexpr, scale, biases, addend, ACTIVATION: tl.constexpr):
+    """The end of a GEMM, or of two of which the first is the gate of the second.
 
-    scale, addend: None if there is none; biases: ().
+    scale, addend: optional; biases: () for none.
     """
     y = sums[0].to(dtype).to(tl.float32)
     if scale is not None:
@@ -230,36 +230,36 @@ def finished_sums(sums, dtype: tl.constexpr, scale, biases, addend, ACTIVATION: 
         y *= up
     if addend is not None:
         if len(biases) > 0:
-            y = y.to(dtype).to(tl.float32)  # as `norm_rows` finds it
+            y = y.to(dtype).to(tl.float32)  # as `add_norm_rows` reads it
         y += addend
     return y
 
 
-@kernel(do_not_specialize=["room"])
-def finish_rows(
-    x,  # [T, N]: products; where GATED [T, 2 N], the gates first; with SLICES, float32 [SLICES, room, N or 2 N]
-    squares,  # float32 [T, SQUARES]: partial sums of squares of the vectors that were multiplied, or None
+@kernel(do_not_specialize=["slice_rows"])
+def epilogue_rows(
+    x,  # [T, N], if GATED [T, 2 N] with the gates first; with SLICES, float32 [SLICES, slice_rows, N or 2 N]
+    squares,  # float32 [T, SQUARES]: partial sums of squares of the GEMM's input, or None
     bias,  # like a row of x, or None
     out,  # [T, N]
     N,
-    room,  # rows from one slice to the next
-    K: tl.constexpr,  # size of the vectors
-    SLICES: tl.constexpr,  # 1: x is the product
+    slice_rows,  # rows from one slice to the next
+    K: tl.constexpr,  # columns of the GEMM's input
+    SLICES: tl.constexpr,  # 1: x is the output of the GEMM
     SQUARES: tl.constexpr,
-    PADDED: tl.constexpr,  # SQUARES, up to a power of two
+    PADDED: tl.constexpr,  # SQUARES, rounded up to a power of two
     EPS: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`finished_sums` of the products of many rows."""
+    """`epilogue` of `gemm_large` and of torch's GEMM."""
     let_next_start(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype: tl.constexpr = out.dtype.element_ty
     inside = at < N
     WIDE: tl.constexpr = 2 if GATED else 1
-    own, step = x + row * (WIDE * N), room.to(tl.int64) * (WIDE * N)
+    own, step = x + row * (WIDE * N), slice_rows.to(tl.int64) * (WIDE * N)
     biases = ()
     if bias is not None:
         biases = (tl.load(bias + at, inside, 0.0).to(tl.float32),)
@@ -271,8 +271,8 @@ def finish_rows(
         part = tl.arange(0, PADDED)
         squares_of = tl.load(squares + row * SQUARES + part, part < SQUARES, 0.0)
         scale = norm_scale(tl.sum(tree_sum(tl.reshape(squares_of, (PADDED, 1))), 0), K, EPS)
-    sums = (load_product(own, at, inside, step, dtype, SLICES),)
+    sums = (load_sums(own, at, inside, step, dtype, SLICES),)
     if GATED:
-        sums = sums + (load_product(own + N, at, inside, step, dtype, SLICES),)
-    y = finished_sums(sums, dtype, scale, biases, None, ACTIVATION)
+        sums = sums + (load_sums(own + N, at, inside, step, dtype, SLICES),)
+    y = epilogue(sums, dtype, scale, biases, None, ACTIVATION)
     tl.store(out + row * N + at, y.to(dtype), inside)

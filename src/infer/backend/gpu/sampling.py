@@ -1,11 +1,10 @@
-"""The next token of each row, chosen on a GPU: launches that can be captured, and what they keep on the device.
+"""Sampling on a GPU: launches that can be captured, and the buffers they read and write.
 
 From the same logits, `engine/sampler.py` chooses the same tokens on the host.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,48 +13,48 @@ import triton
 from torch import Tensor
 
 from infer.backend.gpu import sampling_kernels as sample
+from infer.backend.gpu.launcher import launch_options
 from infer.machine import to_device
-from infer.nn import draw
+from infer.nn.draw import MAX_VOCAB
+from infer.nn.packed import PackedSettings
 
-MAX_VOCAB = draw.MAX_VOCAB
 WARPS = 4
-MANY = 16  # rows from which a program takes several slices of each
-EACH = 4  # so many
-FILTERING = 2048  # programs of all rows that look for where filters cut, at most
+MANY_ROWS = 16  # with as many rows or more, a program has several slices of a row
+SLICES_PER_PROGRAM = 4  # with many rows
+MAX_FILTER_PROGRAMS = 2048  # of a top_k or top_p kernel, over all rows
 
 
 class GreedySampler:
-    """Chooses the likeliest token of each of up to `rows` rows."""
+    """Chooses the most likely token of each of up to `rows` rows."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device | str, pdl: bool = False) -> None:
-        """pdl: launch each kernel while the one before it still runs."""
+        """pdl: programmatic dependent launch."""
         if not 0 < vocab <= MAX_VOCAB:
-            raise ValueError(f"a vocabulary of {vocab} tokens: at most {MAX_VOCAB} are possible")
+            raise ValueError(f"a vocabulary of {vocab} tokens: at most {MAX_VOCAB} are supported")
         self.rows, self.vocab = rows, vocab
         self._slices = triton.cdiv(vocab, sample.SLICE.value)
         self._best = torch.empty(rows, self._slices, dtype=torch.float32, device=device)
         self._best_at = torch.empty(rows, self._slices, dtype=torch.int32, device=device)
         self._padded = triton.next_power_of_2(self._slices)
-        each = EACH if rows >= MANY else 1
-        self._options: dict[str, Any] = {"PDL": pdl, "num_warps": WARPS, "enable_fp_fusion": False}
-        self._by_slice = {"V": vocab, "SLICES": self._slices, "EACH": each, "num_warps": WARPS * (2 if each > 1 else 1)}
-        if pdl:
-            self._options["launch_pdl"] = True
+        each = SLICES_PER_PROGRAM if rows >= MANY_ROWS else 1
+        self._options: dict[str, Any] = {"num_warps": WARPS, **launch_options(pdl)}
+        warps = WARPS * (2 if each > 1 else 1)
+        self._by_slice = {"V": vocab, "SLICES": self._slices, "BLOCK_S": each, "num_warps": warps}
 
-    def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, sent: Tensor, steps: Tensor) -> None:
-        """Write the token of each row to tokens [R] int64: -1 where a logit is NaN, or none is above -inf.
+    def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, host_tokens: Tensor, steps: Tensor) -> None:
+        """Write the next token of each row to tokens [R] int64: -1 where a logit is NaN, or all are -inf.
 
-        logits: [R, V], contiguous; positions: [R] int32, of the tokens to be chosen. Below 0, nothing of that row is
-        read or written. sent: [turns, R] int64, where a host reads them, in the line of the step's number, `steps`.
+        logits: [R, V], contiguous. positions: [R] int32, of the tokens to choose; rows below 0 are skipped.
+        host_tokens: [ring, R] int64, a copy for the host in row `steps` % ring.
         """
         grid = self._grid(logits)
-        nothing = (None,) * 7
+        unused = (None,) * 7
         sample.best_of_slices[grid](
             logits,
             positions,
             self._best,
             self._best_at,
-            *nothing,
+            *unused,
             GREEDY=True,
             CLEARED=1,
             **self._options | self._by_slice,
@@ -65,9 +64,9 @@ class GreedySampler:
             self._best,
             self._best_at,
             tokens,
-            sent,
+            host_tokens,
             steps,
-            TURNS=sent.shape[0],
+            RING=host_tokens.shape[0],
             SLICES=self._slices,
             PADDED=self._padded,
             **self._options,
@@ -80,13 +79,13 @@ class GreedySampler:
                 f"logits of shape {tuple(logits.shape)} and strides {logits.stride()}: "
                 f"they must be contiguous, at most {self.rows} rows of {self.vocab}"
             )
-        return triton.cdiv(self._slices, self._by_slice["EACH"]), rows
+        return triton.cdiv(self._slices, self._by_slice["BLOCK_S"]), rows
 
 
 class DeviceSampler(GreedySampler):
-    """Chooses the next token of each of up to `rows` rows, by settings that lie on the device.
+    """Samples the next token of each of up to `rows` rows, with settings in device memory.
 
-    Rows are independent: a row gets the same tokens alone or among others. Until `set_rows`, it is greedy.
+    Rows are independent: a row gets the same tokens alone or in a batch. Until `set_rows`, a row is greedy.
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device | str, pdl: bool = False) -> None:
@@ -95,101 +94,62 @@ class DeviceSampler(GreedySampler):
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
 
-        self._whole = zeros(sample.WHOLE.value, dtype=torch.int64)
-        self._fractions = zeros(sample.FRACTIONS.value, dtype=torch.float32)
+        self._ints = zeros(sample.INTS.value, dtype=torch.int64)
+        self._floats = zeros(sample.FLOATS.value, dtype=torch.float32)
         self._history = zeros(vocab, dtype=torch.int32)
         self._bias = zeros(vocab, dtype=torch.float32)
         self._scores = zeros(vocab, dtype=torch.float32)
         self._counts = zeros(sample.COUNTS.value, sample.BINS.value, dtype=torch.int32)
         self._masses = zeros(sample.MASSES.value, sample.BINS.value, dtype=torch.int64)
-        self._notes = zeros(sample.NOTES.value, dtype=torch.int64)
+        self._cuts = zeros(sample.CUTS.value, dtype=torch.int64)
         self._weights = zeros(self._slices, dtype=torch.int64)
         self._has_history = [False] * rows
         self._has_bias = [False] * rows
 
-    def set_rows(self, rows: Sequence[int], settings: Sequence[Mapping[str, Any]]) -> None:
-        """What rows are chosen by from now on: of each, those of `SamplingParams`, and
-
-        tokens: those so far, of which the first prompt_len are the prompt. Tokens chosen by `launch` are added to them
-        on the device.
-        """
-        device = self._whole.device
-        at = to_device(torch.tensor(rows), device)
-        columns = [self._columns(**each) for each in settings]
-        self._whole[at] = to_device(torch.tensor([whole for whole, _ in columns]), device)
-        self._fractions[at] = to_device(torch.tensor([fractions for _, fractions in columns]), device)
-        for row, each in zip(rows, settings, strict=True):
-            self._remember(row, penalised(**each), each["tokens"], each["prompt_len"])
-            self._add_bias(row, each["logit_bias"])
-
-    def take_over(self, other: DeviceSampler, rows: Sequence[int], theirs: Sequence[int]) -> None:
-        """Let rows of another sampler go on here."""
-        at, of = to_device(torch.tensor([[*rows], [*theirs]]), self._whole.device)
-        self._whole[at] = other._whole[of]
-        self._fractions[at] = other._fractions[of]
-        for row, their in zip(rows, theirs, strict=True):
-            if self._has_history[row] or other._has_history[their]:
-                self._history[row].copy_(other._history[their])
-            if self._has_bias[row] or other._has_bias[their]:
-                self._bias[row].copy_(other._bias[their])
-            self._has_history[row], self._has_bias[row] = other._has_history[their], other._has_bias[their]
-
-    def _columns(
+    def set_rows(
         self,
-        temperature: float,
-        top_k: int | None,
-        top_p: float,
-        min_p: float,
-        repetition_penalty: float,
-        presence_penalty: float,
-        frequency_penalty: float,
-        logit_bias: Mapping[int, float],
-        seed: int,
-        **_: Any,
-    ) -> tuple[list[int], list[float]]:
-        """Whole numbers, and fractions."""
-        sampled = draw.is_sampled(temperature, top_k)
-        filters = draw.Filters.of(temperature, top_k, top_p, min_p)
-        kept = filters.top_k if filters.top_k < self.vocab else 0
-        flags = {
-            sample.SAMPLED: sampled,
-            sample.PENALISED: penalised(repetition_penalty, presence_penalty, frequency_penalty),
-            sample.BIASED: bool(logit_bias),
-            sample.FILTERED: sampled and bool(kept or filters.top_p),
-        }
-        whole = {
-            sample.FLAGS: sum(flag.value for flag, is_set in flags.items() if is_set),
-            sample.TOP_K: kept,
-            sample.TOP_P: filters.top_p,
-            sample.MIN_P_DEPTH: filters.min_p_depth,
-            # V tokens this far down have less than 1 - top_p of the likeliest's mass; 0.01 is more than any rounding.
-            sample.TAIL_DEPTH: draw.to_depth(math.log2(self.vocab / (1 - top_p)) + 0.01) if top_p < 1 else 0,
-            sample.SEED_KEY: draw.mix(seed),
-        }
-        fractions = {
-            sample.PER_TEMPERATURE: filters.per_temperature,
-            sample.REPETITION: repetition_penalty,
-            sample.PRESENCE: presence_penalty,
-            sample.FREQUENCY: frequency_penalty,
-        }
-        signed = {i.value: _signed(value) for i, value in whole.items()}
-        plain = {i.value: float(value) for i, value in fractions.items()}
-        return (
-            [signed.get(i, 0) for i in range(sample.WHOLE.value)],
-            [plain.get(i, 0.0) for i in range(sample.FRACTIONS.value)],
-        )
+        rows: Sequence[int],
+        settings: Sequence[PackedSettings],
+        tokens: Sequence[Sequence[int]],
+        prompt_lens: Sequence[int],
+    ) -> None:
+        """Set the sampling settings of these rows from the next launch on.
 
-    def _remember(self, row: int, wanted: bool, tokens: Sequence[int], prompt_len: int) -> None:
+        tokens: of each sequence so far; the first prompt_len are the prompt. `launch` adds the tokens that it chooses
+        to this history, on the device.
+        """
+        device = self._ints.device
+        at = to_device(torch.tensor(rows), device)
+        columns = [_setting_columns(each) for each in settings]
+        self._ints[at] = to_device(torch.tensor([ints for ints, _ in columns]), device)
+        self._floats[at] = to_device(torch.tensor([floats for _, floats in columns]), device)
+        for row, each, so_far, prompt_len in zip(rows, settings, tokens, prompt_lens, strict=True):
+            self._set_history(row, "penalized" in each.flags, so_far, prompt_len)
+            self._set_bias(row, each.logit_bias)
+
+    def copy_rows_from(self, other: DeviceSampler, rows: Sequence[int], other_rows: Sequence[int]) -> None:
+        """Continue rows of another sampler in these rows."""
+        at, of = to_device(torch.tensor([[*rows], [*other_rows]]), self._ints.device)
+        self._ints[at] = other._ints[of]
+        self._floats[at] = other._floats[of]
+        for row, other_row in zip(rows, other_rows, strict=True):
+            if self._has_history[row] or other._has_history[other_row]:
+                self._history[row].copy_(other._history[other_row])
+            if self._has_bias[row] or other._has_bias[other_row]:
+                self._bias[row].copy_(other._bias[other_row])
+            self._has_history[row], self._has_bias[row] = other._has_history[other_row], other._has_bias[other_row]
+
+    def _set_history(self, row: int, penalized: bool, tokens: Sequence[int], prompt_len: int) -> None:
         if self._has_history[row]:
             self._history[row].zero_()
-        self._has_history[row] = wanted  # before it has: an interrupt must not leave it behind unseen
-        if wanted:
+        self._has_history[row] = penalized  # set first: after an interrupt, the row is cleared again
+        if penalized:
             so_far = to_device(torch.tensor(tokens, dtype=torch.int64), self._history.device)
             self._history[row].index_fill_(0, so_far[:prompt_len], 1)
             generated = so_far[prompt_len:]
             self._history[row].index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
 
-    def _add_bias(self, row: int, logit_bias: Mapping[int, float]) -> None:
+    def _set_bias(self, row: int, logit_bias: Mapping[int, float]) -> None:
         if self._has_bias[row]:
             self._bias[row].zero_()
         self._has_bias[row] = bool(logit_bias)
@@ -199,14 +159,14 @@ class DeviceSampler(GreedySampler):
             values = to_device(torch.tensor(list(logit_bias.values()), dtype=torch.float32), device)
             self._bias[row].index_copy_(0, ids, values)
 
-    def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, sent: Tensor, steps: Tensor) -> None:
+    def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, host_tokens: Tensor, steps: Tensor) -> None:
         grid, rows = self._grid(logits), logits.shape[0]
-        narrow = min(grid[0], max(1, FILTERING // rows)), rows
+        filter_grid = min(grid[0], max(1, MAX_FILTER_PROGRAMS // rows)), rows
         options = self._options | self._by_slice
         best, scores, padded = self._best, self._scores, {"PADDED": self._padded}
-        whole, fractions, notes = self._whole, self._fractions, self._notes
+        ints, floats, cuts = self._ints, self._floats, self._cuts
         counts, masses = self._counts, self._masses
-        row = positions, logits, best, scores, whole, fractions
+        row = positions, logits, best, scores, ints, floats
         cleared = triton.next_power_of_2(triton.cdiv(masses[0].numel(), grid[0]))
         sample.best_of_slices[grid](
             logits,
@@ -214,8 +174,8 @@ class DeviceSampler(GreedySampler):
             best,
             self._best_at,
             scores,
-            whole,
-            fractions,
+            ints,
+            floats,
             self._history,
             self._bias,
             counts,
@@ -224,36 +184,40 @@ class DeviceSampler(GreedySampler):
             CLEARED=cleared,
             **options,
         )
-        sample.count[narrow](*row, counts, masses, **padded, **options)
-        sample.narrow_top_k[narrow](*row, counts, masses, notes, **padded, **options)
-        sample.narrow_top_p[narrow](*row, counts, masses, notes, **padded, **options)
-        sample.weigh[grid](*row, masses, notes, self._weights, **padded, **options)
+        sample.count[filter_grid](*row, counts, masses, **padded, **options)
+        sample.narrow_top_k[filter_grid](*row, counts, masses, cuts, **padded, **options)
+        sample.narrow_top_p[filter_grid](*row, counts, masses, cuts, **padded, **options)
+        sample.weigh[grid](*row, masses, cuts, self._weights, **padded, **options)
         sample.draw[grid[1:]](
             positions,
             logits,
             best,
             self._best_at,
             scores,
-            whole,
-            fractions,
-            notes,
+            ints,
+            floats,
+            cuts,
             self._weights,
             self._history,
             tokens,
-            sent,
+            host_tokens,
             steps,
             V=self.vocab,
-            TURNS=sent.shape[0],
+            RING=host_tokens.shape[0],
             SLICES=self._slices,
             **padded,
             **self._options,
         )
 
 
-def penalised(repetition_penalty: float, presence_penalty: float, frequency_penalty: float, **_: Any) -> bool:
-    return repetition_penalty != 1 or presence_penalty != 0 or frequency_penalty != 0
+def _setting_columns(settings: PackedSettings) -> tuple[list[int], list[float]]:
+    """A row of `_ints`, and of `_floats`."""
+    columns = {**settings.columns, "flags": sum(sample.FLAG_BITS[flag] for flag in settings.flags)}
+    ints = [_signed(int(columns[name])) for name in sample.INT_COLUMNS]
+    floats = [float(columns[name]) for name in sample.FLOAT_COLUMNS]
+    return ints + [0] * (sample.INTS.value - len(ints)), floats + [0.0] * (sample.FLOATS.value - len(floats))
 
 
 def _signed(bits: int) -> int:
-    """As int64 holds them."""
+    """An unsigned 64-bit integer as int64 with the same bits."""
     return bits - 2**64 if bits >= 2**63 else bits

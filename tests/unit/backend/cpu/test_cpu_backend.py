@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from amount import amount
+from amount import amount, once, pairs
 from mocks import LAYOUT_NAMES, LAYOUTS, STORED
 from tiny import FAMILIES
 from torch import nn
@@ -21,9 +21,8 @@ from torch import nn
 from infer import GrowingCache, KVCache, SlidingCache
 from infer.backend import Row, backend_for
 from infer.backend.cpu import backend as backend_module
-from infer.backend.cpu import functions, kernels
-from infer.backend.cpu.functions import CpuAttention
-from infer.backend.cpu.records import block_record, head_record, weight_record
+from infer.backend.cpu import kernels, ops
+from infer.backend.cpu.ops import CpuAttention, block_record, head_record, weight_record
 from infer.backend.parts import BlockParts
 from infer.cache import BaseCache, Cache, NoCache, PagedCache
 from infer.cache.debug import DebugCache
@@ -36,7 +35,7 @@ from infer.models.common import Decoder
 from infer.models.rows import ALL, LAST, NONE
 from infer.nn.activation import ACTIVATIONS
 from infer.nn.linear import Linear
-from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm
+from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCenteredRMSNorm
 from infer.nn.rope import Rope, apply_rope
 
 pytestmark = [
@@ -54,7 +53,7 @@ def poisoned(rows: int, columns: int) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a kernel does not write shows as NaN; gradients are off, as in generation."""
-    for module in (backend_module, functions):
+    for module in (backend_module, ops):
         monkeypatch.setattr(module, "empty", poisoned)
     with torch.inference_mode():
         yield
@@ -82,12 +81,19 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, int]:
     """How often each of these kernels is called from here on."""
     calls = dict.fromkeys(names, 0)
 
-    def counted(name: str, kernel: Callable, *args: Any) -> Any:
-        calls[name] += 1
-        return kernel(*args)
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(kernels(), name)
+
+        def __call__(self, *args: Any) -> None:
+            calls[self.name] += 1
+            self.kernel(*args)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.kernel, name)
 
     for name in names:
-        monkeypatch.setattr(kernels(), name, partial(counted, name, getattr(kernels(), name)))
+        monkeypatch.setattr(kernels(), name, Counted(name))
     return calls
 
 
@@ -107,22 +113,19 @@ def run_head(normed: Norm, product: Linear, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def run_behind(block: Any, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+def run_after_attention(block: Any, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     out = poisoned(*residual.shape)
-    kernels().behind_attention(block, attended.numpy(), residual.numpy(), out.numpy())
+    kernels().after_attention(block, attended, residual, len(residual), out)
     return out
 
 
-NORMS = [RMSNorm, ZeroCentredRMSNorm, LayerNorm, partial(LayerNorm, bias=False)]
-NORM_NAMES = ["RMSNorm", "ZeroCentredRMSNorm", "LayerNorm", "unbiased"]
+NORMS = [RMSNorm, ZeroCenteredRMSNorm, LayerNorm, partial(LayerNorm, bias=False)]
+NORM_NAMES = ["RMSNorm", "ZeroCenteredRMSNorm", "LayerNorm", "unbiased"]
 any_norm = pytest.mark.parametrize("kind", NORMS, ids=NORM_NAMES)
-any_rows = pytest.mark.parametrize("rows", [1, 3, 15, 16, 17])  # from 16 on, threads share them
+ROWS = [1, 3, 15, 16, 17]  # from 16 on, threads share them
 
 
-@any_norm
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("hidden", "rows", "intermediate"), SIZES)
+@pairs({"hidden, rows, intermediate": SIZES}, bias=[False, True], batch=[1, 3], kind=NORMS)
 def test_head(hidden: int, rows: int, intermediate: int, bias: bool, batch: int, kind: Any) -> None:
     x, normed, product = randn(batch, hidden), norm(hidden, kind), linear(hidden, rows, bias)
     before = x.clone()
@@ -159,7 +162,7 @@ BEHIND = amount(
 
 
 @pytest.mark.parametrize(("sizes", "kind", "activation", "after", "bias"), BEHIND)
-def test_behind_attention(
+def test_after_attention(
     sizes: tuple[int, int, int], kind: Any, activation: str, after: tuple[bool, bool], bias: bool
 ) -> None:
     hidden, rows, intermediate = sizes
@@ -173,7 +176,7 @@ def test_behind_attention(
         "after_attention": norm(hidden, kind) if after[0] else None,
         "after_mlp": norm(hidden, kind) if after[1] else None,
     }
-    got = run_behind(made_block(hidden, activation=activation, **parts), attended, residual)
+    got = run_after_attention(made_block(hidden, activation=activation, **parts), attended, residual)
     x = residual + (parts["after_attention"] or nn.Identity())(parts["o"](attended))
     gate, up = parts["up"](parts["before_mlp"](x)).chunk(2, -1)
     expected = x + (parts["after_mlp"] or nn.Identity())(parts["down"](ACTIVATIONS[activation](gate) * up))
@@ -182,11 +185,13 @@ def test_behind_attention(
     assert torch.equal(residual, before[1])
 
 
-@any_norm
-@any_rows
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("hidden", "intermediate", "bias"), [(5, 3, True), (33, 18, False), (64, 96, True)])
-def test_behind_attention_without_a_gate(
+@pairs(
+    {"hidden, intermediate, bias": [(5, 3, True), (33, 18, False), (64, 96, True)]},
+    activation=ACTIVATIONS,
+    kind=NORMS,
+    rows=ROWS,
+)
+def test_after_attention_without_a_gate(
     hidden: int, intermediate: int, bias: bool, rows: int, activation: str, kind: Any
 ) -> None:
     attended, residual = randn(rows, 28), randn(rows, hidden, std=10)
@@ -197,7 +202,7 @@ def test_behind_attention_without_a_gate(
         "down": linear(intermediate, hidden, bias),
         "before_mlp": norm(hidden, kind),
     }
-    got = run_behind(made_block(hidden, activation=activation, **parts), attended, residual)
+    got = run_after_attention(made_block(hidden, activation=activation, **parts), attended, residual)
     x = residual + parts["o"](attended)
     expected = x + parts["down"](ACTIVATIONS[activation](parts["up"](parts["before_mlp"](x))))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
@@ -220,14 +225,11 @@ def test_the_far_ends_of_an_activation(activation: str, gated: bool) -> None:
     for i in range(size):
         parts["down"].weight.zero_()
         parts["down"].weight[0, i] = 1.0
-        got = run_behind(block, randn(1, 4), torch.zeros(1, 1))
+        got = run_after_attention(block, randn(1, 4), torch.zeros(1, 1))
         torch.testing.assert_close(got[0], ACTIVATIONS[activation](gates[i : i + 1]), atol=1e-6, rtol=1e-5)
 
 
-@any_rows
-@pytest.mark.parametrize("kind", [None, *NORMS], ids=["no norm", *NORM_NAMES])
-@pytest.mark.parametrize("turned", [True, False], ids=["rope", "no rope"])
-@pytest.mark.parametrize("head_dim", [2, 6, 64])
+@pairs(head_dim=[2, 6, 64], turned=[True, False], kind=[None, *NORMS], rows=ROWS)
 def test_before_attention(head_dim: int, turned: bool, kind: Any, rows: int) -> None:
     """Heads of q and of k are normed, each with its own norm, and turned; those of v are not."""
     x, qkv, before = randn(rows, 9, std=3), linear(9, 7 * head_dim, True), norm(9)
@@ -240,7 +242,7 @@ def test_before_attention(head_dim: int, turned: bool, kind: Any, rows: int) -> 
     got = poisoned(rows, 7 * head_dim)
     addresses = np.array([(0, 0) if table is None else [each.data_ptr() for each in table]], np.int64)
     tokens = torch.stack((torch.zeros_like(positions), positions), 1)
-    kernels().before_attention(block, x.numpy(), addresses, tokens.numpy(), got.numpy())
+    kernels().before_attention(block, x, rows, addresses, tokens, got)
     heads = qkv(before(x)).view(rows, 7, head_dim)
     parts = heads[:, :3], heads[:, 3:5]
     if q_norm is not None:
@@ -257,9 +259,7 @@ def test_before_attention(head_dim: int, turned: bool, kind: Any, rows: int) -> 
 HEADS = [(1, 1, 2), (2, 1, 10), (6, 2, 6), (9, 3, 64), (4, 4, 12), (3, 1, 9), (8, 1, 128)]  # heads, kv_heads, head_dim
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
-@pytest.mark.parametrize("keys", [1, 2, 31, 300])
-@pytest.mark.parametrize("batch", [1, 2, 5])
+@pairs({"heads, kv_heads, head_dim": HEADS}, batch=[1, 2, 5], keys=[1, 2, 31, 300])
 def test_attention_over_keys_of_a_cache(heads: int, kv_heads: int, head_dim: int, keys: int, batch: int) -> None:
     q = randn(batch, heads + 3, 1, head_dim, std=3)[:, :heads]  # as it is cut out of q, k and v together
     k, v = (randn(batch, kv_heads, keys + 9, head_dim)[:, :, 4 : keys + 4] for _ in range(2))
@@ -271,18 +271,17 @@ def test_attention_over_keys_of_a_cache(heads: int, kv_heads: int, head_dim: int
     assert torch.equal(attend(k, across), attend(k, v))
 
 
-def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, seen: np.ndarray) -> torch.Tensor:
-    """q [Q, Hq D] over k, v [1, Hkv, S, D] -> [Q, Hq D], by the kernel of attention."""
-    size = k.shape[3]
-    block, out = np.zeros(1, kernels().BLOCK), torch.full(q.shape, torch.nan)
-    block["heads"], block["kv_heads"], block["head_dim"], block["scale"] = heads, k.shape[1], size, size**-0.5
-    parts = kernels().parts_of([len(q)])
-    kernels().attend(block, q.contiguous().numpy(), Table([k], [v]).at(0), seen, parts, out.numpy())
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, visible: np.ndarray) -> torch.Tensor:
+    """q [Q, Hq D] over k, v [1, Hkv, S, D] -> [Q, Hq D], by the attention kernel."""
+    size, out = k.shape[3], torch.full(q.shape, torch.nan)
+    queries = kernels().query_blocks([len(q)])
+    table, rows = Table([k], [v]).at(0), q.contiguous()
+    shape = heads, k.shape[1], size, size**-0.5
+    kernels().attend(*shape, rows, q.shape[1] * 4, table, queries, len(queries), visible, out)
     return out
 
 
-@pytest.mark.parametrize("ratio", range(1, 9))
-@pytest.mark.parametrize("slots", [1, 2, 7, 33])
+@once(slots=[1, 2, 7, 33], ratio=range(1, 9))
 def test_attention_around_a_ring(slots: int, ratio: int) -> None:
     """From every slot on; what lies outside is never read."""
     kv_heads, head_dim = 2, 6
@@ -300,15 +299,15 @@ def test_attention_around_a_ring(slots: int, ratio: int) -> None:
 
 
 @pytest.mark.parametrize("counts", [[1], [3, 1, 40], [1] * 20, [100, 1, 17, 5]], ids=str)
-def test_parts_of_attention(counts: list[int]) -> None:
-    """Each token is in one part, and each part in one row; every item of work finds its row's parts."""
-    parts = kernels().parts_of(counts)
-    spans = [range(start, stop) for start, stop in parts[:, 3:].tolist()]
+def test_query_blocks(counts: list[int]) -> None:
+    """Each token is in one block, and each block in one row; every item of work finds the blocks of its row."""
+    blocks = kernels().query_blocks(counts)
+    spans = [range(start, stop) for start, stop in blocks[:, 3:].tolist()]
     assert [t for span in spans for t in span] == list(range(sum(counts)))
     row_of = np.repeat(np.arange(len(counts)), counts)
-    for i, (row, before, count, start, stop) in enumerate(parts.tolist()):
+    for i, (row, before, count, start, stop) in enumerate(blocks.tolist()):
         assert set(row_of[start:stop].tolist()) == {row}
-        assert parts[before : before + count, 0].tolist() == [row] * count
+        assert blocks[before : before + count, 0].tolist() == [row] * count
         assert before <= i < before + count
 
 
@@ -332,7 +331,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"model_type": "rope_gpt"},
     {"model_type": "rope_gpt", "attention_bias": True, "mlp_bias": True, "norm_bias": False, "hidden_act": "gelu_tanh"},
 ]
-KERNELS = ("run", "before_attention", "behind_attention", "attend", "head")
+KERNELS = ("run", "before_attention", "after_attention", "attend", "head")
 # Logits [B, V] after the last of tokens [B, n] that are fed behind what a cache holds.
 Pass = Callable[[Decoder, Cache, torch.Tensor], torch.Tensor]
 
@@ -359,9 +358,9 @@ def decode_all(model: Decoder, ids: torch.Tensor, cache: Cache, by: Pass = step)
 CASES = amount(
     list(itertools.product(VARIANTS, zip(LAYOUTS, LAYOUT_NAMES, strict=True), STORED, [1, 4])),
     [
-        (variant, layout, STORED[(i + j) % 2], (1, 4)[(i // 2 + j // 2) % 2])
+        (variant, layouts[i % 8], STORED[(i // 8) % 2], (1, 4)[(i // 4) % 2])
+        for layouts in [list(zip(LAYOUTS, LAYOUT_NAMES, strict=True))]
         for i, variant in enumerate(VARIANTS)
-        for j, layout in enumerate(zip(LAYOUTS, LAYOUT_NAMES, strict=True))
     ],
 )
 
@@ -387,7 +386,7 @@ def test_a_model_gives_the_logits_of_plain_torch(
     if cls is GrowingCache:
         expected = dict.fromkeys(KERNELS, steps * layers) | {"run": 0, "head": steps}
     assert calls == expected
-    torch.testing.assert_close(got, model(ids, kv_cache=new(), all_logits=True), **tolerance(stored))
+    torch.testing.assert_close(got, model.run([Row(new(), ids, ALL)])[0], **tolerance(stored))
     assert calls == expected  # plain torch called none
 
 
@@ -399,14 +398,14 @@ def test_passes_of_any_number_of_tokens(
     """Of 16 tokens and more, only a few blocks are one call: between them a pass can be interrupted."""
     model, ids = tiny_model(), random_ids(*shape)
     cache = KVCache.from_model_config(model.config, 120, batch_size=shape[0], dtype="float32", device="cpu")
-    calls = count_calls(monkeypatch, "run", "behind_attention", "head")
+    calls = count_calls(monkeypatch, "run", "after_attention", "head")
     got = all_logits(model, cache if cached else NoCache(shape[0]), ids)
     if not cached:
-        assert calls == {"run": 0, "behind_attention": 2, "head": 1}
+        assert calls == {"run": 0, "after_attention": 2, "head": 1}
     elif ids.numel() < 16:
-        assert calls == {"run": 1, "behind_attention": 0, "head": 0}
+        assert calls == {"run": 1, "after_attention": 0, "head": 0}
     else:
-        assert calls == {"run": 1 if ids.numel() <= 128 else 2, "behind_attention": 0, "head": 1}
+        assert calls == {"run": 1 if ids.numel() <= 128 else 2, "after_attention": 0, "head": 1}
     torch.testing.assert_close(got, model(ids), atol=1e-4, rtol=1e-4)
 
 
@@ -460,9 +459,9 @@ RAGGED: list[tuple[type[BaseCache], dict[str, Any], str, int]] = [
     (SlidingCache, {"prefill_chunk": 1}, "int8", 1),
     (SlidingCache, {"prefill_chunk": 2}, "float32", 1),
     (KVCache, {}, "float32", 3),
-    (PagedCache, {"page": 5}, "float32", 1),
+    (PagedCache, {"page_size": 5}, "float32", 1),
     (PagedCache, {}, "int8", 1),
-    (PagedCache, {"page": 2}, "float32", 2),
+    (PagedCache, {"page_size": 2}, "float32", 2),
     (GrowingCache, {}, "float32", 1),
     (GrowingCache, {}, "int8", 2),
 ]
@@ -565,13 +564,13 @@ class TestRagged:
         """One row without a table makes all rows attend in their caches."""
         model = tiny_model()
         new = {"dtype": "float32", "device": "cpu"}
-        calls = count_calls(monkeypatch, "run", "behind_attention", "attend")
+        calls = count_calls(monkeypatch, "run", "after_attention", "attend")
         tables = [KVCache.from_model_config(model.config, 8, **new) for _ in range(3)]
         backend_for(model).run([Row(cache, [3, 4, 5]) for cache in tables])
-        assert calls == {"run": 1, "behind_attention": 0, "attend": 0}
+        assert calls == {"run": 1, "after_attention": 0, "attend": 0}
         growing = GrowingCache.from_model_config(model.config, 8, **new)
         backend_for(model).run([*(Row(cache, [6]) for cache in tables), Row(growing, [3, 4])])
-        assert calls == {"run": 1, "behind_attention": 2, "attend": 8}
+        assert calls == {"run": 1, "after_attention": 2, "attend": 8}
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("cls", [KVCache, GrowingCache])
@@ -601,7 +600,7 @@ class TestRagged:
             (Row(fine, [3]), "a cache of its own"),
             (Row(two, [3]), "a batch of 1, but the cache one of 2"),
             (Row(short, []), "no tokens"),
-            (Row(short, torch.tensor([[0.5]])), "whole numbers"),
+            (Row(short, torch.tensor([[0.5]])), "integers"),
             (Row(long, list(range(13))), "13 positions exceed the 12"),
         ]:
             with pytest.raises(ValueError, match=message):
@@ -620,9 +619,7 @@ class TestRagged:
         assert cache.seq_len == 0
 
 
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("prompt", [3, 4, 5, 8, 30], ids=["W-1", "W", "W+1", "2W", "far"])
-@pytest.mark.parametrize("chunk", [1, 3, 512])
+@pairs(chunk=[1, 3, 512], prompt=[3, 4, 5, 8, 30], stored=STORED)
 def test_rings_go_round(chunk: int, prompt: int, stored: str, tiny_model: Callable) -> None:
     """Through prompts that end before, at and past the window, and many times around: as without a ring."""
     model = tiny_model(model_type="gemma3", sliding_window=4)
@@ -824,9 +821,7 @@ class TestTables:
         decode_all(model, ids[:, :18], straight)
         assert torch.equal(decode_all(model, ids[:, 20:], cache), decode_all(model, ids[:, 20:], straight))
 
-    @pytest.mark.parametrize("stored", STORED)
-    @pytest.mark.parametrize("kind", [KVCache, SlidingCache])
-    @pytest.mark.parametrize("n", [1, 20])
+    @pairs(n=[1, 20], kind=[KVCache, SlidingCache], stored=STORED)
     def test_an_interrupted_pass(
         self, n: int, kind: type[BaseCache], stored: str, tiny_model: Callable, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -916,10 +911,10 @@ def stored_by_kernel(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.T
     block = made_block(1, qkv=qkv, before_attention=before, heads=heads, kv_heads=heads, head_dim=size, **parts)
     cache = KVCache.allocate(1, heads, size, 3, dtype=dtype, device="cpu")
     tables = Table(cache.k.unbind(), cache.v.unbind()).at(1)
-    no_ropes, tokens, wanted = np.zeros((1, 2), np.int64), np.array([[0, 1]]), np.array([0])
+    no_ropes, tokens, selected = np.zeros((1, 2), np.int64), np.array([[0, 1]]), np.array([0])
     head, out = head_record(None, parts["down"]), poisoned(1, 1)
     one = torch.ones(1, 1).numpy()
-    kernels().run(block, head, one, no_ropes, tables, tokens, kernels().parts_of([1]), wanted, out.numpy())
+    kernels().run(block, head, one, no_ropes, tables, tokens, kernels().query_blocks([1]), selected, out.numpy())
     assert not cache.k[..., [0, 2], :].any()
     assert not cache.v[..., [0, 2], :].any()
     return cache.k[0, 0, :, 1], cache.v[0, 0, :, 1]
@@ -959,12 +954,12 @@ class TestExponential:
     def run(self, x: np.ndarray) -> np.ndarray:
         from numba import njit
 
-        from infer.backend.cpu.simd import exponential, load_sixteen, store_floats
+        from infer.backend.cpu.simd import exp, load_f32x16, store
 
         @njit
         def compute(at: int, count: int) -> None:
             for i in range(0, count, 16):
-                store_floats(at + i * 4, exponential(load_sixteen(at + i * 4)))
+                store(at + i * 4, exp(load_f32x16(at + i * 4)))
 
         out = np.zeros(-(-len(x) // 16) * 16, np.float32)
         out[: len(x)] = x
@@ -1051,7 +1046,7 @@ ROW_COUNTS = [1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 31, 32, 33, 64, 127, 1
 def multiplied(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """x [T, columns] -> [T, rows], by the kernel of products."""
     out = torch.full((len(x), len(weight)), torch.nan)
-    kernels().linear(weight_record(weight, bias), x.contiguous().numpy(), out.numpy())
+    kernels().linear(weight_record(weight, bias), x.contiguous(), out)
     return out
 
 

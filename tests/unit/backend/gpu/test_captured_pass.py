@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from amount import amount
 from interpreted import hurried, poison
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
 
 from infer import CacheMemory, KVCache
-from infer.backend.gpu import attention, captured, products, prompts, step
+from infer.backend.gpu import attention, captured, gemm, prompts, step
 from infer.backend.gpu.backend import GpuBackend
 from infer.backend.gpu.prompts import CapturedPass, Inputs
 from infer.backend.parts import parts_of
@@ -46,9 +47,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[CapturedPass]:
     cuda = SimpleNamespace(Event=lambda: event, graph_pool_handle=lambda: 1)
     monkeypatch.setattr(prompts, "torch", SimpleNamespace(**vars(torch) | {"cuda": cuda}))
     monkeypatch.setattr(CapturedPass, "capture", capture)
-    for name, value in {"PASSES": (8, 16), "FEW": 2, "ROW": 2, "USED": 1}.items():
+    for name, value in {"PASSES": (8, 16), "SMALL_ROWS": 2, "TOKENS_PER_ROW": 2, "MIN_USES": 1}.items():
         monkeypatch.setattr(prompts, name, value)
-    poison(monkeypatch, attention, products, step)
+    poison(monkeypatch, attention, gemm, step)
     hurried(monkeypatch)
     return found
 
@@ -76,7 +77,7 @@ def last_logits(backend: GpuBackend, caches: Sequence[Cache]) -> list[Tensor]:
     return backend.run(fed(caches, [[7]] * len(caches), LAST))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", amount(["llama", "qwen3", "gemma3", "gpt2"], ["gemma3", "gpt2"]))
 @torch.inference_mode()
 def test_as_kernel_by_kernel(small: Make, made: list[CapturedPass], family: str) -> None:
     """In two chunks, the second of other sizes; one of the rows comes later."""
@@ -128,7 +129,7 @@ def test_left_to_others(small: Make, made: list[CapturedPass], monkeypatch: pyte
     runs([range(17)])
     runs([[1], [2], [3], [4], [5]])
     assert not made
-    monkeypatch.setattr(prompts, "USED", 2)
+    monkeypatch.setattr(prompts, "MIN_USES", 2)
     runs([range(8)])
     assert not made
     runs([range(8)])

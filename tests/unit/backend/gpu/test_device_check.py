@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
 
-from infer.backend.gpu import device_check, precompile, products
+from infer.backend.gpu import device_check, gemm, launcher
 from infer.nn.linear import Linear
 
 GPU = torch.device("cuda", 0)
@@ -95,7 +95,7 @@ class TestAnswers:
 
     def test_are_not_asked_for_while_nothing_is_launched(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """What is compiled ahead is what runs where they are yes."""
-        monkeypatch.setattr(precompile, "recording_launches", lambda: True)
+        monkeypatch.setattr(launcher, "recording_launches", lambda: True)
         assert device_check.instructions_agree(GPU, torch.bfloat16)
         assert not file.exists()
 
@@ -114,33 +114,33 @@ class TestWhatRuns:
     @pytest.fixture
     def launched(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names: list[str] = []
-        for name in ("eight_rows", "few_rows", "many_rows"):
-            monkeypatch.setattr(products, name, Kernel(name, names))
-        monkeypatch.setattr(products, "_many_rows_of", products._many_rows_of.__wrapped__)  # none are kept
+        for name in ("gemv", "gemm_small", "gemm_large"):
+            monkeypatch.setattr(gemm, name, Kernel(name, names))
+        monkeypatch.setattr(gemm, "_gemm_large_launch", gemm._gemm_large_launch.__wrapped__)  # none are kept
 
         def linear(x: Tensor, weight: Tensor) -> Tensor:
             names.append("torch")
             return x.new_empty(x.shape[0], weight.shape[0])
 
-        monkeypatch.setattr(products.F, "linear", linear)
+        monkeypatch.setattr(gemm.F, "linear", linear)
         return names
 
     def run(self, rows: int, slices: int = 1) -> None:
         linear, x = Linear(64, 32).bfloat16(), torch.empty(rows, 64, dtype=torch.bfloat16)
         linear.slices = slices
-        products.product(linear, products.Normed(x), None)
+        gemm.gemm(linear, gemm.GemmInput(x), None)
 
     @pytest.mark.parametrize("agrees", [True, False])
-    @pytest.mark.parametrize(("rows", "name"), [(1, "eight_rows"), (8, "eight_rows"), (9, "few_rows")])
+    @pytest.mark.parametrize(("rows", "name"), [(1, "gemv"), (8, "gemv"), (9, "gemm_small")])
     def test_of_few_rows(
         self, rows: int, name: str, agrees: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(device_check, "instructions_agree", lambda *_: agrees)
         self.run(rows, slices=2)
-        assert launched == [name if agrees else "few_rows"]
+        assert launched == [name if agrees else "gemm_small"]
 
     @pytest.mark.parametrize(
-        ("agrees", "slices", "name"), [(True, 1, "torch"), (False, 1, "many_rows"), (True, 2, "many_rows")]
+        ("agrees", "slices", "name"), [(True, 1, "torch"), (False, 1, "gemm_large"), (True, 2, "gemm_large")]
     )
     def test_of_many_rows(
         self, agrees: bool, slices: int, name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch

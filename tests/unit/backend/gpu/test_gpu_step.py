@@ -17,13 +17,13 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
 
-from amount import amount  # noqa: E402
+from amount import amount, once  # noqa: E402
 from interpreted import hurried, matrix_units, poison  # noqa: E402
 
 from infer.backend import gpu  # noqa: E402
-from infer.backend.gpu import attention, device_check, launch_kernels, products, step  # noqa: E402
+from infer.backend.gpu import attention, device_check, gemm, launch_kernels, step  # noqa: E402
 from infer.backend.gpu.backend import GpuBackend  # noqa: E402
-from infer.backend.parts import BlockParts, NotPlain, parts_of  # noqa: E402
+from infer.backend.parts import BlockParts, UnsupportedByKernels, parts_of  # noqa: E402
 from infer.cache.base import BaseCache  # noqa: E402
 from infer.cache.contiguous import KVCache  # noqa: E402
 from infer.cache.ring import SlidingCache  # noqa: E402
@@ -33,7 +33,7 @@ from infer.models.common import Decoder  # noqa: E402
 from infer.models.rows import Row  # noqa: E402
 from infer.nn.activation import ACTIVATIONS  # noqa: E402
 from infer.nn.linear import Linear  # noqa: E402
-from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCentredRMSNorm  # noqa: E402
+from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCenteredRMSNorm  # noqa: E402
 from infer.nn.rope import Rope, apply_rope  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,12 +55,12 @@ BATCHES = [
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "FEW", 16)
+    monkeypatch.setattr(gemm, "SMALL_ROWS", 16)
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch, attention, products, step)
+    poison(monkeypatch, attention, gemm, step)
     share_keys(monkeypatch, 8)
     if DEVICE.type == "cpu":
         matrix_units(monkeypatch)
@@ -70,7 +70,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def share_keys(monkeypatch: pytest.MonkeyPatch, programs: int, groups: int = 16) -> None:
     monkeypatch.setattr(attention, "BLOCK", {2: BLOCK_S, 4: BLOCK_S})
     monkeypatch.setattr(attention, "GROUPS", groups)
-    monkeypatch.setattr(attention, "BUSY", programs)
+    monkeypatch.setattr(attention, "MAX_PROGRAMS", programs)
 
 
 @pytest.fixture
@@ -112,12 +112,12 @@ def close(got: Tensor, expected: Tensor) -> None:
     ],
 )
 def test_parts(size: int, expected: Any) -> None:
-    assert products.in_parts(size) == expected
+    assert gemm.in_parts(size) == expected
 
 
 def test_parts_cover_every_size_once() -> None:
     for size in range(1, 700):
-        parts = products.in_parts(size)
+        parts = gemm.in_parts(size)
         starts, sizes = zip(*parts, strict=True)
         assert len(parts) <= 3
         assert starts == (0, *np.cumsum(sizes)[:-1])
@@ -127,7 +127,7 @@ def test_parts_cover_every_size_once() -> None:
 
 NORMS: dict[str, Callable[[int], Norm]] = {
     "rms": lambda size: RMSNorm(size, 1e-5),
-    "zero_centred": lambda size: ZeroCentredRMSNorm(size, 1e-6),
+    "zero_centered": lambda size: ZeroCenteredRMSNorm(size, 1e-6),
     "layer": lambda size: LayerNorm(size, 1e-5),
     "layer_without_bias": lambda size: LayerNorm(size, 1e-5, bias=False),
 }
@@ -137,8 +137,8 @@ PRODUCTS = [
     (37, 5, "rms", "gelu_tanh", True, True, False),
     (100, 9, "layer", "gelu_tanh", False, True, False),
     (77, 18, "layer_without_bias", "gelu", False, False, False),
-    (96, 7, "zero_centred", "", False, False, True),
-    (77, 4, "zero_centred", "gelu_tanh", True, False, True),
+    (96, 7, "zero_centered", "", False, False, True),
+    (77, 4, "zero_centered", "gelu_tanh", True, False, True),
     (32, 1, "rms", "", False, True, True),
     (61, 3, "layer_without_bias", "gelu", True, True, False),
 ]
@@ -157,7 +157,7 @@ def some(i: int) -> list[tuple[int, torch.dtype]]:
 @pytest.mark.usefixtures("few")
 @torch.inference_mode()
 def test_a_product_of_what_is_normed(case: Any, batch: int, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """One row, few, and many: with the norm's scale behind the product, or all of it in `norm_rows` before."""
+    """One row, few, and many: with the norm's scale behind the product, or all of it in `add_norm_rows` before."""
     k, n, kind, activation, gated, bias, after = case
     linear = randomised(Linear(k, n * (2 if gated else 1), bias=bias), generator, dtype)
     norm = randomised(NORMS[kind](k), generator, dtype)
@@ -166,9 +166,9 @@ def test_a_product_of_what_is_normed(case: Any, batch: int, dtype: torch.dtype, 
     if behind is not None:
         behind.bias = None  # as `plan` asks for
     before = x.clone()
-    got, residual = products.normed_product(
+    got, residual = gemm.norm_gemm(
         linear,
-        products.Residual(x, added, behind) if after else products.Residual(x),
+        gemm.Residual(x, added, behind) if after else gemm.Residual(x),
         norm,
         counters(),
         activation=activation,
@@ -192,11 +192,11 @@ def test_a_product_that_is_added(batch: int, bias: bool, dtype: torch.dtype, gen
     linear = randomised(Linear(77, 13, bias=bias), generator, dtype)
     x, carried = random(generator, dtype, batch, 77), random(generator, dtype, batch, 13)
     norm = RMSNorm(13, 1e-5).to(DEVICE, dtype)
-    done = products.added_product(linear, x, products.Residual(carried), None, norm, counters())
+    done = gemm.gemm_add(linear, x, gemm.Residual(carried), None, norm, counters())
     expected = x.float() @ linear.weight.float().T + (linear.bias.float() if bias else 0)
     close(done.x, (expected + carried).to(dtype))
     assert done.added is None
-    waiting = products.added_product(linear, x, products.Residual(carried), norm, norm, counters())
+    waiting = gemm.gemm_add(linear, x, gemm.Residual(carried), norm, norm, counters())
     assert waiting.x is carried
     assert waiting.after is norm
     close(waiting.added, expected.to(dtype))
@@ -219,7 +219,7 @@ def test_a_product_in_slices(batch: int, k: int, n: int, slices: int, generator:
     x, carried = random(generator, torch.float32, batch, k), random(generator, torch.float32, batch, n)
     finished = counters(256)
     for _ in range(2):
-        got, _ = products.product(linear, products.Normed(x), finished, addend=carried)
+        got, _ = gemm.gemm(linear, gemm.GemmInput(x), finished, addend=carried)
         torch.testing.assert_close(got, linear(x) + carried, atol=1e-3, rtol=1e-4)
         assert not finished.any()
 
@@ -232,13 +232,13 @@ def test_a_norm_between_two_products(
 ) -> None:
     """The first multiplies its weight and adds up the squares, the second scales."""
     first = randomised(Linear(k, n), generator, dtype)
-    norm = randomised(ZeroCentredRMSNorm(n, 1e-5), generator, dtype)
+    norm = randomised(ZeroCenteredRMSNorm(n, 1e-5), generator, dtype)
     second = randomised(Linear(n, 24, bias=True), generator, dtype)
     x, carried = random(generator, dtype, batch, k), random(generator, dtype, batch, n)
-    residual = products.added_product(first, x, products.Residual(carried), None, norm, counters(256))
+    residual = gemm.gemm_add(first, x, gemm.Residual(carried), None, norm, counters(256))
     assert (residual.normed is None) == (dtype is torch.float16)
     activation = "silu" if gated else ""
-    got, after = products.normed_product(second, residual, norm, counters(256), activation=activation, gated=gated)
+    got, after = gemm.norm_gemm(second, residual, norm, counters(256), activation=activation, gated=gated)
     assert after.x is residual.x
     assert second.bias is not None
     expected = norm(residual.x.float()) @ second.weight.float().T + second.bias.float()
@@ -271,16 +271,16 @@ def test_a_product_of_up_to_eight_rows(
     """Prepared for a norm, in float16 too: the numbers are small."""
     k, n, slices, gated, bias, sizes = case
     if sizes is not None:
-        monkeypatch.setattr(products, "_held", lambda *_: products.Held(*sizes))
-    monkeypatch.delattr(products, "_few_rows")  # it is not what is tested
+        monkeypatch.setattr(gemm, "_gemv_sizes", lambda *_: gemm.GemvSizes(*sizes))
+    monkeypatch.delattr(gemm, "_launch_gemm_small")  # it is not what is tested
     linear = randomised(Linear(k, n * (2 if gated else 1), bias=bias), generator, dtype)
     linear.weight.div_(k**0.5)
     linear.slices = slices
     x, carried = random(generator, dtype, batch, k), random(generator, dtype, batch, n)
-    norm = randomised(ZeroCentredRMSNorm(n, 1e-5), generator, dtype)
+    norm = randomised(ZeroCenteredRMSNorm(n, 1e-5), generator, dtype)
     activation = "silu" if gated else ""
-    y, prepared = products.product(
-        linear, products.Normed(x), None, addend=carried, norm=norm, activation=activation, gated=gated
+    y, prepared = gemm.gemm(
+        linear, gemm.GemmInput(x), None, addend=carried, norm=norm, activation=activation, gated=gated
     )
     expected = x.float() @ linear.weight.float().T + (linear.bias.float() if bias else 0)
     if gated:
@@ -309,9 +309,9 @@ def test_which_products_are_of_eight_rows(
 ) -> None:
     with torch.device("meta"):
         linear, x = Linear(k, n).to(dtype), torch.empty(batch, k, dtype=dtype)
-    assert (products._held(linear, x) is not None) == eight
+    assert (gemm._gemv_sizes(linear, x) is not None) == eight
     monkeypatch.setattr(device_check, "instructions_agree", lambda *_: False)
-    assert products._held(linear, x) is None
+    assert gemm._gemv_sizes(linear, x) is None
 
 
 class Layer:
@@ -407,16 +407,14 @@ class Layer:
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in fmod:RuntimeWarning")  # of no slots
-@EVERY_DTYPE
-@pytest.mark.parametrize(
-    "options",
-    [
+@once(
+    options=[
         {},
         {"rope": False, "kv_heads": 4},
         {"norm": RMSNorm, "heads": 3, "kv_heads": 1, "head_dim": 20},
         {"norm": RMSNorm, "rope": False, "heads": 1, "kv_heads": 1, "head_dim": 8},
     ],
-    ids=str,
+    dtype=DTYPES,
 )
 @torch.inference_mode()
 def test_attention_at_every_length(options: dict[str, Any], dtype: torch.dtype, generator: torch.Generator) -> None:
@@ -451,8 +449,7 @@ def test_groups_are_folded(
 WINDOW = 2 * BLOCK_S + 1
 
 
-@pytest.mark.parametrize("slots", [WINDOW, WINDOW + 3, 200], ids=["tight", "ring", "whole"])
-@pytest.mark.parametrize("programs", [1, 20])
+@once(slots=[WINDOW, WINDOW + 3, 200], programs=[20, 1])  # a tight ring, a ring, the whole
 @torch.inference_mode()
 def test_windows_and_rings(
     slots: int, programs: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
@@ -486,7 +483,7 @@ class TestByWarps:
             (torch.float16, {"head_dim": 64}),
             (torch.bfloat16, {"head_dim": 64, "heads": 3, "kv_heads": 1, "norm": RMSNorm, "rope": False}),
             (torch.float16, {"head_dim": 128, "heads": 8, "kv_heads": 1}),
-            (torch.bfloat16, {"head_dim": 128, "heads": 1, "kv_heads": 1, "norm": ZeroCentredRMSNorm}),
+            (torch.bfloat16, {"head_dim": 128, "heads": 1, "kv_heads": 1, "norm": ZeroCenteredRMSNorm}),
         ],
         ids=str,
     )
@@ -495,8 +492,7 @@ class TestByWarps:
         lengths = [0, -1, 1, 63, 64, 65, 200]
         Layer(generator, dtype, len(lengths), 256, **options).check(lengths)
 
-    @pytest.mark.parametrize("window", [64, 70])
-    @pytest.mark.parametrize("more", [0, 3, 300], ids=["tight", "ring", "whole"])
+    @once(more=[0, 3, 300], window=[64, 70])  # a tight ring, a ring, the whole
     @torch.inference_mode()
     def test_windows_and_rings(self, window: int, more: int, generator: torch.Generator) -> None:
         positions = [window - 1, window, 2 * window, 5 * window + 2]
@@ -541,8 +537,14 @@ def decode_both(model: Decoder, caches: list[Any], tokens: list[int]) -> tuple[T
     return got, expected
 
 
-@pytest.mark.parametrize(("family", "kind"), [*((family, KVCache) for family in FAMILIES), ("gemma3", SlidingCache)])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("family", "kind", "batch"),
+    [
+        (family, kind, batch)
+        for i, (family, kind) in enumerate([*((family, KVCache) for family in FAMILIES), ("gemma3", SlidingCache)])
+        for batch in amount((1, 3), ((1, 3)[i % 2],))
+    ],
+)
 def test_a_step(
     tiny_model: Callable[..., Decoder], family: str, kind: type[BaseCache], batch: int, generator: torch.Generator
 ) -> None:
@@ -568,7 +570,7 @@ def test_every_family_has_a_plan(tiny_model: Callable[..., Decoder], family: str
 
 
 def refuse(model: Decoder, message: str) -> None:
-    with pytest.raises(NotPlain, match=message):
+    with pytest.raises(UnsupportedByKernels, match=message):
         GpuBackend.of(parts_of(model), model.dtype)
 
 
@@ -640,12 +642,12 @@ def test_what_becomes_of_a_product_of_many_rows(
     gated: bool, activation: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In several programs to a row."""
-    monkeypatch.setattr(products, "FEW", 2)
-    monkeypatch.setattr(products, "FINISHED", 4)
+    monkeypatch.setattr(gemm, "SMALL_ROWS", 2)
+    monkeypatch.setattr(gemm, "EPILOGUE_COLUMNS", 4)
     linear = randomised(Linear(20, 14, bias=True), generator, torch.float32)
     x = random(generator, torch.float32, 3, 20)
     gated = gated and bool(activation)
-    got, _ = products.product(linear, products.Normed(x), None, activation=activation, gated=gated)
+    got, _ = gemm.gemm(linear, gemm.GemmInput(x), None, activation=activation, gated=gated)
     y = linear(x)
     if activation:
         first, *second = y.chunk(2, -1) if gated else (y,)
@@ -662,7 +664,7 @@ class TestWhereThereAreNone:
 
     def check(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], message: str) -> None:
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-        with pytest.raises(NotPlain, match=f"there are no kernels for this GPU: {message}"):
+        with pytest.raises(UnsupportedByKernels, match=f"there are no kernels for this GPU: {message}"):
             gpu.check(torch.device("cuda"))
 
     def test_an_older_card(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -706,9 +708,9 @@ def test_what_a_step_is_fed(
     model = tiny_model(model_type=family, hidden_size=hidden_size, dtype=dtype).to(DEVICE)
     plan = plan_of(model)
     tokens = torch.tensor([5, -1, 7], device=DEVICE)
-    positions, moves = torch.tensor([[3, -1, 0], [1, 0, 1]], dtype=torch.int32, device=DEVICE)
+    positions, increments = torch.tensor([[3, -1, 0], [1, 0, 1]], dtype=torch.int32, device=DEVICE)
     steps = torch.tensor([6], dtype=torch.int32, device=DEVICE)
-    fed = step.begin(plan, tokens, positions, moves, steps)
+    fed = step.begin(plan, tokens, positions, increments, steps)
     assert steps.tolist() == [7]
     assert torch.equal(fed.x, model.embed(*torch.tensor([[5, 0, 7], [3, 0, 0]], device=DEVICE)))
     assert fed.positions.tolist() == [3, -1, 0]
@@ -729,6 +731,6 @@ def test_a_large_residual_in_16_bits(batch: int) -> None:
     second.weight.fill_(0.01)
     norm.weight.fill_(8.0)
     carried = torch.full((batch, 16), 9000.0, dtype=torch.float16, device=DEVICE)
-    residual = products.added_product(first, carried / 9000, products.Residual(carried), None, norm, counters())
-    got, _ = products.normed_product(second, residual, norm, counters())
+    residual = gemm.gemm_add(first, carried / 9000, gemm.Residual(carried), None, norm, counters())
+    got, _ = gemm.norm_gemm(second, residual, norm, counters())
     close(got, torch.full_like(got, 16 * 8 * 0.01))

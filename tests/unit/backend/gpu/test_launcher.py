@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
 
-from infer.backend.gpu import precompile  # noqa: E402
+from infer.backend.gpu import launcher  # noqa: E402
 from infer.backend.gpu.launcher import Kernel, Launch  # noqa: E402
 from infer.backend.gpu.launcher import kernel as decorated  # noqa: E402
 
@@ -64,12 +65,12 @@ def kernel(jitted: Jitted) -> Kernel:
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def recorded() -> Iterator[list[Any]]:
     """What is compiled ahead instead of being launched."""
     compiled: list[Any] = []
-    monkeypatch.setattr(precompile, "recording_launches", lambda: True)
-    monkeypatch.setattr(precompile, "record", compiled.append)
-    return compiled
+    token = launcher._recorded.set(compiled)
+    yield compiled
+    launcher._recorded.reset(token)
 
 
 def test_is_looked_up_once(kernel: Kernel, jitted: Jitted) -> None:

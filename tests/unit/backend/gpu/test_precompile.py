@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,11 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
 
-from infer.backend.gpu import precompile  # noqa: E402
+from infer.backend.gpu import launcher  # noqa: E402
 from infer.backend.gpu.launcher import Kernel, Launch  # noqa: E402
 
 X = torch.zeros(16)
+compile_ahead = partial(launcher.compile_ahead, X.device)
 place = ContextVar("place", default="nowhere")
 
 
@@ -70,7 +72,7 @@ def jitted() -> Jitted:
 
 def test_what_would_be_launched_is_compiled(launch: Callable[[], None], jitted: Jitted) -> None:
     launch()
-    precompile.compile_all(launch)
+    compile_ahead(launch)
     launch()
     assert jitted.calls == [(kind, (3,), (X,), {"K": 5}) for kind in ("launched", "compiled", "launched")]
 
@@ -78,14 +80,16 @@ def test_what_would_be_launched_is_compiled(launch: Callable[[], None], jitted: 
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_an_interpreter_has_nothing_to_compile(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
-    assert precompile.possible() is not interpreted
+    assert launcher.can_compile_ahead() is not interpreted
 
 
-def test_what_is_compiled_is_loaded(launch: Callable[[], None], jitted: Jitted) -> None:
-    """Once, however often it would be launched, and where the caller says."""
+def test_what_is_compiled_is_loaded(
+    launch: Callable[[], None], jitted: Jitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, however often it would be launched, and on its device."""
 
     @contextmanager
-    def device() -> Iterator[None]:
+    def on(_: torch.device) -> Iterator[None]:
         token = place.set("the device")
         yield
         place.reset(token)
@@ -94,20 +98,25 @@ def test_what_is_compiled_is_loaded(launch: Callable[[], None], jitted: Jitted) 
         launch()
         launch()
 
-    precompile.compile_all(walk, device)
+    monkeypatch.setattr(launcher, "on", on)
+    compile_ahead(walk)
     assert jitted.loaded == ["the device"]
 
 
-def test_what_cannot_be_loaded_is_left_to_whoever_launches_it(launch: Callable[[], None], jitted: Jitted) -> None:
-    """Who is then told why: the kernel does not pass for one that is loaded."""
+def test_what_cannot_be_loaded_fails_when_it_is_launched(
+    launch: Callable[[], None], jitted: Jitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is not taken for one that is loaded."""
     jitted._run = "half loaded"
 
     @contextmanager
-    def full() -> Iterator[None]:
-        raise MemoryError
+    def full(_: torch.device) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError
         yield
 
-    precompile.compile_all(launch, full)
+    monkeypatch.setattr(launcher, "on", full)
+    compile_ahead(launch)
     assert jitted.loaded == []
     assert jitted._run is None
 
@@ -117,7 +126,7 @@ def test_what_triton_keeps_to_itself_is_left_alone(
 ) -> None:
     """Where somebody's hook compiles a kernel instead, there is none to load."""
     monkeypatch.setattr(jitted, "warmup", lambda *_, **__: None)
-    assert precompile.compile_all(launch) == []
+    assert compile_ahead(launch) == []
     assert jitted.loaded == []
 
 
@@ -135,7 +144,7 @@ def test_what_no_disk_had_is_named(launch: Callable[[], None], jitted: Jitted, m
 
     jitted._compile = tell
     monkeypatch.setattr(triton.knobs.compilation, "listener", before)
-    assert precompile.compile_all(launch) == ["two"]
+    assert compile_ahead(launch) == ["two"]
     assert triton.knobs.compilation.listener is before
     assert heard == ["one", "two"]  # whoever listens is not left out
 
@@ -145,7 +154,7 @@ def test_what_cannot_be_compiled_is_left_out(launch: Callable[[], None], jitted:
         raise ValueError
 
     jitted._compile = fail
-    assert precompile.compile_all(launch) == []
+    assert compile_ahead(launch) == []
     launch()
     assert jitted.calls[-1][0] == "launched"
 
@@ -161,7 +170,7 @@ def test_an_interrupt_leaves_nothing_behind(
         time.sleep(0.05)
 
     def interrupt(futures: Any) -> Any:
-        started.wait(5)
+        started.wait(300)
         raise KeyboardInterrupt
 
     def walk() -> None:
@@ -174,9 +183,9 @@ def test_an_interrupt_leaves_nothing_behind(
     with monkeypatch.context() as patch:
         patch.setattr(triton.runtime._async_compile, "as_completed", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            precompile.compile_all(walk)
+            compile_ahead(walk)
     launch()
     assert jitted.calls[-1][0] == "launched"
-    precompile.compile_all(launch)
+    compile_ahead(launch)
     assert jitted.calls[-1][0] == "compiled"
     assert triton.knobs.compilation.listener is None

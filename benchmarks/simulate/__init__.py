@@ -1,0 +1,1 @@
+"""A simulation of many replicas: `python benchmarks/simulate --help`."""

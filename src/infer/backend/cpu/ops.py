@@ -1,0 +1,188 @@
+"""Modules as the CPU kernels take them: records of addresses, sizes and constants; and single modules run by kernels.
+
+Each row and each query is computed by itself. 16-bit tensors are widened to float32, and the result is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infer.backend.cpu import kernels, tile_rows
+from infer.backend.parts import BlockParts
+from infer.cache.table import Table
+from infer.nn.linear import Embedding, Linear
+from infer.nn.norm import Norm
+from infer.nn.quantized import QuantizedWeight
+from infer.nn.sharded import ShardedEmbedding
+
+Record = np.ndarray[Any, Any]
+
+WEIGHT_KINDS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 116}  # the kinds of gemm.py
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+empty = partial(torch.empty, dtype=torch.float32, device="cpu")
+_tiling = Lock()  # a plan has the address of a tiled weight: no second thread may tile it again
+
+
+def is_readable(weight: Tensor) -> bool:
+    """Whether the kernels read such a weight: float32, packed, or a 16-bit matrix."""
+    return weight.is_cpu and (
+        weight.dtype in (torch.float32, torch.uint8) or (weight.dtype in WEIGHT_KINDS and weight.dim() == 2)
+    )
+
+
+def block_record(parts: BlockParts) -> Record:
+    made = np.zeros(1, kernels().BLOCK)
+    for name, part in parts._asdict().items():
+        if isinstance(part, Linear):
+            made[name] = weight_record(part.weight, part.bias)
+        elif isinstance(part, Norm):
+            made[name] = norm_record(part, part.weight, part.bias)
+    made["heads"], made["kv_heads"], made["head_dim"] = parts.heads, parts.kv_heads, parts.head_dim
+    made["attend"] = kernels().attend.address
+    made["scale"], made["window"] = parts.scale, parts.window or 0
+    made["activation"], made["inner"] = ACTIVATION_CODES[parts.activation], parts.down.in_features
+    return made
+
+
+def head_record(norm: Norm | None, linear: Linear | None) -> Record:
+    made = np.zeros(1, kernels().HEAD)
+    if linear is not None:
+        made["weight"] = weight_record(linear.weight, linear.bias)
+    if norm is not None:
+        made["norm"] = norm_record(norm, norm.weight, norm.bias)
+    return made
+
+
+def weight_record(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> tuple[int, ...]:
+    """Compiles the GEMM kernel for such a weight if this has not been done before."""
+    if isinstance(weight, QuantizedWeight):
+        kind, stored = weight.bits, _tiled(weight)
+    else:
+        kind, stored = WEIGHT_KINDS[weight.dtype], weight
+    return kernels().gemm_kernel(kind).address, kind, stored.data_ptr(), _address(bias), *weight.shape
+
+
+def _tiled(weight: QuantizedWeight) -> Tensor:
+    """The weight in tiles of as many rows as a register has lanes. The loader makes it so; others change here, once."""
+    with _tiling:
+        weight.set_tile_rows(tile_rows())
+    return weight.packed
+
+
+def norm_record(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[int, int, float, float, bool]:
+    return weight.data_ptr(), _address(bias), norm.eps, norm.offset, norm.centered
+
+
+def _address(bias: Tensor | None) -> int:
+    return 0 if bias is None else bias.data_ptr()
+
+
+def linear(x: Tensor, part: Linear) -> Tensor:
+    """x [T, in] -> [T, out]"""
+    x = part.input(x)
+    bias, out = None if part.bias is None else _floats(part.bias), empty(x.shape[0], part.weight.shape[0])
+    running().linear(weight_record(part.weight, bias), _floats(x), out)
+    return part.output(out.to(x.dtype))
+
+
+def norm(x: Tensor, part: Norm) -> Tensor:
+    """Normalizes each vector of x [..., C]."""
+    made = running()
+    weight, bias = _floats(part.weight), None if part.bias is None else _floats(part.bias)
+    rows = _floats(x.reshape(-1, x.shape[-1]))
+    head, out = np.zeros(1, made.HEAD), empty(*rows.shape)
+    head["norm"] = norm_record(part, weight, bias)
+    made.norm_rows(head, rows, *rows.shape, out)
+    return out.view(x.shape).to(x.dtype)
+
+
+def activate(x: Tensor, inner: int, activation: str) -> Tensor:
+    """activation(x [T, inner]), or activation(gate) * up for x [T, 2 inner], which holds both."""
+    out = empty(x.shape[0], inner)
+    running().activate_rows(ACTIVATION_CODES[activation], _floats(x), *x.shape, inner, out)
+    return out.to(x.dtype)
+
+
+def embedding(part: Embedding) -> Callable[[Tensor], Tensor]:
+    """A function from ids [T] to their vectors [T, C]."""
+    weight = part.weight
+    if not isinstance(weight, QuantizedWeight):
+        return part.forward if isinstance(part, ShardedEmbedding) else partial(F.embedding, weight=weight)
+    _tiled(weight)
+    return partial(_sharded_look_up, part, weight) if isinstance(part, ShardedEmbedding) else partial(look_up, weight)
+
+
+def _sharded_look_up(part: ShardedEmbedding, weight: QuantizedWeight, ids: Tensor) -> Tensor:
+    at, own = part.local_ids(ids)
+    return part.group.combine(look_up(weight, at), own)
+
+
+def look_up(weight: QuantizedWeight, ids: Tensor) -> Tensor:
+    """Rows ids [T] of a quantized weight, as float32 [T, K]."""
+    ids, out = ids.long().contiguous(), empty(len(ids), weight.columns)
+    if not all(0 <= row < weight.rows for row in ids.tolist()):
+        raise IndexError(f"a row id is outside 0..{weight.rows - 1}")
+    kernels().look_up(weight.bits, _tiled(weight), *weight.shape, ids, len(ids), out)
+    return out
+
+
+class CpuAttention:
+    """Attention over keys and values that a cache hands out: an `AttentionKernel`."""
+
+    takes_int8 = True
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+        batch, heads, n, head_dim = q.shape
+        if window is not None and k.shape[2] > n + window - 1:  # no query sees the keys before the first one's window
+            k, v = k[:, :, 1 - n - window :], v[:, :, 1 - n - window :]
+        k, v = _contiguous(k, v)
+        out = empty(batch * n, heads * head_dim)
+        running().attend(*_arguments(q, k, v, scale, window, end - k.shape[2]), out)
+        return out.to(q.dtype).view(batch, n, heads, head_dim).transpose(1, 2)
+
+    def weights(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+        batch, heads, n, _ = q.shape
+        k, v = _contiguous(k, v)
+        out = empty(batch * n, heads * k.shape[2])
+        running().attention_weights(*_arguments(q, k, v, scale, window), out, k.shape[2])
+        return out.view(batch, n, heads, -1).transpose(1, 2)
+
+
+def _contiguous(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in a layout that kernels read. The caller keeps them alive: kernels know only their addresses."""
+    if k.dtype is not torch.int8:
+        k, v = k.float(), v.float()
+    if k.stride()[2:] != (k.shape[3], 1) or k.stride() != v.stride():
+        k, v = k.contiguous(), v.contiguous()
+    return k, v
+
+
+def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, first: int = 0) -> tuple[Any, ...]:
+    """The arguments of the attention kernels but the output. first: the position of the first key."""
+    batch, heads, n, head_dim = q.shape
+    ends = np.arange(k.shape[2] - n, k.shape[2]) + 1
+    counts = ends if window is None else np.minimum(ends, window)
+    rows = _floats(q.transpose(1, 2).reshape(batch * n, heads * head_dim))
+    table, queries = Table([k], [v]).from_position(first), kernels().query_blocks([n] * batch)
+    visible = np.tile(np.stack((first + ends - counts, counts), 1), (batch, 1))
+    shape = heads, k.shape[1], head_dim, scale
+    return *shape, rows, heads * head_dim * 4, table, queries, len(queries), visible
+
+
+def running() -> Any:
+    """The kernels, with as many threads as torch has."""
+    made = kernels()
+    made.use_threads(torch.get_num_threads())
+    return made
+
+
+def _floats(x: Tensor) -> Tensor:
+    return x.detach().float().contiguous()
