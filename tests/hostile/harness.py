@@ -161,12 +161,18 @@ def _surround(
         os.close(writing)
     if interrupt_after is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.signal(signal.SIGALRM, lambda *_: _interrupt())
         signal.setitimer(signal.ITIMER_REAL, interrupt_after)
     if address_space is not None:  # beyond what there is
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (address_space + pages * resource.getpagesize(), -1))
     os.environ.update(environment)
+
+
+def _interrupt() -> None:
+    """Ctrl-C, unless the command has ended: it has its own handler while it runs."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _main(args: list[str]) -> int:

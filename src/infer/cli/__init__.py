@@ -25,14 +25,24 @@ def main(args: list[str] | None = None) -> None:
     Status 2: an error that the user can fix, in one line. 1: a failed check, a closed pipe, or an unexpected error, in
     one line. 130: Ctrl-C. INFER_TRACEBACK=1 prints the traceback.
     """
-    try:
-        open_streams()
-        with _recording_interrupts(), status_line.shown(progress.FETCHING, progress.LOADING, progress.COMPILING):
-            if "TORCHELASTIC_RUN_ID" in os.environ:
-                _join_torchrun()
-            from infer.cli.commands import app  # inside `try`: Ctrl-C may come during the import
+    with _handling_interrupts():
+        sys.exit(_run(args))
 
-            app(args)
+
+def _run(args: list[str] | None) -> int:
+    """Run the command line; returns the exit status."""
+    global _is_ending
+    try:
+        try:
+            open_streams()
+            with status_line.shown(progress.FETCHING, progress.LOADING, progress.COMPILING):
+                if "TORCHELASTIC_RUN_ID" in os.environ:
+                    _join_torchrun()
+                from infer.cli.commands import app  # inside `try`: Ctrl-C may come during the import
+
+                app(args)
+        finally:
+            _is_ending = True
     except KeyboardInterrupt:
         status = 130
     except SystemExit as ending:
@@ -42,7 +52,7 @@ def main(args: list[str] | None = None) -> None:
     except BaseException as error:  # a panic in Rust is not an Exception
         status = 130 if time.monotonic() - _interrupted_at < INTERRUPT_GRACE_S else _report(error)
     close_streams()
-    sys.exit(status)
+    return status
 
 
 def _join_torchrun() -> None:
@@ -55,18 +65,20 @@ def _join_torchrun() -> None:
 
 
 _interrupted_at = -math.inf
+_is_ending = False
 
 
 @contextmanager
-def _recording_interrupts() -> Iterator[None]:
-    """Record the time of Ctrl-C: C++ code may turn a KeyboardInterrupt into another error."""
-    global _interrupted_at
-    _interrupted_at = -math.inf
+def _handling_interrupts() -> Iterator[None]:
+    """Record the time of Ctrl-C: C++ code may turn a KeyboardInterrupt into another error. Ignore it at the end."""
+    global _interrupted_at, _is_ending
+    _interrupted_at, _is_ending = -math.inf, False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         global _interrupted_at
-        _interrupted_at = time.monotonic()
-        signal.default_int_handler(number, frame)
+        if not _is_ending:
+            _interrupted_at = time.monotonic()
+            signal.default_int_handler(number, frame)
 
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not is_default or threading.current_thread() is not threading.main_thread():
