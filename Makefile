@@ -9,7 +9,7 @@ demo: $(VENV)/.demo  ## Answer a question with the default model, with and witho
 	$(BIN)/infer generate --chat --compare --max-new-tokens 64 "$(PROMPT)"
 
 serve: $(VENV)/.demo  ## Serve the default model to OpenAI's clients, and a page, at http://127.0.0.1:8000.
-	$(BIN)/infer serve --quantize int4
+	$(BIN)/infer serve
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/.docs  ## Serve the documentation at http://127.0.0.1:8001.

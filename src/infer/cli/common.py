@@ -42,7 +42,8 @@ ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 DtypeOption = Annotated[
     str,
     typer.Option(
-        help="The dtype to compute in: auto, float32, bfloat16, float16 or float64. auto is float32 on a CPU."
+        help="The dtype to compute in: auto, float32, bfloat16, float16 or float64. auto is float32 on a CPU, where "
+        "quantized weights of a GGUF file stay quantized; another dtype makes them floats."
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or another torch device (mps, xpu).")]
@@ -51,7 +52,7 @@ QuantizeOption = Annotated[
     typer.Option(
         help="Quantize the weights to 4 or 8 bits, on a CPU. `infer perplexity` measures the loss.",
         metavar="int4|int8",
-        show_default="none",
+        show_default="as in the file",
     ),
 ]
 ThreadsOption = Annotated[

@@ -139,7 +139,7 @@ def trace(
     run.load(load)
     result = run.generate(quiet=as_json, trace=trace)
     del trace.steps[result.generated_tokens :]  # a step that was interrupted before it was printed
-    trace.settings |= {"model": model_name, "device": load.device, "quantize": load.quantize}
+    trace.settings |= {"model": model_name, "device": load.device, "dtype": load.dtype, "quantize": load.quantize}
     trace.settings |= {name: getattr(sequence, name) for name in ENCODING}
     unsaved = save_all(trace, files)  # first: the reader of the output may close it early
     same, verdict = True, ""

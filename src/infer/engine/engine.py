@@ -299,13 +299,15 @@ class Engine:
         """Settings to reproduce the run, beside the weights and the prompt, as JSON; a trace keeps them."""
         model, params = self.model, sequence.params
         cache = None if sequence.cache is None else unwrap(sequence.cache)
-        bits = quantized_bits(model)
+        dtype = str(model_dtype(model) or torch.float32).removeprefix("torch.")
+        quantize = f"int{min(bits)}" if (bits := quantized_bits(model)) else None
         # JSON has no -inf.
         bias = {str(token): x if math.isfinite(x) else str(x) for token, x in params.logit_bias.items()}
         return {
             "model_type": model.config.model_type,
-            "dtype": str(model_dtype(model) or torch.float32).removeprefix("torch."),
-            "quantize": f"int{min(bits)}" if bits else None,
+            "dtype": dtype,
+            "quantize": quantize,
+            "weights": quantize or dtype,
             "device": str(model_device(model)),
             "backend": backend_name(model),
             "kv_cache": not isinstance(cache, NoCache),

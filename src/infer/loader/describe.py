@@ -49,7 +49,7 @@ def describe(
         raise ValueError(f"context must be from 1 to the model's {config.max_position_embeddings}, not {context}")
     with torch.device("meta"):
         model = build_model(config)
-    weights = choose_weight_dtypes(model, checkpoint, computed, target, quantize)
+    weights = choose_weight_dtypes(model, checkpoint, dtype, target, quantize)
     weight_bytes = weights.nbytes(model)
     free = available_memory(target)
     largest, conversations = config.max_position_embeddings, None

@@ -4,6 +4,9 @@ In float32 on a CPU with kernels, matrices that a checkpoint has in bfloat16 sta
 they multiply, which gives the same numbers and reads half the memory. (float16 is widened when loaded: its conversion
 instruction is slow on many cores, and takes longer at each step than reading twice the bytes.)
 
+On a CPU, quantized matrices of a GGUF file stay quantized, unless `dtype` asks for floats: Q4_0, Q4_1 and Q4_K in 4
+bits, all other types, the embedding and the head in 8. Of matrices that are stacked, all must be quantized.
+
 quantize="int8" stores all matrices in 8 bits. "int4" stores them in 4 bits, except in 8 bits:
 - the embedding and the head, which affect every token;
 - what a GGUF file has in 5 bits or more, because its author found that it needs them;
@@ -36,7 +39,8 @@ from infer.nn.linear import FusedLinear, Linear
 from infer.nn.quantized import BITS, QuantizedWeight, packed_bytes
 from infer.nn.sharded import Group
 
-ABOVE_4_BITS = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "Q8_K")  # GGUF types
+FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")  # GGUF types whose blocks become int4 as they are
+ABOVE_4_BITS = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "Q8_K")
 
 
 def load_model(
@@ -51,13 +55,14 @@ def load_model(
 
     name_or_path: a folder, a GGUF file, nanoGPT's ckpt.pt, a built-in short name, or a hub id. Weights go directly into
     their final dtype on their final device: memory peaks at the model's size plus one tensor.
-    dtype: what the model computes in. In float32 on a CPU, matrices stored in bfloat16 stay in bfloat16
+    dtype: what the model computes in. With "auto" on a CPU, that is float32, and quantized matrices of a GGUF file stay
+    quantized; any other dtype makes them floats. In float32 on a CPU, matrices stored in bfloat16 stay in bfloat16
     (`model.float()` converts them).
     quantize: "int4" or "int8" stores the matrices in 4 or 8 bits (see `loader/load.py`), on the CPU.
     group: the processes of a tensor-parallel model, each of which loads its shard (see `infer.parallel`).
     """
     device = resolve_device(device)
-    dtype = resolve_weight_dtype(dtype, device, quantize)
+    resolve_weight_dtype(dtype, device, quantize)  # refuses before anything is read
     checkpoint = open_checkpoint(name_or_path)
     shard = None if group is None else ModelShard(checkpoint.config, group)
     with torch.device("meta"):
@@ -69,12 +74,12 @@ def load_model(
     check_memory(weights.nbytes(model), weights, device)
     if device.type == "cpu":
         use_threads()
-    if device.type == "cpu" and dtype is torch.float32:
+    if device.type == "cpu" and weights.dtype is torch.float32:
         # Kernels are compiled now rather than between two tokens.
         if (kernels := cpu.kernels()) is not None:
-            kernels.prepare({stored for stored in weights.stored.values() if isinstance(stored, int)})
+            kernels.prepare(weights.bits)
         elif quantize is None:
-            weights = WeightDtypes(dtype)
+            weights = WeightDtypes(weights.dtype)
             check_memory(weights.nbytes(model), weights, device)
         else:
             print("without compiled kernels quantized weights are slow: each GEMM dequantizes them", file=sys.stderr)
@@ -104,8 +109,12 @@ class WeightDtypes:
     """How each parameter is stored: in the model's dtype, unless `stored` says otherwise."""
 
     dtype: torch.dtype  # what the model computes in
-    quantize: str | None = None
     stored: Mapping[str, int | torch.dtype] = field(default_factory=dict)  # by parameter: bits if quantized, or a dtype
+
+    @property
+    def bits(self) -> set[int]:
+        """Of the quantized matrices."""
+        return {stored for stored in self.stored.values() if isinstance(stored, int)}
 
     def nbytes(self, model: Decoder) -> int:
         total = 0
@@ -120,31 +129,35 @@ class WeightDtypes:
     def __str__(self) -> str:
         """What most weights are stored in."""
         dtype = torch.bfloat16 if torch.bfloat16 in self.stored.values() else self.dtype
-        return self.quantize or str(dtype).removeprefix("torch.")
+        return f"int{min(self.bits)}" if self.bits else str(dtype).removeprefix("torch.")
 
 
 def choose_weight_dtypes(
-    model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantize: str | None
+    model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype | str, device: torch.device, quantize: str | None
 ) -> WeightDtypes:
-    """model: of that checkpoint, not yet quantized; it may be on the meta device."""
+    """model: of that checkpoint, not yet quantized, or on the meta device. Other arguments are those of `load_model`."""
     stored: dict[str, int | torch.dtype] = {}
-    keeps_bfloat16 = device.type == "cpu" and dtype is torch.float32 and cpu.expected()
+    computed = resolve_weight_dtype(dtype, device, quantize)
+    keeps_bfloat16 = device.type == "cpu" and computed is torch.float32 and cpu.expected()
+    keeps_blocks = keeps_bfloat16 and dtype == "auto"
     for name, _ in model.named_parameters() if quantize is not None or keeps_bfloat16 else ():
         module_name, _, kind = name.rpartition(".")
         module = model.get_submodule(module_name)
         if kind != "weight" or not (isinstance(module, Linear) or module is model.embed_tokens):
             continue
         dtypes = {checkpoint.stored_dtype(each) for each in (name, *part_names(module, module_name, kind))} - {None}
-        if quantize is None:
+        quantized = dtypes - set(FLOATS.values())
+        if quantize is None and not (keeps_blocks and quantized and quantized == dtypes):
             if dtypes == {torch.bfloat16}:
                 stored[name] = torch.bfloat16
         elif quantize == "int8" or module is model.embed_tokens or module is model.lm_head:
             stored[name] = 8
+        elif quantize is None:
+            stored[name] = 4 if dtypes <= set(FOUR_BITS) else 8
         else:
             from_floats = 8 if module_name.endswith("qkv_proj") else 4
-            quantized = dtypes - set(FLOATS.values())
             stored[name] = max((8 if each in ABOVE_4_BITS else 4 for each in quantized), default=from_floats)
-    return WeightDtypes(dtype, quantize, stored)
+    return WeightDtypes(computed, stored)
 
 
 def part_names(module: nn.Module, module_name: str, kind: str) -> list[str]:
@@ -226,14 +239,15 @@ def check_memory(nbytes: int, weights: WeightDtypes, device: torch.device, proce
 
 def check_shard_memory(
     name_or_path: str | Path, dtype: torch.dtype | str, device: torch.device, quantize: str | None, processes: int
-) -> None:
+) -> WeightDtypes:
     """The check of `load_model`, before several processes that share the device's memory load a shard each."""
-    dtype = resolve_weight_dtype(dtype, device, quantize)
+    resolve_weight_dtype(dtype, device, quantize)  # refuses before anything is read
     checkpoint = open_checkpoint(name_or_path)
     with torch.device("meta"):
         model = build_model(checkpoint.config)
     weights = choose_weight_dtypes(model, checkpoint, dtype, device, quantize)
     check_memory(weights.nbytes(model) // processes, weights, device, processes)
+    return weights
 
 
 def _materialize(model: Decoder, device: torch.device, weights: WeightDtypes) -> None:

@@ -29,7 +29,6 @@ from infer.parallel.collectives import distributed
 from infer.parallel.group import ProcessGroup, ProcessLost
 from infer.parallel.tensor_parallel import TensorParallelGroup, load_shard, run_worker
 
-BITS_KEPT = {"int4": {4, 8}, "int8": {8}}  # by `quantize`, the weight bits that a model may then have
 START_TIMEOUT = timedelta(minutes=5)  # for all processes to connect
 READY = "ready "  # a key of the store, followed by a rank
 NO_MORE_GROUPS = "over"  # in the store, instead of the settings of the next group: the driver has exited
@@ -60,13 +59,14 @@ def load_sharded(
     settings = {"name_or_path": str(name_or_path), "dtype": dtype, "quantize": quantize}
     if torchrun_rank():
         run_torchrun_worker()
+    bits: set[int] = set()
     if collectives == "gloo":
-        check_shard_memory(name_or_path, dtype, device, quantize, world_size)
+        bits = check_shard_memory(name_or_path, dtype, device, quantize, world_size).bits
     start = _start_workers if torchrun_rank() is None else _join_torchrun
     group = start(world_size, device, collectives)
     try:
         if device.type == "cpu" and cpu.kernels() is not None:  # compiled by one process, for all
-            cpu.kernels().prepare(BITS_KEPT.get(quantize or "", set()), split=True)
+            cpu.kernels().prepare(bits, split=True)
         group.send("load", settings, _share_threads(group))
         return load_shard(group, settings), config
     except BaseException:

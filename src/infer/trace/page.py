@@ -24,7 +24,7 @@ _RUN = {
     "model": "model",
     "model_type": "family",
     "dtype": "dtype",
-    "quantize": "quantization",
+    "weights": "weights",
     "device": "device",
     "backend": "kernels",
     "chat": "chat template",

@@ -39,6 +39,7 @@ from infer.cache import NoCache
 from infer.cli.common import DEFAULT_MODEL
 from infer.loader import gguf_file
 from infer.loader.builtin import BUILTIN, pull
+from infer.loader.describe import describe
 from infer.loader.gguf_file import GGUFFile, read_header
 from infer.loader.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
 from infer.nn.quantized import QuantizedWeight
@@ -278,6 +279,39 @@ def test_files_of_several_types(tmp_path: Path, kinds: dict[str, str], default: 
     for name, (weight, got) in quantised_parts(model).items():
         kind = kinds.get(name.split(".")[-2], default)
         assert_taken_over(weight, got, floats[name], kind)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "default", "bits"),
+    [
+        ({}, "Q4_1", {"qkv": 4, "o": 4, "gate_up": 4, "down": 4, "embedding": 8, "head": 8}),
+        ({"attn_v": "Q6_K"}, "Q4_K", {"qkv": 8, "o": 4, "gate_up": 4, "down": 4, "embedding": 8, "head": 8}),
+        ({"ffn_down": "Q6_K"}, "Q5_0", {"qkv": 8, "o": 8, "gate_up": 8, "down": 8, "embedding": 8, "head": 8}),
+        ({"attn_k": "F16", "ffn_up": "BF16"}, "Q4_0", {"o": 4, "down": 4, "embedding": 8, "head": 8}),
+        ({"token_embd": "F16", "ffn_down": "BF16"}, "Q8_0", {"qkv": 8, "o": 8, "gate_up": 8, "head": 8}),
+    ],
+)
+def test_quantized_files_stay_quantized(
+    tmp_path: Path, kinds: dict[str, str], default: str, bits: dict[str, int]
+) -> None:
+    """Without a dtype; matrices that are floats in the file, or stacked with such, are floats."""
+    path, floats = save_blocks(tmp_path / "m.gguf", kinds, default)
+    model = load_model(path, device="cpu")[0]
+    attn, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    modules = {"qkv": attn.qkv_proj, "o": attn.o_proj, "gate_up": mlp.gate_up_proj, "down": mlp.down_proj}
+    modules |= {"embedding": model.embed_tokens, "head": model.lm_head}
+    assert {name: m.weight.bits for name, m in modules.items() if isinstance(m.weight, QuantizedWeight)} == bits
+    assert_taken_over(attn.o_proj.weight, attn.o_proj.weight.floats(), floats["blk.0.attn_output.weight"], default)
+    assert describe(str(path), device="cpu")["weights"] == f"int{min(bits.values())}"
+    for dtype in ("float32", torch.float32):
+        model = load_model(path, dtype=dtype, device="cpu")[0]
+        assert not any(isinstance(m, QuantizedWeight) for m in model.modules())
+
+
+def test_quantized_files_become_floats_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = save_blocks(tmp_path / "m.gguf", {}, "Q4_1")
+    monkeypatch.setenv("INFER_KERNELS", "0")
+    assert not any(isinstance(m, QuantizedWeight) for m in load_model(path, device="cpu")[0].modules())
 
 
 @torch.inference_mode()

@@ -222,7 +222,7 @@ class TestSettings:
         run(tiny_model(), trace)
         shown = dict(shown_settings(trace))
         assert shown["dtype"] == "float32"
-        assert shown["quantization"] == "none"
+        assert shown["weights"] == "float32"
         assert shown["max new tokens"] == "4"
         assert shown["seed"] == str(trace.settings["params"]["seed"])
         assert shown["KV cache"] == "yes"
