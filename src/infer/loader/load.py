@@ -135,7 +135,7 @@ class WeightDtypes:
 def choose_weight_dtypes(
     model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype | str, device: torch.device, quantize: str | None
 ) -> WeightDtypes:
-    """model: of that checkpoint, not yet quantized, or on the meta device. Other arguments are those of `load_model`."""
+    """model: of that checkpoint, not yet quantized; it may be on the meta device. Others: as for `load_model`."""
     stored: dict[str, int | torch.dtype] = {}
     computed = resolve_weight_dtype(dtype, device, quantize)
     keeps_bfloat16 = device.type == "cpu" and computed is torch.float32 and cpu.expected()
