@@ -25,7 +25,7 @@ from infer.server.run import listen
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not ALL, reason="takes minutes: INFER_TEST_ALL=1 runs it"),
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'infer[ray]'"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'infer-kv[ray]'"),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
 WAIT = 120.0  # seconds: longer than anything takes

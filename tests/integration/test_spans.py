@@ -18,7 +18,7 @@ from infer import LLM
 from infer.backend.cpu.backend import CpuBackend
 from infer.server.telemetry import exporting
 
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs OpenTelemetry: pip install 'infer[otel]'")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs OpenTelemetry: pip install 'infer-kv[otel]'")
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -170,7 +170,7 @@ def test_where_they_are_sent(folder: Path) -> None:
 
 def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ImportError, match=r"pip install 'infer\[otel\]'"), exporting("http://127.0.0.1:1/v1/traces"):
+    with pytest.raises(ImportError, match=r"pip install 'infer-kv\[otel\]'"), exporting("http://127.0.0.1:1/v1/traces"):
         pass
 
 

@@ -19,7 +19,7 @@ import infer
 
 ROOT = Path(__file__).parents[2]
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split("\n")
-INFO = f"infer-{infer.__version__}.dist-info/"
+INFO = f"infer_kv-{infer.__version__}.dist-info/"
 pytestmark = [
     pytest.mark.skipif(not ALL, reason="a part of make test-all"),
     pytest.mark.skipif(len(TRACKED) < 2, reason="git does not say which files are the project's"),

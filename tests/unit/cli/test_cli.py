@@ -1380,7 +1380,7 @@ class TestRefused:
 
     def test_plot_without_matplotlib(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        assert_refused(run("bench", "--plot", tmp_path / "plot.png"), "pip install 'infer[plot]'")
+        assert_refused(run("bench", "--plot", tmp_path / "plot.png"), "pip install 'infer-kv[plot]'")
 
     @pytest.mark.parametrize("command", ["generate", "chat"])
     def test_out_of_memory(self, run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:

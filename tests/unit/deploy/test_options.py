@@ -78,7 +78,7 @@ class TestCommand:
 
     def test_without_ray(self, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "ray", None)
-        refuse("pip install 'infer[ray]'")
+        refuse("pip install 'infer-kv[ray]'")
 
     def test_what_cannot_be(self, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
         """Before Ray is started."""

@@ -526,10 +526,10 @@ class TestRefused:
 
     @pytest.mark.usefixtures("missing")
     def test_without_llguidance(self, run: Run) -> None:
-        with pytest.raises(ImportError, match=r"needs llguidance.*pip install 'infer\[server\]'"):
+        with pytest.raises(ImportError, match=r"needs llguidance.*pip install 'infer-kv\[server\]'"):
             generate(tiny(all_bytes()), all_bytes(), PROMPT, params(regex="a"))
         assert generate(tiny(all_bytes()), all_bytes(), PROMPT, params(max_new_tokens=3)).text
-        assert_refused(run("generate", "hello", "--regex", "a", "--max-new-tokens", "9"), "pip install 'infer[server]'")
+        assert_refused(run("generate", "hello", "--regex", "a", "--max-new-tokens", "9"), "pip install 'infer-kv[server]'")
 
 
 class TestCommand:

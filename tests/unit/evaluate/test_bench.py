@@ -202,7 +202,7 @@ def test_plot(measured: list[BenchResult], tmp_path: Path, kinds: set[bool]) -> 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     bench.check_plot()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'infer\[plot\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'infer-kv\[plot\]'"):
         bench.check_plot()
 
 
