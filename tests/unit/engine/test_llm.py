@@ -215,9 +215,14 @@ class TestStream:
         assert len(llm.memory.index.pages_in_use()) == 0
 
     def test_a_handle_that_is_forgotten(self, llm: LLM) -> None:
+        release = threading.Event()
+        end = llm.watch(lambda event: llm.stats().generated_tokens and release.wait(WAIT))  # after the first token
         handle = llm.submit("HELLO", max_new_tokens=200)
+        next(iter(handle))
+        end()
         del handle
         gc.collect()
+        release.set()
         settled(llm)
         assert llm.stats().generated_tokens < 200
 
