@@ -15,6 +15,7 @@ docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/.docs  ## Serve the documentation at http://127.0.0.1:8001.
 	$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
 
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.dev  ## Run the tests, in a process for each of up to four cores.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 

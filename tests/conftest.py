@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from infer import ModelConfig, Tokenizer, load_model
 from infer.backend.cpu import kernels
 from infer.cli.common import DEFAULT_MODEL
 from infer.loader import load as load_module
+from infer.loader.builtin import BUILTIN, pull
 from infer.models.common import Decoder
 
 pytest_plugins = ["commands"]
@@ -47,9 +50,21 @@ def load_kernels() -> None:
             assert kernel.address
 
 
+def pull_models() -> None:
+    """Those whose weights tests use. If they cannot be had, these tests say so."""
+    with suppress(OSError):
+        for model in BUILTIN.values():
+            pull(model)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the kernels once, before xdist starts workers that would each compile them."""
+    """Compile the kernels once, before xdist starts workers that would each compile them.
+
+    Meanwhile fetch the weights, for which several workers would else wait.
+    """
     if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
+        if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.getoption("markexpr"):
+            Thread(target=pull_models, daemon=True).start()
         load_kernels()
 
 

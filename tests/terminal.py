@@ -21,6 +21,24 @@ ENTER, ALT_ENTER, CTRL_C, CTRL_D, TAB = "\r", "\x1b\r", "\x03", "\x04", "\t"
 UP, DOWN, LEFT, RIGHT, BACKSPACE = "\x1b[A", "\x1b[B", "\x1b[D", "\x1b[C", "\x7f"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[=>]|\x1b\][^\x07]*\x07")
 PATIENCE_S = 300.0
+# For the process of a command: `next_frame()` returns once the status line shows what is reported now, if anything is.
+FRAMES = """
+import threading
+from infer.cli import status
+status.DELAY_S, status.FRAME_S = 0.02, 0.01
+drawn, write = threading.Semaphore(0), status._write
+def counted(text):
+    write(text)
+    if text != status.ERASE:
+        drawn.release()
+status._write = counted
+def next_frame():
+    while drawn.acquire(blocking=False):
+        pass
+    for _ in range(2):  # the first may have been composed before
+        while status.STATUS._stages and not drawn.acquire(timeout=0.01):
+            pass
+"""
 
 
 def paste(text: str) -> str:

@@ -34,7 +34,7 @@ from model_files import (
 )
 
 SEED = int(os.environ.get("INFER_FUZZ_SEED", "0"))
-CASES = amount(2400, 60)
+CASES = amount(2400, 40)
 EXTREMES = (0, 1, 2**7 - 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
 COMMANDS = (
     ("info",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from browser import CHROMIUM, Browser, Page
 from commands import folder  # noqa: F401
 from live_server import Gate, LiveServer, serving
 from serving import running
+from waiting import until
 
 from infer import LLM
 
@@ -66,15 +66,8 @@ def show(browser: Browser, server: LiveServer) -> Iterator[Show]:
             yield page
 
     yield show
-    wait_for(lambda: server.llm.stats().running + server.llm.stats().waiting == 0)
-    wait_for(lambda: server.live._num_viewers == 0)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: server.llm.stats().running + server.llm.stats().waiting == 0)
+    until(lambda: server.live._num_viewers == 0)
 
 
 def assert_clean(page: Page, server: LiveServer) -> None:
@@ -160,7 +153,7 @@ def test_stop(show: Show, server: LiveServer, gate: Gate) -> None:
             assert "Stop" in page.text("#send")
             stop()
             page.wait(IDLE)
-            wait_for(lambda: server.llm.stats().running == 0)
+            until(lambda: server.llm.stats().running == 0)
         assert text_of(page, ".meta") == "Stopped.Stopped."
         page.wait("[...document.querySelectorAll('.lane .word')].some(e => e.textContent === 'stopped')")
         assert_clean(page, server)
@@ -227,7 +220,7 @@ def test_pause(show: Show, server: LiveServer) -> None:
     with show() as page:
         page.click("#pause")
         assert "paused" in page.text("#status")
-        wait_for(lambda: server.live._num_viewers == 0)
+        until(lambda: server.live._num_viewers == 0)
         set_value(page, "#max-tokens", 5)
         before = page.js("[engine.stats.finished, document.querySelector('#lanes').textContent]")
         say(page, "HELLO")

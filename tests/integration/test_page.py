@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from amount import everything
 from browser import CHROMIUM, Browser, Page
 from traces import make_trace
 
@@ -781,6 +782,7 @@ def test_in_a_notebook(browser: Browser, tmp_path: Path) -> None:
         assert page.js("document.querySelectorAll('body > *').length") == 2, "nothing got out of the frame"
 
 
+@everything
 def test_a_long_run_is_quick(show: Open) -> None:
     """30 layers and 9 heads of 500 steps: a selection takes less than a quarter of a second."""
     trace = make_trace(steps=500, prompt=20, layers=(), heads=(), capacity=520)

@@ -73,7 +73,7 @@ def test_the_health_check_asks_the_server_at_its_port(status: int, code: int) ->
     with HTTPServer(("127.0.0.1", 0), Health) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         environment = os.environ | {"INFER_PORT": str(server.server_port)}
-        done = subprocess.run([sys.executable, *program[1:]], env=environment, capture_output=True, timeout=60)
+        done = subprocess.run([sys.executable, *program[1:]], env=environment, capture_output=True, timeout=300)
     assert (done.returncode, paths) == (code, ["/health"])
 
 

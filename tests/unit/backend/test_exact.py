@@ -330,17 +330,17 @@ def make_product(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 @any_dtype
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_products(rows: int, columns: int, bias: bool, dtype: torch.dtype) -> None:
-    product = make_product(torch.randn(rows, columns).to(dtype), torch.randn(rows).to(dtype) if bias else None)
-    x = (torch.randn(70, columns) * columns**-0.5).to(dtype)
-    whole = ops.linear(x, product)
-    expected = F.linear(x.double(), product.weight.double(), product.bias.double() if bias else None)
-    torch.testing.assert_close(whole.double(), expected, **close_to(dtype))
-    for count in (1, 2, 3, 4, 5, 8, 16, 23, 64):
-        for start in (0, 1, 6):
-            assert torch.equal(ops.linear(x[start : start + count], product), whole[start : start + count])
+def test_products(rows: int, columns: int, dtype: torch.dtype) -> None:
+    for bias in [False, True]:
+        product = make_product(torch.randn(rows, columns).to(dtype), torch.randn(rows).to(dtype) if bias else None)
+        x = (torch.randn(70, columns) * columns**-0.5).to(dtype)
+        whole = ops.linear(x, product)
+        expected = F.linear(x.double(), product.weight.double(), product.bias.double() if bias else None)
+        torch.testing.assert_close(whole.double(), expected, **close_to(dtype))
+        for count in (1, 2, 3, 4, 5, 8, 16, 23, 64):
+            for start in (0, 1, 6):
+                assert torch.equal(ops.linear(x[start : start + count], product), whole[start : start + count])
 
 
 @any_dtype
@@ -353,29 +353,29 @@ def test_weights_of_a_product_are_read_as_they_are(dtype: torch.dtype) -> None:
 
 
 @any_dtype
-@pytest.mark.parametrize("size", [1, 3, 4, 10, 64, 577])
 @pytest.mark.parametrize("kind", [RMSNorm, ZeroCenteredRMSNorm, LayerNorm, partial(LayerNorm, bias=False)])
-def test_norms(kind: Any, size: int, dtype: torch.dtype) -> None:
-    norm = kind(size, 1e-5).requires_grad_(False).to(dtype)
-    for parameter in norm.parameters():
-        parameter.copy_(torch.randn(size))
-    x = torch.randn(2, 3, 17, size).to(dtype)
-    whole = ops.norm(x, norm)
-    assert all(torch.equal(ops.norm(x[:, :, i : i + 1], norm), whole[:, :, i : i + 1]) for i in range(17))
-    assert torch.equal(ops.norm(x.transpose(1, 2), norm), whole.transpose(1, 2))
-    torch.testing.assert_close(whole, norm(x), **close_to(dtype))
+def test_norms(kind: Any, dtype: torch.dtype) -> None:
+    for size in [1, 3, 4, 10, 64, 577]:
+        norm = kind(size, 1e-5).requires_grad_(False).to(dtype)
+        for parameter in norm.parameters():
+            parameter.copy_(torch.randn(size))
+        x = torch.randn(2, 3, 17, size).to(dtype)
+        whole = ops.norm(x, norm)
+        assert all(torch.equal(ops.norm(x[:, :, i : i + 1], norm), whole[:, :, i : i + 1]) for i in range(17))
+        assert torch.equal(ops.norm(x.transpose(1, 2), norm), whole.transpose(1, 2))
+        torch.testing.assert_close(whole, norm(x), **close_to(dtype))
 
 
 @any_dtype
-@pytest.mark.parametrize("inner", [1, 6, 45, 64])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation: str, inner: int, dtype: torch.dtype) -> None:
-    x = (torch.randn(19, 2 * inner) * 4).to(dtype)
-    for module, size in ((gated, inner), (activated, 2 * inner)):
-        function = partial(ops.activate, inner=size, activation=activation)
-        whole = function(x)
-        assert all(torch.equal(function(x[i : i + 3]), whole[i : i + 3]) for i in range(17))
-        torch.testing.assert_close(whole, module(x.float(), activation).to(dtype), **close_to(dtype))
+def test_activations(activation: str, dtype: torch.dtype) -> None:
+    for inner in [1, 6, 45, 64]:
+        x = (torch.randn(19, 2 * inner) * 4).to(dtype)
+        for module, size in ((gated, inner), (activated, 2 * inner)):
+            function = partial(ops.activate, inner=size, activation=activation)
+            whole = function(x)
+            assert all(torch.equal(function(x[i : i + 3]), whole[i : i + 3]) for i in range(17))
+            torch.testing.assert_close(whole, module(x.float(), activation).to(dtype), **close_to(dtype))
 
 
 def test_every_activation_has_a_kernel() -> None:
@@ -383,23 +383,23 @@ def test_every_activation_has_a_kernel() -> None:
 
 
 @any_dtype
-@pytest.mark.parametrize("window", [None, 1, 5, 40])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (3, 1, 7), (2, 2, 2), (1, 1, 64)])
-def test_attention(heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype) -> None:
-    keys = 40
-    q = torch.randn(2, keys, heads, head_dim).to(dtype).transpose(1, 2)
-    k, v = (torch.randn(2, keys, kv_heads, head_dim).to(dtype).transpose(1, 2) for _ in range(2))
-    expected, _ = softmax_attention(q, k, v, scale=0.3, window=window)
-    attend = partial(CpuAttention(), scale=0.3, window=window)
-    whole = attend(q, k, v, end=keys)
-    for start, end in [(0, 1), (0, 7), (1, 2), (7, 30), (39, 40), (5, 40)]:
-        part = attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end], end=end)
-        assert torch.equal(part, whole[:, :, start:end])
-        first = 0 if window is None else max(0, start - window + 1)
-        cut = attend(q[:, :, start:end], k[:, :, first:end].contiguous(), v[:, :, first:end].contiguous(), end=end)
-        assert torch.equal(cut, part)
-        assert torch.equal(attend(q[1:, :, start:end], k[1:, :, :end], v[1:, :, :end], end=end), part[1:])
-    torch.testing.assert_close(whole, expected, **close_to(dtype))
+def test_attention(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    for window in [None, 1, 5, 40]:
+        keys = 40
+        q = torch.randn(2, keys, heads, head_dim).to(dtype).transpose(1, 2)
+        k, v = (torch.randn(2, keys, kv_heads, head_dim).to(dtype).transpose(1, 2) for _ in range(2))
+        expected, _ = softmax_attention(q, k, v, scale=0.3, window=window)
+        attend = partial(CpuAttention(), scale=0.3, window=window)
+        whole = attend(q, k, v, end=keys)
+        for start, end in [(0, 1), (0, 7), (1, 2), (7, 30), (39, 40), (5, 40)]:
+            part = attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end], end=end)
+            assert torch.equal(part, whole[:, :, start:end])
+            first = 0 if window is None else max(0, start - window + 1)
+            cut = attend(q[:, :, start:end], k[:, :, first:end].contiguous(), v[:, :, first:end].contiguous(), end=end)
+            assert torch.equal(cut, part)
+            assert torch.equal(attend(q[1:, :, start:end], k[1:, :, :end], v[1:, :, :end], end=end), part[1:])
+        torch.testing.assert_close(whole, expected, **close_to(dtype))
 
 
 @pytest.mark.parametrize("head_dim", [6, 7, 8])

@@ -121,14 +121,14 @@ def failing(module: nn.Module) -> Iterator[None]:
 
 
 class TestContract:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
-    def test_allocation(self, make: MakeCache, dtype: torch.dtype) -> None:
-        cache = make(dtype=dtype, batch_size=3)
-        assert cache.shape == (2, 3, 4, 16, 8)
-        assert cache.dtype == dtype
-        assert cache.device == torch.device("cpu")
-        assert cache.seq_len == 0
-        assert cache.capacity == 16
+    def test_allocation(self, make: MakeCache) -> None:
+        for dtype in [torch.float32, torch.bfloat16, torch.float16, torch.int8]:
+            cache = make(dtype=dtype, batch_size=3)
+            assert cache.shape == (2, 3, 4, 16, 8)
+            assert cache.dtype == dtype
+            assert cache.device == torch.device("cpu")
+            assert cache.seq_len == 0
+            assert cache.capacity == 16
 
     def test_sizes_are_checked(self, make: MakeCache) -> None:
         for name, size in product([*SIZES, "batch_size"], [0, -1]):
@@ -240,13 +240,13 @@ class TestContract:
         cache.truncate(6)
         assert_holds(cache, first)
 
-    @pytest.mark.parametrize("seq_len", [-1, 7, 100])
-    def test_truncate_refuses(self, make: MakeCache, seq_len: int) -> None:
-        cache = make()
-        first = fill(cache, 6)
-        with pytest.raises(ValueError, match=rf"truncate to {seq_len}: the cache holds 6"):
-            cache.truncate(seq_len)
-        assert_holds(cache, first)
+    def test_truncate_refuses(self, make: MakeCache) -> None:
+        for seq_len in [-1, 7, 100]:
+            cache = make()
+            first = fill(cache, 6)
+            with pytest.raises(ValueError, match=rf"truncate to {seq_len}: the cache holds 6"):
+                cache.truncate(seq_len)
+            assert_holds(cache, first)
 
     def test_reset(self, make: MakeCache) -> None:
         cache = make()
@@ -281,21 +281,21 @@ class TestContract:
                 assert all(map(torch.equal, stored(cache), before))
         assert_holds(cache, first)
 
-    @pytest.mark.parametrize("n", [4, 17])
-    def test_overflow_is_refused_before_anything_is_written(self, make: MakeCache, n: int) -> None:
-        cache = make()
-        first = fill(cache, 13)
-        before = stored(cache)
-        message = f"overflow: 13 positions filled, {n} more requested, capacity 16"
-        with pytest.raises(ValueError, match=message):
-            cache.update(0, *random_kv(cache, n))
-        with pytest.raises(ValueError, match=message):
-            cache.positions(n)
-        with pytest.raises(ValueError, match=message):
-            cache.advance(n)
-        assert cache.seq_len == 13
-        assert all(map(torch.equal, stored(cache), before))
-        assert_holds(cache, first)
+    def test_overflow_is_refused_before_anything_is_written(self, make: MakeCache) -> None:
+        for n in [4, 17]:
+            cache = make()
+            first = fill(cache, 13)
+            before = stored(cache)
+            message = f"overflow: 13 positions filled, {n} more requested, capacity 16"
+            with pytest.raises(ValueError, match=message):
+                cache.update(0, *random_kv(cache, n))
+            with pytest.raises(ValueError, match=message):
+                cache.positions(n)
+            with pytest.raises(ValueError, match=message):
+                cache.advance(n)
+            assert cache.seq_len == 13
+            assert all(map(torch.equal, stored(cache), before))
+            assert_holds(cache, first)
 
     def test_negative_moves_are_refused(self, make: MakeCache) -> None:
         cache = make()
@@ -778,22 +778,22 @@ class TestEncoding:
         return torch.randn(50, 3, head_dim, generator=torch.Generator().manual_seed(0)) * size
 
     @FLOATS
-    @pytest.mark.parametrize("size", [0.0, 1e-7, 1e-5, 1e-3, 1.0, 300.0, 1e4])
     @pytest.mark.parametrize("head_dim", [2, 34, 64, 80, 256])
-    def test_within_half_a_step(self, dtype: torch.dtype, size: float, head_dim: int) -> None:
-        x = self.vectors(size, head_dim).to(dtype)
-        stored = encode(x)
-        assert stored.shape == (50, 3, stored_width(head_dim, torch.int8))
-        assert stored.dtype == torch.int8
-        got = decode(stored, dtype)
-        assert got.dtype == dtype
-        exact = x.double()
-        # A step is 1/127 of the largest value, rounded up to float16: by 2^-10 of it, or by the smallest one.
-        for group, result in zip(exact.split(GROUP, -1), got.double().split(GROUP, -1), strict=True):
-            step = group.abs().amax(-1, keepdim=True) / 127
-            step = torch.maximum(step * (1 + 2**-10), step + 2**-24) * (step > 0)
-            rounding = torch.finfo(dtype).eps * group.abs() + torch.finfo(dtype).smallest_normal  # of the result
-            assert ((result - group).abs() <= step / 2 + 2 * rounding).all()
+    def test_within_half_a_step(self, dtype: torch.dtype, head_dim: int) -> None:
+        for size in [0.0, 1e-7, 1e-5, 1e-3, 1.0, 300.0, 1e4]:
+            x = self.vectors(size, head_dim).to(dtype)
+            stored = encode(x)
+            assert stored.shape == (50, 3, stored_width(head_dim, torch.int8))
+            assert stored.dtype == torch.int8
+            got = decode(stored, dtype)
+            assert got.dtype == dtype
+            exact = x.double()
+            # A step is 1/127 of the largest value, rounded up to float16: by 2^-10 of it, or by the smallest one.
+            for group, result in zip(exact.split(GROUP, -1), got.double().split(GROUP, -1), strict=True):
+                step = group.abs().amax(-1, keepdim=True) / 127
+                step = torch.maximum(step * (1 + 2**-10), step + 2**-24) * (step > 0)
+                rounding = torch.finfo(dtype).eps * group.abs() + torch.finfo(dtype).smallest_normal  # of the result
+                assert ((result - group).abs() <= step / 2 + 2 * rounding).all()
 
     @pytest.mark.parametrize("group", [8, 32, 512])
     def test_groups(self, group: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,18 +11,24 @@ from pathlib import Path
 import pytest
 from terminal import ALT_ENTER, BACKSPACE, CTRL_C, CTRL_D, ENTER, LEFT, TAB, UP, Terminal, paste, visible
 
-# Notes each message that is sent, and takes its time over each pass if it is told to.
+# Notes each message that is sent, and takes its time over all passes of a reply but the first while a file is there.
 PREPARED = """
 import time
+from pathlib import Path
 from infer.cli.chat import Conversation
 from infer.engine.runner import Runner
-reply, run = Conversation.reply, Runner.run
+reply, run, passes = Conversation.reply, Runner.run, 0
 def noted(self, text):
     with open({notes!r}, "a") as notes:
         print(repr(text), file=notes)
+    global passes
+    passes = 0
     reply(self, text)
 def slow(self, scheduled):
-    time.sleep({pause})
+    global passes
+    passes += 1
+    if passes > 20 and Path({slow!r}).exists():
+        time.sleep(0.5)
     return run(self, scheduled)
 Conversation.reply, Runner.run = noted, slow
 """
@@ -31,6 +37,7 @@ CYAN, DIM = "\x1b[0;36m", "\x1b[2m"
 
 class Chat(Terminal):
     notes: Path
+    slow: Path
 
     @property
     def messages(self) -> list[str]:
@@ -39,12 +46,12 @@ class Chat(Terminal):
 
 @pytest.fixture
 def chat(folder: Path, tmp_path: Path) -> Callable[..., Chat]:
-    def start(*options: str, pause: float = 0.0, columns: int = 100, **environment: str) -> Chat:
-        code = PREPARED.format(notes=str(tmp_path / "notes"), pause=pause)
+    def start(*options: str, columns: int = 100, **environment: str) -> Chat:
+        code = PREPARED.format(notes=str(tmp_path / "notes"), slow=str(tmp_path / "slow"))
         surroundings = {"INFER_CACHE": str(tmp_path / "cache"), "INFER_KERNELS": "0"} | environment
         options = ("--temperature", "0", "--max-new-tokens", "6", *options)
         terminal = Chat("chat", "--model", folder, *options, code=code, columns=columns, **surroundings)
-        terminal.notes = tmp_path / "notes"
+        terminal.notes, terminal.slow = tmp_path / "notes", tmp_path / "slow"
         return terminal
 
     return start
@@ -98,7 +105,8 @@ def test_typing(chat: Callable[..., Chat], tmp_path: Path) -> None:
 
 
 def test_replies_are_stopped_and_gone_on_with(chat: Callable[..., Chat]) -> None:
-    with chat("--max-new-tokens", "60", "--ignore-eos", pause=0.04) as terminal:
+    with chat("--max-new-tokens", "60", "--ignore-eos") as terminal:
+        terminal.slow.touch()
         terminal.prompt()
         terminal.send(f"hello{ENTER}")
         terminal.until("hello\n")
@@ -109,9 +117,11 @@ def test_replies_are_stopped_and_gone_on_with(chat: Callable[..., Chat]) -> None
         terminal.send(f"/more{ENTER}")
         terminal.until("/more\n")
         terminal.send(paste("typed\nmeanwhile"))  # nobody asks for it yet
+        terminal.slow.unlink()
         rest = terminal.prompt()
         assert "cut, at 60 new tokens: /more continues it]" in rest
         assert "typed" not in rest
+        terminal.slow.touch()
         terminal.send(ENTER)
         terminal.until("meanwhile\n")
         terminal.until_more(4)

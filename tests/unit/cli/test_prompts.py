@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from commands import Run
-from terminal import Terminal
+from terminal import FRAMES, Terminal
 
 from infer import SamplingParams, Tokenizer, generate, load_model
 
@@ -159,16 +159,15 @@ def test_without_them(run: Run, options: Sequence[str], message: str) -> None:
     assert message in done.err
 
 
-COMPILES = """
-import time
+COMPILES = f"""{FRAMES}
 from infer import progress
 from infer.engine import runner
 run = runner.Runner._run_pass
 def slow_run(self, backend, fed):
     if len(fed[0][1]) > 1:
         with progress.compiling("attend"):
-            time.sleep(0.5)
-    time.sleep(0.15)
+            next_frame()
+    next_frame()
     return run(self, backend, fed)
 runner.Runner._run_pass = slow_run
 """

@@ -95,6 +95,18 @@ def paused(llm: LLM) -> Iterator[None]:
         held.result(WAIT)
 
 
+@contextmanager
+def held_after_a_token(llm: LLM) -> Iterator[None]:
+    """Hold the engine, once there is a token."""
+    release = threading.Event()
+    end = llm.watch(lambda event: llm.stats().generated_tokens and release.wait(WAIT))
+    try:
+        yield
+    finally:
+        end()
+        release.set()
+
+
 def settled(llm: LLM) -> None:
     """Wait until nothing runs or waits."""
     end = time.monotonic() + WAIT
@@ -215,19 +227,19 @@ class TestStream:
         assert len(llm.memory.index.pages_in_use()) == 0
 
     def test_a_handle_that_is_forgotten(self, llm: LLM) -> None:
-        handle = llm.submit("HELLO", max_new_tokens=200)
-        del handle
-        gc.collect()
+        with held_after_a_token(llm):
+            handle = llm.submit("HELLO", max_new_tokens=200)
+            until(lambda: llm.stats().generated_tokens > 0)
+            del handle
+            gc.collect()
         settled(llm)
         assert llm.stats().generated_tokens < 200
 
     def test_abort(self, llm: LLM) -> None:
-        release = threading.Event()
-        end = llm.watch(lambda event: llm.stats().generated_tokens and release.wait(WAIT))  # after the first token
-        handle = llm.submit("HELLO", max_new_tokens=200)
-        next(iter(handle))
-        end()
-        release.set()
+        with held_after_a_token(llm):
+            handle = llm.submit("HELLO", max_new_tokens=200)
+            until(lambda: llm.stats().generated_tokens > 0)
+            handle.abort()
         result = handle.result(WAIT)
         assert result.finish_reason == "interrupted"
         expected = alone(llm, "HELLO", SamplingParams(max_new_tokens=200))
@@ -265,7 +277,8 @@ class TestEventLoops:
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(llm.submit("HELLO", max_new_tokens=200), 0.001)
 
-        asyncio.run(cancelled())
+        with held_after_a_token(llm):
+            asyncio.run(cancelled())
         settled(llm)
         assert len(llm.memory.index.pages_in_use()) == 0
 

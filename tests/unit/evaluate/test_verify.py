@@ -83,6 +83,11 @@ def check(model: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> dic
     return found
 
 
+def result_of(path: str, model: Any, prompts: list[list[int]] = PROMPTS) -> PathResult:
+    """Of one path; those after it do not run."""
+    return next(result for result in Comparison(model, Letters(), prompts, NEW) if result.path == path)
+
+
 def single_row_is_other(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
     """Layer 1 adds a thousandth where more than one row is fed."""
     return x + 1e-3 if (layer, what) == (1, "key") and positions.numel() > 1 else x
@@ -90,8 +95,9 @@ def single_row_is_other(layer: int, what: str, x: Tensor, positions: Tensor, cac
 
 class TestEqual:
     def test_every_path(self, config: ModelConfig) -> None:
-        model = ExactModel(config)
-        found = check(model, threads=[1])
+        threads = torch.get_num_threads()
+        found = check(ExactModel(config), threads=[1])
+        assert torch.get_num_threads() == threads  # put back
         names = [cls.__name__ for cls in CACHES]
         assert list(found) == [
             "no cache, stopped early",
@@ -139,14 +145,9 @@ class TestEqual:
         assert "generate_batch" not in found
 
     def test_references_that_are_not_kept(self, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        kept = check(ExactModel(config))
+        kept = check(ExactModel(config), PROMPTS[:1])
         monkeypatch.setattr(paths, "MAX_KEPT_BYTES", 0)
-        assert check(ExactModel(config)) == kept
-
-    def test_threads_are_put_back(self, config: ModelConfig) -> None:
-        before = torch.get_num_threads()
-        check(ExactModel(config), threads=[1])
-        assert torch.get_num_threads() == before
+        assert check(ExactModel(config), PROMPTS[:1]) == kept
 
     def test_int8(self, config: ModelConfig) -> None:
         assert all(result.equal for result in check(ExactModel(config), cache_dtype="int8").values())
@@ -259,7 +260,7 @@ class TestDifferences:
         def plant(layer: int, what: str, x: Tensor, positions: Tensor, cache: Cache) -> Tensor:
             return x + 1 if what == "logits" and type(cache) is GrowingCache else x
 
-        difference = check(ExactModel(config, plant))["GrowingCache"].difference
+        difference = result_of("GrowingCache", ExactModel(config, plant)).difference
         assert difference is not None
         assert difference.divergence == Divergence("fused step")
         assert "in one call" in str(difference.divergence)
@@ -310,7 +311,7 @@ class TestDifferences:
             x[..., 5] = 100.0 + (by if positions.shape[1] == 1 else -by)
             return x
 
-        result = check(ExactModel(config, plant), [prompt for prompt in PROMPTS if len(prompt) > 1])["KVCache"]
+        result = result_of("KVCache", ExactModel(config, plant), [prompt for prompt in PROMPTS if len(prompt) > 1])
         assert (result.different, result.other_tokens) == (3 * NEW, others)
         assert result.largest == pytest.approx(2 * by, abs=1e-4)
 

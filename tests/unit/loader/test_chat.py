@@ -301,11 +301,14 @@ def test_interrupted() -> None:
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
+    def render_interrupted() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        render(ENDLESS, CHATS["user"])
+
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
-            render(ENDLESS, CHATS["user"])
+            render_interrupted()
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert render("{{ messages[0].role }}", CHATS["user"]) == "user"

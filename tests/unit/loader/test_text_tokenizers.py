@@ -84,4 +84,4 @@ class TestLongTexts:
         while thread.is_alive():
             time.sleep(0.001)
             turns += 1
-        assert turns > 10
+        assert turns > 2  # else the first of them lasts until the end

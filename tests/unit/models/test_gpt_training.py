@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from amount import amount
 from mocks import MockTokenizer
 from torch import Tensor
 
@@ -215,7 +216,7 @@ class TestTraining:
             logits = model(random_ids(2, 16))
         assert logits.std() < 0.3  # next to no opinion yet
 
-    @pytest.mark.parametrize("dropout", [0.0, 0.1])
+    @pytest.mark.parametrize("dropout", amount([0.0, 0.1], [0.1]))
     def test_a_few_steps_lower_the_loss(
         self, tiny_config: Callable[..., ModelConfig], family: str, dropout: float
     ) -> None:

@@ -188,9 +188,9 @@ class TestRequests:
 
             async def script(viewer: Viewer) -> None:
                 handles = [llm.submit(prompt, max_new_tokens=28) for prompt in ("HELLO, WORLD", "OTHER THINGS")]
-                while not all(handle.done for handle in handles):
+                while not viewer.state(1) == viewer.state(0) == "ended":
                     seen.extend((await viewer.next()).get("preempted", []))
-                await viewer.until(lambda: viewer.state(1) == viewer.state(0) == "ended")
+                assert all(handle.done for handle in handles)
 
             live = Live(llm)
             viewer = watch(live, script)
@@ -232,9 +232,10 @@ class TestRequests:
             handle.result(WAIT)
             assert number_of(handle) == expected
 
-    def test_a_request_that_is_aborted(self, llm: LLM) -> None:
+    def test_a_request_that_is_aborted(self, llm: LLM, gate: Gate) -> None:
         async def script(viewer: Viewer) -> None:
             handle = llm.submit("HELLO", max_new_tokens=200)
+            gate.let(3)
             await viewer.until(lambda: viewer.state(0) == "decode")
             handle.abort()
             await viewer.until(lambda: viewer.state(0) == "ended")

@@ -77,7 +77,7 @@ def last_logits(backend: GpuBackend, caches: Sequence[Cache]) -> list[Tensor]:
     return backend.run(fed(caches, [[7]] * len(caches), LAST))
 
 
-@pytest.mark.parametrize("family", amount(["llama", "qwen3", "gemma3", "gpt2"], ["gemma3", "gpt2"]))
+@pytest.mark.parametrize("family", amount(["llama", "qwen3", "gemma3", "gpt2"], ["gemma3"]))
 @torch.inference_mode()
 def test_as_kernel_by_kernel(small: Make, made: list[CapturedPass], family: str) -> None:
     """In two chunks, the second of other sizes; one of the rows comes later."""
