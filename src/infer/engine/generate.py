@@ -97,8 +97,8 @@ def generate(
     sequence, tokens = _start(model, tokenizer, prompt_token_ids, params, RunOptions(**options))
     cache, steps = sequence.cache, list(tokens)
     memory_bytes = 0 if cache is None else cache.memory_bytes
-    scores = sequence.prompt_logprobs
-    return collect(sequence.prompt, steps, memory_bytes, seed=sequence.seed, prompt_logprobs=scores)
+    others = {"seed": sequence.seed, "prompt_logprobs": sequence.prompt_logprobs, "schema": sequence.params.schema}
+    return collect(sequence.prompt, steps, memory_bytes, **others)
 
 
 def run(

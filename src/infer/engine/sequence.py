@@ -326,6 +326,7 @@ class Sequence:
             seed=self.seed,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            schema=self.params.schema,
         )
 
 
