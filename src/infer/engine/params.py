@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypedDict
 
 from infer.engine.schema import Schema, SchemaSource, check_text
 from infer.nn.packed import MAX_DEPTH, OCTAVE, PackedSettings, mix, to_depth
@@ -319,6 +319,29 @@ class SamplingParams:
             check_text(name, getattr(self, name))
         if self.grammar is not None and (rules := sum(":" in line for line in self.grammar.splitlines())) > MAX_RULES:
             raise ValueError(f"the grammar has {rules} rules: at most {MAX_RULES} are allowed")
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords of functions, for type checkers and editors."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    seed: int | None
+    max_new_tokens: int
+    n: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    json_schema: SchemaSource | None
+    regex: str | None
+    grammar: str | None
 
 
 SETTINGS: dict[str, Setting] = {row.name: row.metadata["setting"] for row in fields(SamplingParams)}

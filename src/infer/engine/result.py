@@ -73,6 +73,7 @@ class GenerationResult:
     # Of each token of the prompt; the first has none, as nothing comes before it.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     schema: Schema | None = None  # that the text matches, if one was given
+    model: str = ""  # its name, or the path that it was loaded by
 
     @cached_property
     def parsed(self) -> Any:
@@ -108,7 +109,8 @@ class GenerationResult:
 
     def _figures(self) -> list[str]:
         speed = [f"{self.timing.decode_tokens_per_s:.1f} tok/s"] if self.timing.decode_times_s else []
-        return [f"{self.generated_tokens} tokens", *speed, f"ended by {self.finish_reason}"]
+        model = [self.model] if self.model else []
+        return [f"{self.generated_tokens} tokens", *speed, f"ended by {self.finish_reason}", *model]
 
     @property
     def prompt_tokens(self) -> int:

@@ -15,6 +15,8 @@ from infer.version import install
 
 MAX_CONSTRAINT = 2**16  # bytes of a constraint's text
 MAX_NESTING = 64  # levels of a schema
+MAX_INTEGER = 2**53 - 1  # of a class's field: the largest that all readers of JSON keep exactly
+LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 SchemaSource = Mapping[str, Any] | str | type[Any] | UnionType  # a dict, JSON text, or a class like `list[City]`
 
 
@@ -82,7 +84,8 @@ def _pydantic() -> Any:
 def _class_schema(kind: Any) -> dict[str, Any]:
     """The schema of a class, in which objects have no keys but its fields, unless its config has extra="allow".
 
-    Otherwise a model may add keys until it is cut off: pydantic ignores them, so its own schemas allow them.
+    Otherwise a model may add keys until it is cut off: pydantic ignores them, so its own schemas allow them. For the
+    same reason an integer without limits has some.
     """
     pydantic = _pydantic()
     from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
@@ -93,7 +96,13 @@ def _class_schema(kind: Any) -> dict[str, Any]:
             schema.setdefault("additionalProperties", False)
         return schema
 
-    class ClosedSchema(GenerateJsonSchema):
+    class BoundedSchema(GenerateJsonSchema):
+        def int_schema(self, schema: Any) -> dict[str, Any]:
+            own = super().int_schema(schema)
+            if any(abs(own.get(limit, 0)) > MAX_INTEGER for limit in LIMITS):
+                return own
+            return {"minimum": -MAX_INTEGER, "maximum": MAX_INTEGER} | own
+
         def model_schema(self, schema: Any) -> dict[str, Any]:
             return closed(super().model_schema(schema))
 
@@ -104,7 +113,7 @@ def _class_schema(kind: Any) -> dict[str, Any]:
             return closed(super().typed_dict_schema(schema))
 
     try:
-        schema: dict[str, Any] = pydantic.TypeAdapter(kind).json_schema(schema_generator=ClosedSchema)
+        schema: dict[str, Any] = pydantic.TypeAdapter(kind).json_schema(schema_generator=BoundedSchema)
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
         raise ValueError(f"json_schema: {str(error).partition(chr(10))[0]}") from None
     return schema

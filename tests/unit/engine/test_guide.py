@@ -353,6 +353,21 @@ class TestClasses:
     def test_no_other_keys_unless_the_class_allows_them(self, kind: Any, text: str, expected: str) -> None:
         assert taken(text, json_schema=kind) == expected
 
+    @pytest.mark.parametrize(
+        ("kind", "text", "expected"),
+        [
+            (int, "9007199254740991", "9007199254740991"),
+            (int, "9007199254740992", "900719925474099"),
+            (int, "-9" + "0" * 30, "-9" + "0" * 15),
+            (Annotated[int, Field(ge=5)], "1" * 30, "1" * 16),
+            (Annotated[int, Field(ge=2**53)], "9" * 30, "9" * 30),
+            ({"type": "integer"}, "9" * 30, "9" * 30),
+        ],
+        ids=str,
+    )
+    def test_an_integer_without_limits_ends(self, kind: Any, text: str, expected: str) -> None:
+        assert taken(text, json_schema=kind) == expected
+
     def test_settings_keep_the_class(self) -> None:
         kept = params(json_schema=Shape)
         assert json.loads(asdict(kept)["json_schema"]) == json.loads(str(kept.json_schema))
