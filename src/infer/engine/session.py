@@ -148,6 +148,11 @@ class Session:
             raise ValueError("there is no answer to continue")
         if self.answer.finish_reason in ("eos", "stop"):
             raise ValueError("the last answer is complete: the model has ended it itself")
+        if (constraint := self.answer.params.constraint) is not None:
+            raise ValueError(
+                f"the {constraint[0]} of the last answer would begin again: rewind the turn, and send it with a higher "
+                f"max_new_tokens than {self.answer.params.max_new_tokens}"
+            )
         return self._begin(None, replace(params or self.params, seed=self.answer.params.seed), None)
 
     def make_room(self, text: str | None, new_tokens: int) -> int:

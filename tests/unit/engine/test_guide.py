@@ -505,6 +505,9 @@ class TestAnyRun:
                 assert re.fullmatch("(yes|no){1,2}", session.send("And?").text)
             with pytest.raises(ValueError, match="the regex cannot be used: unclosed group"):
                 session.stream("And?", params(regex="("))
+            assert session.send("And?", regex="[ab]{90}", max_new_tokens=3).finish_reason == "length"
+            with pytest.raises(ValueError, match="the regex of the last answer would begin again"):
+                session.more()
             json_only = llm.session(params=params(json_schema=PERSON), encode=encode)
             json_only.save(tmp_path / "session")
             assert llm.load_session(tmp_path / "session", encode=encode).params == json_only.params
