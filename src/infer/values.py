@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Kind(NamedTuple):
@@ -129,6 +130,26 @@ def suggests_keywords(hints: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
 
         kind.__init__ = checked  # type: ignore[method-assign, assignment]
         return kind
+
+    return decorate
+
+
+def keywords_of(source: Callable[..., Any]) -> Callable[[F], F]:
+    """Show in `help()` and `inspect.signature` what a function's `**keywords` are: the optional parameters of source.
+
+    Type checkers and editors read the TypedDict of their annotation.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        keywords = [
+            each.replace(kind=each.KEYWORD_ONLY)
+            for each in inspect.signature(source).parameters.values()
+            if each.default is not each.empty and each.name not in signature.parameters
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+        return function
 
     return decorate
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2 as httpx
 import openai
@@ -26,6 +26,7 @@ import pytest
 from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, folder, plain  # noqa: F401
 from live_server import Gate
 from openai import OpenAI
+from pydantic import BaseModel
 from serving import Running, running, until
 from waiting import WAIT
 
@@ -38,6 +39,15 @@ from infer.server.run import allowed_hosts, listen
 pytestmark = pytest.mark.usefixtures("compiled")  # nothing waits for a compiler
 PROMPT = "hello the"
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+class Part(BaseModel):
+    kind: Literal["a", "b"]
+
+
+class Answer(BaseModel):
+    n: Literal[1, 2, 3]
+    part: Part
 
 
 def alone(server: Running, prompt: Any, **settings: Any) -> GenerationResult:
@@ -914,6 +924,20 @@ class TestConstraints:
         assert json.loads(text)["n"] in (1, 2, 3)
         params = SamplingParams(temperature=1.0, seed=4, max_new_tokens=100, json_schema=schema)
         assert text == server.service.llm.generate(MESSAGES, params).text
+
+    def test_a_class(self, client: OpenAI) -> None:
+        """The client makes the schema, reads the text, and raises the error of one that was cut."""
+        for seed in range(3):
+            ask: Any = {"model": "tiny", "messages": MESSAGES, "response_format": Answer, "seed": seed}
+            parsed = client.chat.completions.parse(max_tokens=100, **ask).choices[0].message.parsed
+            assert isinstance(parsed, Answer)
+            assert isinstance(parsed.part, Part)
+            with pytest.raises(openai.LengthFinishReasonError):
+                client.chat.completions.parse(max_tokens=3, **ask)
+            with client.chat.completions.stream(max_tokens=100, **ask) as stream:
+                assert stream.get_final_completion().choices[0].message.parsed == parsed
+        made = client.responses.parse(model="tiny", input="hello", text_format=Answer, max_output_tokens=100)
+        assert isinstance(made.output_parsed, Answer)
 
     def test_a_regex(self, client: OpenAI) -> None:
         answer = client.completions.create(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +39,10 @@ from infer.compat.seeds import (
     generate_ids_greedy_cached,
     generate_ids_greedy_full,
 )
+from infer.engine.generate import RunKeywords, RunOptions
+from infer.engine.llm import RequestKeywords
 from infer.engine.model import make_cache
+from infer.engine.params import SamplingKeywords
 from infer.models.common import Decoder
 
 IDS = [1, 2, 3]
@@ -155,6 +160,8 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda p: p.llm.submit(b"text"), "prompt " + PROMPT + "b'text'"),
     (lambda p: p.llm.score(["a", "b"]), "must be a flat sequence of token ids, not ['a', 'b']"),
     (lambda p: p.llm.chat(["hello"]), "messages must be a string or a list of messages, like [{"),
+    (lambda p: p.llm.chat("hello", stream="no"), "stream must be true or false, not 'no'"),
+    (lambda p: p.llm.chat("hello", prioriti=1), "'prioriti': "),
     (lambda p: p.llm.chat(MESSAGE), "messages must be a string or a list of messages, like [{"),
     (lambda p: p.llm.session(system=5), "system must be a string, not 5"),
     (lambda p: p.llm.session().send(5), "text must be a string, not 5"),
@@ -178,9 +185,57 @@ def test_no_messages(parts: Parts) -> None:
 
 
 def test_signatures_are_those_that_were_written() -> None:
-    assert [*inspect.signature(generate).parameters] == ["model", "tokenizer", "prompt_token_ids", "params", "options"]
+    assert [*inspect.signature(generate).parameters][:4] == ["model", "tokenizer", "prompt_token_ids", "params"]
     assert next(iter(inspect.signature(SamplingParams).parameters)) == "temperature"
     assert next(iter(inspect.signature(LLM).parameters)) == "model"
+
+
+def keywords(function: Any) -> dict[str, Any]:
+    """By `inspect.signature`, which `help()` prints, too."""
+    parameters = inspect.signature(function).parameters.values()
+    assert not any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+
+REQUEST = {"priority": 0, "cache_salt": None, "trace": None}
+
+
+@pytest.mark.parametrize(
+    ("function", "own"),
+    [
+        (LLM.submit, REQUEST),
+        (LLM.submit_all, REQUEST),
+        (LLM.generate, REQUEST),
+        (LLM.stream, REQUEST),
+        (LLM.chat, REQUEST | {"stream": False}),
+        (Session.send, {"trace": None}),
+        (Session.stream, {"trace": None}),
+    ],
+)
+def test_methods_show_the_settings(function: Any, own: dict[str, Any]) -> None:
+    settings = {name: each.default for name, each in inspect.signature(SamplingParams).parameters.items()}
+    assert keywords(function) == own | settings
+    assert "temperature: 'float' = 0.0" in pydoc.plain(pydoc.render_doc(function))
+
+
+@pytest.mark.parametrize("function", [generate, stream])
+def test_functions_show_their_options(function: Any) -> None:
+    assert keywords(function) == {field.name: field.default for field in fields(RunOptions)}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "source"),
+    [(SamplingKeywords, SamplingParams), (RunKeywords, RunOptions)],
+    ids=lambda kind: kind.__name__,
+)
+def test_type_checkers_read_the_same_types(keywords: Any, source: Any) -> None:
+    expected = {field.name: field.type for field in fields(source)}
+    assert {name: each.__forward_arg__ for name, each in keywords.__annotations__.items()} == expected
+
+
+def test_type_checkers_read_the_options_of_a_request() -> None:
+    own = RequestKeywords.__annotations__.keys() - SamplingKeywords.__annotations__.keys()
+    assert own == REQUEST.keys()
 
 
 def test_none_is_what_was_left_out(parts: Parts) -> None:

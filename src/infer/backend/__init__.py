@@ -95,7 +95,16 @@ def _run_of(model: Decoder) -> Run:
     return model.run if isinstance(backend, TorchBackend) else backend.run
 
 
+def _name_of(model: Decoder) -> str:
+    """The backend that runs a model; that of an unchanged model if none is planned yet, which takes time."""
+    planned = _planned.get(model)
+    if planned is None:
+        return expected(model.device, model.dtype).partition(":")[0]
+    return "torch" if planned.backend is None or planned.snapshot.hooked() else planned.backend.name
+
+
 Decoder.run_of = _run_of
+Decoder.backend_of = _name_of
 
 
 def expected(device: torch.device, dtype: torch.dtype) -> str:

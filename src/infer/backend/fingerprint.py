@@ -19,6 +19,7 @@ from infer.version import version
 
 PIECE = 1 << 22  # numbers of a tensor that a thread hashes at a time
 SOURCES = ("backend", "cache", "models", "nn")  # packages whose code computes keys and values
+UNHASHED = ("training", "name")  # attributes of modules that keys and values do not depend on
 PROCESS = secrets.token_hex(8)
 
 
@@ -35,7 +36,9 @@ def fingerprint(model: Any) -> str:
     found = hashlib.blake2b(f"{model.config} {_numerics(backend, model)} {_source()}".encode(), digest_size=16)
     for name, module in model.named_modules():
         constants = vars(module).items() if isinstance(module, Module) else ()
-        plain = [(key, value) for key, value in constants if isinstance(value, int | float | str) and key != "training"]
+        plain = [
+            (key, value) for key, value in constants if isinstance(value, int | float | str) and key not in UNHASHED
+        ]
         code: list[Any] = [*module._forward_hooks, *module._forward_pre_hooks]
         if not (forward := module.forward).__module__.startswith(("infer.", "torch.")):
             code.append(id(getattr(forward, "__func__", forward)))

@@ -19,7 +19,7 @@ from infer.cache.pool import OutOfPages
 from infer.cache.traced import TracedCache
 from infer.engine.allocator import PagedAllocator, PerSequenceCaches
 from infer.engine.memory import CacheMemory, pass_tokens
-from infer.engine.model import Model, backend_name, check_mode, model_device, model_dtype, quantized_bits
+from infer.engine.model import Model, backend_name, check_mode, model_device, model_dtype, model_name, quantized_bits
 from infer.engine.params import check_prefill_chunk
 from infer.engine.runner import Runner, StepOutput
 from infer.engine.scheduler import ScheduledTokens, Scheduler
@@ -119,6 +119,7 @@ class Engine:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence that `check` has accepted."""
+        sequence.model_name = model_name(self.model)
         self.scheduler.submit(sequence)  # first: `close` finishes what the scheduler has
         self.allocator.submit(sequence)
         self._emit("submitted", sequence)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -38,7 +38,7 @@ from infer.engine.text import Detokenizer, SupportsDecode
 from infer.machine import available_memory
 from infer.models.common import Decoder
 from infer.trace.record import Trace
-from infer.values import CACHE, MODEL, TOKENIZER, Kind, suggests_keywords, takes
+from infer.values import CACHE, MODEL, TOKENIZER, Kind, keywords_of, suggests_keywords, takes
 
 _SAMPLING = OTHER_NAMES | {field.name: field.name for field in fields(SamplingParams)}
 EACH = Kind("SamplingParams, or one for each prompt", lambda value: isinstance(value, SamplingParams | list | tuple))
@@ -58,13 +58,26 @@ class RunOptions:
     cache_dtype: str = "auto"
 
 
+class RunKeywords(TypedDict, total=False):
+    """The fields of `RunOptions` as keywords of functions, for type checkers and editors."""
+
+    device: str | torch.device | None
+    use_kv_cache: bool
+    cache: Cache | None
+    prefill_chunk: int | None
+    on_full: str
+    trace: Trace | None
+    cache_dtype: str
+
+
 @takes(model=MODEL, tokenizer=TOKENIZER, cache=CACHE)
+@keywords_of(RunOptions)
 def stream(
     model: Model,
     tokenizer: SupportsDecode,
     prompt_token_ids: Collection[int],
     params: SamplingParams | None = None,
-    **options: Any,
+    **options: Unpack[RunKeywords],
 ) -> Iterator[GeneratedToken]:
     """Generate token by token. What cannot be generated is refused here, before the first token.
 
@@ -86,19 +99,26 @@ def stream(
 
 
 @takes(model=MODEL, tokenizer=TOKENIZER, cache=CACHE)
+@keywords_of(RunOptions)
 def generate(
     model: Model,
     tokenizer: SupportsDecode,
     prompt_token_ids: Collection[int],
     params: SamplingParams | None = None,
-    **options: Any,
+    **options: Unpack[RunKeywords],
 ) -> GenerationResult:
     """Generate to the end and return everything. Arguments and options are those of `stream`."""
     sequence, tokens = _start(model, tokenizer, prompt_token_ids, params, RunOptions(**options))
     cache, steps = sequence.cache, list(tokens)
-    memory_bytes = 0 if cache is None else cache.memory_bytes
-    scores = sequence.prompt_logprobs
-    return collect(sequence.prompt, steps, memory_bytes, seed=sequence.seed, prompt_logprobs=scores)
+    return collect(
+        sequence.prompt,
+        steps,
+        0 if cache is None else cache.memory_bytes,
+        seed=sequence.seed,
+        prompt_logprobs=sequence.prompt_logprobs,
+        schema=sequence.params.schema,
+        model=sequence.model_name,
+    )
 
 
 def run(

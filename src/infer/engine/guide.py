@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 COMPILED = 64  # grammars that a vocabulary keeps: those of a server come back
 LEXER_STATES = 50_000  # maximum lexer states per request (1 to 2 kB each)
-# Between the parts of a JSON text: blanks, or a new line with its indent. Without a limit small models emit white
-# space up to max_new_tokens.
-WHITESPACE = r"[ \t]{1,8}|\r?\n[ \t]{0,64}"
+# Between the parts of a JSON text: at most one blank, after a comma or a colon (these are regexes). Small models
+# write white space up to max_new_tokens wherever it is allowed.
+SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 # The model decides how forced text is cut into tokens, as it does elsewhere: then nothing has to be encoded.
 OPTIONS = '%llguidance {"no_forcing": true}'
 
@@ -165,7 +165,7 @@ def _llguidance() -> Any:
 
 def bounded(schema: Mapping[str, Any]) -> str:
     """The schema with a limit to whitespace, unless it says itself what that may be."""
-    return json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema})
+    return json.dumps({"x-guidance": SEPARATORS, **schema})
 
 
 def _reason(error: str, kind: str) -> str:

@@ -9,12 +9,12 @@ from collections.abc import Sequence as Collection
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from infer.engine.engine import Engine, Event, Stats
 from infer.engine.memory import CacheMemory
-from infer.engine.model import Model, check_trace
-from infer.engine.params import PARAMS, SamplingParams
+from infer.engine.model import Model, check_trace, summary
+from infer.engine.params import PARAMS, SamplingKeywords, SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult, Score
 from infer.engine.sequence import Sequence, make_sequences, named, params_of_each
 from infer.engine.session import Encode, Session
@@ -23,12 +23,33 @@ from infer.engine.thread import EngineThread, Notifier
 from infer.models.common import Decoder
 from infer.trace.record import Trace
 from infer.trace.text import token_texts
-from infer.values import BYTES, CALLABLE, MESSAGES, MODEL, NAME, PROMPT, STRING, TOKENIZER, either, takes
+from infer.values import (
+    BYTES,
+    CALLABLE,
+    FLAG,
+    MESSAGES,
+    MODEL,
+    NAME,
+    PROMPT,
+    STRING,
+    TOKENIZER,
+    either,
+    keywords_of,
+    takes,
+)
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
 PARALLEL_CLOSE_S = 10.0  # to wait for a step of several processes, one of which may hang, before they are killed
 Prompt = str | Collection[int] | Collection[Message]  # text, token ids, or the messages of a chat
+
+
+class RequestKeywords(SamplingKeywords, total=False):
+    """The options of `LLM.submit_all`, for type checkers and editors."""
+
+    priority: int
+    cache_salt: str | None
+    trace: Trace | None
 
 
 class LLM:
@@ -95,10 +116,8 @@ class LLM:
             self._finalizer = weakref.finalize(self, opened.pop_all().close)
 
     def __repr__(self) -> str:
-        config, stats, pool = self.model.config, self.stats(), self.memory.pool
-        model = f"{config.model_type}, {config.num_hidden_layers} layers, context {config.max_position_embeddings:,}"
-        cache = f"{pool.memory_bytes / 1e6:,.0f} MB of cache"
-        return f"LLM({model}, {cache}, {stats.running} running, {stats.waiting} waiting)"
+        stats, cache = self.stats(), f"{self.memory.pool.memory_bytes / 1e6:,.0f} MB of cache"
+        return f"LLM({summary(self.model)}, {cache}, {stats.running} running, {stats.waiting} waiting)"
 
     def __enter__(self) -> Self:
         return self
@@ -110,23 +129,7 @@ class LLM:
         """Abort everything and free the memory."""
         self._finalizer()
 
-    def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        trace: Trace | None = None,
-        **settings: Any,
-    ) -> Handle:
-        """Submit a prompt without waiting for the text. What cannot be generated is refused at once.
-
-        The options are those of `submit_all`.
-        """
-        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "trace": trace}
-        return self.submit_all([prompt], params, **options, **settings)
-
+    @keywords_of(SamplingParams)
     def submit_all(
         self,
         prompts: Collection[Prompt],
@@ -135,7 +138,7 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
         trace: Trace | None = None,
-        **settings: Any,
+        **settings: Unpack[SamplingKeywords],
     ) -> Handle:
         """Submit several prompts as one request: tokens have their `index`, n for each prompt.
 
@@ -153,57 +156,115 @@ class LLM:
             self._thread.engine.check(sequence)
         return Handle(self, sequences)
 
+    @keywords_of(submit_all)
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
+    ) -> Handle:
+        """Submit a prompt without waiting for the text. What cannot be generated is refused at once.
+
+        The options are those of `submit_all`.
+        """
+        return self.submit_all([prompt], params, **options)
+
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too: the first overload takes it
         self,
         prompts: str | Collection[int] | Collection[Message],
         params: SamplingParams | None = None,
-        **settings: Any,
+        **options: Unpack[RequestKeywords],
     ) -> GenerationResult: ...
     @overload
     def generate(
         self,
         prompts: Collection[str] | Collection[Collection[int]] | Collection[Collection[Message]],
         params: SamplingParams | Collection[SamplingParams] | None = None,
-        **settings: Any,
+        **options: Unpack[RequestKeywords],
     ) -> list[GenerationResult]: ...
     @takes(prompts=PROMPT)
-    def generate(self, prompts: Any, params: Any = None, **settings: Any) -> Any:
+    @keywords_of(submit_all)
+    def generate(
+        self,
+        prompts: Prompt | Collection[Prompt],
+        params: SamplingParams | Collection[SamplingParams] | None = None,
+        **options: Unpack[RequestKeywords],
+    ) -> GenerationResult | list[GenerationResult]:
         """The text that follows a prompt; or those of several prompts, in their order.
 
         params: how to sample, or one for each prompt; or settings by their names: temperature=0.8. With n samples, each
-        prompt gives a list.
+        prompt gives a list. The options are those of `submit_all`.
         """
-        prompts = prompts if isinstance(prompts, str) else list(prompts)
-        if _is_one(prompts):
-            return self.submit(prompts, params, **settings).result()
+        given: Any = prompts if isinstance(prompts, str) else list(prompts)
+        one: Any = params  # `submit` refuses several
+        if _is_one(given):
+            return self.submit(given, one, **options).result()  # type: ignore[no-any-return]
         handles: list[Handle] = []
         try:
-            for i, (prompt, own) in enumerate(zip(prompts, params_of_each(prompts, params), strict=True)):
+            for i, (prompt, own) in enumerate(zip(given, params_of_each(given, params), strict=True)):
                 with named(f"prompt {i}", ValueError, TypeError):
-                    handles.append(self.submit(prompt, own, **settings))
+                    handles.append(self.submit(prompt, own, **options))
             return [handle.result() for handle in handles]
         except BaseException:
             for handle in handles:
                 handle.abort()
             raise
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any) -> Handle:
-        """The text that follows a prompt, token by token: `for token in llm.stream(...)`, or `async for`."""
-        return self.submit(prompt, params, **settings)
+    @keywords_of(submit_all)
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
+    ) -> Handle:
+        """The text that follows a prompt, token by token: `for token in llm.stream(...)`, or `async for`.
 
-    @takes(messages=either(STRING, MESSAGES))
+        The options are those of `submit_all`.
+        """
+        return self.submit(prompt, params, **options)
+
+    @overload
     def chat(
-        self, messages: Collection[Message] | str, params: SamplingParams | None = None, **settings: Any
-    ) -> GenerationResult:
-        """The answer to the messages of a chat, or to one user message, by the model's chat template."""
+        self,
+        messages: Collection[Message] | str,
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[RequestKeywords],
+    ) -> GenerationResult: ...
+    @overload
+    def chat(
+        self,
+        messages: Collection[Message] | str,
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        **options: Unpack[RequestKeywords],
+    ) -> Handle: ...
+    @takes(messages=either(STRING, MESSAGES), stream=FLAG)
+    @keywords_of(submit_all)
+    def chat(
+        self,
+        messages: Collection[Message] | str,
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[RequestKeywords],
+    ) -> GenerationResult | Handle:
+        """The answer to the messages of a chat, or to one user message, by the model's chat template.
+
+        stream: return it token by token, as `stream` does. The options are those of `submit_all`.
+        """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        return self.submit(messages, params, **settings).result()  # type: ignore[no-any-return]
+        handle = self.submit(messages, params, **options)
+        return handle if stream else handle.result()
 
-    def session(self, **options: Any) -> Session:
+    def session(
+        self,
+        *,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        context: int | None = None,
+        encode: Encode | None = None,
+    ) -> Session:
         """A conversation, turn by turn. The options are those of `Session`."""
-        return Session(self, **options)
+        return Session(self, system=system, params=params, context=context, encode=encode)
 
     def load_session(self, path: str | Path, *, encode: Encode | None = None) -> Session:
         """A conversation that was saved. encode: see `Session`."""
@@ -364,7 +425,7 @@ def _raise(error: BaseException | None) -> None:
 
 
 @takes(params=PARAMS)
-def _params(params: SamplingParams | None, settings: Mapping[str, Any]) -> SamplingParams:
+def _params(params: SamplingParams | None, settings: SamplingKeywords) -> SamplingParams:
     if params is not None and settings:
         raise TypeError(f"params and {', '.join(settings)} were both given: put all of it into the SamplingParams")
     return SamplingParams(**settings) if params is None else params

@@ -282,6 +282,18 @@ def check_mode(model: Model) -> None:
         raise ValueError("the model is in training mode, where dropout makes each run different: call model.eval()")
 
 
+def summary(model: Model) -> str:
+    """What it is, in a line."""
+    if isinstance(model, Decoder):
+        return model.summary()
+    return f"{type(model).__name__}, {model.config.model_type}, on {model_device(model)}"
+
+
+def model_name(model: Model) -> str:
+    """The name or path that it was loaded by; of any other model its kind."""
+    return (model.name if isinstance(model, Decoder) else "") or model.config.model_type
+
+
 @torch.inference_mode()  # as generation runs: with gradients another backend does
 def backend_name(model: Model) -> str:
     return backend_for(model).name

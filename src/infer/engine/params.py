@@ -10,15 +10,15 @@ This module needs no torch, so that `infer --help` is instant.
 
 from __future__ import annotations
 
-import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypedDict
 
+from infer.engine.schema import Schema, SchemaSource, check_text
 from infer.nn.packed import MAX_DEPTH, OCTAVE, PackedSettings, mix, to_depth
 from infer.values import Kind, short_repr, suggests_keywords
 
@@ -26,8 +26,6 @@ SEEDS = 2**64  # number of seeds: all draw differently
 # Names in other libraries: the error for such a keyword gives ours.
 OTHER_NAMES = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_length"), "max_new_tokens")
 CONSTRAINTS = ("json_schema", "regex", "grammar")
-MAX_CONSTRAINT = 2**16  # bytes of a constraint's text
-MAX_NESTING = 64  # levels of a schema
 MAX_RULES = 512  # of a grammar: a chain of thousands overflows the compiler's stack
 
 Pack = Callable[[Any, int], int | float]  # (value, vocabulary size) -> number in a column
@@ -231,8 +229,8 @@ class SamplingParams:
     prompt_logprobs: int | None = _row(
         int, None, "The same for the tokens of the prompt.", NOT_NEGATIVE, every_command=False
     )
-    # At most one of these constrains the text. A schema is kept as JSON text, whatever it was given as.
-    json_schema: Mapping[str, Any] | str | None = _row(
+    # At most one of these constrains the text. A schema is kept as a `Schema`, whatever it was given as.
+    json_schema: SchemaSource | None = _row(  # noqa: RUF009
         str, None, "Generate JSON that matches this schema.", option=Path, every_command=False
     )
     regex: str | None = _row(
@@ -269,7 +267,7 @@ class SamplingParams:
                     allowed = NOT_NEGATIVE  # log-probabilities of the prompt need no new token
                 checked[name] = setting.checked(name, getattr(self, name), allowed)
         if self.json_schema is not None:
-            checked["json_schema"] = _schema_text(self.json_schema)
+            checked["json_schema"] = Schema.of(self.json_schema)
         vars(self).update(checked)
         self._check_constraint()
 
@@ -283,6 +281,10 @@ class SamplingParams:
     def is_sampled(self) -> bool:
         """Otherwise the most likely token is taken; of several, the one with the lowest id."""
         return self.temperature > 0 and self.top_k != 1
+
+    @property
+    def schema(self) -> Schema | None:
+        return self.json_schema if isinstance(self.json_schema, Schema) else None
 
     @property
     def constraint(self) -> tuple[str, str] | None:
@@ -314,9 +316,32 @@ class SamplingParams:
         if given and self.ignore_eos:
             raise ValueError(f"ignore_eos continues after the end, which {given[0]} does not allow: leave one out")
         for name in given:
-            _check_text(name, getattr(self, name))
+            check_text(name, getattr(self, name))
         if self.grammar is not None and (rules := sum(":" in line for line in self.grammar.splitlines())) > MAX_RULES:
             raise ValueError(f"the grammar has {rules} rules: at most {MAX_RULES} are allowed")
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords of functions, for type checkers and editors."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    seed: int | None
+    max_new_tokens: int
+    n: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    json_schema: SchemaSource | None
+    regex: str | None
+    grammar: str | None
 
 
 SETTINGS: dict[str, Setting] = {row.name: row.metadata["setting"] for row in fields(SamplingParams)}
@@ -328,42 +353,6 @@ PARAMS = Kind(
     "SamplingParams(max_new_tokens=..., temperature=..., ...)",
     lambda value: value is None or isinstance(value, SamplingParams),
 )
-
-
-def _schema_text(schema: Any) -> str:
-    """JSON text of a schema. Refuses what is not an object, or nested too deeply to compile."""
-    try:
-        if hasattr(schema, "model_json_schema"):  # a pydantic model class
-            schema = schema.model_json_schema()
-        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
-        _check_text("json_schema", text)
-        parsed = json.loads(text)
-        text = json.dumps(parsed, allow_nan=False)
-    except (TypeError, RecursionError, json.JSONDecodeError) as error:
-        raise ValueError(f"json_schema is not JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise ValueError(f'json_schema must be an object like {{"type": "object"}}, not {short_repr(parsed)}')
-    level: list[Any] = [parsed]
-    for _ in range(MAX_NESTING):
-        level = [inner for value in level for inner in _inner(value)]
-    if any(isinstance(value, dict | list) for value in level):
-        raise ValueError(f"json_schema is nested more than {MAX_NESTING} levels deep")
-    return text
-
-
-def _inner(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-def _check_text(name: str, text: Any) -> None:
-    if not isinstance(text, str):
-        raise ValueError(f"{name} must be a string, not {short_repr(text)}")
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} is not Unicode: it has a lone surrogate") from None
-    if size > MAX_CONSTRAINT:
-        raise ValueError(f"{name} has {size:,} bytes: at most {MAX_CONSTRAINT:,} are allowed")
 
 
 def _number(value: Any) -> int | float | None:

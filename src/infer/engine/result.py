@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from html import escape
+from json import JSONDecodeError
 from typing import Any
 
 from infer.engine.logprobs import TokenLogprobs
+from infer.engine.schema import Schema
 
 SHOWN = 60  # characters of a text in a repr
 UNLIKELY = -10.0  # log-probability at which a token has the full shade
@@ -69,6 +72,29 @@ class GenerationResult:
     logprobs: list[TokenLogprobs] | None = None  # of each token, if requested
     # Of each token of the prompt; the first has none, as nothing comes before it.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    schema: Schema | None = None  # that the text matches, if one was given
+    model: str = ""  # its name, or the path that it was loaded by
+
+    @cached_property
+    def parsed(self) -> Any:
+        """The value of a text with a `json_schema`: an instance of its class, or of a dict's schema plain Python.
+
+        Raises ValueError if there was no schema, if the text was cut (`finish_reason` "length"), or if a validator of
+        the class refuses it.
+        """
+        if self.schema is None:
+            raise ValueError("there is nothing to parse the text by: generate it with json_schema=...")
+        if self.finish_reason == "length":
+            raise ValueError(
+                f"the JSON text is incomplete: it was cut at max_new_tokens={self.generated_tokens} (finish_reason "
+                "'length'). Raise max_new_tokens, or limit the schema with maximum, maxLength and maxItems"
+            )
+        if self.finish_reason == "interrupted":
+            raise ValueError("the JSON text is incomplete: the request was aborted (finish_reason 'interrupted')")
+        try:
+            return self.schema.parse(self.text)
+        except JSONDecodeError as error:  # a stop string can end it anywhere
+            raise ValueError(f"the JSON text is incomplete (finish_reason {self.finish_reason!r}): {error}") from None
 
     def __str__(self) -> str:
         return self.text
@@ -83,7 +109,8 @@ class GenerationResult:
 
     def _figures(self) -> list[str]:
         speed = [f"{self.timing.decode_tokens_per_s:.1f} tok/s"] if self.timing.decode_times_s else []
-        return [f"{self.generated_tokens} tokens", *speed, f"ended by {self.finish_reason}"]
+        model = [self.model] if self.model else []
+        return [f"{self.generated_tokens} tokens", *speed, f"ended by {self.finish_reason}", *model]
 
     @property
     def prompt_tokens(self) -> int:

@@ -99,6 +99,8 @@ class Sequence:
         self.tokenizer, self.name, self.recorder = tokenizer, name, recorder
         self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
 
+        self.model_name = ""  # for the result: the engine sets it
+
         # Scheduling.
         self.status = Status.WAITING
         self.priority = priority
@@ -326,6 +328,8 @@ class Sequence:
             seed=self.seed,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            schema=self.params.schema,
+            model=self.model_name,
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from glob import escape
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 from torch import Tensor
 
@@ -19,13 +19,14 @@ from infer.cache.pool import OutOfPages
 from infer.engine.allocator import check_memory
 from infer.engine.engine import Engine
 from infer.engine.guide import guide_for
-from infer.engine.params import PARAMS, SamplingParams, check_prefill_chunk
+from infer.engine.model import summary
+from infer.engine.params import PARAMS, SamplingKeywords, SamplingParams, check_prefill_chunk
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.sequence import CacheExceeded, check_sequence, token_ids
 from infer.engine.store import read, remove_leftovers, write
 from infer.engine.text import Detokenizer
 from infer.trace.record import Trace
-from infer.values import STRING, Kind, takes
+from infer.values import STRING, Kind, keywords_of, takes
 
 if TYPE_CHECKING:
     from infer.engine.llm import LLM
@@ -89,7 +90,8 @@ class Session:
         self._answering = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"Session({self.turns} turn{'s' * (self.turns != 1)}, {len(self.tokens)} of {self.context} positions)"
+        turns = f"{self.turns} turn{'s' * (self.turns != 1)}"
+        return f"Session({turns}, {len(self.tokens)} of {self.context} positions, {summary(self.llm.model)})"
 
     @property
     def turns(self) -> int:
@@ -101,8 +103,14 @@ class Session:
         """Messages before the first turn."""
         return len(self.messages) - 2 * self.turns
 
+    @keywords_of(SamplingParams)
     def send(
-        self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None, **settings: Any
+        self,
+        text: str,
+        params: SamplingParams | None = None,
+        *,
+        trace: Trace | None = None,
+        **settings: Unpack[SamplingKeywords],
     ) -> GenerationResult:
         """Answer the user's next message. Arguments are those of `stream`."""
         turn = self.stream(text, params, trace=trace, **settings)
@@ -114,8 +122,14 @@ class Session:
                 return result
 
     @takes(text=STRING, params=PARAMS)
+    @keywords_of(SamplingParams)
     def stream(
-        self, text: str, params: SamplingParams | None = None, *, trace: Trace | None = None, **settings: Any
+        self,
+        text: str,
+        params: SamplingParams | None = None,
+        *,
+        trace: Trace | None = None,
+        **settings: Unpack[SamplingKeywords],
     ) -> Generator[GeneratedToken, None, GenerationResult]:
         """Answer the user's next message token by token. Stopping early keeps the text so far.
 
@@ -134,6 +148,11 @@ class Session:
             raise ValueError("there is no answer to continue")
         if self.answer.finish_reason in ("eos", "stop"):
             raise ValueError("the last answer is complete: the model has ended it itself")
+        if (constraint := self.answer.params.constraint) is not None:
+            raise ValueError(
+                f"the {constraint[0]} of the last answer would begin again: rewind the turn, and send it with a higher "
+                f"max_new_tokens than {self.answer.params.max_new_tokens}"
+            )
         return self._begin(None, replace(params or self.params, seed=self.answer.params.seed), None)
 
     def make_room(self, text: str | None, new_tokens: int) -> int:

@@ -90,6 +90,7 @@ def load_model(
         filled += slot.elements
         _fill(model, checkpoint, name, slot)
     progress.report(progress.LOADING, nbytes, nbytes)
+    model.name = str(name_or_path)
     return model.eval(), checkpoint.config
 
 

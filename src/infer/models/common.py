@@ -23,6 +23,7 @@ from infer.nn.activation import activated, gated
 from infer.nn.linear import Embedding, FusedLinear, Linear
 from infer.nn.module import Module
 from infer.nn.norm import LayerNorm, Norm, RMSNorm
+from infer.nn.quantized import QuantizedWeight
 from infer.nn.rope import Rope, apply_rope
 from infer.nn.sharded import Group
 from infer.values import value_or_type
@@ -164,6 +165,10 @@ def _normed(x: Tensor, norm: Norm | None, dropout: float) -> Tensor:
     return F.dropout(x, dropout) if dropout else x
 
 
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class Decoder(Module):
     """A decoder-only transformer. Parameters are named as in Hugging Face checkpoints, fused ones apart."""
 
@@ -172,6 +177,8 @@ class Decoder(Module):
     group: Group | None = None  # the processes that have a shard of the model each, if there are several
     # What runs a model that is called: `infer.backend` sets it to the model's kernels, where they compute the same.
     run_of: ClassVar[Callable[[Decoder], Run]] = lambda model: model.run
+    backend_of: ClassVar[Callable[[Decoder], str]] = lambda _: "torch"  # its name; `infer.backend` sets this, too
+    name = ""  # or path that it was loaded by
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -216,8 +223,32 @@ class Decoder(Module):
         row = Row(debugged(kv_cache, self.config.num_hidden_layers), input_ids, ALL if all_logits else LAST, hidden)
         return type(self).run_of(self)([row])[0]
 
+    def __repr__(self) -> str:
+        """In one line; `print(model)` lists its modules."""
+        return f"{type(self).__name__}({self.summary()})"
+
+    def __str__(self) -> str:
+        return super().__repr__()
+
+    def summary(self) -> str:
+        """Its name, size, dtype, device and backend."""
+        quantized = [module for module in self.modules() if isinstance(module, QuantizedWeight)]
+        count = sum(weight.numel() for weight in self.parameters())
+        count += sum(weight.rows * weight.columns for weight in quantized)
+        dtype, stored = _name_of(self.dtype), _name_of(next(self.parameters()).dtype)
+        if quantized:
+            stored = f"int{min(weight.bits for weight in quantized)}"
+        facts = [
+            f"{count / 1e6:,.1f}M parameters" + (f" in {stored}" if stored != dtype else ""),
+            f"{dtype} on {self.device}",
+            f"backend {type(self).backend_of(self)}",
+        ]
+        if self.group is not None:
+            facts.insert(0, f"shard {self.group.rank} of {self.group.world_size}")
+        return ", ".join([self.name, *facts] if self.name else facts)
+
     def extra_repr(self) -> str:
-        config, dtype = self.config, str(self.dtype).removeprefix("torch.")
+        config, dtype = self.config, _name_of(self.dtype)
         part = "" if self.group is None else f", shard {self.group.rank} of {self.group.world_size}"
         size = f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}"
         return f"{config.model_type}, {size}, computes in {dtype} on {self.device}{part}"

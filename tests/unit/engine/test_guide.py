@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
 import tokenizers
 from checkpoints import byte_tokenizer
 from commands import Run, assert_refused
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from tiny import make_tiny_model
 from tokenizers import decoders, models, pre_tokenizers
+from typing_extensions import TypedDict
 
 from infer import LLM, CacheMemory, SamplingParams, Tokenizer, generate, generate_batch, stream
 from infer.backend.cpu.backend import CpuBackend
 from infer.backend.plain import TorchBackend
 from infer.engine import guide as guides
 from infer.engine.engine import Engine
-from infer.engine.guide import guide_for, vocabulary_of
-from infer.engine.params import MAX_CONSTRAINT, MAX_NESTING, MAX_RULES
+from infer.engine.guide import Guide, guide_for, vocabulary_of
+from infer.engine.params import MAX_RULES
+from infer.engine.schema import MAX_CONSTRAINT, MAX_NESTING, Schema
 from infer.engine.sequence import NoToken, Sequence
 from infer.loader.gguf_tokenizer import build_tokenizer
 from infer.loader.text_tokenizers import character_tokenizer
@@ -194,18 +199,23 @@ class TestTextsMatch:
         result = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(json_schema='{"type": "object"}'))
         assert result.text.startswith("{")
 
-    @pytest.mark.parametrize("indent", [None, 0, 2, 4, "\t"])
-    @pytest.mark.parametrize("line", ["\n", "\r\n"])
-    def test_white_space_as_the_model_likes_it(self, indent: Any, line: str) -> None:
-        text = json.dumps({"a": [1, {"b": [2, {"c": {}}]}], "d": None}, indent=indent).replace("\n", line)
+    @pytest.mark.parametrize("separators", [(", ", ": "), (",", ":"), (",", ": ")])
+    def test_at_most_one_blank(self, separators: tuple[str, str]) -> None:
+        text = json.dumps({"a": [1, {"b": [2, {"c": {}}]}], "d": None}, separators=separators)
         assert taken(text, json_schema={"type": "object"}) == text
 
     @pytest.mark.parametrize(
-        ("text", "expected"), [("{" + " " * 9, "{" + " " * 8), ("{\n\n", "{\n"), ("{ \n", "{ "), ("{\n \n", "{\n ")]
+        ("text", "expected"),
+        [("{ ", "{"), ("{\n", "{"), ('{"a":  1', '{"a": '), ('{"a":1 ', '{"a":1'), ('{"a":\n', '{"a":')],
     )
-    def test_white_space_without_end(self, text: str, expected: str) -> None:
-        """A model that has lost its way would write no more than that."""
+    def test_no_more_white_space(self, text: str, expected: str) -> None:
+        """A model that has lost its way would write it up to max_new_tokens."""
         assert taken(text, json_schema={"type": "object"}) == expected
+
+    def test_white_space_that_the_schema_allows(self) -> None:
+        text = '{"a":\n  1}'
+        flexible = {"type": "object", "x-guidance": {"whitespace_pattern": r"[ \n]{1,3}"}}
+        assert taken(text, json_schema=flexible) == text
 
     def test_parts_of_characters(self) -> None:
         """é and 日 have no token of their own, but for one with a letter before it."""
@@ -265,11 +275,157 @@ class TestTextsMatch:
         assert re.fullmatch("[0-9a]{3}", result.text)
 
 
-def test_a_class_of_pydantic_is_a_schema() -> None:
-    class City(BaseModel):
-        name: str
+class Color(Enum):
+    RED = "red"
+    BLUE = "blue"
 
-    assert SamplingParams(json_schema=City) == SamplingParams(json_schema=City.model_json_schema())
+
+@dataclass
+class Point:
+    x: Annotated[int, Field(ge=0, le=9)]
+    color: Color
+
+
+class Label(TypedDict):
+    text: Annotated[str, Field(max_length=3)]
+
+
+class Shape(BaseModel):
+    name: Annotated[str, Field(max_length=3)]
+    points: Annotated[list[Point], Field(max_length=2)]
+    label: Label | None
+
+
+class Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    size: Literal[1, 2]
+
+
+class Named(BaseModel):
+    """Keys that look like those of a schema."""
+
+    properties: bool
+    additionalProperties: bool
+
+
+class Unclear(BaseModel):
+    when: Nowhere  # type: ignore[name-defined]  # noqa: F821
+
+
+NAMED = '{"properties": true, "additionalProperties": true'
+CLASSES: list[Any] = [Shape, Point, Label, Named, list[Point], Shape | None]
+
+
+class TestClasses:
+    @pytest.mark.parametrize("kind", CLASSES, ids=str)
+    def test_every_text_is_an_instance(self, kind: Any) -> None:
+        for seed in range(4):
+            result = generate(tiny(all_bytes(), seed), all_bytes(), PROMPT, params(seed, json_schema=kind))
+            assert result.finish_reason == "eos"
+            assert TypeAdapter(kind).validate_json(result.text) == result.parsed
+
+    def test_instances(self) -> None:
+        settings = params(regex="x")  # the result of a text is read by its schema, however it was generated
+        result = generate(tiny(all_bytes()), all_bytes(), PROMPT, settings)
+        shape = '{"name": "a", "points": [{"x": 1, "color": "red"}], "label": {"text": "b"}}'
+        parsed = replace(result, text=shape, schema=Schema.of(Shape)).parsed
+        assert parsed == Shape(name="a", points=[Point(1, Color.RED)], label={"text": "b"})
+        assert isinstance(parsed.points[0], Point)
+        assert replace(result, text=shape, schema=Schema.of({"type": "object"})).parsed == json.loads(shape)
+
+    @pytest.mark.parametrize(
+        ("kind", "text", "expected"),
+        [
+            (Label, '{"text": "a", "b": 1}', '{"text": "a"'),
+            (Point, '{"x": 1, "color": "red", "y": 1}', '{"x": 1, "color": "red"'),
+            (list[Shape | Label], '[{"text": "a"}, {"text": "a", "b": 1}]', '[{"text": "a"}, {"text": "a"'),
+            (
+                Named,
+                '{"properties": true, "additionalProperties": false, "a": 1}',
+                '{"properties": true, "additionalProperties": false',
+            ),
+            (Open, '{"size": 1, "b": [1]}', '{"size": 1, "b": [1]}'),
+            (dict[str, int], '{"a": 1}', '{"a": 1}'),
+            ({"type": "object", "properties": {"x": {}}}, '{"z": 1}', '{"z": 1}'),
+        ],
+        ids=str,
+    )
+    def test_no_other_keys_unless_the_class_allows_them(self, kind: Any, text: str, expected: str) -> None:
+        assert taken(text, json_schema=kind) == expected
+
+    @pytest.mark.parametrize(
+        ("kind", "text", "expected"),
+        [
+            (int, "9007199254740991", "9007199254740991"),
+            (int, "9007199254740992", "900719925474099"),
+            (int, "-9" + "0" * 30, "-9" + "0" * 15),
+            (Annotated[int, Field(ge=5)], "1" * 30, "1" * 16),
+            (Annotated[int, Field(ge=2**53)], "9" * 30, "9" * 30),
+            ({"type": "integer"}, "9" * 30, "9" * 30),
+        ],
+        ids=str,
+    )
+    def test_an_integer_without_limits_ends(self, kind: Any, text: str, expected: str) -> None:
+        assert taken(text, json_schema=kind) == expected
+
+    def test_settings_keep_the_class(self) -> None:
+        kept = params(json_schema=Shape)
+        assert json.loads(asdict(kept)["json_schema"]) == json.loads(str(kept.json_schema))
+        copies = [replace(kept, seed=3), SamplingParams(json_schema=kept.schema), copy.deepcopy(kept)]
+        assert [each.schema and each.schema.kind for each in copies] == [Shape] * 3
+        assert SamplingParams(json_schema=str(kept.json_schema)).schema == kept.schema
+
+    @pytest.mark.parametrize(
+        ("kind", "message"), [(Unclear, "json_schema: .*Unclear.* not fully defined"), (Guide, "json_schema: .*Guide")]
+    )
+    def test_classes_without_a_schema(self, kind: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message) as error:
+            SamplingParams(json_schema=kind)
+        assert "\n" not in str(error.value)
+
+    def test_without_pydantic(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "pydantic", None)
+        with pytest.raises(ImportError, match=r"a class as json_schema needs pydantic.*infer\[server\]"):
+            SamplingParams(json_schema=Shape)
+        assert SamplingParams(json_schema={"type": "object"}).schema == '{"type": "object"}'
+
+
+class TestParsed:
+    def test_everywhere(self) -> None:
+        model, tokenizer, settings = tiny(all_bytes()), all_bytes(), params(3, json_schema=Point)
+        expected = generate(model, tokenizer, PROMPT, settings).parsed
+        assert isinstance(expected, Point)
+        assert generate_batch(model, tokenizer, [PROMPT], settings)[0].parsed == expected
+        with LLM(model, tokenizer, cache_memory=10**6) as llm:
+            assert llm.generate(PROMPT, settings).parsed == expected
+            handle = llm.stream(PROMPT, settings)
+            assert "".join(token.text for token in handle) == handle.result().text
+            assert handle.result().parsed == expected
+            samples: Any = llm.generate(PROMPT, params(3, json_schema=Point, n=3))
+            assert [type(sample.parsed) for sample in samples] == [Point] * 3
+            session = llm.session(encode=lambda _: PROMPT)
+            assert session.send("?", settings).parsed == expected
+
+    def test_a_cut_text(self) -> None:
+        settings = params(json_schema=Shape, max_new_tokens=5)
+        result = generate(tiny(all_bytes()), all_bytes(), PROMPT, settings)
+        assert result.finish_reason == "length"
+        with pytest.raises(ValueError, match=r"incomplete: it was cut at max_new_tokens=5 .* Raise max_new_tokens"):
+            _ = result.parsed
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"finish_reason": "interrupted"}, "incomplete: the request was aborted"),
+            ({"finish_reason": "stop", "text": '{"x": 1, '}, r"incomplete \(finish_reason 'stop'\): Expecting"),
+            ({"text": '{"x": 10, "color": "red"}'}, "less than or equal to 9"),
+            ({"schema": None}, "nothing to parse the text by: generate it with json_schema"),
+        ],
+    )
+    def test_other_reasons(self, changes: dict[str, Any], message: str) -> None:
+        result = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(3, json_schema=Point))
+        with pytest.raises(ValueError, match=message):
+            _ = replace(result, **changes).parsed
 
 
 class TestEnds:
@@ -349,6 +505,9 @@ class TestAnyRun:
                 assert re.fullmatch("(yes|no){1,2}", session.send("And?").text)
             with pytest.raises(ValueError, match="the regex cannot be used: unclosed group"):
                 session.stream("And?", params(regex="("))
+            assert session.send("And?", regex="[ab]{90}", max_new_tokens=3).finish_reason == "length"
+            with pytest.raises(ValueError, match="the regex of the last answer would begin again"):
+                session.more()
             json_only = llm.session(params=params(json_schema=PERSON), encode=encode)
             json_only.save(tmp_path / "session")
             assert llm.load_session(tmp_path / "session", encode=encode).params == json_only.params

@@ -140,7 +140,11 @@ class TestGenerate:
         assert same(llm.chat(messages, FEW), expected)
         assert same(llm.generate(messages, FEW), expected)
         assert same(llm.generate([messages], FEW)[0], expected)
-        assert same(llm.chat("HI", FEW), alone(llm, Letters().encode_chat(messages[1:]), FEW))
+        answer = alone(llm, Letters().encode_chat(messages[1:]), FEW)
+        assert same(llm.chat("HI", FEW), answer)
+        handle = llm.chat("HI", FEW, stream=True)
+        assert "".join(token.text for token in handle) == answer.text
+        assert same(handle.result(), answer)
 
     def test_samples(self, llm: LLM) -> None:
         results = llm.generate("HELLO", n=3, temperature=1.0, seed=5, max_new_tokens=8)
