@@ -1,18 +1,21 @@
-"""What mkdocs needs beside the pages in this folder: README.md as the first page, and a page for each file of the
-repository that a page links to."""
+"""What mkdocs needs beside the pages in this folder: README.md as the first page, a page for each file of the
+repository that a page links to, and formulas as MathML."""
 
 from __future__ import annotations
 
+import html
 import json
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()(?!https?:|#)([^)\s#]+)")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)  # of pymdownx.arithmatex
 LANGUAGES = {"Dockerfile": "dockerfile", ".json": "json", ".py": "python", ".service": "ini"}
 SOURCE, PAGE = "source/", ".page.md"  # of a page that shows a file
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
@@ -40,6 +43,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return match[1] + posixpath.relpath(target, posixpath.dirname(here) or ".")
 
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Formulas become MathML, which browsers draw by themselves: no script, no request."""
+
+    def drawn(match: re.Match[str]) -> str:
+        return convert(html.unescape(match[2]).strip(), display="block" if match[1] == "div" else "inline")
+
+    return FORMULA.sub(drawn, content)
 
 
 def text_of(path: str) -> str:
