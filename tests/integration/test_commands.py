@@ -212,6 +212,7 @@ class TestCommands:
         "docs/quantization.md": "",
         "docs/trace.md": "(9, 8)",
     } | amount({"docs/scale.md": "Paris"}, {})  # starts processes, as tests/integration/test_parallel.py does
+    PAGES["docs/recipes.md"] = "Paris"  # at the end: it trains the model that all pages share
 
     def test_python_in_pages(self, offline: dict[str, str], tmp_path: Path) -> None:
         """All blocks of a page in order, as a reader would run them; not those that quote the source."""

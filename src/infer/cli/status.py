@@ -1,7 +1,8 @@
 """The status line on a terminal: `prefill 1,024/4,623`. Any other output erases it.
 
-A thread draws it on stderr when work takes longer than DELAY_S; an import, which always does, at once. stdout and stderr are wrapped to erase it before they
-write. (rich's Live would instead buffer streamed text and break long lines of JSON.)
+A thread draws it on stderr when work takes longer than DELAY_S; an import, which always does, is drawn at once. stdout
+and stderr are wrapped to erase it before they write. (rich's Live would instead buffer streamed text and break long
+lines of JSON.)
 """
 
 import os

@@ -39,8 +39,8 @@ from infer.engine.text import Detokenizer
 from infer.evaluate import bench, paths, verify
 from infer.loader import describe, load
 from infer.loader.builtin import BUILTIN
-from infer.loader.hub_names import HUB_MODELS
 from infer.loader.hf_folder import HFFolder
+from infer.loader.hub_names import HUB_MODELS
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
 
