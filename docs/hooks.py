@@ -88,7 +88,17 @@ def shown(path: str) -> str:
 
 def shown_cell(cell: dict[str, Any]) -> str:
     text = "".join(cell["source"])
-    return text if cell["cell_type"] == "markdown" else fenced(text, "python")
+    if cell["cell_type"] == "markdown":
+        return text
+    return "\n".join([fenced(text, "python"), *map(shown_output, cell["outputs"])])
+
+
+def shown_output(output: dict[str, Any]) -> str:
+    """A picture, or text."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f'<img alt="" src="data:image/png;base64,{"".join(data["image/png"]).replace(chr(10), "")}">\n'
+    return fenced("".join(output.get("text") or data["text/plain"]), "text")
 
 
 def fenced(text: str, language: str) -> str:
