@@ -98,9 +98,7 @@ OnFullOption = Annotated[
 SystemOption = Annotated[str | None, typer.Option(help="The system message.")]
 ThinkingOption = Annotated[
     bool | None,
-    typer.Option(
-        help="Turn the thinking of a model that thinks before it answers on or off.", show_default="the model's"
-    ),
+    typer.Option(help="Turn reasoning on or off, if the model has it.", show_default="the model's"),
 ]
 AllowSpecialTokensOption = Annotated[
     bool,

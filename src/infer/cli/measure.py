@@ -50,7 +50,7 @@ def bench(
     prefill_chunk: PrefillChunkOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Measure both, and the speed-up.")] = False,
     trials: Annotated[int, typer.Option(help="Timed runs of each setting.")] = 3,
-    warmup: Annotated[int, typer.Option(help="Untimed runs before them.")] = 1,
+    warmup: Annotated[int, typer.Option(help="Untimed runs before the timed ones.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Plot step time against position into this PNG file.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write all measurements into this JSON file.")] = None,
     cache_dtype: CacheDtypeOption = "auto",

@@ -136,7 +136,7 @@ def built_in_prompts(
 
     own = own_prompts(config, tokenizer, max_new_tokens)
     if not own:
-        raise ValueError("the model can encode none of the built-in prompts: give it some with --prompts")
+        raise ValueError("the model can encode none of the built-in prompts: give prompts with --prompts")
     prompt_ids = with_long_prompt(config, list(own.values()), max_new_tokens)
     long = "(a text longer than the window)" if config.has_windows else "(a longer text)"
     return [*own, *[long] * (len(prompt_ids) - len(own))], prompt_ids

@@ -50,7 +50,7 @@ def fetch(name: str, *, weights: bool, check: bool = False, force: bool = False)
     except RevisionNotFoundError:
         raise FileNotFoundError(f"{repo} has no revision {revision}: {name} is not on the hub") from None
     except RepositoryNotFoundError:
-        raise FileNotFoundError(f"the hub has no model {name} that you may read") from None
+        raise FileNotFoundError(f"the hub has no model {name} that you have access to") from None
     except Exception as error:  # what a broken connection raises depends on the hub library's version
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         gated = f" ({repo} {IS_GATED})" if repo in GATED else ""
@@ -86,7 +86,7 @@ def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, 
         print(f"{', '.join(damaged)} of {repo} is damaged: fetching it again", file=sys.stderr)
         folder = download(damaged, again=True)
         if damaged := _damaged(folder, damaged, again=False):
-            raise OSError(f"{', '.join(damaged)} is not what the hub says it is")
+            raise OSError(f"{', '.join(damaged)} does not match its hash on the hub")
     return folder
 
 

@@ -346,7 +346,7 @@ def test_damaged_file(hub: Hub, run: Run) -> None:
 def test_a_hub_that_sends_something_else(hub: Hub, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "etag", lambda file: "0" * 64)
     assert evaluate(run, "get()") == [
-        f"OSError: could not fetch {REPO}/tiny.gguf from the hub: tiny.gguf is not what the hub says it is"
+        f"OSError: could not fetch {REPO}/tiny.gguf from the hub: tiny.gguf does not match its hash on the hub"
     ]
 
 
