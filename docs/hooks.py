@@ -1,18 +1,21 @@
-"""What mkdocs needs beside the pages in this folder: README.md as the first page, and a page for each file of the
-repository that a page links to."""
+"""What mkdocs needs beside the pages in this folder: README.md as the first page, a page for each file of the
+repository that a page links to, and formulas as MathML."""
 
 from __future__ import annotations
 
+import html
 import json
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()(?!https?:|#)([^)\s#]+)")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)  # of pymdownx.arithmatex
 LANGUAGES = {"Dockerfile": "dockerfile", ".json": "json", ".py": "python", ".service": "ini"}
 SOURCE, PAGE = "source/", ".page.md"  # of a page that shows a file
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
@@ -40,6 +43,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return match[1] + posixpath.relpath(target, posixpath.dirname(here) or ".")
 
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Formulas become MathML, which browsers draw by themselves: no script, no request."""
+
+    def drawn(match: re.Match[str]) -> str:
+        return convert(html.unescape(match[2]).strip(), display="block" if match[1] == "div" else "inline")
+
+    return FORMULA.sub(drawn, content)
 
 
 def text_of(path: str) -> str:
@@ -76,7 +88,17 @@ def shown(path: str) -> str:
 
 def shown_cell(cell: dict[str, Any]) -> str:
     text = "".join(cell["source"])
-    return text if cell["cell_type"] == "markdown" else fenced(text, "python")
+    if cell["cell_type"] == "markdown":
+        return text
+    return "\n".join([fenced(text, "python"), *map(shown_output, cell["outputs"])])
+
+
+def shown_output(output: dict[str, Any]) -> str:
+    """A picture, or text."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f'<img alt="" src="data:image/png;base64,{"".join(data["image/png"]).replace(chr(10), "")}">\n'
+    return fenced("".join(output.get("text") or data["text/plain"]), "text")
 
 
 def fenced(text: str, language: str) -> str:

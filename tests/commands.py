@@ -124,7 +124,7 @@ def run(folder: Path, compiled: None, capsys: pytest.CaptureFixture[str], monkey
 
     def run_command(command: str, *args: str | Path, model: str | Path | None = folder, stdin: str = "") -> Done:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        named = {name: [str(model)] for name in ("info", "verify", "perplexity")} | {"pull": [], "models": []}
+        named = {name: [str(model)] for name in ("info", "verify", "perplexity")} | {"pull": [], "rm": [], "models": []}
         which = [] if model is None else named.get(command, ["--model", str(model)])
         with pytest.raises(SystemExit) as exit_info:
             main([command, *which, *map(str, args)])

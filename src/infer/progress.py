@@ -1,7 +1,7 @@
 """Progress of slow work, reported to listeners: the command line shows it on a terminal.
 
-FETCHING and LOADING a model count bytes, COMPILING kernels, PREFILL prompt tokens, GENERATING new tokens, PROMPTS the
-prompts of a file, SCORING the tokens of a text, PATHS the checks of `infer verify`.
+IMPORTING counts packages, FETCHING and LOADING a model bytes, COMPILING kernels, PREFILL prompt tokens, GENERATING new
+tokens, PROMPTS the prompts of a file, SCORING the tokens of a text, PATHS the checks of `infer verify`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-FETCHING, LOADING, COMPILING, PREFILL = "fetching", "loading", "compiling", "prefill"
+IMPORTING, FETCHING, LOADING, COMPILING, PREFILL = "importing", "fetching", "loading", "compiling", "prefill"
 GENERATING, PROMPTS, SCORING, PATHS = "generating", "prompts", "scoring", "paths"
 
 

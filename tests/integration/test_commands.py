@@ -166,10 +166,9 @@ class TestCommands:
         path = BUILTIN[DEFAULT_MODEL].path
         done = infer("pull", DEFAULT_MODEL, env=offline)
         assert (done.stdout, done.stderr) == (f"{path}\n", "")
-        lines = infer("models", env=offline).stdout.splitlines()
-        assert [line.split()[0] for line in lines] == list(BUILTIN)
-        assert lines[0].startswith(DEFAULT_MODEL)
-        assert "not yet" not in lines[0]
+        _, *lines, _ = infer("models", env=offline).stdout.splitlines()
+        assert [line.split()[0] for line in lines[: len(BUILTIN)]] == list(BUILTIN)
+        assert lines[0].split()[:4] == [DEFAULT_MODEL, "98", "MB", "cached"]
 
     def test_verify(self, offline: dict[str, str], tmp_path: Path) -> None:
         file = tmp_path / "prompts.txt"
@@ -217,6 +216,7 @@ class TestCommands:
         "docs/quantization.md": "",
         "docs/trace.md": "(9, 8)",
     } | amount({"docs/scale.md": "Paris"}, {})  # starts processes, as tests/integration/test_parallel.py does
+    PAGES["docs/recipes.md"] = "Paris"  # at the end: it trains the model that all pages share
 
     def test_python_in_pages(self, offline: dict[str, str], tmp_path: Path) -> None:
         """All blocks of a page in order, as a reader would run them; not those that quote the source."""

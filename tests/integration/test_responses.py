@@ -469,7 +469,7 @@ class TestRefusals:
             ({"top_logprobs": 2}, "top_logprobs", "needs include"),
             ({"include": ["reasoning.encrypted_content"], "top_logprobs": 2}, "top_logprobs", "needs include"),
             ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
-            ({"tools": [TOOL]}, "tools", "has no tools"),
+            ({"tools": [TOOL]}, "tools", "does not support tools"),
             ({"tool_choice": "required"}, "tool_choice", "needs tools"),
             ({"tool_choice": {"type": "file_search"}}, "tool_choice", "should be"),
             ({"reasoning": {"effort": "low"}}, "reasoning.effort", "does not reason"),

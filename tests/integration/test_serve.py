@@ -829,7 +829,7 @@ class TestChat:
             ({"top_logprobs": 2}, "needs logprobs"),
             ({"functions": [{}]}, "functions is not supported: use tools"),
             ({"store": True}, "store is not supported: nothing is stored here"),
-            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "has no tools"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "does not support tools"),
             ({"tool_choice": "required"}, "tool_choice needs tools"),
             ({"reasoning_effort": "low"}, "does not reason"),
             ({"chat_template_kwargs": {"messages": []}}, "is reserved"),

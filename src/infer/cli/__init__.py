@@ -35,7 +35,8 @@ def _run(args: list[str] | None) -> int:
     try:
         try:
             open_streams()
-            with status_line.shown(progress.FETCHING, progress.LOADING, progress.COMPILING):
+            kinds = (progress.IMPORTING, progress.FETCHING, progress.LOADING, progress.COMPILING)
+            with status_line.shown(*kinds), status_line.reporting_import("torch"):
                 if "TORCHELASTIC_RUN_ID" in os.environ:
                     _join_torchrun()
                 from infer.cli.commands import app  # inside `try`: Ctrl-C may come during the import

@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
+from infer.cli import completion
 from infer.cli.common import (
     CacheDtypeOption,
     DeviceOption,
@@ -17,12 +18,13 @@ from infer.cli.common import (
 )
 from infer.cli.streams import print_table
 
-NAME_HELP = "A built-in name, or a hub id: owner/name or owner/name/FILE.gguf, optionally with @revision."
-NameArgument = Annotated[str, typer.Argument(help=NAME_HELP, metavar="NAME")]
+NAME_HELP = (
+    "A name that `infer models` lists, or a hub id: owner/name or owner/name/FILE.gguf, with @revision or without."
+)
 
 
 def pull(
-    name: NameArgument,
+    name: Annotated[str, typer.Argument(help=NAME_HELP, metavar="NAME", autocompletion=completion.model_names)],
     force: Annotated[bool, typer.Option("--force", help="Fetch it even if it is cached.")] = False,
 ) -> None:
     """Fetch a model for offline use. A cached model is checked by its hash."""
@@ -31,32 +33,61 @@ def pull(
     print(locate(name, weights=True, check=True, force=force))
 
 
-def rm(name: NameArgument) -> None:
+def rm(
+    name: Annotated[str, typer.Argument(help=NAME_HELP, metavar="NAME", autocompletion=completion.cached_names)],
+) -> None:
     """Remove a fetched model from the cache."""
     from infer.loader import builtin, hub
+    from infer.loader.hub_names import hub_id
 
     if name in builtin.BUILTIN:
         freed = builtin.remove(builtin.BUILTIN[name])
-    elif hub.is_hub_name(name) and not Path(name).exists():
-        freed = hub.remove(name)
+    elif hub.is_hub_name(hub_id(name)) and not Path(name).exists():
+        freed = hub.remove(hub_id(name))
     else:
-        raise ValueError(f"there is nothing called {name!r} to remove: `infer models` lists what was fetched")
+        raise ValueError(f"no cached model {name!r}: `infer models` lists them")
     print(f"removed {name}: {freed / 1e6:.0f} MB")
 
 
+class Listed(NamedTuple):
+    """A model that `infer models` lists."""
+
+    name: str
+    bytes: int
+    cached: bool
+    license: str | None  # None: not known
+    gated: bool
+    source: str  # "package index" | "hub"
+    model: str  # its title, or its hub id
+
+
 def models(as_json: JsonOption = False) -> None:
-    """List the built-in and the cached models."""
+    """List the models that have a short name, and the other cached models."""
+    listed = list_models()
+    if as_json:
+        print(json.dumps([model._asdict() for model in listed]))
+        return
+    width = max(len(each.name) for each in listed)
+    print(f"{'name':<{width}} {'size':>9}  {'status':<8} {'license':<22} source")
+    for each in listed:
+        license = f"{each.license or ''}{' *' if each.gated else ''}"
+        status = "cached" if each.cached else "-"
+        size = f"{each.bytes / 1e6:,.0f} MB"
+        print(f"{each.name:<{width}} {size:>9}  {status:<8} {license:<22} {each.source}: {each.model}")
+    print("* gated: accept the license on the model's hub page, then run `hf auth login` or set HF_TOKEN")
+
+
+def list_models() -> list[Listed]:
     from infer.loader.builtin import BUILTIN
     from infer.loader.hub import cached_models
+    from infer.loader.hub_names import HUB_MODELS
 
-    rows = [(m.name, m.size, m.is_cached, f"built in: {m.title}, {m.license}") for m in BUILTIN.values()]
-    rows += [(name, size, True, "from the hub") for name, size in cached_models()]
-    if as_json:
-        keys = ("name", "bytes", "cached", "source")
-        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows]))
-        return
-    for name, size, cached, source in rows:
-        print(f"{name:<24} {size / 1e6:>8.0f} MB   {'cached' if cached else 'not yet fetched':<16} {source}")
+    cached = dict(cached_models())
+    listed = [Listed(m.name, m.size, m.is_cached, m.license, False, "package index", m.title) for m in BUILTIN.values()]
+    for name, (repo, megabytes, license, gated) in HUB_MODELS.items():
+        size = cached.pop(repo, None)
+        listed.append(Listed(name, size or megabytes * 10**6, size is not None, license, gated, "hub", repo))
+    return listed + [Listed(repo, size, True, None, False, "hub", repo) for repo, size in cached.items()]
 
 
 def info(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from infer.cli import completion
 from infer.cli.sampling import SETTINGS, Settings
 from infer.engine import params
 from infer.engine.params import SamplingParams
@@ -37,22 +38,29 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 SECTION_OF = {option: section for section, options in SECTIONS.items() for option in options}
 NAMES_WIDTH = 36  # characters of the first column; the help of a longer option begins on the next line
 
-MODEL_HELP = "A folder, a .gguf file, a nanoGPT .pt file, a built-in name (see `infer models`), or a hub id."
-ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
+MODEL_HELP = "A short name (see `infer models`), a hub id, a folder, a .gguf file, or a nanoGPT .pt file."
+ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP, autocompletion=completion.model_names)]
 DtypeOption = Annotated[
     str,
     typer.Option(
         help="The dtype to compute in: auto, float32, bfloat16, float16 or float64. auto is float32 on a CPU, where "
-        "quantized weights of a GGUF file stay quantized; another dtype makes them floats."
+        "quantized weights of a GGUF file stay quantized; another dtype makes them floats.",
+        autocompletion=completion.DTYPES,
     ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or another torch device (mps, xpu).")]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        help="auto, cpu, cuda, cuda:N, or another torch device (mps, xpu).", autocompletion=completion.DEVICES
+    ),
+]
 QuantizeOption = Annotated[
     str | None,
     typer.Option(
         help="Quantize the weights to 4 or 8 bits, on a CPU. `infer perplexity` measures the loss.",
         metavar="int4|int8",
         show_default="as in the file",
+        autocompletion=completion.QUANTIZE,
     ),
 ]
 ThreadsOption = Annotated[
@@ -70,6 +78,7 @@ CacheDtypeOption = Annotated[
         help="The dtype of cached keys and values. auto: the model's dtype. int8: 8 bits, with a scale for every "
         "32 values.",
         metavar="auto|int8",
+        autocompletion=completion.CACHE_DTYPES,
     ),
 ]
 PrefillChunkOption = Annotated[
@@ -84,14 +93,13 @@ OnFullOption = Annotated[
         help="What to do beyond the model's context. error: refuse. recompute: continue with the last tokens that "
         "fit, without the cache.",
         metavar="error|recompute",
+        autocompletion=completion.ON_FULL,
     ),
 ]
 SystemOption = Annotated[str | None, typer.Option(help="The system message.")]
 ThinkingOption = Annotated[
     bool | None,
-    typer.Option(
-        help="Turn the thinking of a model that thinks before it answers on or off.", show_default="the model's"
-    ),
+    typer.Option(help="Turn reasoning on or off, if the model has it.", show_default="the model's"),
 ]
 AllowSpecialTokensOption = Annotated[
     bool,
@@ -157,10 +165,17 @@ def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 class ModelChoice(OptionGroup):
     """The model, as an argument or as an option: `infer info MODEL`, `infer info -m MODEL`."""
 
-    model: Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=DEFAULT_MODEL)] = None
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help=MODEL_HELP, metavar="MODEL", show_default=DEFAULT_MODEL, autocompletion=completion.model_names
+        ),
+    ] = None
     model_option: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="The same as MODEL.", show_default=False),
+        typer.Option(
+            "--model", "-m", help="The same as MODEL.", show_default=False, autocompletion=completion.model_names
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -380,6 +395,10 @@ class Group(_PlainFlags, TyperGroup):
 
 class GroupedCommand(_PlainFlags, TyperCommand):
     """A command whose --help has sections, each in two columns that fit 80 characters."""
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """For the list of commands, which wraps it: the first paragraph, uncut."""
+        return " ".join((self.help or "").split("\n\n")[0].split())
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {name: [] for name in SECTIONS}

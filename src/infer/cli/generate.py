@@ -207,6 +207,7 @@ async def _print_all(llm: "LLM", lines: Sequence[Line], encode: Callable[[Any], 
             line, result = await finished
             progress.report(progress.PROMPTS, done, len(lines), note=f"{llm.stats().tokens_per_s:.0f} tok/s")
             about = {"index": line.number} | ({} if line.id is None else {"id": line.id})
+            about["prompt" if isinstance(line.prompt, str) else "messages"] = line.prompt
             if isinstance(result, Exception):
                 failed += 1
                 print(json.dumps(about | {"error": str(result)}), flush=True)
@@ -215,7 +216,9 @@ async def _print_all(llm: "LLM", lines: Sequence[Line], encode: Callable[[Any], 
             for i, sample in enumerate(samples):
                 tokens += sample.generated_tokens
                 which = {"sample": i} if len(samples) > 1 else {}
-                print(json.dumps(about | which | as_dict(sample)), flush=True)
+                output = as_dict(sample)
+                del output["timing"]["decode_times_s"]  # of every step: their total is enough
+                print(json.dumps(about | which | output), flush=True)
     stats = llm.stats()
     reused = f", {stats.cached_tokens:,} prompt tokens reused" if stats.cached_tokens else ""
     say(f"[{len(lines) - failed:,} of {len(lines):,} prompts, {tokens:,} new tokens{reused}]")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infer import progress
+from infer.cli import completion
 from infer.cli.common import (
     DEFAULT_MODEL,
     MODEL_HELP,
@@ -35,9 +36,6 @@ from infer.cli.streams import counted, on_stdout, print_table, say
 if TYPE_CHECKING:
     from infer.engine.result import Score
 
-QUANTIZE_HELP = "Quantize the weights of the {} model to 4 or 8 bits, on a CPU."
-DTYPE_HELP = "The dtype of the {} model: auto, float32, bfloat16, float16 or float64."
-
 
 def bench(
     *,
@@ -52,7 +50,7 @@ def bench(
     prefill_chunk: PrefillChunkOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Measure both, and the speed-up.")] = False,
     trials: Annotated[int, typer.Option(help="Timed runs of each setting.")] = 3,
-    warmup: Annotated[int, typer.Option(help="Untimed runs before them.")] = 1,
+    warmup: Annotated[int, typer.Option(help="Untimed runs before the timed ones.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Plot step time against position into this PNG file.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write all measurements into this JSON file.")] = None,
     cache_dtype: CacheDtypeOption = "auto",
@@ -172,18 +170,33 @@ def perplexity(
     )
 
 
+def quantize_option(which: str) -> Any:
+    help = f"Quantize the weights of the {which} model to 4 or 8 bits, on a CPU."
+    return typer.Option(help=help, metavar="int4|int8", autocompletion=completion.QUANTIZE)
+
+
+def dtype_option(which: str) -> Any:
+    help = f"The dtype of the {which} model: auto, float32, bfloat16, float16 or float64."
+    return typer.Option(help=help, autocompletion=completion.DTYPES)
+
+
 def compare(
     *,
-    model_a: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL_A")],
+    model_a: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL_A", autocompletion=completion.model_names)],
     model_b: Annotated[
         str | None,
-        typer.Argument(help="Another model with the same vocabulary.", metavar="MODEL_B", show_default="MODEL_A"),
+        typer.Argument(
+            help="Another model with the same vocabulary.",
+            metavar="MODEL_B",
+            show_default="MODEL_A",
+            autocompletion=completion.model_names,
+        ),
     ] = None,
     text: TextOptions,
-    quantize_a: Annotated[str | None, typer.Option(help=QUANTIZE_HELP.format("first"), metavar="int4|int8")] = None,
-    quantize_b: Annotated[str | None, typer.Option(help=QUANTIZE_HELP.format("second"), metavar="int4|int8")] = None,
-    dtype_a: Annotated[str, typer.Option(help=DTYPE_HELP.format("first"))] = "auto",
-    dtype_b: Annotated[str, typer.Option(help=DTYPE_HELP.format("second"))] = "auto",
+    quantize_a: Annotated[str | None, quantize_option("first")] = None,
+    quantize_b: Annotated[str | None, quantize_option("second")] = None,
+    dtype_a: Annotated[str, dtype_option("first")] = "auto",
+    dtype_b: Annotated[str, dtype_option("second")] = "auto",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     as_json: JsonOption = False,

@@ -221,5 +221,5 @@ def read_keys(given: list[str], file: Path | None, variable: str) -> frozenset[s
             raise ValueError(f"{file.name} holds no key")
     for key in keys:
         if not (key.isascii() and key.isprintable()) or not key or key != key.strip() or " " in key:
-            raise ValueError("a key must be printable ASCII, without blanks")
+            raise ValueError("a key must be printable ASCII without spaces")
     return frozenset(keys)

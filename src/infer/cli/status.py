@@ -1,7 +1,8 @@
 """The status line on a terminal: `prefill 1,024/4,623`. Any other output erases it.
 
-A thread draws it on stderr when work takes longer than DELAY_S. stdout and stderr are wrapped to erase it before they
-write. (rich's Live would instead buffer streamed text and break long lines of JSON.)
+A thread draws it on stderr when work takes longer than DELAY_S; an import, which always does, is drawn at once. stdout
+and stderr are wrapped to erase it before they write. (rich's Live would instead buffer streamed text and break long
+lines of JSON.)
 """
 
 import os
@@ -12,6 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any, TextIO
 
 from infer import progress
@@ -41,6 +45,8 @@ class Status:
             began, _ = self._stages.pop(key, (time.monotonic(), report))
             if report.done < report.total:
                 self._stages[key] = began, report
+                if report.what == progress.IMPORTING:  # at once: an import may not let the thread run
+                    self._draw(report, 0.0)
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="status", daemon=True)
                     self._thread.start()
@@ -69,9 +75,12 @@ class Status:
                 began, report = list(self._stages.values())[-1]
                 seconds = time.monotonic() - began
                 if seconds >= DELAY_S or self._is_drawn:
-                    self._is_drawn = True
-                    _write(f"\r{line(report, seconds)[: shutil.get_terminal_size().columns - 1]}\033[K")
+                    self._draw(report, seconds)
             time.sleep(FRAME_S)
+
+    def _draw(self, report: Progress, seconds: float) -> None:
+        self._is_drawn = True
+        _write(f"\r{line(report, seconds)[: shutil.get_terminal_size().columns - 1]}\033[K")
 
 
 STATUS = Status()
@@ -111,8 +120,46 @@ def shown(*kinds: str) -> Iterator[None]:
             STATUS.forget()
 
 
+class _ImportReporter(MetaPathFinder):
+    """Reports the import of one package from its beginning to its end."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name) if name == self.package else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            progress.report(progress.IMPORTING, 0, 1, name)
+            try:
+                execute(module)
+            finally:
+                progress.report(progress.IMPORTING, 1, 1, name)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+@contextmanager
+def reporting_import(package: str) -> Iterator[None]:
+    """Report the import of this package, if it comes inside the block and something listens."""
+    reporter = _ImportReporter(package)
+    if progress.has_listeners():
+        sys.meta_path.insert(0, reporter)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            sys.meta_path.remove(reporter)
+
+
 def line(report: Progress, seconds: float) -> str:
     name = f" {escaped(report.name)}" if report.name else ""
+    if report.what == progress.IMPORTING:
+        return f"loading{name}... {f'({seconds:.0f} s)' if seconds >= 1 else ''}"
     if report.what == progress.COMPILING:
         return f"compiling a kernel, once:{name} ({seconds:.0f} s)"
     bar = _bar(report.done / report.total)

@@ -250,7 +250,7 @@ def parse_step(text: str, maximum: int, count: int | None = None) -> list[int]:
     if text == "last":
         return [count - 1]
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--show-step must be a number from 1 on, last or all, not {text!r}")
+        raise ValueError(f"--show-step must be a step from 1 on, last or all, not {text!r}")
     if int(text) > maximum:
         raise ValueError(f"--show-step {text} is beyond the {maximum} steps that --max-new-tokens allows")
     return [min(int(text), count) - 1]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -95,14 +96,21 @@ def verify(
         print("kernels: every path must give the same bits" if plain is None else promise, flush=True)
     if every and not as_json:
         print(f"{'path':<38} {'prompts':>7} {'positions':>9}", flush=True)
-    say(f"{total} paths to run, each compared with {reference}")
-    results = []
+    say(f"{total} paths to run, each compared with {reference}; the first takes longest, as it generates the texts")
+    results: list[PathResult] = []
+    times = [time.perf_counter()]
     with shown(progress.PATHS):
+        progress.report(progress.PATHS, 0, total)
         for result in chain(*comparisons):
             results.append(result)
-            progress.report(progress.PATHS, len(results), total)
+            times.append(time.perf_counter())
+            left = time_left(times, total)
+            progress.report(progress.PATHS, len(results), total, note=left)
             if not as_json and (every or result.difference is not None):
                 print(path_line(result, texts, plain), flush=True)
+            if not sys.stderr.isatty():
+                state = f"{'equal' if result.equal else 'DIFFERS'}, {times[-1] - times[-2]:.1f} s"
+                say(f"{len(results)}/{total} {result.path}: {state}{left and f'; {left}'}")
     equal = sum(result.equal for result in results)
     say(f"{equal} of {len(results)} paths give the same bits as {reference}")
     passed = equal == len(results)
@@ -128,10 +136,19 @@ def built_in_prompts(
 
     own = own_prompts(config, tokenizer, max_new_tokens)
     if not own:
-        raise ValueError("the model can encode none of the built-in prompts: give it some with --prompts")
+        raise ValueError("the model can encode none of the built-in prompts: give prompts with --prompts")
     prompt_ids = with_long_prompt(config, list(own.values()), max_new_tokens)
     long = "(a text longer than the window)" if config.has_windows else "(a longer text)"
     return [*own, *[long] * (len(prompt_ids) - len(own))], prompt_ids
+
+
+def time_left(times: Sequence[float], total: int) -> str:
+    """times: when the paths began, and when each ended. The first path takes longer than any other: it is left out."""
+    done = len(times) - 1
+    if not 1 < done < total:
+        return ""
+    seconds = (times[-1] - times[1]) / (done - 1) * (total - done)
+    return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
 
 def path_line(result: "PathResult", texts: Sequence[str], plain: str | None) -> str:

@@ -96,7 +96,7 @@ class Vocabulary:
         """kind: the setting of `SamplingParams` that the text is of."""
         guide = Guide(self, self._compiled(kind, text).deep_copy(), kind)
         if not guide.allowed().any():
-            raise ValueError(f"no token of this vocabulary can begin what the {kind} allows")
+            raise ValueError(f"no token of this vocabulary can begin a text that the {kind} allows")
         return guide
 
     def _compile(self, kind: str, text: str) -> LLMatcher:

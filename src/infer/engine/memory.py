@@ -54,7 +54,7 @@ class CacheMemory:
         if size is None:
             free = available_memory(device, 1 if group is None else group.sharing)
             if free is None:
-                raise ValueError(f"{device} does not say how much memory is free: say how much caches may take")
+                raise ValueError(f"{device} does not report its free memory: set the memory for caches (cache_memory)")
             needed = DEFAULT_MAX_SEQUENCES * bytes_for(model.config, DEFAULT_SEQUENCE_LEN, dtype.itemsize, page_size)
             size = min(int(free * DEFAULT_MEMORY_FRACTION), needed)
         self.model = model

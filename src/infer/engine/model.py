@@ -59,7 +59,7 @@ def configured(model: Model | nn.Module, *, needed: bool) -> Model:
         return cast(Model, model)
     if needed:
         raise TypeError(
-            "the model has no .config, which KV caches and traces are made by: give it a ModelConfig, or set "
+            "the model has no .config, which KV caches and traces need: give it a ModelConfig, or set "
             "use_kv_cache=False to recompute everything at each step"
         )
     return Unconfigured(cast(nn.Module, model))
@@ -258,7 +258,7 @@ def check_cache_dtype(cache_dtype: str, cache: Cache | None, use_kv_cache: bool 
     cache = None if cache is None else unwrap(cache)
     if cache is not None and not (isinstance(cache, BaseCache) and cache.dtype is asked):
         held = cache.dtype if isinstance(cache, BaseCache) else type(cache).__name__
-        raise ValueError(f"cache_dtype={cache_dtype!r} was given, but the cache that was given is {held}")
+        raise ValueError(f"cache_dtype={cache_dtype!r} was given, but the given cache holds {held}")
 
 
 # The model.

@@ -106,7 +106,7 @@ def _int_keys(bias: Mapping[str, Any]) -> dict[int, Any]:
     """JSON has only strings as keys."""
     for token in bias:
         if not (token.isascii() and token.isdecimal() and len(token) < 20):  # `int` takes "1_0" and " 1", too
-            raise ValueError(f"logit_bias maps token ids to numbers, and {short_repr(token)} is no token id")
+            raise ValueError(f"logit_bias maps token ids to numbers, and {short_repr(token)} is not a token id")
     return {int(token): number for token, number in bias.items()}
 
 
@@ -312,7 +312,7 @@ class SamplingParams:
     def _check_constraint(self) -> None:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} were given: a text is constrained by one of them")
+            raise ValueError(f"{' and '.join(given)} were given: give one of them")
         if given and self.ignore_eos:
             raise ValueError(f"ignore_eos continues after the end, which {given[0]} does not allow: leave one out")
         for name in given:

@@ -147,7 +147,7 @@ class Session:
         if self.answer is None:
             raise ValueError("there is no answer to continue")
         if self.answer.finish_reason in ("eos", "stop"):
-            raise ValueError("the last answer is complete: the model has ended it itself")
+            raise ValueError("the last answer is complete: the model ended it")
         if (constraint := self.answer.params.constraint) is not None:
             raise ValueError(
                 f"the {constraint[0]} of the last answer would begin again: rewind the turn, and send it with a higher "
@@ -245,7 +245,7 @@ class Session:
         header, tensors = read(path, KIND)
         if header.get("model") != llm.between_steps(lambda _: memory.key).result():
             raise ValueError(
-                f"{path} is a session with another model, hook, quantization, dtype, page size, processor, number of "
+                f"{path} was saved with another model, hook, quantization, dtype, page size, processor, number of "
                 "processes or version of infer, torch, numba or Triton: load it with the same"
             )
         try:
@@ -278,7 +278,7 @@ class Session:
         if params.n != 1:
             raise ValueError(f"n={params.n}: a session continues with one answer; `LLM.generate` gives several")
         if params.prompt_logprobs is not None:
-            raise ValueError("a session has no place for prompt_logprobs: `LLM.generate` gives them")
+            raise ValueError("a session does not return prompt_logprobs: use `LLM.generate`")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         prompt = self.prompt(text)

@@ -109,7 +109,7 @@ class PrefixStore:
         """most: bytes that it may take."""
         self.folder, self.most = Path(folder), most
         if not str(folder) or self.folder.is_file():
-            raise ValueError(f"{str(folder)!r} cannot be a prefix store: it is no folder")
+            raise ValueError(f"{str(folder)!r} cannot be a prefix store: it is not a folder")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

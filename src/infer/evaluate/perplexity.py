@@ -87,7 +87,7 @@ def plan(
         raise ValueError(f"token id {wrong} in the text is outside the vocabulary 0..{config.vocab_size - 1}")
     before = max(1, len(prefix))  # a token is scored only if something precedes it
     if not token_ids or len(prefix) + len(token_ids) < 2:
-        raise ValueError(f"the text is too short: {len(token_ids)} token(s), and the first has nothing to predict it")
+        raise ValueError(f"the text is too short: {len(token_ids)} token(s), and the first token is not scored")
     most = config.max_position_embeddings
     if context is None:
         context = min(CONTEXT, most)

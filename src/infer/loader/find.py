@@ -1,4 +1,4 @@
-"""Find the checkpoint that a user names: by a path, a built-in short name, or a hub id."""
+"""Find the checkpoint that a user names: by a path, a short name (see `infer models`), or a hub id."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from infer.loader.files import is_there
 from infer.loader.gguf_file import GGUFFile
 from infer.loader.hf_folder import HFFolder
 from infer.loader.hub import fetch, is_hub_name
+from infer.loader.hub_names import HUB_MODELS, hub_id
 from infer.loader.nanogpt import NanoGPTFile
 from infer.values import NAME, takes
 
@@ -54,13 +55,13 @@ def locate(name: str, *, weights: bool, check: bool = False, force: bool = False
         raise FileNotFoundError(f"there is no file {name}")
     if name.startswith(("./", "../", "/", "~")):
         raise FileNotFoundError(f"there is no file or folder {name}")
-    if is_hub_name(name):
-        return fetch(name, weights=weights, check=check, force=force)
-    near = get_close_matches(name, BUILTIN, 1)
+    if is_hub_name(hub_id(name)):
+        return fetch(hub_id(name), weights=weights, check=check, force=force)
+    near = get_close_matches(name, [*BUILTIN, *HUB_MODELS], 1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise FileNotFoundError(
-        f"no model {name!r}: it is not a path, nor a built-in name ({', '.join(BUILTIN)}), "
-        f"nor a hub id (owner/name){hint}"
+        f"no model {name!r}: it is neither a path, nor a name that `infer models` lists, nor a hub id "
+        f"(owner/name){hint}"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from infer import progress
 from infer.loader.files import INDEX, SAFETENSORS, has_hash, read_index
+from infer.loader.hub_names import GATED
 
 # owner/name, /FILE.gguf, @revision
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?(?:@([\w./-]+))?")
@@ -21,6 +22,7 @@ SETTINGS = ["config.json", "generation_config.json", "tokenizer*.json", "vocab.j
 WEIGHTS = ["model*.safetensors", INDEX]
 SECONDS = 10.0  # to wait for a byte from the hub; the hub library tries up to six times
 SHA256 = re.compile("[0-9a-f]{64}")
+IS_GATED = "is gated: accept its license on its hub page, then run `hf auth login` or set HF_TOKEN"
 
 
 def is_hub_name(name: str) -> bool:
@@ -44,14 +46,15 @@ def fetch(name: str, *, weights: bool, check: bool = False, force: bool = False)
             raise FileNotFoundError(f"{repo} has no file {file}")
         return folder / file if file else folder
     except GatedRepoError:
-        raise OSError(f"{name} is gated: accept its terms on its hub page, then run `hf auth login`") from None
+        raise OSError(f"{name} {IS_GATED}") from None
     except RevisionNotFoundError:
         raise FileNotFoundError(f"{repo} has no revision {revision}: {name} is not on the hub") from None
     except RepositoryNotFoundError:
-        raise FileNotFoundError(f"the hub has no model {name} that you may read") from None
+        raise FileNotFoundError(f"the hub has no model {name} that you have access to") from None
     except Exception as error:  # what a broken connection raises depends on the hub library's version
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OSError(f"could not fetch {name} from the hub: {reason}") from None
+        gated = f" ({repo} {IS_GATED})" if repo in GATED else ""
+        raise OSError(f"could not fetch {name} from the hub: {reason}{gated}") from None
 
 
 def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, check: bool, force: bool) -> Path:
@@ -83,7 +86,7 @@ def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, 
         print(f"{', '.join(damaged)} of {repo} is damaged: fetching it again", file=sys.stderr)
         folder = download(damaged, again=True)
         if damaged := _damaged(folder, damaged, again=False):
-            raise OSError(f"{', '.join(damaged)} is not what the hub says it is")
+            raise OSError(f"{', '.join(damaged)} does not match its hash on the hub")
     return folder
 
 
@@ -183,30 +186,21 @@ def remove(name: str) -> int:
 
 
 def cached_models() -> list[tuple[str, int]]:
-    """Hub ids with weights in the hub's cache, with their bytes on disk."""
-    if not _cache_exists():
-        return []
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        repos = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
-    return sorted((repo.repo_id, repo.size_on_disk) for repo in repos if _has_weights(repo))
+    """Hub ids with weights in the hub's cache, with their bytes on disk; without the hub library, which is slow."""
+    found = []
+    for repo in _cache_folder().glob("models--*/"):
+        files = [file for file in repo.glob("snapshots/*/**/*") if file.is_file()]
+        if any(file.suffix in (".safetensors", ".gguf") for file in files):
+            size = sum(file.stat().st_size for file in {file.resolve() for file in files})
+            found.append((repo.name.split("--", 1)[1].replace("--", "/"), size))
+    return sorted(found)
 
 
-def _cache_exists() -> bool:
-    """Whether the hub's cache folder exists, found without importing the hub library, which is slow."""
+def _cache_folder() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
-    return os.path.isdir(os.path.expanduser(os.path.expandvars(folder)))
-
-
-def _has_weights(repo: Any) -> bool:
-    names = (file.file_name for revision in repo.revisions for file in revision.files)
-    return any(name.endswith((".safetensors", ".gguf")) for name in names)
+    return Path(os.path.expanduser(os.path.expandvars(folder)))
 
 
 def _is_complete(folder: Path, weights: bool) -> bool:

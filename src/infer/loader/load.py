@@ -217,7 +217,7 @@ def check_tensors(checkpoint: Checkpoint, slots: Mapping[str, Slot]) -> None:
     for name, slot in slots.items():
         if (shape := tensors[name].shape) != slot.shape:
             raise ValueError(
-                f"{checkpoint.path}: {name} has shape {list(shape)}, but the config asks for {list(slot.shape)}"
+                f"{checkpoint.path}: {name} has shape {list(shape)}, but the config requires {list(slot.shape)}"
             )
 
 

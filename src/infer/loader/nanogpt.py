@@ -143,7 +143,7 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:  # many types; torch's message advises to unpickle it unrestricted
         asks = re.search(r"GLOBAL (\S+)", str(error))
         if asks:
-            problem = f"holds more than tensors and plain values, and is not read: it asks for {asks[1]:.80}"
+            problem = f"holds more than tensors and plain values, and is not read: it refers to {asks[1]:.80}"
         else:
             problem = "is damaged, cut short, or not a torch checkpoint"
         raise ValueError(f"{path} {problem}") from None
@@ -213,7 +213,7 @@ def _characters(path: Path, vocab_size: int) -> dict[str, int]:
     try:
         meta = _PlainUnpickler(stored).load()
     except Refused as error:
-        raise ValueError(f"{path} holds more than plain values, and is not read: it asks for {error}") from None
+        raise ValueError(f"{path} holds more than plain values, and is not read: it refers to {error}") from None
     except Exception:  # a damaged file raises many types
         raise ValueError(f"{path} is damaged, cut short, or not a pickle") from None
     ids = meta.get("stoi") if isinstance(meta, dict) else None

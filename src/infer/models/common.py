@@ -211,7 +211,7 @@ class Decoder(Module):
             raise TypeError(f"input_ids must be a tensor of token ids [batch, tokens], not {value_or_type(input_ids)}")
         if isinstance(kv_cache, Tensor):
             raise TypeError(
-                "the second argument is a KV cache, and a tensor was given: for a loss, hand targets to "
+                "the second argument is a KV cache, and a tensor was given: for a loss, pass the targets to "
                 "F.cross_entropy(model(X).flatten(0, 1), Y.flatten()), or train a GPT of infer.compat.nanogpt"
             )
         if self.group is not None:

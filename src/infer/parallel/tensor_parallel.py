@@ -96,8 +96,8 @@ def _describe(group: ProcessGroup, cache: Cache) -> tuple[Any, ...]:
     if type(inner) is NoCache:
         return wrapped, None, inner.shape.batch_size
     raise ValueError(
-        f"a model in several processes takes caches with pages in all of them, as `LLM` and `generate` make them, "
-        f"and no {type(inner).__name__}"
+        f"a tensor-parallel model needs a cache with pages in all processes, as `LLM` and `generate` make it, "
+        f"not a {type(inner).__name__}"
     )
 
 

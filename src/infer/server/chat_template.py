@@ -187,7 +187,7 @@ class ChatTemplate:
         if chat.tool_choice == "none":
             return ()
         if self._format.tools is None:
-            raise bad_request("this model's chat template has no tools", "tools", "unsupported_parameter")
+            raise bad_request("this model's chat template does not support tools", "tools", "unsupported_parameter")
         return chat.tools
 
     def _variables(self, chat: Chat, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def exporting(endpoint: str | None) -> Iterator[Tracer | None]:
         yield None
         return
     if not _is_http_url(endpoint):
-        raise ValueError(f"--otlp-traces-endpoint: {endpoint!r} is no URL like http://HOST:4318/v1/traces")
+        raise ValueError(f"--otlp-traces-endpoint: {endpoint!r} is not a URL like http://HOST:4318/v1/traces")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource

@@ -87,7 +87,7 @@ def client_closed_request() -> Response:
 
 
 def shut_down() -> ApiError:
-    return ApiError(503, "the server has shut down before the response was complete", code="draining")
+    return ApiError(503, "the server shut down before the response was complete", code="draining")
 
 
 async def receive_body(request: Request, max_bytes: int, seconds: float) -> bytes:

@@ -145,7 +145,7 @@ def as_frame(trace: TraceData) -> Any:
     steps = [(number, step, step, step) for number, step in enumerate(trace.steps)]
     rows = [_row(*each) for each in (*tokens, *steps)]
     if not rows:
-        raise ValueError("nothing was recorded yet: give the trace to `generate`")
+        raise ValueError("the trace is empty: pass it to `generate` first")
     frame = pandas.DataFrame(rows)
     frame.index.name = "position"
     return frame.astype(dict.fromkeys(("step", "rank", "cache_positions", "cache_bytes"), "Int64"))  # may be missing

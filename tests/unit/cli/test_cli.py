@@ -40,6 +40,7 @@ from infer.evaluate import bench, paths, verify
 from infer.loader import describe, load
 from infer.loader.builtin import BUILTIN
 from infer.loader.hf_folder import HFFolder
+from infer.loader.hub_names import HUB_MODELS
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
 
@@ -817,41 +818,54 @@ class TestCatalogue:
 
     def test_pull_of_nothing(self, run: Run) -> None:
         for name in ("nonsense", ""):
-            message = f"no model {name!r}: it is not a path, nor a built-in name ({DEFAULT_MODEL}"
+            message = f"no model {name!r}: it is neither a path, nor a name that `infer models` lists, nor a hub id"
             assert_refused(run("pull", name), message)
 
     def test_models(self, run: Run, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        lines = run("models").out.splitlines()
-        assert [line.split()[0] for line in lines] == list(BUILTIN)
-        assert lines[0].split()[:3] == [DEFAULT_MODEL, "98", "MB"]
-        assert "Apache-2.0" in lines[0]
-        assert all("not yet fetched" in line for line in lines)
+        header, *lines, footer = run("models").out.splitlines()
+        assert header.split() == ["name", "size", "status", "license", "source"]
+        assert footer.startswith("* gated: accept the license")
+        assert [line.split()[0] for line in lines] == [*BUILTIN, *HUB_MODELS]
+        assert lines[0].split()[:5] == [DEFAULT_MODEL, "98", "MB", "-", "Apache-2.0"]
+        assert lines[0].endswith("package index: SmolLM2 135M Instruct, Q4_1")
+        gated = {line.split()[0] for line in lines if re.search(r" \* +hub: ", line)}
+        assert gated == {name for name, model in HUB_MODELS.items() if model.gated}
+        assert "llama-3.2-1b" in gated
         self.put_builtin(monkeypatch)
         self.put_hub_model(tmp_path, folder)
         done = run("models")
-        cached, *others, hub = done.out.splitlines()
-        assert "cached" in cached
-        assert "not yet" not in cached
-        assert all("not yet fetched" in line for line in others)
+        _, *lines, hub, _ = done.out.splitlines()
+        assert [line.split()[0] for line in lines if " cached " in line] == [DEFAULT_MODEL]
         assert hub.split()[0] == "someone/tiny"
-        assert hub.endswith("from the hub")
+        assert hub.endswith("hub: someone/tiny")
         assert (done.status, done.err) == (0, "")
 
     def test_models_json(self, run: Run, tmp_path: Path, folder: Path) -> None:
+        """A cached model that has a short name is listed once, with the bytes that it takes."""
         self.put_hub_model(tmp_path, folder)
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        hub = tmp_path / "hf" / "hub"
+        shutil.copytree(hub / "models--someone--tiny", hub / "models--Qwen--Qwen3-0.6B")
         done = run("models", "--json")
-        *builtin, hub = json.loads(done.out)
-        assert [list(model) for model in builtin] == [["name", "bytes", "cached", "source"]] * len(BUILTIN)
-        assert [(m["name"], m["bytes"], m["cached"]) for m in builtin] == [
+        models = {model.pop("name"): model for model in json.loads(done.out)}
+        assert list(models) == [*BUILTIN, *HUB_MODELS, "someone/tiny"]
+        assert [(name, models[name]["bytes"], models[name]["cached"]) for name in BUILTIN] == [
             (model.name, model.size, False) for model in BUILTIN.values()
         ]
-        assert hub == {
-            "name": "someone/tiny",
-            "bytes": sum(file.stat().st_size for file in folder.iterdir()),
-            "cached": True,
-            "source": "from the hub",
-        }
+        of_hub = {"bytes": size, "cached": True, "gated": False, "source": "hub"}
+        assert models["qwen3-0.6b"] == of_hub | {"license": "Apache-2.0", "model": "Qwen/Qwen3-0.6B"}
+        assert models["someone/tiny"] == of_hub | {"license": None, "model": "someone/tiny"}
         assert (done.status, done.err) == (0, "")
+
+    def test_short_name_of_a_hub_model(self, run: Run, tmp_path: Path, folder: Path) -> None:
+        """pull, generate and rm take it."""
+        snapshot = self.put_hub_model(tmp_path, folder)
+        repo = tmp_path / "hf" / "hub" / "models--Qwen--Qwen3-0.6B"
+        (tmp_path / "hf" / "hub" / "models--someone--tiny").rename(repo)
+        assert run("pull", "qwen3-0.6b") == Done(0, f"{repo / snapshot.relative_to(snapshot.parents[1])}\n", "")
+        assert run("generate", "hello", "--max-new-tokens", "2", model="qwen3-0.6b").status == 0
+        assert run("rm", "qwen3-0.6b").out.startswith("removed qwen3-0.6b: ")
+        assert not repo.exists()
 
 
 @pytest.mark.usefixtures("untouched")
@@ -1293,9 +1307,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "too many threads": (["bench", "--threads", "100000"], "CPUs, not 100000"),
     "unknown model": (
         ["generate", "hi", "--model", "nonsense"],
-        f"no model 'nonsense': it is not a path, nor a built-in name ({DEFAULT_MODEL}",
+        "no model 'nonsense': it is neither a path, nor a name that `infer models` lists, nor a hub id",
     ),
     "misspelled model": (["generate", "hi", "--model", "smolm2-135m"], "did you mean smollm2-135m?"),
+    "misspelled model of the hub": (["generate", "hi", "--model", "qwen3-0.6"], "did you mean qwen3-0.6b?"),
     "missing file": (["generate", "hi", "--model", "MISSING.gguf"], "there is no file"),
     "missing schema": (["generate", "hi", "--json-schema", "MISSING"], "there is no file"),
     "not a checkpoint": (["generate", "hi", "--model", "FOLDER/config.json"], "is not a checkpoint"),

@@ -48,6 +48,9 @@ def test_each_as_it_is_alone(run: Run, folder: Path, file: Path) -> None:
     assert done.status == 0
     found = outputs(done)
     assert [each.get("id") for each in found] == [None, "b", None]
+    assert [each["prompt"] for each in found] == ["hello", "hello there", "hello"]
+    timing = {"prefill_time_s", "queue_time_s", "decode_time_s", "decode_tokens_per_s"}  # totals, no time of each step
+    assert all(each["timing"].keys() == timing for each in found)
     assert [outcome(each) for each in found] == [
         alone(folder, "hello"),
         alone(folder, "hello there", **own),
@@ -71,6 +74,7 @@ def test_chats(run: Run, file: Path) -> None:
     done = run("generate", "--prompts", str(file), "--chat", "--system", "Be kind", *FEW)
     first, second = outputs(done)
     assert first["prompt_token_ids"] == second["prompt_token_ids"]
+    assert (first["messages"], second["prompt"]) == (messages, "hello")
     assert outcome(first) == outcome(second)
 
 
@@ -93,6 +97,7 @@ def test_one_that_fails(run: Run, folder: Path, file: Path) -> None:
     assert done.status == 1
     found = outputs(done)
     assert "exceed the model's context" in found[1]["error"]
+    assert found[1]["prompt"] == "hello"
     assert [outcome(found[i]) for i in (0, 2)] == [alone(folder, "hello")] * 2
     assert "2 of 3 prompts" in done.err
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -52,6 +54,29 @@ def test_on_a_terminal(folder: Path) -> None:
     assert len(text) > 0
     assert "81 prompt tokens" in figures
     assert end == ""
+
+
+def test_import_of_torch(folder: Path) -> None:
+    """Drawn before it begins, and erased before the first output; also with --json, which is on stdout."""
+    with Terminal("info", folder, "--json") as terminal:
+        assert terminal.ended() == 0
+    assert terminal.raw.startswith("\rloading torch... \x1b[K")
+    rest = terminal.raw.rpartition("\x1b[K")[2]
+    assert json.loads(rest)["model"] == str(folder)
+
+
+def test_no_import_of_torch(folder: Path) -> None:
+    """A command that needs none draws nothing."""
+    with Terminal("models") as terminal:
+        assert terminal.ended() == 0
+    assert "loading" not in terminal.raw
+
+
+def test_import_in_a_pipe(folder: Path) -> None:
+    code = f"from infer.cli import main; main(['info', {str(folder)!r}, '--json'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["model"] == str(folder)
 
 
 @pytest.mark.parametrize("slowly", ["--json", "--compare"])

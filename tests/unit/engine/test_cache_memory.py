@@ -240,7 +240,7 @@ class TestSize:
         monkeypatch.setattr(memory_module, "available_memory", lambda device, processes=1: 10**6)
         assert 4 * 10**5 < CacheMemory(make_tiny_model()).pool.memory_bytes <= 5 * 10**5
         monkeypatch.setattr(memory_module, "available_memory", lambda device, processes=1: None)
-        with pytest.raises(ValueError, match="does not say how much memory is free"):
+        with pytest.raises(ValueError, match="does not report its free memory"):
             CacheMemory(make_tiny_model())
 
     def test_a_cache_is_no_longer_than_the_model(self) -> None:

@@ -230,7 +230,7 @@ class TestTextsMatch:
         for seed in range(8):
             result = generate(tiny(tokenizer, seed % 2), tokenizer, PROMPT, params(seed, regex=regex))
             assert re.fullmatch(regex, result.text), (result.text, result.token_ids)
-        with pytest.raises(ValueError, match="no token of this vocabulary can begin what the regex allows"):
+        with pytest.raises(ValueError, match="no token of this vocabulary can begin a text that the regex allows"):
             generate(tiny(tokenizer), tokenizer, PROMPT, params(regex=" a"))
 
     def test_characters_without_an_end(self) -> None:

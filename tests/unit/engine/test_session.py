@@ -665,7 +665,7 @@ def test_refused(model: Watched) -> None:
     chat = talk(model, llm)
     with pytest.raises(ValueError, match="n=2: a session continues with one answer"):
         chat.stream("HELLO", SamplingParams(n=2, max_new_tokens=8))
-    with pytest.raises(ValueError, match="no place for prompt_logprobs"):
+    with pytest.raises(ValueError, match="does not return prompt_logprobs"):
         chat.send("HELLO", SamplingParams(prompt_logprobs=0, max_new_tokens=8))
     assert (chat.messages, model.fed) == ([], [])
     with pytest.raises(ValueError, match=r"200 positions take .* ask for fewer positions"):
@@ -932,9 +932,7 @@ class TestLoadRefuses:
     )
     def test_another_model(self, path: Path, changes: dict[str, Any], how: dict[str, Any]) -> None:
         model = make_tiny_model(**{"eos_token_ids": (EOS,)} | changes)
-        self.refuse(
-            path, llm_of(model, **{"page": 4} | how), "is a session with another model, hook, quantization, dtype"
-        )
+        self.refuse(path, llm_of(model, **{"page": 4} | how), "was saved with another model, hook, quantization, dtype")
 
     def test_int8_as_float(self, model: Watched, tmp_path: Path) -> None:
         chat = talk(model, llm_of(model.model, "int8"))

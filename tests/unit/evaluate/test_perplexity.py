@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "no tokens": ([], {}, r"the text is too short: 0 token\(s\)"),
     "no tokens but a prefix": ([], {"prefix": [1]}, r"too short: 0 token\(s\)"),
     "no tokens but a long prefix": ([], {"prefix": [1, 2]}, r"too short: 0 token\(s\)"),
-    "one token": ([1], {}, r"too short: 1 token\(s\), and the first has nothing to predict it"),
+    "one token": ([1], {}, r"too short: 1 token\(s\), and the first token is not scored"),
     "outside the vocabulary": ([1, 64], {}, r"token id 64 in the text is outside the vocabulary 0\.\.63"),
     "below the vocabulary": ([1, -1], {}, "token id -1 in the text"),
     "a prefix outside": ([1, 2], {"prefix": [99]}, "token id 99 in the text"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from commands import Run, assert_refused
 from mocks import CACHES, Letters
+from terminal import Terminal
 from torch import Tensor, nn
 
 from infer import GrowingCache, ModelConfig, SlidingCache, generate, generate_batch
@@ -18,12 +20,20 @@ from infer.backend import Row
 from infer.backend.cpu import backend as cpu_backend
 from infer.backend.plain import TorchBackend
 from infer.cache import BaseCache, Cache, NoCache
+from infer.cli.verify import time_left
 from infer.evaluate import paths
 from infer.evaluate import verify as module
 from infer.evaluate.divergence import Divergence, bits
 from infer.evaluate.paths import Comparison, PathResult
 from infer.evaluate.verify import first_difference, why_plain_torch, with_long_prompt
 from infer.models.common import Decoder
+
+SLOW_PATHS = """
+import time
+from infer.evaluate.paths import Comparison
+compare = Comparison._compare_logits
+Comparison._compare_logits = lambda *args: time.sleep(0.1) or compare(*args)
+"""
 
 PROMPTS = [[5, 9, 2], list(range(20)), [33, 7, 7, 1, 30, 2, 8, 9, 40]]
 NEW = 5
@@ -357,7 +367,9 @@ class TestCommand:
         assert promise == "kernels: every path must give the same bits"
         assert header.split() == ["path", "prompts", "positions"]
         assert line.split() == ["KVCache", "2", "40", "equal"]
-        assert done.err.splitlines()[-1] == "1 of 1 paths give the same bits as one pass without a cache"
+        *_, path, total = done.err.splitlines()
+        assert re.fullmatch(r"1/1 KVCache: equal, \d+\.\d s", path)  # stderr is no terminal
+        assert total == "1 of 1 paths give the same bits as one pass without a cache"
         assert done.status == 0
 
     def test_other_bits(self, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +381,24 @@ class TestCommand:
             '"once upon a time", position 5, logits 17: 1.25 instead of 1.5',
             "    from layer 1, key, position 3, element 12: 0.75 instead of 0.5",
         ]
+        assert "2/2 GrowingCache: DIFFERS, " in done.err
         assert "1 of 2 paths" in done.err
+
+    def test_time_left(self) -> None:
+        """By the paths after the first."""
+        assert time_left([0, 100], 10) == ""
+        assert time_left([0, 100, 102, 104], 10) == "about 14 s left"
+        assert time_left([0, 100, 120, 140], 13) == "about 3 min left"
+        assert time_left([0, 100, 102, 104], 3) == ""
+
+    def test_on_a_terminal(self, folder: Path, prompts: Path) -> None:
+        """A line that is drawn over, in place of a line for each path."""
+        options = ("--prompts", prompts, "-n", "2", "--device", "cpu")
+        with Terminal("verify", folder, *options, code=SLOW_PATHS, INFER_KERNELS="0") as terminal:
+            assert terminal.ended() == 0
+        drawn = [each for each in terminal.raw.split("\x1b[K") if each.startswith("\rpaths ")]
+        assert any(each.endswith(" s left") for each in drawn)
+        assert ": equal, " not in terminal.raw
 
     def test_json(self, run: Run, folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found(monkeypatch, self.EQUAL, self.OTHER)

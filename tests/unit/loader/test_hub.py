@@ -254,7 +254,7 @@ def test_unknown_file(run: Run) -> None:
 def test_gated_repository(run: Run, name: str) -> None:
     kind, message = failure(run, name)
     assert kind == "OSError"
-    assert "is gated: accept its terms" in message
+    assert "is gated: accept its license" in message
 
 
 def test_repository_without_settings(hub: Hub, run: Run) -> None:
@@ -270,6 +270,17 @@ def test_server_down(hub: Hub, run: Run, name: str) -> None:
     kind, message = failure(run, name)
     assert kind == "OSError"
     assert "could not fetch" in message
+
+
+def test_short_name_without_the_hub(hub: Hub, run: Run) -> None:
+    """The error names the hub id, and says what a gated model needs."""
+    hub.stop()
+    gated = json.loads(run(FAIL.format(name="llama-3.2-1b")))[1]
+    assert gated.startswith("could not fetch meta-llama/Llama-3.2-1B-Instruct from the hub: ")
+    assert "(meta-llama/Llama-3.2-1B-Instruct is gated: accept its license on its hub page, then run " in gated
+    free = json.loads(run(FAIL.format(name="qwen3-0.6b")))[1]
+    assert free.startswith("could not fetch Qwen/Qwen3-0.6B from the hub: ")
+    assert "gated" not in free
 
 
 FETCH = """
@@ -335,7 +346,7 @@ def test_damaged_file(hub: Hub, run: Run) -> None:
 def test_a_hub_that_sends_something_else(hub: Hub, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "etag", lambda file: "0" * 64)
     assert evaluate(run, "get()") == [
-        f"OSError: could not fetch {REPO}/tiny.gguf from the hub: tiny.gguf is not what the hub says it is"
+        f"OSError: could not fetch {REPO}/tiny.gguf from the hub: tiny.gguf does not match its hash on the hub"
     ]
 
 

@@ -125,7 +125,7 @@ def test_code_in_a_checkpoint(
     inside = whole.get(where)
     whole[where] = {**inside, "x": payload(made)} if isinstance(inside, dict) else payload(made)
     path = save_nanogpt(reference, tmp_path / "ckpt.pt", **whole)
-    refuse(path, r"ckpt\.pt holds more than tensors and plain values, and is not read: it asks for (\w+\.)?\w+$")
+    refuse(path, r"ckpt\.pt holds more than tensors and plain values, and is not read: it refers to (\w+\.)?\w+$")
     with pytest.raises(ValueError, match="is not read"):
         Tokenizer(path)
     assert not made.exists()
@@ -150,7 +150,7 @@ def test_code_in_other_containers(
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_code_in_meta(checkpoint: Path, made: Path, payload: type[MakesFolder], protocol: int) -> None:
     write_meta(checkpoint.parent, pickle.dumps(GOOD_META | {"x": [payload(made)]}, protocol))
-    with pytest.raises(ValueError, match=r"meta\.pkl holds more than plain values, and is not read: it asks for \w+"):
+    with pytest.raises(ValueError, match=r"meta\.pkl holds more than plain values, and is not read: it refers to \w+"):
         Tokenizer(checkpoint)
     assert not made.exists()
 
@@ -167,7 +167,7 @@ def test_code_in_meta(checkpoint: Path, made: Path, payload: type[MakesFolder], 
 )
 def test_opcodes_that_call(checkpoint: Path, made: Path, opcodes: bytes) -> None:
     write_meta(checkpoint.parent, opcodes % str(made).encode())
-    with pytest.raises(ValueError, match=r"it asks for os\.mkdir$"):
+    with pytest.raises(ValueError, match=r"it refers to os\.mkdir$"):
         Tokenizer(checkpoint)
     assert not made.exists()
 
@@ -282,9 +282,9 @@ MLP_UP = "transformer.h.1.mlp.c_fc.weight"
         ({"bias": False}, {}, "has unknown tensors: .* and 10 more$"),
         ({"model_type": "rope_gpt"}, {}, r"has unknown tensors: embed_positions\.weight$"),
         # As transformers stores it, [in, out]
-        ({}, {MLP_UP: torch.ones(16, 64)}, r"has shape \[16, 64\], but the config asks for \[64, 16\]$"),
-        ({"block_size": 64}, {}, r"embed_positions\.weight has shape \[128, 16\], but the config asks for \[64, 16\]$"),
-        ({"vocab_size": 99}, {}, r"embed_tokens\.weight has shape \[27, 16\], but the config asks for \[99, 16\]$"),
+        ({}, {MLP_UP: torch.ones(16, 64)}, r"has shape \[16, 64\], but the config requires \[64, 16\]$"),
+        ({"block_size": 64}, {}, r"embed_positions\.weight has shape \[128, 16\], but the config requires \[64, 16\]$"),
+        ({"vocab_size": 99}, {}, r"embed_tokens\.weight has shape \[27, 16\], but the config requires \[99, 16\]$"),
     ],
 )
 def test_tensors_that_do_not_fit(

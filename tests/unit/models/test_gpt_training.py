@@ -317,5 +317,5 @@ def test_targets_are_no_cache(tiny_model: Make, family: str) -> None:
     model, X, Y = trainable(tiny_model, model_type=family), random_ids(2, 5), random_ids(2, 5, seed=1)
     with pytest.raises(TypeError, match=r"F\.cross_entropy\(.*\), or train a GPT of infer\.compat\.nanogpt$") as error:
         model(X, Y)
-    loss = eval(str(error.value).split("hand targets to ")[1].split(", or train")[0])
+    loss = eval(str(error.value).split("pass the targets to ")[1].split(", or train")[0])
     assert loss.requires_grad

@@ -83,7 +83,7 @@ def test_refused(change: dict[str, Any], param: str) -> None:
 
 @pytest.mark.parametrize("key", ["1_0", " 1", "+1", "-1", "\N{ARABIC-INDIC DIGIT ONE}", "1.0", "", "9" * 30])
 def test_keys_of_logit_bias_are_token_ids(key: str) -> None:
-    with pytest.raises(ApiError, match="is no token id"):
+    with pytest.raises(ApiError, match="is not a token id"):
         validate(Completion, {"model": "m", "prompt": "x", "logit_bias": {key: 1.0}}).settings()
 
 

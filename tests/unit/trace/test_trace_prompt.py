@@ -261,7 +261,7 @@ class TestNotebooks:
 
         monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=Frame))
         trace = make_trace(prompt=5, prompt_rows=2, steps=3)
-        with pytest.raises(ValueError, match="nothing was recorded yet"):
+        with pytest.raises(ValueError, match="the trace is empty"):
             Trace().to_pandas()
         frame = trace.to_pandas()
         assert frame.index.name == "position"
