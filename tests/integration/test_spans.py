@@ -18,7 +18,7 @@ from infer import LLM
 from infer.backend.cpu.backend import CpuBackend
 from infer.server.telemetry import exporting
 
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs OpenTelemetry: pip install 'infer-kv[otel]'")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs infer-kv[otel]")
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider

@@ -688,7 +688,8 @@ class TestRefused:
         with pytest.raises(ImportError, match=r"needs llguidance.*pip install 'infer-kv\[server\]'"):
             generate(tiny(all_bytes()), all_bytes(), PROMPT, params(regex="a"))
         assert generate(tiny(all_bytes()), all_bytes(), PROMPT, params(max_new_tokens=3)).text
-        assert_refused(run("generate", "hello", "--regex", "a", "--max-new-tokens", "9"), "pip install 'infer-kv[server]'")
+        refused = run("generate", "hello", "--regex", "a", "--max-new-tokens", "9")
+        assert_refused(refused, "pip install 'infer-kv[server]'")
 
 
 class TestCommand:
