@@ -4,7 +4,6 @@ A thread draws it on stderr when work takes longer than DELAY_S. stdout and stde
 write. (rich's Live would instead buffer streamed text and break long lines of JSON.)
 """
 
-import os
 import shutil
 import sys
 import threading
@@ -15,7 +14,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from typing import Any, TextIO
 
 from infer import progress
-from infer.cli.streams import escaped
+from infer.cli.streams import can_erase, escaped
 from infer.progress import Progress
 
 DELAY_S, FRAME_S = 0.3, 0.1
@@ -98,7 +97,7 @@ def _erasing(stream: TextIO) -> Any:
 @contextmanager
 def shown(*kinds: str) -> Iterator[None]:
     """Draw progress of these kinds inside the block, if stderr is a terminal that can erase a line."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+    if not can_erase(sys.stderr):
         yield
         return
     STATUS.kinds.update(kinds)

@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import suppress
+from typing import TextIO
 
 MAX_ERROR = 2000  # characters: an error may quote a hostile file
 # Control characters (C0 except tab and newline, DEL, C1), and those that change the direction of text.
@@ -44,9 +45,14 @@ def say(message: str = "", *, dim: bool = False) -> None:
     print(f"\033[2m{text}\033[0m" if dim and in_color() else text, file=sys.stderr, flush=True)
 
 
-def in_color() -> bool:
-    """Whether stderr is a terminal with colors, and NO_COLOR is not set (no-color.org)."""
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def in_color(stream: TextIO | None = None) -> bool:
+    """Whether a stream, or else stderr, is a terminal with colors, and NO_COLOR is not set (no-color.org)."""
+    return can_erase(stream or sys.stderr) and not os.environ.get("NO_COLOR")
+
+
+def can_erase(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that can erase a line."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def say_error(message: str) -> None:
