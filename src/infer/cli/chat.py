@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from infer import progress
+from infer.cli import streams
 from infer.cli.common import (
     AllowSpecialTokensOption,
     ModelChoice,
@@ -26,7 +27,7 @@ from infer.cli.editor import FILE, KEYS, PROMPT, editor
 from infer.cli.run import encode_chat, show, spread
 from infer.cli.sampling import CHAT, SETTINGS, Settings, resolve
 from infer.cli.status import shown
-from infer.cli.streams import counted, say
+from infer.cli.streams import counted
 from infer.cli.trace import DEFAULT_LAYERS
 from infer.engine.params import SETTINGS as ALL_SETTINGS
 from infer.engine.params import SamplingParams
@@ -44,6 +45,7 @@ OFF = "off"
 NEARLY_FULL = 0.1  # warn if less than this fraction of the context is left
 LAST_TURNS, MESSAGE_LENGTH, ANSWER_LENGTH = 3, 160, 800  # what /load shows; lengths in characters
 REPLY_SHARE = 0.25  # old turns are dropped until this fraction of the context is free for a reply
+say = functools.partial(streams.say, wrap=True)
 
 
 def chat(

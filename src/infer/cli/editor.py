@@ -12,6 +12,8 @@ from infer.cli.streams import counted, in_color, say
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import Completion
+    from prompt_toolkit.data_structures import Size
 
 PROMPT = "> "
 MAX_HISTORY = 2**20  # bytes kept between runs; beyond that, the older half is dropped
@@ -66,7 +68,8 @@ class Pastes:
         text = self._texts.get(ord(char))
         if text is None:
             return char
-        return f"[pasted {counted(text.count(chr(10)) + 1, 'line')}, {counted(len(text), 'character')}]"
+        lines = text.removesuffix("\n").count("\n") + 1
+        return f"[pasted {counted(lines, 'line')}, {counted(len(text), 'character')}]"
 
 
 class Editor:
@@ -121,9 +124,12 @@ def _quiet_keys() -> Iterator[None]:
 
 def _prompt_session(words: Mapping[str, Sequence[str]], history: Path, pastes: Pastes) -> "PromptSession[str]":
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import run_in_terminal
+    from prompt_toolkit.completion import CompleteEvent, get_common_complete_suffix
     from prompt_toolkit.enums import DEFAULT_BUFFER
     from prompt_toolkit.filters import has_focus
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.key_binding.bindings.completion import display_completions_like_readline
     from prompt_toolkit.keys import Keys
     from prompt_toolkit.lexers import SimpleLexer
     from prompt_toolkit.output import ColorDepth
@@ -131,6 +137,7 @@ def _prompt_session(words: Mapping[str, Sequence[str]], history: Path, pastes: P
     from prompt_toolkit.styles import Style
 
     keys = KeyBindings()
+    completer = _completer(words)
     in_message = has_focus(DEFAULT_BUFFER)  # while the history is searched, prompt_toolkit's own bindings apply
 
     @keys.add("enter", filter=in_message)
@@ -152,6 +159,15 @@ def _prompt_session(words: Mapping[str, Sequence[str]], history: Path, pastes: P
     def leave(event: KeyPressEvent) -> None:
         event.app.exit(exception=EOFError())
 
+    @keys.add("tab", filter=in_message)
+    def complete(event: KeyPressEvent) -> None:
+        document = event.current_buffer.document
+        found = list(completer.get_completions(document, CompleteEvent(completion_requested=True)))
+        if _fit_on_screen(found, event.app.output.get_size()) or get_common_complete_suffix(document, found):
+            display_completions_like_readline(event)
+        else:  # prompt_toolkit would ask whether to list them, and fail at Ctrl-C
+            run_in_terminal(lambda: say(f"({len(found):,} possibilities: type more of the name)", dim=True))
+
     @keys.add(Keys.BracketedPaste, filter=in_message)
     def paste(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text(pastes.fold(event.data.replace("\r\n", "\n").replace("\r", "\n")))
@@ -162,7 +178,7 @@ def _prompt_session(words: Mapping[str, Sequence[str]], history: Path, pastes: P
         prompt_continuation=" " * len(PROMPT),
         key_bindings=keys,
         history=_history(history, pastes),
-        completer=_completer(words),
+        completer=completer,
         complete_while_typing=False,
         complete_style=CompleteStyle.READLINE_LIKE,
         input_processors=[_summaries(pastes)],
@@ -171,6 +187,14 @@ def _prompt_session(words: Mapping[str, Sequence[str]], history: Path, pastes: P
         color_depth=None if in_color() else ColorDepth.DEPTH_1_BIT,
         output=_output(sys.stderr),
     )
+
+
+def _fit_on_screen(completions: "Sequence[Completion]", size: "Size") -> bool:
+    """Whether prompt_toolkit lists completions on one page."""
+    from rich.cells import cell_len
+
+    width = max((cell_len(each.display_text) + 1 for each in completions), default=1)
+    return len(completions) <= max(1, size.columns // width) * (size.rows - 1)
 
 
 def _summaries(pastes: Pastes) -> Any:

@@ -1,6 +1,7 @@
 """Standard input, output and error: always open, and safe to show on a terminal."""
 
 import os
+import shutil
 import sys
 from contextlib import suppress
 from typing import TextIO
@@ -39,10 +40,19 @@ def close_streams() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def say(message: str = "", *, dim: bool = False) -> None:
-    """Print to stderr: stdout has only the answer. dim: for statistics after an answer."""
+def say(message: str = "", *, dim: bool = False, wrap: bool = False) -> None:
+    """Print to stderr: stdout has only the answer. dim: for statistics after an answer. wrap: words, on a terminal."""
     text = escaped(message)
+    if wrap and sys.stderr.isatty():
+        text = wrapped(text, shutil.get_terminal_size().columns)
     print(f"\033[2m{text}\033[0m" if dim and in_color() else text, file=sys.stderr, flush=True)
+
+
+def wrapped(text: str, columns: int) -> str:
+    from rich.console import Console
+    from rich.text import Text
+
+    return "\n".join(line.plain for line in Text(text).wrap(Console(width=columns), columns))
 
 
 def in_color(stream: TextIO | None = None) -> bool:
