@@ -192,18 +192,24 @@ class Conversation:
         """Answer a message; None: continue the last answer."""
         session = self.session
         params = self._fit(text)
-        turns, answer = session.turns, session.answer
-        prefill = [Progress(progress.PREFILL, 0, 0)]  # the latest report is the last
-        with progress.listen(lambda report: prefill.append(report) if report.what == progress.PREFILL else None):
+        num_turns, answer, prefill = session.turns, session.answer, Progress(progress.PREFILL, 0, 0)
+
+        def on_progress(report: Progress) -> None:
+            nonlocal prefill
+            if report.what == progress.PREFILL:
+                prefill = report
+
+        with progress.listen(on_progress):
             steps = show(session.more(params) if text is None else session.stream(text, params), wrap=True)
         if not steps:
-            if session.turns > turns:
-                session.truncate(turns)
+            if session.turns > num_turns:  # with an empty answer
+                session.truncate(num_turns)
                 session.answer = answer
-            done, total = prefill[-1].done, prefill[-1].total
-            where = f"while reading the prompt ({done:,} of {total:,} tokens)" if done < total else "before the answer"
-            kept = "the reply is as before" if text is None else "the turn is undone"
-            say(f"[interrupted {where}: {kept}]", dim=True)
+            is_reading = prefill.done < prefill.total
+            read = f"{prefill.done:,} of {prefill.total:,} tokens"
+            when = f"while reading the prompt ({read})" if is_reading else "before the answer began"
+            kept = "the reply is as it was" if text is None else "the turn is undone"
+            say(f"[interrupted {when}: {kept}]", dim=True)
             return
         self.current.steps = steps
         say(f"[{speed(steps)}; cache holds {len(session.tokens)}{self._cut(steps, params)}]", dim=True)

@@ -23,8 +23,8 @@ FIRST_FOLDED = 0x100000  # code points for private use: one for each folded past
 PASTE_ON, PASTE_OFF = "\033[?2004h", "\033[?2004l"  # bracketed paste
 KEYS = (
     ("Alt-Enter", "start a new line (or Esc, then Enter); a paste of several lines is one message"),
-    ("Ctrl-R", "search the history; Enter takes what is found, Ctrl-C leaves the search"),
-    ("Ctrl-C", "clear the line, or stop a reply and keep its beginning"),
+    ("Ctrl-R", "search the history; Enter takes what is found"),
+    ("Ctrl-C", "clear the line, leave a search, or stop a reply and keep its beginning"),
     ("Ctrl-D", "leave"),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from os import terminal_size
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from terminal import Terminal
 
 from infer.cli.answer import BOLD, CODE, RESET, Answer, Markdown
 
@@ -161,3 +163,38 @@ def test_markdown(text: str, styles: str) -> None:
     names = {"": " ", CODE: "c", BOLD: "b"}
     shown = [(char, names[markdown.styles(char)[0]]) for char in text]
     assert "".join(char if char == "\n" else name for char, name in shown) == styles
+
+
+TEXT = "one **two** three four \x1b five `six`\n"
+PROGRAM = """
+from infer.cli.run import show
+from infer.engine.result import GeneratedToken
+assert len(show((GeneratedToken(0, char, None, 0.1, None) for char in {text!r}), wrap=True)) == {count}
+sys.exit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        (
+            {},
+            f"one **{RESET}{BOLD}two**{RESET} three f\r\033[18C\033[K\nfour \\x1b five "
+            f"{RESET}{CODE}`six\r\033[15C\033[K\n{RESET}{RESET}{CODE}`six`{RESET}\n\n",
+        ),
+        ({"NO_COLOR": "1"}, "one **two** three f\r\033[18C\033[K\nfour \\x1b five `six\r\033[15C\033[K\n`six`\n\n"),
+        ({"TERM": "dumb"}, "one **two** three four \\x1b five `six`\n\n"),
+    ],
+    ids=["colors", "NO_COLOR", "dumb"],
+)
+def test_on_a_terminal(environment: dict[str, str], shown: str) -> None:
+    program = PROGRAM.format(text=TEXT, count=len(TEXT))
+    with Terminal(code=program, columns=19, **environment) as terminal:
+        assert terminal.ended() == 0
+        assert terminal.raw.replace("\r\n", "\n") == shown
+
+
+def test_a_pipe_gets_the_text_unchanged() -> None:
+    program = "import sys\n" + PROGRAM.format(text=TEXT, count=len(TEXT))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
+    assert done.stdout == TEXT + "\n"
