@@ -12,6 +12,7 @@ from infer.cli.streams import in_color
 RESET, BOLD, CODE = "\033[0m", "\033[1m", "\033[32m"
 TAB_COLUMNS = 8
 CLOSING = ("Pe", "Pf", "Po", "Lm")  # categories of wide characters that never begin a line
+NO_BREAK = "\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}"
 FENCE = re.compile(r"\s*(`{3,}|~{3,})([^`]*)$")
 HEADING = re.compile(r"#{1,6}$")
 
@@ -59,10 +60,13 @@ class Answer:
         width = cell_len(self._word)
         column = self._start + width
         if char == "\t":
-            char = " " * (TAB_COLUMNS - column % TAB_COLUMNS)
-        if char.isspace() and char != "\N{NO-BREAK SPACE}":
-            char = char[: self._columns - column]  # none at the margin
-            return self._begin(column + len(char), char)
+            stop = (column // TAB_COLUMNS + 1) * TAB_COLUMNS
+            if stop < self._columns:
+                return self._begin(stop, char)
+            char = " "
+        if char.isspace() and char not in NO_BREAK:
+            blank = char if column + cell_len(char) <= self._columns else ""  # none at the margin
+            return self._begin(column + cell_len(blank), blank)
         added = cell_len(self._word + char) - width
         if added and self._may_break(char):
             self._begin(column)

@@ -191,8 +191,11 @@ def show(
                     progress.report(progress.GENERATING, len(steps), total, name, note=note or speed)
     except KeyboardInterrupt:
         tokens.close()
-    if not quiet:
-        print(answer.end() if answer else "\n", end="", flush=True)
+    finally:
+        if answer:
+            print(answer.end(), end="", flush=True)
+    if not quiet and not answer:
+        print(flush=True)
     return steps
 
 

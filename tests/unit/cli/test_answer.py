@@ -44,6 +44,7 @@ class Screen:
                 self.lines.append("")
                 self.at = 0
             elif char:
+                char = " " * (8 - self.at % 8) if char == "\t" else char
                 assert cell_len(line) == self.at  # nothing is overwritten
                 self.lines[-1] = line + char
                 self.at = cell_len(line + char)
@@ -79,6 +80,8 @@ def columns(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         ("ten chars\u0301\u0302 e\u0301", ["ten chars\u0301\u0302 ", "e\u0301"]),
         ("12345678 👍🏽👨\u200d👩\u200d👧", ["12345678 ", "👍🏽👨\u200d👩\u200d👧"]),
         ("123456789 ❤\ufe0f", ["123456789 ", "❤\ufe0f"]),  # wide since the last character
+        ("one two\N{NO-BREAK SPACE}345 6", ["one ", "two\N{NO-BREAK SPACE}345 6"]),
+        ("日\u3000本12345\u3000語", ["日\u3000本", "12345\u3000語"]),
         ("1\t2\t3", ["1       2 ", "3"]),
     ],
 )
