@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 ENTER, ALT_ENTER, CTRL_C, CTRL_D, TAB = "\r", "\x1b\r", "\x03", "\x04", "\t"
+CTRL_G, CTRL_R, ESCAPE, UNDO = "\x07", "\x12", "\x1b", "\x1f"
 UP, DOWN, LEFT, RIGHT, BACKSPACE = "\x1b[A", "\x1b[B", "\x1b[D", "\x1b[C", "\x7f"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[=>]|\x1b\][^\x07]*\x07")
 PATIENCE_S = 300.0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from infer import progress
+from infer.cli import streams
 from infer.cli.common import (
     AllowSpecialTokensOption,
     ModelChoice,
@@ -22,14 +23,15 @@ from infer.cli.common import (
     ThinkingOption,
     sampling_options,
 )
-from infer.cli.editor import FILE, KEYS, editor
+from infer.cli.editor import FILE, KEYS, PROMPT, editor
 from infer.cli.run import encode_chat, show, spread
 from infer.cli.sampling import CHAT, SETTINGS, Settings, resolve
 from infer.cli.status import shown
-from infer.cli.streams import counted, say
+from infer.cli.streams import counted
 from infer.cli.trace import DEFAULT_LAYERS
 from infer.engine.params import SETTINGS as ALL_SETTINGS
 from infer.engine.params import SamplingParams
+from infer.progress import Progress
 from infer.values import did_you_mean
 
 if TYPE_CHECKING:
@@ -41,7 +43,9 @@ HISTORY_FILE = "chat_history"  # in the cache folder
 SETTABLE = (*SETTINGS, "seed", "max_new_tokens")
 OFF = "off"
 NEARLY_FULL = 0.1  # warn if less than this fraction of the context is left
+LAST_TURNS, MESSAGE_LENGTH, ANSWER_LENGTH = 3, 160, 800  # what /load shows; lengths in characters
 REPLY_SHARE = 0.25  # old turns are dropped until this fraction of the context is free for a reply
+say = functools.partial(streams.say, wrap=True)
 
 
 def chat(
@@ -188,8 +192,24 @@ class Conversation:
         """Answer a message; None: continue the last answer."""
         session = self.session
         params = self._fit(text)
-        steps = show(session.more(params) if text is None else session.stream(text, params))
+        num_turns, answer, prefill = session.turns, session.answer, Progress(progress.PREFILL, 0, 0)
+
+        def on_progress(report: Progress) -> None:
+            nonlocal prefill
+            if report.what == progress.PREFILL:
+                prefill = report
+
+        with progress.listen(on_progress):
+            steps = show(session.more(params) if text is None else session.stream(text, params), wrap=True)
         if not steps:
+            if session.turns > num_turns:  # with an empty answer
+                session.truncate(num_turns)
+                session.answer = answer
+            is_reading = prefill.done < prefill.total
+            read = f"{prefill.done:,} of {prefill.total:,} tokens"
+            when = f"while reading the prompt ({read})" if is_reading else "before the answer began"
+            kept = "the reply is as it was" if text is None else "the turn is undone"
+            say(f"[interrupted {when}: {kept}]", dim=True)
             return
         self.current.steps = steps
         say(f"[{speed(steps)}; cache holds {len(session.tokens)}{self._cut(steps, params)}]", dim=True)
@@ -227,7 +247,7 @@ class Conversation:
         """Why the answer is incomplete, if it is."""
         reason = steps[-1].finish_reason
         if reason is None:
-            return "; stopped: /more continues it"
+            return "; interrupted, the turn is kept: /more continues it"
         if reason != "length":
             return ""
         full = params.max_new_tokens < self.session.params.max_new_tokens
@@ -343,6 +363,7 @@ class Conversation:
         changed = [name for name in SETTINGS if getattr(session.params, name) != getattr(defaults, name)]
         self.branches[self.at] = Branch(session, dict.fromkeys(changed, path.name))
         say(f"[{path}: {turns(session)}, cache holds {len(session.tokens)}]", dim=True)
+        show_last_turns(session)
 
     def fork(self, _: str) -> None:
         self.branches.append(replace(self.current, session=self.session.fork()))
@@ -378,6 +399,19 @@ def open_in_browser(page: Path) -> bool:
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
     )
     return screen and sys.stderr.isatty() and webbrowser.open(page.as_uri())
+
+
+def show_last_turns(session: "Session") -> None:
+    """The last turns of a conversation, each message in a line or two, the last answer in some more."""
+    shown = session.messages[-2 * min(session.turns, LAST_TURNS) :] if session.turns else []
+    for i, message in enumerate(shown):
+        text, is_last = message["content"].strip(), i == len(shown) - 1
+        text = shorten(text, ANSWER_LENGTH) if is_last else shorten(" ".join(text.split()), MESSAGE_LENGTH)
+        say(f"\n{PROMPT}{text}" if message["role"] == "user" else text, dim=True)
+
+
+def shorten(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1].rstrip()}…"
 
 
 def turns(session: "Session") -> str:

@@ -18,7 +18,7 @@ from infer.cli.common import (
     ThinkingOption,
 )
 from infer.cli.status import shown
-from infer.cli.streams import counted, on_stdout
+from infer.cli.streams import can_erase, counted, on_stdout
 from infer.engine.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -165,26 +165,36 @@ class Run:
         return stream(self.model, self.tokenizer, self.prompt_ids, self.params, on_full=on_full, **options)
 
 
-def show(tokens: Any, *, quiet: bool = False, total: int = 0, name: str = "", note: str = "") -> list["GeneratedToken"]:
+def show(
+    tokens: Any, *, quiet: bool = False, wrap: bool = False, total: int = 0, name: str = "", note: str = ""
+) -> list["GeneratedToken"]:
     """Print a stream as it comes, and return its tokens. Ctrl-C stops it.
 
+    wrap: on a terminal, wrap words and color Markdown.
     total: maximum number of tokens, for the status line, which is shown if the text is not printed to a terminal.
     name, note: of the status line; its note is the speed, if there is none.
     """
+    from infer.cli.answer import Answer
+
     steps = []
+    answer = Answer() if wrap and can_erase(sys.stdout) else None
     is_counted = total > 0 and (quiet or not sys.stdout.isatty())
     try:
         with shown(progress.PREFILL, *[progress.GENERATING] * is_counted):
             for token in tokens:
                 steps.append(token)
                 if not quiet:
-                    print(on_stdout(token.text), end="", flush=True)
+                    text = on_stdout(token.text)
+                    print(answer.write(text) if answer else text, end="", flush=True)
                 if is_counted:
                     speed = f"{1 / max(token.time_s, 1e-9):.1f} tok/s"
                     progress.report(progress.GENERATING, len(steps), total, name, note=note or speed)
     except KeyboardInterrupt:
         tokens.close()
-    if not quiet:
+    finally:
+        if answer:
+            print(answer.end(), end="", flush=True)
+    if not quiet and not answer:
         print(flush=True)
     return steps
 

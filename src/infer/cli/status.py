@@ -5,7 +5,6 @@ and stderr are wrapped to erase it before they write. (rich's Live would instead
 lines of JSON.)
 """
 
-import os
 import shutil
 import sys
 import threading
@@ -19,7 +18,7 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from infer import progress
-from infer.cli.streams import escaped
+from infer.cli.streams import can_erase, escaped
 from infer.progress import Progress
 
 DELAY_S, FRAME_S = 0.3, 0.1
@@ -107,7 +106,7 @@ def _erasing(stream: TextIO) -> Any:
 @contextmanager
 def shown(*kinds: str) -> Iterator[None]:
     """Draw progress of these kinds inside the block, if stderr is a terminal that can erase a line."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+    if not can_erase(sys.stderr):
         yield
         return
     STATUS.kinds.update(kinds)

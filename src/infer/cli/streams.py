@@ -1,8 +1,10 @@
 """Standard input, output and error: always open, and safe to show on a terminal."""
 
 import os
+import shutil
 import sys
 from contextlib import suppress
+from typing import TextIO
 
 MAX_ERROR = 2000  # characters: an error may quote a hostile file
 # Control characters (C0 except tab and newline, DEL, C1), and those that change the direction of text.
@@ -38,15 +40,29 @@ def close_streams() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def say(message: str = "", *, dim: bool = False) -> None:
-    """Print to stderr: stdout has only the answer. dim: for statistics after an answer."""
+def say(message: str = "", *, dim: bool = False, wrap: bool = False) -> None:
+    """Print to stderr: stdout has only the answer. dim: for statistics after an answer. wrap: words, on a terminal."""
     text = escaped(message)
+    if wrap and sys.stderr.isatty():
+        text = wrapped(text, shutil.get_terminal_size().columns)
     print(f"\033[2m{text}\033[0m" if dim and in_color() else text, file=sys.stderr, flush=True)
 
 
-def in_color() -> bool:
-    """Whether stderr is a terminal with colors, and NO_COLOR is not set (no-color.org)."""
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def wrapped(text: str, columns: int) -> str:
+    from rich.console import Console
+    from rich.text import Text
+
+    return "\n".join(line.plain for line in Text(text).wrap(Console(width=columns), columns))
+
+
+def in_color(stream: TextIO | None = None) -> bool:
+    """Whether a stream, or else stderr, is a terminal with colors, and NO_COLOR is not set (no-color.org)."""
+    return can_erase(stream or sys.stderr) and not os.environ.get("NO_COLOR")
+
+
+def can_erase(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that can erase a line."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def say_error(message: str) -> None:

@@ -7,9 +7,12 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from terminal import ALT_ENTER, BACKSPACE, CTRL_C, CTRL_D, ENTER, LEFT, TAB, UP, Terminal, paste, visible
+
+from infer.cli.chat import show_last_turns
 
 # Notes each message that is sent, and takes its time over all passes of a reply but the first while a file is there.
 PREPARED = """
@@ -46,7 +49,7 @@ class Chat(Terminal):
 
 @pytest.fixture
 def chat(folder: Path, tmp_path: Path) -> Callable[..., Chat]:
-    def start(*options: str, columns: int = 100, **environment: str) -> Chat:
+    def start(*options: str, columns: int = 160, **environment: str) -> Chat:
         code = PREPARED.format(notes=str(tmp_path / "notes"), slow=str(tmp_path / "slow"))
         surroundings = {"INFER_CACHE": str(tmp_path / "cache"), "INFER_KERNELS": "0"} | environment
         options = ("--temperature", "0", "--max-new-tokens", "6", *options)
@@ -64,7 +67,7 @@ def test_typing(chat: Callable[..., Chat], tmp_path: Path) -> None:
     with chat() as terminal:
         terminal.prompt()
         terminal.send(paste(lines))
-        terminal.until("word 3")
+        terminal.until("[pasted 4 lines, 6,115 characters]")
         shown = terminal.say("")
         assert "exceed the context of 256" in shown
         terminal.send(f"helo{LEFT}l{ENTER}")
@@ -113,7 +116,7 @@ def test_replies_are_stopped_and_gone_on_with(chat: Callable[..., Chat]) -> None
         terminal.until_more(4)
         terminal.send(CTRL_C)
         stopped = terminal.prompt()
-        assert "; stopped: /more continues it]" in stopped
+        assert "; interrupted, the turn is kept: /more continues it]" in stopped
         terminal.send(f"/more{ENTER}")
         terminal.until("/more\n")
         terminal.send(paste("typed\nmeanwhile"))  # nobody asks for it yet
@@ -170,6 +173,72 @@ def test_commands(chat: Callable[..., Chat], tmp_path: Path) -> None:
         terminal.send(f"/exit{ENTER}")
         assert terminal.ended() == 0
     assert "\x1b[?2004l" in terminal.raw[-40:]  # pastes are again as they were
+
+
+# Holds the model after three parts of a prompt, until a file is there.
+HELD = """
+import itertools, os, time
+from infer.engine.runner import Runner
+run, passes = Runner._run_pass, itertools.count(1)
+def held(self, backend, inputs):
+    logits = run(self, backend, inputs)
+    if next(passes) == 3:
+        while not os.path.exists({go!r}):
+            time.sleep(0.01)
+    return logits
+Runner._run_pass = held
+"""
+
+
+def test_prefill_is_interrupted(folder: Path, tmp_path: Path) -> None:
+    """The turn is undone, and the chat goes on."""
+    go = tmp_path / "go"
+    options = ("--temperature", "0", "--max-new-tokens", "6", "--prefill-chunk", "20", "--model", folder)
+    surroundings = {"INFER_CACHE": str(tmp_path / "cache"), "INFER_KERNELS": "0"}
+    with Terminal("chat", *options, code=HELD.format(go=str(go)), **surroundings) as terminal:
+        terminal.prompt()
+        terminal.send(f"{'x' * 120}{ENTER}")
+        terminal.until(" 60/")
+        terminal.send(CTRL_C)
+        terminal.until("[interrupted while reading the prompt (60 of ")
+        go.touch()
+        assert re.fullmatch(r"1\d\d tokens\): the turn is undone\]\n\n> ", terminal.prompt())
+        assert "0 turns" in terminal.say("/stats")
+        terminal.say("hello")
+        assert "1 turn\n" in terminal.say("/stats")
+        terminal.send(CTRL_D)
+        assert terminal.ended() == 0
+
+
+def test_a_loaded_conversation_is_shown(chat: Callable[..., Chat], tmp_path: Path) -> None:
+    with chat() as terminal:
+        terminal.prompt()
+        for text in ("first", "second", "third", f"fourth{ALT_ENTER}message"):
+            terminal.say(text)
+        terminal.say(f"/save {tmp_path / 'saved'}")
+        terminal.say("/clear")
+        terminal.send(f"/load {tmp_path / 'saved'}{ENTER}")
+        terminal.until("4 turns, cache holds ")
+        assert re.match(r"\d+\]\n\n> second\n", terminal.until("> third\n"))
+        terminal.until("> fourth message\n")
+        terminal.prompt()
+        terminal.send(CTRL_D)
+        assert terminal.ended() == 0
+
+
+def test_last_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Long messages are shortened, the last answer less so."""
+    contents = [f"{role} {i} \x1b {'words ' * 1000}" for i in range(3) for role in ("user", "assistant")]
+    messages = [{"role": content.split()[0], "content": content} for content in contents]
+    show_last_turns(SimpleNamespace(turns=0, messages=[{"role": "system", "content": "kind"}]))
+    assert capsys.readouterr().err == ""
+    show_last_turns(SimpleNamespace(turns=3, messages=[{"role": "system", "content": "kind"}, *messages]))
+    shown = capsys.readouterr().err.strip().split("\n")
+    assert [line[:14] for line in shown if line][:3] == ["> user 0 \\x1b ", "assistant 0 \\x", "> user 1 \\x1b "]
+    assert "\x1b" not in "".join(shown)
+    assert all(line.endswith("…") for line in shown if line)
+    assert [len(line) < 200 for line in shown if line] == [True] * 5 + [False]
+    assert len(shown[-1]) < 900
 
 
 def test_visible() -> None:
