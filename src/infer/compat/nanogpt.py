@@ -26,6 +26,7 @@ from infer.loader.nanogpt import config_from_nanogpt
 from infer.loader.tensor_names import from_gpt2, to_gpt2
 from infer.models import gpt2
 from infer.models.common import Block, UngatedMLP
+from infer.nn.linear import Embedding
 
 PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 A100_FLOPS = 312e12  # in bfloat16
@@ -55,7 +56,8 @@ class GPT(nn.Module):
         decoder = gpt2.GPT2(config_from_nanogpt(asdict(config))) if decoder is None else decoder
         object.__setattr__(self, "decoder", decoder)  # not registered: its modules are, by nanoGPT's names
         blocks = [_named(block) for block in cast(Iterable[Block], decoder.layers)]
-        ends = {"wte": decoder.embed_tokens, "wpe": decoder.embed_positions}
+        positions = cast(Embedding, decoder.embed_positions)
+        ends = {"wte": decoder.embed_tokens, "wpe": positions}
         self.transformer = nn.ModuleDict({**ends, "h": nn.ModuleList(blocks), "ln_f": decoder.norm})
         self.lm_head = decoder.lm_head
 
@@ -167,10 +169,14 @@ class GPT(nn.Module):
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=device_type == "cuda")
 
+    @property
+    def _positions(self) -> nn.Parameter:
+        return cast(nn.Parameter, cast(Embedding, self.decoder.embed_positions).weight)
+
     def get_num_params(self, non_embedding: bool = True) -> int:
         """Of the model; non_embedding: without the position embeddings. The head shares the token embeddings."""
         count = sum(weight.numel() for weight in self.parameters())
-        return count - self.decoder.embed_positions.weight.numel() if non_embedding else count
+        return count - self._positions.numel() if non_embedding else count
 
     def estimate_mfu(self, fwdbwd_per_iter: float, dt: float) -> float:
         """The share of an A100's peak that fwdbwd_per_iter sequences of block_size tokens in dt seconds come to.
@@ -188,8 +194,7 @@ class GPT(nn.Module):
             raise ValueError(f"block_size must be from 1 to {self.config.block_size}, not {block_size}")
         self.config.block_size = block_size
         self.decoder.config = replace(self.decoder.config, max_position_embeddings=block_size)
-        positions = self.decoder.embed_positions
-        positions.weight = nn.Parameter(positions.weight[:block_size].detach().clone())
+        cast(Embedding, self.decoder.embed_positions).weight = nn.Parameter(self._positions[:block_size].clone())
 
     def train(self, mode: bool = True) -> Self:
         self.decoder.train(mode)
@@ -207,7 +212,7 @@ class GPT2(GPT):
     def forward(  # type: ignore[override]
         self, idx: Tensor, targets: Tensor | None = None, past_kv: KeysValues | None = ()
     ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, KeysValues]:
-        """idx [B, T] -> logits [B, T, V] and loss; with past_kv, also (k, v) of each layer. None begins with no past."""
+        """idx [B, T] -> logits [B, T, V] and loss; with past_kv (None: no past yet), also (k, v) of each layer."""
         keeps = past_kv is None or len(past_kv) > 0
         logits, present_kv = self._run(idx, past_kv or () if keeps else None, all_logits=True)
         loss = _loss(logits, targets)

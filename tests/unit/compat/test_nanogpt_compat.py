@@ -213,7 +213,7 @@ class TestTraining:
 
     def test_strict(self, model: GPT) -> None:
         weights = model.state_dict()
-        with pytest.raises(RuntimeError, match="transformer.ln_f.bias"):
+        with pytest.raises(RuntimeError, match=r"transformer\.ln_f\.bias"):
             model.load_state_dict({name: x for name, x in weights.items() if name != "transformer.ln_f.bias"})
         with pytest.raises(RuntimeError, match="nonsense"):
             model.load_state_dict(weights | {"nonsense.weight": torch.ones(1)})
