@@ -26,20 +26,38 @@ SCALE = 3**-0.5  # 1 / sqrt(head_dim)
 NEW_TOKENS = torch.rand(4, 3, generator=chance.manual_seed(123))  # a model would choose them; here they are just rows
 
 
-def full_attention(x: Tensor) -> Tensor:
-    """Causal attention from scratch: everything is computed for every row of x [n, 3]."""
-    keys, queries, values = x @ W_KEY, x @ W_QUERY, x @ W_VALUE
-    future = torch.ones(len(x), len(x)).triu(diagonal=1).bool()
+def calculate_context_vector(
+    inputs: Tensor, key_embeddings: Tensor, query_embeddings: Tensor, value_embeddings: Tensor
+) -> Tensor:
+    """Causal attention from scratch: everything is computed for every row of inputs [n, 3]."""
+    keys, queries, values = inputs @ key_embeddings, inputs @ query_embeddings, inputs @ value_embeddings
+    future = torch.ones(len(inputs), len(inputs)).triu(diagonal=1).bool()
     scores = (queries @ keys.T).masked_fill(future, -torch.inf)
     return torch.softmax(scores * SCALE, dim=1) @ values
 
 
-def cached_attention(cache: GrowingCache, x: Tensor) -> Tensor:
-    """The same for the new rows x [n, 3] alone: their keys and values join those that the cache holds."""
-    query, key, value = ((x @ w).view(1, 1, -1, 3) for w in (W_QUERY, W_KEY, W_VALUE))  # [batch, heads, n, head_dim]
+def prefill(
+    cache: GrowingCache, inputs: Tensor, key_embeddings: Tensor, query_embeddings: Tensor, value_embeddings: Tensor
+) -> Tensor:
+    """The same for the new rows inputs [n, 3] alone: their keys and values join those that the cache holds."""
+    weights = (query_embeddings, key_embeddings, value_embeddings)
+    query, key, value = ((inputs @ w).view(1, 1, -1, 3) for w in weights)  # [batch, heads, n, head_dim]
     context = cache.attend(0, query, key, value, scale=SCALE)
-    cache.advance(len(x))
+    cache.advance(len(inputs))
     return context.view(-1, 3)
+
+
+def decode(
+    cache: GrowingCache, key_embeddings: Tensor, value_embeddings: Tensor, query_embeddings: Tensor, new_tokens: Tensor
+) -> Tensor:
+    """Row by row: each is a prefill of one token."""
+    rows = []
+    for i in range(len(new_tokens)):
+        new_token = new_tokens[i : i + 1]
+        print("new_token", new_token)
+        rows.append(prefill(cache, new_token, key_embeddings, query_embeddings, value_embeddings))
+        print("context_vec", rows[-1])
+    return torch.cat(rows)
 
 
 def shapes(cache: GrowingCache) -> str:
@@ -48,12 +66,12 @@ def shapes(cache: GrowingCache) -> str:
 
 def without_cache() -> None:
     print("1. Six tokens: each row is one token's context vector.\n")
-    context = full_attention(INPUTS)
+    context = calculate_context_vector(INPUTS, W_KEY, W_QUERY, W_VALUE)
     print(context)
 
     print("\n2. A seventh token comes. Everything is computed again, and the first six rows come out as before.\n")
     longer = torch.cat([INPUTS, NEW_TOKENS[:1]])
-    longer_context = full_attention(longer)
+    longer_context = calculate_context_vector(longer, W_KEY, W_QUERY, W_VALUE)
     print(longer, longer_context, torch.allclose(context, longer_context[:-1]), sep="\n")
     print("\n   Row i of causal attention sees rows 0..i only: the mask hides what comes after it, so a row that is")
     print("   appended after it cannot change it. Six of the seven rows were computed for nothing.")
@@ -72,23 +90,18 @@ def without_cache() -> None:
 def with_cache() -> None:
     print("\n5. Prefill: the six tokens go through once, and their keys and values stay in the cache.\n")
     print("new_tokens", NEW_TOKENS)
-    cache = GrowingCache.allocate(
+    kv_cache = GrowingCache.allocate(
         num_layers=1, num_kv_heads=1, head_dim=3, max_seq_len=10, dtype="float32", device="cpu"
     )
-    cached_attention(cache, INPUTS)
-    print("Prefill complete. Cached", shapes(cache))
+    prefill(kv_cache, INPUTS, W_KEY, W_QUERY, W_VALUE)
+    print("Prefill complete. Cached", shapes(kv_cache))
 
     print("\n6. Decode: one row goes in; one query, one key and one value are computed; the rest is in the cache.\n")
-    rows = []
-    for i in range(len(NEW_TOKENS)):
-        new_token = NEW_TOKENS[i : i + 1]
-        print("new_token", new_token)
-        rows.append(cached_attention(cache, new_token))
-        print("context_vec", rows[-1])
-    print("Final kv cache", shapes(cache))
+    context = decode(kv_cache, W_KEY, W_VALUE, W_QUERY, NEW_TOKENS)
+    print("Final kv cache", shapes(kv_cache))
 
     print("\n7. All ten tokens from scratch, and the four rows that the cache gave: the same.\n")
-    expected, context = full_attention(torch.cat([INPUTS, NEW_TOKENS]))[6:], torch.cat(rows)
+    expected = calculate_context_vector(torch.cat([INPUTS, NEW_TOKENS]), W_KEY, W_QUERY, W_VALUE)[6:]
     print(expected, context, torch.allclose(context, expected), sep="\n")
     print("\n   Six rows and then four more, one by one: 6 + 7 + 8 + 9 + 10 = 40 rows from scratch, 10 with the cache.")
 

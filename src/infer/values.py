@@ -70,8 +70,18 @@ def _has(attribute: str) -> Callable[[Any], bool]:
     return lambda value: hasattr(value, attribute) and not isinstance(value, type)
 
 
+NO_CONFIG = "the model has no .config, which KV caches and traces are made by: give it a ModelConfig"
+
+
+def _is_configured(model: Any) -> bool:
+    if ANY_MODEL.accepts(model) and getattr(model, "config", None) is None:
+        raise TypeError(NO_CONFIG)
+    return ANY_MODEL.accepts(model)
+
+
 # Arguments of public functions. Models, tokenizers and caches are duck-typed.
-MODEL = Kind("a loaded model, as in `model, config = load_model(name)`", _has("parameters"))
+ANY_MODEL = Kind("a loaded model, as in `model, config = load_model(name)`", _has("parameters"))
+MODEL = Kind(ANY_MODEL.words, _is_configured)
 TOKENIZER = Kind("a tokenizer, as in `tokenizer = Tokenizer(name)`", _has("decode"))
 CACHE = Kind("a cache, as in `KVCache.allocate(...)`", _has("capacity"))
 NAME = Kind("a name or path", lambda value: isinstance(value, str | os.PathLike))

@@ -212,6 +212,7 @@ class TestCommands:
     PAGES: ClassVar = {
         "README.md": "Paris",
         "docs/kv-cache.md": "The cat sat on the",
+        "docs/nanogpt.md": "True",
         "docs/python.md": "cache",
         "docs/quantization.md": "",
         "docs/trace.md": "(9, 8)",

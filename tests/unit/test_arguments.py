@@ -43,6 +43,9 @@ from infer.engine.generate import RunKeywords, RunOptions
 from infer.engine.llm import RequestKeywords
 from infer.engine.model import make_cache
 from infer.engine.params import SamplingKeywords
+from infer.evaluate.explain import explain
+from infer.evaluate.paths import Comparison
+from infer.evaluate.perplexity import compare
 from infer.models.common import Decoder
 
 IDS = [1, 2, 3]
@@ -79,6 +82,36 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     tokenizer = Tokenizer(folder)
     with LLM(model, tokenizer, cache_memory=10**7) as llm:
         yield Parts(folder, model, config, tokenizer, llm, make_cache(model, 64, torch.device("cpu")))
+
+
+def bare() -> torch.nn.Module:
+    return torch.nn.Linear(2, 2)
+
+
+NEED_A_CONFIG: list[Callable[[Any], Any]] = [
+    lambda p: generate(bare(), p.tokenizer, IDS),
+    lambda p: stream(bare(), p.tokenizer, IDS),
+    lambda p: generate_batch(bare(), p.tokenizer, [IDS]),
+    lambda p: prefill(bare(), TENSOR, p.cache),
+    lambda p: decode_step(bare(), TENSOR[:, :1], p.cache),
+    lambda p: perplexity(bare(), IDS),
+    lambda p: compare(p.model, bare(), IDS),
+    lambda p: explain(bare(), p.tokenizer, IDS, 2),
+    lambda p: Comparison(bare(), p.tokenizer, [IDS]),
+    lambda p: make_cache(bare(), 8, torch.device("cpu")),
+    lambda p: CacheMemory(bare()),
+    lambda p: LLM(bare(), p.tokenizer),
+    lambda p: full_attention_matrix(bare(), IDS, trace_layer=0),
+    lambda p: generate_ids_cached(bare(), IDS, **ENDS),
+    lambda p: generate_ids_greedy_cached(bare(), IDS, **ENDS),
+    lambda p: generate_ids_greedy_full(bare(), IDS, **ENDS),
+]
+
+
+@pytest.mark.parametrize("call", NEED_A_CONFIG, ids=lambda call: inspect.getsource(call).strip()[:60])
+def test_a_model_without_a_config(parts: Parts, call: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"^the model has no \.config, .*: give it a ModelConfig"):
+        call(parts)
 
 
 MISTAKES: list[tuple[Callable[[Any], Any], str]] = [

@@ -46,7 +46,7 @@ def check(name: str) -> None:
         known = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
         spelled = {word for parameter in known.params for word in (*parameter.opts, *parameter.secondary_opts)}
         assert set(options) <= spelled
-    elif "/" in name:
+    elif "/" in name or name.endswith(".toml"):
         assert (ROOT / name).exists(), name
     else:
         resolve(name)

@@ -108,14 +108,14 @@ def grids(run: "Explanation", tokens: Sequence[str], width: int) -> "Iterator[st
     from rich.cells import set_cell_size
     from rich.text import Text
 
-    from infer.evaluate.explain import NEW, NOT_YET, REPEATED, REUSED, work
+    from infer.evaluate.explain import DROPPED, NEW, NOT_YET, REPEATED, REUSED, work
 
     prompt_tokens, steps = len(run.prompt_token_ids), len(run.token_ids)
     cell = max(3, len(str(max(run.without_cache.fed))) + 1)
     shown_steps = max(1, min(steps, (width - LABEL - GAP) // 2 // cell))
     gap = max(GAP, len("without the cache  ") - cell * shown_steps)
     new, repeated, reused = ("■", NEW_STYLE), ("x", REPEATED_STYLE), ("·", REUSED_STYLE)
-    symbols = {NEW: new, REPEATED: repeated, REUSED: reused, NOT_YET: (" ", "")}
+    symbols = {NEW: new, REPEATED: repeated, REUSED: reused, NOT_YET: (" ", ""), DROPPED: (" ", "")}
 
     def row(label: str, cells: Callable[[int, bool], tuple[str, str]]) -> Text:
         line = Text(set_cell_size(label, LABEL))
@@ -128,7 +128,10 @@ def grids(run: "Explanation", tokens: Sequence[str], width: int) -> "Iterator[st
         return line
 
     def token_row(label: str, token: int) -> Text:
-        return row(label, lambda step, cached: symbols[work(token, step, prompt_tokens, use_kv_cache=cached)])
+        def kind(step: int, cached: bool) -> str:
+            return work(token, step, prompt_tokens, use_kv_cache=cached, context=run.context)
+
+        return row(label, lambda step, cached: symbols[kind(step, cached)])
 
     yield (
         "To choose a token, attention needs the key and the value (K/V) of every token before it. The K/V of a token "
@@ -162,6 +165,9 @@ def quoted(text: str) -> str:
 
 def counts(run: "Explanation") -> Iterator[str]:
     p, n = len(run.prompt_token_ids), len(run.token_ids)
+    if run.num_recomputed_steps:
+        yield from recomputed_counts(run)
+        return
     whole, cached = f"{n}·{p} + {n}·{n - 1}/2", f"{p} + {n - 1}"
     pad, digits = len(whole), len(f"{run.without_cache.tokens:,}")
     yield f"P = {p:,} prompt tokens and N = {n:,} new ones take N passes. Tokens processed in all passes:"
@@ -173,6 +179,24 @@ def counts(run: "Explanation") -> Iterator[str]:
         f"With the cache that is {run.theoretical_speed_up:.1f} times fewer. After a prompt of one token (P = 1) it "
         f"would be N(N+1)/2 = {n * (n + 1) // 2:,} against N = {n:,}: (N+1)/2 = {(n + 1) / 2:.1f} times fewer."
     )
+
+
+def recomputed_counts(run: "Explanation") -> Iterator[str]:
+    """Of a text that is longer than the context."""
+    p, r, c = len(run.prompt_token_ids), run.num_recomputed_steps, run.context
+    f = len(run.token_ids) - r  # passes that fit
+    yield (
+        f"P = {p:,} prompt tokens and {len(run.token_ids):,} new ones take F + R passes. In the first F = {f:,} the "
+        f"text fits the model's context of C = {c:,} tokens. In the last R = {r:,} it does not: every token moves to "
+        "another position, cached keys are no longer valid, and the last C tokens are computed, with the cache too. "
+        "Tokens processed in all passes:"
+    )
+    whole, cached = f"{f}·{p} + {f}·{f - 1}/2 + {r}·{c}", f"{p} + {f - 1} + {r}·{c}"
+    yield (
+        f"  without   F·P + F(F-1)/2 + R·C = {whole} = {run.without_cache.tokens:,}\n"
+        f"  with      P + F-1 + R·C        = {cached:<{len(whole)}} = {run.with_cache.tokens:,}"
+    )
+    yield f"With the cache that is {run.theoretical_speed_up:.1f} times fewer."
 
 
 def times(run: "Explanation") -> Iterator[str]:
@@ -270,7 +294,9 @@ def memory(run: "Explanation", config: "ModelConfig") -> Iterator[str]:
             factors = " x ".join(f"{factor:,}" for factor in (2, kind.layers, *heads, kind.slots, size))
             lines.append(f"    {name}{factors} = {kind.bytes:,} bytes")
         if positions == run.positions:
-            filled = f"{positions - 1:,} filled: the last token needs no K/V"
+            filled = (
+                "all filled" if run.num_recomputed_steps else f"{positions - 1:,} filled: the last token needs no K/V"
+            )
             lines.append(f"    allocated: {run.cache_bytes:,} bytes ({filled})")
         yield "\n".join(lines)
     if config.has_windows:

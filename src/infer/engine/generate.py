@@ -38,7 +38,7 @@ from infer.engine.text import Detokenizer, SupportsDecode
 from infer.machine import available_memory
 from infer.models.common import Decoder
 from infer.trace.record import Trace
-from infer.values import CACHE, MODEL, TOKENIZER, Kind, keywords_of, suggests_keywords, takes
+from infer.values import ANY_MODEL, CACHE, MODEL, TOKENIZER, Kind, keywords_of, suggests_keywords, takes
 
 _SAMPLING = OTHER_NAMES | {field.name: field.name for field in fields(SamplingParams)}
 EACH = Kind("SamplingParams, or one for each prompt", lambda value: isinstance(value, SamplingParams | list | tuple))
@@ -70,7 +70,7 @@ class RunKeywords(TypedDict, total=False):
     cache_dtype: str
 
 
-@takes(model=MODEL, tokenizer=TOKENIZER, cache=CACHE)
+@takes(model=ANY_MODEL, tokenizer=TOKENIZER, cache=CACHE)
 @keywords_of(RunOptions)
 def stream(
     model: Model,
@@ -98,7 +98,7 @@ def stream(
     return _start(model, tokenizer, prompt_token_ids, params, RunOptions(**options))[1]
 
 
-@takes(model=MODEL, tokenizer=TOKENIZER, cache=CACHE)
+@takes(model=ANY_MODEL, tokenizer=TOKENIZER, cache=CACHE)
 @keywords_of(RunOptions)
 def generate(
     model: Model,

@@ -24,7 +24,7 @@ from infer.models.rows import ALL, LAST
 from infer.nn.quantized import QuantizedWeight
 from infer.parallel.tensor_parallel import sharded_cache
 from infer.trace.record import Trace
-from infer.values import CACHE, MODEL, takes, value_or_type
+from infer.values import CACHE, MODEL, NO_CONFIG, takes, value_or_type
 
 AttentionTrace = dict[str, Any]  # "layer": its index; "attn_row": [B, H, keys], the weights of the last query
 
@@ -58,10 +58,7 @@ def configured(model: Model | nn.Module, *, needed: bool) -> Model:
     if getattr(model, "config", None) is not None:
         return cast(Model, model)
     if needed:
-        raise TypeError(
-            "the model has no .config, which KV caches and traces need: give it a ModelConfig, or set "
-            "use_kv_cache=False to recompute everything at each step"
-        )
+        raise TypeError(f"{NO_CONFIG}, or set use_kv_cache=False to recompute everything at each step")
     return Unconfigured(cast(nn.Module, model))
 
 
@@ -175,6 +172,7 @@ def _chunks(tokens: Tensor, size: int | None) -> list[Tensor]:
 # The cache of a sequence.
 
 
+@takes(model=MODEL)
 def make_cache(
     model: Model,
     max_seq_len: int,

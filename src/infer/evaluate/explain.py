@@ -1,12 +1,14 @@
 """The savings of the KV cache, computed for one run: `infer explain`.
 
 `explain` generates the same tokens with the cache and without it; the rest is arithmetic on the measurements. P is the
-number of prompt tokens and N that of new tokens: N passes, the first of which is over the prompt.
+number of prompt tokens and N that of new tokens: N passes, the first of which is over the prompt. Once the text is
+longer than the model's context, the cache is of no use: each pass is over the last tokens that fit.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,24 +22,28 @@ from infer.engine.params import SamplingParams
 from infer.engine.result import GenerationResult
 from infer.engine.sequence import check_sequence
 from infer.engine.text import SupportsDecode
+from infer.values import MODEL, takes
 
-NEW, REPEATED, REUSED, NOT_YET = "new", "repeated", "reused", "not yet"
+NEW, REPEATED, REUSED, NOT_YET, DROPPED = "new", "repeated", "reused", "not yet", "dropped"
 TRIALS = 2  # of each run; the faster time of each step counts, because the machine runs other processes too
 
 
-def work(token: int, step: int, prompt_tokens: int, *, use_kv_cache: bool) -> str:
+def work(token: int, step: int, prompt_tokens: int, *, use_kv_cache: bool, context: int = sys.maxsize) -> str:
     """Whether step number `step` computes or reuses the key and value of token number `token` (both from 0)."""
     first = max(0, token - prompt_tokens + 1)  # the step that computes it
     if step <= first:
         return NEW if step == first else NOT_YET
+    if (dropped := prompt_tokens + step - context) > 0:
+        return REPEATED if token >= dropped else DROPPED
     return REUSED if use_kv_cache else REPEATED
 
 
-def tokens_fed(prompt_tokens: int, new_tokens: int, *, use_kv_cache: bool) -> list[int]:
+def tokens_fed(prompt_tokens: int, new_tokens: int, *, use_kv_cache: bool, context: int = sys.maxsize) -> list[int]:
     """The number of input tokens of each step; the last generated token is never an input."""
+    lengths = range(prompt_tokens, prompt_tokens + new_tokens)  # of the text before each step
     if use_kv_cache:
-        return [prompt_tokens] + [1] * (new_tokens - 1)
-    return list(range(prompt_tokens, prompt_tokens + new_tokens))
+        return [1 if prompt_tokens < length <= context else min(length, context) for length in lengths]
+    return [min(length, context) for length in lengths]
 
 
 @dataclass(frozen=True)
@@ -97,11 +103,17 @@ class Explanation:
     weight_bytes: int
     element_size: int  # bytes of an element of the cache
     cache_bytes: int  # as allocated
+    context: int  # of the model
 
     @property
     def positions(self) -> int:
         """The capacity of the cache."""
-        return len(self.prompt_token_ids) + len(self.token_ids)
+        return min(len(self.prompt_token_ids) + len(self.token_ids), self.context)
+
+    @property
+    def num_recomputed_steps(self) -> int:
+        """Steps at the end, whose text is longer than the context."""
+        return max(0, len(self.prompt_token_ids) + len(self.token_ids) - 1 - self.context)
 
     @property
     def theoretical_speed_up(self) -> float:
@@ -116,7 +128,7 @@ class Explanation:
     def cost(self) -> Cost:
         uncached = self.without_cache
         return Cost(
-            statistics.median(self.with_cache.times_ms[1:]),
+            statistics.median(self.with_cache.times_ms[1 : len(self.token_ids) - self.num_recomputed_steps]),
             statistics.median(uncached.times_ms),
             statistics.median(uncached.fed),
         )
@@ -129,9 +141,11 @@ def check(config: ModelConfig, prompt_token_ids: Sequence[int], max_new_tokens: 
             f"max_new_tokens must be at least 2, not {max_new_tokens}: the first new token comes from the pass over "
             "the prompt, and only the next one can reuse anything"
         )
-    check_sequence(config, prompt_token_ids, _params(max_new_tokens))
+    _params(max_new_tokens)
+    check_sequence(config, prompt_token_ids, _params(1))  # the first step that reuses anything has to fit
 
 
+@takes(model=MODEL)
 def explain(
     model: Model, tokenizer: SupportsDecode, prompt_token_ids: Sequence[int], max_new_tokens: int
 ) -> Explanation:
@@ -140,22 +154,25 @@ def explain(
 
     def run(new_tokens: int, use_kv_cache: bool) -> GenerationResult:
         params = _params(new_tokens)
-        return generate(model, tokenizer, prompt_token_ids, params, use_kv_cache=use_kv_cache)
+        options = {"use_kv_cache": use_kv_cache, "on_full": "recompute"}
+        return generate(model, tokenizer, prompt_token_ids, params, **options)
 
     for use_kv_cache in (True, False):
         run(2, use_kv_cache)
     trials = [(run(max_new_tokens, True), run(max_new_tokens, False)) for _ in range(TRIALS)]
     cached, uncached = trials[0]
+    context = model.config.max_position_embeddings
     return Explanation(
         prompt_token_ids=cached.prompt_token_ids,
         token_ids=cached.token_ids,
         text=cached.text,
         same_tokens=cached.token_ids == uncached.token_ids,
-        with_cache=_passes([trial[0] for trial in trials], use_kv_cache=True),
-        without_cache=_passes([trial[1] for trial in trials], use_kv_cache=False),
+        with_cache=_passes([trial[0] for trial in trials], context, use_kv_cache=True),
+        without_cache=_passes([trial[1] for trial in trials], context, use_kv_cache=False),
         weight_bytes=weight_bytes(model),
         element_size=(model_dtype(model) or torch.float32).itemsize,
         cache_bytes=cached.cache_memory_bytes,
+        context=context,
     )
 
 
@@ -164,10 +181,10 @@ def _params(max_new_tokens: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
 
 
-def _passes(trials: Sequence[GenerationResult], *, use_kv_cache: bool) -> Passes:
+def _passes(trials: Sequence[GenerationResult], context: int, *, use_kv_cache: bool) -> Passes:
     times_s = [[result.timing.prefill_time_s, *result.timing.decode_times_s] for result in trials]
     return Passes(
-        tokens_fed(trials[0].prompt_tokens, trials[0].generated_tokens, use_kv_cache=use_kv_cache),
+        tokens_fed(trials[0].prompt_tokens, trials[0].generated_tokens, use_kv_cache=use_kv_cache, context=context),
         [min(times) * 1000 for times in zip(*times_s, strict=True)],
     )
 

@@ -37,6 +37,7 @@ from infer.evaluate.verify import CACHES, check, empty_cache, first_difference, 
 from infer.models.common import Decoder
 from infer.models.rows import ALL
 from infer.trace.record import Trace
+from infer.values import MODEL, takes
 
 T = TypeVar("T")
 CHUNKS = (1, 7, 64, 512)  # prefill chunks, for prompts that are longer
@@ -105,6 +106,7 @@ class Comparison:
     Iterate over it to run them; its length is their number.
     """
 
+    @takes(model=MODEL)
     def __init__(
         self,
         model: Model,

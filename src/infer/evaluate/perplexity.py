@@ -136,6 +136,7 @@ def perplexity(
 
 
 @torch.inference_mode()
+@takes(model=MODEL, other=MODEL)
 def compare(
     model: Model,
     other: Model,

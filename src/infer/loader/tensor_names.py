@@ -104,4 +104,4 @@ def to_gpt2(name: str) -> str:
     part, _, kind = name[layer.end() if layer else 0 :].rpartition(".")
     if part == "lm_head":
         return name
-    return f"transformer.{f'h.{layer[1]}.' if layer else ''}{stored[part]}.{kind}"
+    return f"transformer.{f'h.{layer[1]}.' if layer else ''}{stored.get(part, part)}.{kind}"

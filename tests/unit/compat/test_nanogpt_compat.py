@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infer import load_model
-from infer.compat.nanogpt import GPT, GPTConfig
+from infer.compat.nanogpt import GPT, GPT2, GPTConfig
 
 BLOCK = 16
 SHAPE: dict[str, Any] = {  # nanoGPT's: the exact GELU, a tied head, and an MLP of four times the width
@@ -108,6 +109,7 @@ class TestTraining:
         theirs = reference_model("gpt2", **SHAPE).double().requires_grad_(True)
         model = GPT(GPTConfig(**nanogpt_args(reference))).double()
         model.load_state_dict(nanogpt_weights(theirs))
+        assert model.training
         ids, targets = some_ids(3, 9), some_ids(3, 9, seed=1)
         targets[0, :4] = -1
         logits, loss, kept = model(ids, targets)
@@ -135,64 +137,270 @@ class TestTraining:
         """While training alone, and not with a cache, which would drop none of its weights."""
         model = GPT(GPTConfig(**nanogpt_args(reference) | {"dropout": 0.5}))
         ids = some_ids(1, 4)
-        assert not torch.allclose(model(ids)[0], model(ids)[0])
-        for refused in (lambda: model(ids, use_cache=True), lambda: model.generate(ids, 1)):
+        first, _, kept = model(ids)
+        assert not torch.allclose(first, model(ids)[0])
+        for refused in (lambda: model(ids, kv_cache=kept), lambda: model.generate(ids, 1)):
             with pytest.raises(ValueError, match=r"call model\.eval"):
                 refused()
         model.eval()
         assert torch.equal(model(ids)[0], model(ids)[0])
+
+    def test_resumed(self, tmp_path: Path) -> None:
+        """As by nanoGPT: from the checkpoint of a compiled model, with the optimizer's state, to the same weights."""
+        args = nanogpt_args(reference_model("gpt2", **SHAPE))
+        settings: dict[str, Any] = {"weight_decay": 0.1, "learning_rate": 1e-2, "betas": (0.9, 0.95)}
+        batches = [(some_ids(2, 8, seed), some_ids(2, 8, seed + 50)) for seed in range(6)]
+
+        def train(model: Any, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+            losses = []
+            for X, Y in batches:
+                _, loss, _ = model(X, Y)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                losses.append(loss.item())
+            return losses
+
+        torch.manual_seed(1)
+        straight, model = GPT(GPTConfig(**args)), GPT(GPTConfig(**args))
+        model.load_state_dict(straight.state_dict())
+        expected = train(straight, straight.configure_optimizers(**settings, device_type="cpu"), batches)
+        optimizer = model.configure_optimizers(**settings, device_type="cpu")
+        compiled: Any = torch.compile(model, backend="eager")
+        losses = train(compiled, optimizer, batches[:3])
+        compiled.eval()
+        with torch.no_grad():
+            _, loss, _ = compiled(*batches[3])
+        assert loss.item() == pytest.approx(expected[3], rel=1e-5)
+        checkpoint = {"model": compiled.state_dict(), "optimizer": optimizer.state_dict(), "model_args": args}
+        torch.save(checkpoint | {"iter_num": 3, "best_val_loss": loss, "config": {}}, tmp_path / "ckpt.pt")
+
+        checkpoint = torch.load(tmp_path / "ckpt.pt")
+        resumed = GPT(GPTConfig(**checkpoint["model_args"]))
+        resumed.load_state_dict({name.removeprefix("_orig_mod."): x for name, x in checkpoint["model"].items()})
+        ids = some_ids(1, 4)
+        loaded = load_model(tmp_path / "ckpt.pt", dtype="float32", device="cpu")[0]
+        torch.testing.assert_close(loaded(ids), resumed(ids, ids)[0], atol=1e-5, rtol=1e-5)
+        optimizer = resumed.configure_optimizers(**settings, device_type="cpu")
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        losses += train(resumed, optimizer, batches[3:])
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+    def test_names(self, reference: PreTrainedModel) -> None:
+        """nanoGPT's, in its order, by which optimizers number their state."""
+        model = GPT(GPTConfig(**nanogpt_args(reference)))
+        names = [name for name, _ in model.named_parameters()]
+        norm, attn = ["weight", "bias"], ["c_attn.weight", "c_attn.bias", "c_proj.weight", "c_proj.bias"]
+        mlp = ["c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias"]
+        parts = {"ln_1": norm, "attn": attn, "ln_2": norm, "mlp": mlp}
+        layer = [f"{part}.{name}" for part, names_of in parts.items() for name in names_of]
+        expected = ["wte.weight", "wpe.weight", *(f"h.{i}.{name}" for i in range(3) for name in layer)]
+        expected = [f"transformer.{name}" for name in (*expected, "ln_f.weight", "ln_f.bias")]
+        assert names == expected
+        assert list(model.state_dict()) == [*expected, "lm_head.weight"]
+        assert model.transformer.h[1].attn.c_attn is model.decoder.layers[1].self_attn.qkv_proj
+
+    def test_state_dict_of_a_part(self, model: GPT) -> None:
+        """With a prefix, into a given dict, with gradients: as modules around this one ask for it."""
+        given: dict[str, Any] = {"before": 1}
+        assert model.state_dict(destination=given, prefix="module.", keep_vars=True) is given
+        assert list(given) == ["before", *(f"module.{name}" for name in model.state_dict())]
+        assert given["module.lm_head.weight"] is model.transformer.wte.weight
+        wrapped = torch.nn.Sequential(model)
+        assert list(wrapped.state_dict()) == [f"0.{name}" for name in model.state_dict()]
+        assert not model.state_dict()["lm_head.weight"].requires_grad
+
+    def test_strict(self, model: GPT) -> None:
+        weights = model.state_dict()
+        with pytest.raises(RuntimeError, match=r"transformer\.ln_f\.bias"):
+            model.load_state_dict({name: x for name, x in weights.items() if name != "transformer.ln_f.bias"})
+        with pytest.raises(RuntimeError, match="nonsense"):
+            model.load_state_dict(weights | {"nonsense.weight": torch.ones(1)})
+
+    def test_data_parallel(self, model: GPT, tmp_path: Path) -> None:
+        """Wrapped by DDP: gradients, and the names in a checkpoint."""
+        distributed = torch.distributed
+        distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        try:
+            wrapped = torch.nn.parallel.DistributedDataParallel(model.train())
+            _, loss, _ = wrapped(some_ids(2, 8), some_ids(2, 8, seed=1))
+            loss.backward()
+            assert all(weight.grad is not None for weight in model.parameters())
+            assert list(wrapped.module.state_dict()) == list(model.state_dict())
+            assert list(wrapped.state_dict()) == [f"module.{name}" for name in model.state_dict()]
+        finally:
+            distributed.destroy_process_group()
+
+    def test_modes_and_dtypes_reach_the_model(self, model: GPT) -> None:
+        assert not model.decoder.training
+        assert model.train().decoder.training
+        assert all(block.training for block in model.decoder.layers)
+        assert not model.eval().decoder.layers[0].training
+        assert model.double().decoder.dtype is torch.float64
+        assert model(some_ids(1, 3))[0].dtype is torch.float64
+        copy = deepcopy(model)
+        assert copy.transformer.wte is copy.decoder.embed_tokens is not model.decoder.embed_tokens
+
+    def test_counts(self) -> None:
+        """GPT-2 small has 124M parameters. 40 sequences a second are 124M * 6 * 1024 * 40 operations, and attention."""
+        with torch.device("meta"):
+            model = GPT(GPTConfig(vocab_size=50257))
+        assert model.get_num_params(non_embedding=False) == 124_439_808
+        assert model.get_num_params() == 124_439_808 - 1024 * 768
+        flops = 40 * 1024 * (6 * model.get_num_params() + 12 * 12 * 768 * 1024)
+        assert model.estimate_mfu(20, 0.5) == pytest.approx(flops / 312e12)
+
+    def test_cropped(self, model: GPT, reference: PreTrainedModel) -> None:
+        model.generate(some_ids(1, 4), 1)  # the kernels were planned for the longer block
+        model.crop_block_size(6)
+        assert model.config.block_size == model.transformer.wpe.weight.shape[0] == 6
+        ids = some_ids(2, 6)
+        torch.testing.assert_close(model(ids)[0], reference(ids).logits[:, -1:], atol=1e-4, rtol=1e-4)
+        text = model.generate(some_ids(1, 4), 5, temperature=0)
+        assert int(text[0, -1]) == int(reference(text[:, -7:-1]).logits[0, -1].argmax())
+        with pytest.raises(ValueError, match="capacity 6"):
+            model(some_ids(1, 7))
+        with pytest.raises(ValueError, match="block_size must be from 1 to 6, not 7"):
+            model.crop_block_size(7)
 
 
 class TestForward:
     def test_last_logits_unless_trained(self, model: GPT, reference: PreTrainedModel) -> None:
         ids = some_ids(2, 7)
         logits, loss, kept = model(ids)
-        assert (logits.shape, loss, kept) == ((2, 1, 128), None, None)
+        assert (logits.shape, loss, len(kept)) == ((2, 1, 128), None, 3)
         torch.testing.assert_close(logits, reference(ids).logits[:, -1:], atol=1e-4, rtol=1e-4)
 
     @pytest.mark.parametrize("cuts", [(5,), (1, 2, 3), (4, 8)], ids=str)
     def test_past(self, model: GPT, reference: PreTrainedModel, cuts: tuple[int, ...]) -> None:
         """In passes of any lengths: logits, keys and values as in one."""
         ids, targets = some_ids(2, 9), some_ids(2, 9, seed=1)
-        whole, _, expected = model(ids, targets, use_cache=True)
+        whole, _, expected = model(ids, targets)
         past, pieces = None, []
         for start, stop in zip((0, *cuts), (*cuts, 9), strict=True):
-            logits, _, past = model(ids[:, start:stop], targets[:, start:stop], past, use_cache=True)
+            logits, _, past = model(ids[:, start:stop], targets[:, start:stop], past)
             pieces.append(logits)
         torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(whole, reference(ids).logits, atol=1e-4, rtol=1e-4)
         assert len(past) == 3
         assert past[0][0].shape == past[0][1].shape == (2, 4, 9, 16)  # [B, n_head, T, n_embd / n_head]
+        assert past[0][2] == 9
         torch.testing.assert_close(past, expected, atol=1e-4, rtol=1e-4)
         cached = reference(ids, use_cache=True).past_key_values
         torch.testing.assert_close(past[2][0], cached.layers[2].keys, atol=1e-4, rtol=1e-4)
 
+    def test_buffers_longer_than_what_is_filled(self, model: GPT) -> None:
+        """(k_cache, v_cache, cache_pos) with room for the block, and whatever lies behind cache_pos."""
+        ids = some_ids(2, 5)
+        _, _, past = model(ids[:, :4])
+        buffers = [
+            (*(torch.cat((x, torch.full((2, 4, BLOCK - 4, 16), 1e9)), 2) for x in (k, v)), t) for k, v, t in past
+        ]
+        assert torch.equal(model(ids[:, 4:], kv_cache=buffers)[0], model(ids[:, 4:], kv_cache=past)[0])
+        pairs = [(k, v) for k, v, _ in past]
+        assert torch.equal(model(ids[:, 4:], kv_cache=pairs)[0], model(ids[:, 4:], kv_cache=past)[0])
+
+    def test_a_training_step_keeps_nothing(self, model: GPT) -> None:
+        ids = some_ids(1, 4)
+        assert model.train()(ids, ids)[2] is None
+        assert model(ids)[2] is not None
+        assert model.eval()(ids, ids)[2] is not None
+
     def test_the_past_is_not_written_to(self, model: GPT) -> None:
-        _, _, past = model(some_ids(1, 4), use_cache=True)
-        before = [(k.clone(), v.clone()) for k, v in past]
-        first, second = (model(torch.tensor([[token]]), past_kv=past)[2] for token in (1, 2))
-        assert first[0][0].shape[2] == second[0][0].shape[2] == 5
+        _, _, past = model(some_ids(1, 4))
+        before = [(k.clone(), v.clone(), positions) for k, v, positions in past]
+        first, second = (model(torch.tensor([[token]]), kv_cache=past)[2] for token in (1, 2))
+        assert first[0][2] == second[0][2] == 5
         torch.testing.assert_close(list(past), before, atol=0, rtol=0)
 
     def test_gradients_through_the_past(self, model: GPT) -> None:
-        _, _, past = model(some_ids(1, 4), use_cache=True)
+        _, _, past = model(some_ids(1, 4))
         _, loss, _ = model(some_ids(1, 1), some_ids(1, 1), past)
         loss.backward()
-        assert model.decoder.embed_positions.weight.grad[:5].any(-1).all()
+        assert model.transformer.wpe.weight.grad[:5].any(-1).all()
 
     def test_refused(self, model: GPT) -> None:
-        _, _, past = model(some_ids(1, 4), use_cache=True)
+        _, _, past = model(some_ids(1, 4))
         for wrong, message in (
-            (past[:2], r"must be \(k, v\) of each of 3 layers, all of one length"),
-            ([past[0], past[1], tuple(x[:, :, :2] for x in past[2])], "all of one length"),
-            ([tuple(x[:, :2] for x in pair) for pair in past], "do not fit the cache"),
+            (past[:2], "must be of each of 3 layers, all of one length"),
+            ([past[0], past[1], (*past[2][:2], 2)], "all of one length"),
+            ([(k[:, :2], v[:, :2], 4) for k, v, _ in past], "do not fit the cache"),
+            ([(k, v, 5) for k, v, _ in past], "cache_pos is 5, but k and v have 4 positions"),
+            ([(k,) for k, _, _ in past], r"\(k, v\) or \(k, v, cache_pos\) of each layer"),
         ):
             with pytest.raises(ValueError, match=message):
-                model(some_ids(1, 1), past_kv=wrong)
+                model(some_ids(1, 1), kv_cache=wrong)
         with pytest.raises(ValueError, match="17 positions exceed the 16"):
+            model.train()(some_ids(1, 17), some_ids(1, 17))
+        with pytest.raises(ValueError, match="17 more requested, capacity 16"):
             model(some_ids(1, 17))
         with pytest.raises(ValueError, match="13 more requested, capacity 16"):
-            model(some_ids(1, 13), past_kv=past)
+            model.eval()(some_ids(1, 13), kv_cache=past)
+
+    def test_autocast(self, model: GPT) -> None:
+        """In the dtype of autocast, with gradients and without, in one pass and in two."""
+        ids = some_ids(1, 6)
+        for gradients in (False, True):
+            with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16):
+                whole, _, past = model(ids)
+                _, _, past = model(ids[:, :4])
+                logits, _, past = model(ids[:, 4:], kv_cache=past)
+            assert past[0][0].dtype is torch.bfloat16
+            torch.testing.assert_close(logits, whole, atol=0.1, rtol=0.1)
+
+
+class TestSeedLoops:
+    """The loops of the documents that the project grew from, as they stand there."""
+
+    def test_of_the_cache_for_nanogpt(self, model: GPT) -> None:
+        def generate(self: GPT, idx: Tensor, max_new_tokens: int, use_cache: bool = False) -> tuple[Tensor, list[int]]:
+            block_size, fed = self.config.block_size, []
+            kv_cache = None
+            for _ in range(max_new_tokens):
+                cache_full = kv_cache and kv_cache[0][2] >= block_size
+                if use_cache and kv_cache and not cache_full:
+                    idx_cond = idx[:, [-1]]
+                else:
+                    idx_cond = idx[:, -block_size:]
+                    if cache_full:
+                        kv_cache = None
+                fed.append(idx_cond.shape[1])
+                logits, _, kv_cache = self(idx_cond, kv_cache=kv_cache if use_cache else None)
+                idx = torch.cat((idx, logits[:, -1].argmax(-1, keepdim=True)), 1)
+            return idx, fed
+
+        for mode in (True, False):  # no dropout, so training mode changes nothing
+            model.train(mode)
+            cached, fed = generate(model, some_ids(2, 12), 8, use_cache=True)
+            plain, all_fed = generate(model, some_ids(2, 12), 8)
+            assert torch.equal(cached, plain)
+            assert torch.equal(cached, model.generate(some_ids(2, 12), 8, temperature=0))
+            assert fed == [12, 1, 1, 1, 1, 16, 16, 16]
+            assert all_fed == [12, 13, 14, 15, 16, 16, 16, 16]
+
+    def test_of_the_lesson(self, model: GPT, reference: PreTrainedModel) -> None:
+        lesson = GPT2(model.config).eval()
+        lesson.load_state_dict({name.removeprefix("transformer."): x for name, x in model.state_dict().items()})
+        assert lesson.wte.weight is lesson.lm_head.weight
+        assert lesson.wpe.weight.shape == (BLOCK, 64)
+        assert (len(lesson.h), lesson.ln_f) == (3, lesson.transformer.ln_f)
+        idx = start = some_ids(2, 3)
+        for _ in range(6):
+            logits, _ = lesson(idx)
+            last_token_logits = logits[:, -1, :]
+            idx = torch.cat((idx, last_token_logits.argmax(-1, keepdim=True)), dim=1)
+        logits, loss = lesson(idx, idx)
+        torch.testing.assert_close(logits, reference(idx).logits, atol=1e-4, rtol=1e-4)
+        assert loss is not None
+
+        past_kv, cached = None, start
+        for _ in range(6):
+            logits, _, past_kv = lesson(cached if past_kv is None else cached[:, -1:], past_kv=past_kv)
+            cached = torch.cat((cached, logits[:, -1].argmax(-1, keepdim=True)), dim=1)
+        assert torch.equal(cached, idx)
+        past_k, past_v = past_kv[0]
+        assert past_k.shape == past_v.shape == (2, 4, 8, 16)
 
 
 class TestGenerate:

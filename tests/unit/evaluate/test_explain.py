@@ -14,11 +14,12 @@ import torch
 from checkpoints import byte_tokenizer
 from commands import CONTEXT, WINDOW, Run
 from mocks import MockTokenizer
+from rich.console import Console
 from torch import Tensor
 
 from infer import KVCache, ModelConfig, SamplingParams, SlidingCache, Tokenizer, generate, load_model
 from infer.backend.cpu.backend import CpuBackend
-from infer.cli.explain import reason, show
+from infer.cli.explain import counts, grids, reason, show
 from infer.engine.result import GenerationResult, Timing
 from infer.evaluate import explain as explaining
 from infer.evaluate.explain import (
@@ -83,6 +84,7 @@ def make_explanation(
         "weight_bytes": 500_000_000,
         "element_size": 4,
         "cache_bytes": 1000,
+        "context": 256,
     }
     return Explanation(**(values | changes))
 
@@ -209,6 +211,35 @@ class TestExplain:
         assert run.with_cache.times_ms == pytest.approx([100.0, 300.0, 200.0])
         assert run.without_cache.times_ms == pytest.approx([1000.0, 2000.0, 3000.0])
 
+    @pytest.mark.parametrize(("prompt_tokens", "new_tokens"), [(1, 16), (1, 17), (5, 12), (5, 13), (5, 20), (15, 4)])
+    def test_to_the_end_of_the_context_and_beyond(
+        self, tiny_model: Callable[..., Decoder], passes: list[int], prompt_tokens: int, new_tokens: int
+    ) -> None:
+        """N tokens after one fill a block of N; beyond it, both runs compute the last tokens that fit."""
+        model = tiny_model(model_type="gpt2", max_position_embeddings=16)
+        run = explain(model, MockTokenizer("x" * 64), [1] * prompt_tokens, new_tokens)
+        assert run.same_tokens
+        assert passes[-new_tokens:] == run.without_cache.fed
+        assert passes[-2 * new_tokens : -new_tokens] == run.with_cache.fed
+        beyond = max(0, prompt_tokens + new_tokens - 17)
+        assert run.num_recomputed_steps == beyond
+        assert run.without_cache.fed[-1] == min(16, prompt_tokens + new_tokens - 1)
+        assert run.with_cache.fed.count(1) == new_tokens - beyond - (prompt_tokens > 1)
+        console = Console(width=100)
+        with console.capture() as capture:
+            for block in (*grids(run, ["a"] * (prompt_tokens + new_tokens), 100), *counts(run)):
+                console.print(block, soft_wrap=True)
+        figures = [line for line in capture.get().splitlines() if line.startswith(("  without", "  with "))]
+        totals = [line.rpartition("=")[2].strip() for line in figures]
+        assert totals == [f"{run.without_cache.tokens:,}", f"{run.with_cache.tokens:,}"]
+        for line, total in zip(figures, totals, strict=True):
+            term = line.rpartition("=")[0].rpartition("=")[2]
+            assert eval(term.replace("·", "*")) == int(total.replace(",", ""))
+
+    def test_the_grid_beyond_the_context(self) -> None:
+        kinds = [work(token, 3, 2, use_kv_cache=True, context=4) for token in range(5)]
+        assert kinds == ["dropped", "repeated", "repeated", "repeated", "new"]
+
     def test_goes_past_an_end(self, tiny_model: Callable[..., Decoder]) -> None:
         model, tokenizer = tiny_model(), MockTokenizer("x" * 64)
         first = explain(model, tokenizer, [1, 2, 3], 2).token_ids[0]
@@ -224,7 +255,8 @@ class TestExplain:
             ([], 5, "the prompt is empty"),
             ([1], 1, "max_new_tokens must be at least 2, not 1"),
             ([1], 0, "max_new_tokens must be at least 2, not 0"),
-            ([1] * 250, 7, "250 prompt tokens [+] 7 new tokens = 257 positions exceed the model's context of 256"),
+            ([1] * 256, 7, "256 prompt tokens [+] 1 new tokens = 257 positions exceed the model's context of 256"),
+            ([1], 2.5, "max_new_tokens must be"),
             ([64], 5, "token id 64 in the prompt"),
         ],
     )
@@ -426,7 +458,7 @@ class TestCommand:
         [
             (["hello", "--max-new-tokens", "1"], "max_new_tokens must be at least 2, not 1"),
             (["hello", "--max-new-tokens", "0"], "max_new_tokens must be at least 2, not 0"),
-            (["hello", "--max-new-tokens", "252"], "exceed the model's context of 256"),
+            (["h" * 256, "--max-new-tokens", "2"], "exceed the model's context of 256"),
             ([""], "the prompt is empty"),
         ],
     )

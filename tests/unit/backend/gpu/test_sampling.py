@@ -210,7 +210,7 @@ def test_masses() -> None:
 
 
 @triton.jit
-def _masses(depth, out, N: tl.constexpr):
+def _masses(depth, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
     for at in range(0, N, 1 << 14):
         each = at + tl.arange(0, 1 << 14)
         tl.store(out + each, _mass(tl.load(depth + each)))
