@@ -1,8 +1,21 @@
-"""Draw the figures of docs/kv-cache.md from real runs: `python docs/figures.py`."""
+"""Draw the pictures of the documentation from real runs: `python docs/figures.py [NAME ...]`, all without a name.
+
+`trace` and `live` need Chromium, and run `infer` from the PATH. `step_time` needs an idle machine.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import matplotlib
 
@@ -10,6 +23,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import PowerNorm
+from PIL import Image
 
 from infer import (
     LLM,
@@ -26,18 +40,33 @@ from infer import (
 )
 from infer.cache.pool import bytes_for
 from infer.compat.seeds import full_attention_matrix
+from infer.evaluate import bench
 from infer.trace.text import token_texts
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from browser import Browser, Page
+
 IMAGES = Path(__file__).parent / "images"
+INFER = [sys.executable, "-m", "infer"]
 PROMPT = "The cat sat on the mat because it was"
 LAYER, HEAD = 12, 4
 
 
 def main() -> None:
-    draw_attention()
-    draw_memory()
-    draw_pages()
-    draw_data_flow()
+    figures = {
+        "attention": draw_attention,
+        "cache_bytes": draw_memory,
+        "pages": draw_pages,
+        "data_flow": draw_data_flow,
+        "step_time": draw_step_time,
+        "trace": draw_trace,
+        "live": draw_live,
+    }
+    names = sys.argv[1:] or list(figures)
+    if unknown := [name for name in names if name not in figures]:
+        raise SystemExit(f"no figure {', '.join(unknown)}: there are {', '.join(figures)}")
+    for name in names:
+        figures[name]()
 
 
 def draw_attention() -> None:
@@ -147,17 +176,18 @@ def draw_pages() -> None:
 
 
 def draw_data_flow() -> None:
-    """A prefill and two decode steps, as they ran: what goes in, what comes out, and what goes on to the next."""
+    """A prefill and two decode steps, as they ran: what each pass reads, and which keys and values it writes."""
     model, config = load_model("smollm2-135m", dtype="float32", device="cpu")
     tokenizer = Tokenizer("smollm2-135m")
     cache = KVCache.from_model_config(config, 32, dtype="float32", device="cpu")
-    figure, axes = plt.subplots(figsize=(12, 3.9), layout="constrained")
-    axes.set(xlim=(0, 12.6), ylim=(0, 3.9))
+    figure, axes = plt.subplots(figsize=(12, 4.8), layout="constrained")
+    axes.set(xlim=(-0.1, 12.6), ylim=(-0.75, 4.2))
     axes.axis("off")
+    cell, passes, top = 0.3, 2.35, 3.55
 
-    def put(x: float, y: float, text: str, colour: str | None = None) -> None:
+    def put(x: float, y: float, text: str, colour: str | None = None, **style: str) -> None:
         box = None if colour is None else {"boxstyle": "round,pad=0.5", "facecolor": colour, "edgecolor": "0.4"}
-        axes.text(x, y, text, ha="center", va="center", fontsize=9, bbox=box, zorder=2)
+        axes.text(x, y, text, **{"ha": "center", "va": "center", "fontsize": 9, "bbox": box, "zorder": 2} | style)
 
     def draw_arrow(start: tuple[float, float], end: tuple[float, float], style: str = "-") -> None:
         arrow = {"arrowstyle": "-|>", "color": "0.35", "linestyle": style}
@@ -165,27 +195,128 @@ def draw_data_flow() -> None:
 
     fed = torch.tensor([tokenizer.encode("The cat sat on the")])
     for i, (name, run) in enumerate((("prefill", prefill), ("decode", decode_step), ("decode", decode_step))):
-        x, words = 1.2 + 4.2 * i, tokenizer.decode(fed[0].tolist())
-        rows = f"{fed.shape[1]} rows" if fed.shape[1] > 1 else "1 row"
-        put(x, 0.4, f"tokens [batch, n] = {list(fed.shape)}\n“{words}”")
+        x, before = 2.0 + 4.3 * i, cache.seq_len
+        words, count = tokenizer.decode(fed[0].tolist()), fed.shape[1]
+        put(x - 1.1, top, f"tokens [batch, n] = {list(fed.shape)}\n“{words}”")
         logits, _, _ = run(model, fed, cache)
         fed = logits[:, -1:].argmax(-1)
-        put(x, 1.9, f"{name}\n{config.num_hidden_layers} layers, {rows}", "#dbe9f6")
-        put(x + 2.1, 1.9, f"cache\nk, v of {cache.seq_len}\npositions", "#fdebd0")
-        put(
-            x,
-            3.4,
-            f"logits [batch, 1, vocab] = {list(logits[:, -1:].shape)}\nargmax: “{tokenizer.decode(fed[0].tolist())}”",
-        )
-        draw_arrow((x, 0.75), (x, 1.4))
-        draw_arrow((x, 2.4), (x, 3.05))
-        draw_arrow((x + 0.95, 1.9), (x + 1.5, 1.9))
+        put(x, passes, f"{name}: {config.num_hidden_layers} layers, {count} row{'s' if count > 1 else ''}", "#dbe9f6")
+        put(x + 1.1, top, f"logits {list(logits[:, -1:].shape)}\nargmax: “{tokenizer.decode(fed[0].tolist())}”")
+        draw_arrow((x - 0.8, top - 0.3), (x - 0.35, passes + 0.25))
+        draw_arrow((x + 0.35, passes + 0.25), (x + 0.8, top - 0.3))
+        left = x - cache.seq_len * cell / 2
+        for position in range(cache.seq_len):
+            face = "#f0a04b" if position >= before else "#fdebd0"
+            for row, letter in enumerate("vk"):
+                corner = left + position * cell, 0.35 + row * cell
+                axes.add_patch(plt.Rectangle(corner, cell * 0.9, cell * 0.9, facecolor=face, edgecolor="0.5", linewidth=0.6))
+                if position == 0:
+                    put(corner[0] - 0.15, corner[1] + cell * 0.45, letter)
+        put(x, 0.1, f"KV cache, {cache.seq_len} positions")
+        new = x + (before - cache.seq_len + cache.seq_len / 2 + count / 2) * cell  # the middle of what is written
+        draw_arrow((min(new, x + 0.9), passes - 0.25), (new, 1.02))
+        put(new + 0.1, 1.55, f"writes k, v of\n{count} token{'s' if count > 1 else ''}", ha="left")
+        if before:
+            old = x - count * cell / 2
+            draw_arrow((old - 0.35, 1.02), (old - 0.35, passes - 0.25))
+            put(old - 0.5, 1.55, f"reads k, v of\n{before} positions", ha="right")
         if i < 2:
-            draw_arrow((x + 2.7, 1.9), (x + 3.25, 1.9))
-            draw_arrow((x + 1.0, 3.1), (x + 3.6, 0.7), "--")
-            put(x + 2.1, 2.9, "chosen token\nis fed next")
-    axes.set_title("From one pass to the next go the cache (solid arrows) and one token (dashed)", fontsize=11)
+            draw_arrow((x + 1.95, top), (x + 2.35, top), "--")
+            draw_arrow((x + cache.seq_len * cell / 2 + 0.1, 0.62), (x + 4.0 - cache.seq_len * cell / 2, 0.62))
+    put(6.3, -0.5, "Dark cells: keys and values that the pass has written. The dashed arrows carry one token to the next pass.")
+    axes.set_title("Each pass reads the keys and values of all tokens before it, and adds those of its own", fontsize=11)
     figure.savefig(IMAGES / "data_flow.png", dpi=110)
+    plt.close(figure)
+
+
+def draw_step_time() -> None:
+    """Time per decode step with and without the cache, as `infer bench --compare --plot` draws it."""
+    model, _ = load_model("smollm2-135m", dtype="float32", device="cpu")
+    tokenizer = Tokenizer("smollm2-135m")
+    configs = [bench.BenchConfig(64, 192, trials, 0, cached) for cached, trials in ((True, 5), (False, 1))]
+    results = [bench.run(model, tokenizer, config) for config in configs]
+    bench.plot(results, IMAGES / "step_time.png", "smollm2-135m", bench.describe_machine(torch.device("cpu")))
+
+
+# ---------------------------------------------------------------- pages, in a headless browser
+
+
+@contextmanager
+def opened(address: str, width: int, height: int, scale: float) -> Iterator[Page]:
+    with TemporaryDirectory() as profile:
+        browser = Browser(Path(profile))
+        try:
+            with browser.page(address, prefers_color_scheme="light") as page:
+                size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+                page.send("Emulation.setDeviceMetricsOverride", **size)
+                yield page
+        finally:
+            browser.close()
+
+
+def screenshot(page: Page) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(page.send("Page.captureScreenshot", format="png")["data"])))
+
+
+def draw_trace() -> None:
+    """The page of the command in docs/trace.md, as its address opens it."""
+    command = re.search(r"^infer (trace .*--html.*)$", (IMAGES.parent / "trace.md").read_text("utf-8"), re.MULTILINE)
+    assert command is not None
+    with TemporaryDirectory() as folder:
+        arguments = shlex.split(command[1].replace("run.html", str(Path(folder, "run.html"))))
+        said = subprocess.run([*INFER, *arguments], capture_output=True, text=True, check=True).stderr
+        address = said.strip().splitlines()[-1].split(": ")[-1]
+        with opened(address, 2000, 1260, 1) as page:
+            page.wait("state.rows && drawings.every(drawing => !drawing.dirty || !drawing.seen)")
+            screenshot(page)
+            image = screenshot(page).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+            image.save(IMAGES / "trace.png", optimize=True)
+
+
+SYSTEM = (
+    "You are a patient teacher of science for children of ten years. Explain with things that a child has seen: the "
+    "kitchen, the garden, the sea, the sky at night. Use short sentences and plain words. Begin with what the child "
+    "knows, then say what is behind it, and end with something to try at home. Do not use formulas. If you are not "
+    "sure of something, say that you are not sure, and how one could find out. Never talk down to the child. If the "
+    "child asks about something dangerous, such as fire, electricity or strong acids, say clearly that an adult has to "
+    "be there, and choose an experiment with water, light, sound or plants instead. If the question has a wrong idea "
+    "in it, say kindly what is right, and why so many people think otherwise. Compare large things with a football "
+    "field, and small things with a grain of sand. Keep the answer to three short paragraphs, and give the last one to "
+    "the experiment: what is needed, what to do, and what to look for."
+)
+FRAMES, FRAME_S = 24, 0.4
+
+
+def draw_live() -> None:
+    """The live page while four chats with one system prompt are answered: they share the pages of their prefix."""
+    command = [*INFER, "serve", "smollm2-135m", "--quantize", "int4", "--port", "0", "--cache-memory", "280MB"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        try:
+            assert server.stdout is not None
+            found = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in server.stdout)
+            address = next(filter(None, found))[0]
+            with opened(address, 1280, 800, 0.875) as page:
+                frames = live_frames(page)
+        finally:
+            server.terminate()
+    first, *rest = (frame.convert("RGB") for frame in frames)
+    durations = [int(1000 * FRAME_S)] * len(rest) + [3000]
+    first.save(IMAGES / "live.webp", save_all=True, append_images=rest, duration=durations, loop=0, quality=70, method=6)
+
+
+def live_frames(page: Page) -> list[Image.Image]:
+    page.wait("'live' in document.documentElement.dataset")
+    page.js(f"$('system').value = {SYSTEM!r}; $('system').dispatchEvent(new Event('input'))")
+    page.js("$('max-tokens').value = 400; $('max-tokens').dispatchEvent(new Event('input'))")
+    page.js("$('draft').focus()")
+    page.type("Why is the sky blue, and why is it red in the evening?")
+    page.click("#many")
+    frames = []
+    for i in range(FRAMES):
+        started = time.monotonic()
+        frames.append(screenshot(page))
+        time.sleep(max(0, FRAME_S - (time.monotonic() - started)))
+    return frames
 
 
 if __name__ == "__main__":

@@ -239,8 +239,9 @@ def test_keyboard_only(show: Show, server: LiveServer) -> None:
     with show() as page:
         set_value(page, "#max-tokens", 12)
         page.js("document.querySelector('#log').focus()")
-        page.press("Tab")
-        assert page.js("document.activeElement.id") == "draft"
+        for name in ("shade", "draft"):
+            page.press("Tab")
+            assert page.js("document.activeElement.id") == name
         page.type("HELLO")
         page.press("Enter")
         page.wait(f"{IDLE} && document.querySelectorAll('.token').length === 12")
@@ -313,6 +314,115 @@ def test_hostile_text_is_shown_as_text(show: Show, server: LiveServer) -> None:
         say(page, "X")
         page.wait(f"document.querySelectorAll('.assistant').length === 2 && {IDLE}")
         assert server.api.bodies[1]["messages"][1]["content"].startswith("".join(HOSTILE)), "as the model wrote it"
+        assert_clean(page, server)
+
+
+MARKDOWN = [
+    *(
+        "# A **",
+        "title",
+        "**\n\n",
+        "Some *",
+        "slanted* and `",
+        "x * y",
+        "` and 2 * 3 * 4",
+        ".\n",
+        "- one\n- ",
+        "**two**\n",
+    ),
+    *(
+        "1. three\n",
+        "> four\n",
+        "```py\n",
+        "<b>**no**\n",
+        "```\n",
+        "[a](javascript:hacked=1) <img src=x onerror='hacked=1'>",
+    ),
+]
+
+
+def test_markdown(show: Show, server: LiveServer, gate: Gate) -> None:
+    """Its marks are hidden once tokens are no longer shaded; all characters stay in the page."""
+    server.api.replies = MARKDOWN
+    with show() as page:
+        set_value(page, "#max-tokens", len(MARKDOWN))
+        with gate.held():
+            say(page, "HELLO")
+            gate.let(2)
+            page.wait("document.querySelectorAll('.token').length === 2")
+            assert page.js("document.querySelector('.heading').textContent") == "# A **title", "not closed yet"
+        page.wait(IDLE)
+        page.wait(f"document.querySelectorAll('.token').length === {len(MARKDOWN)}")
+        assert text_of(page, ".assistant .text") == "".join(MARKDOWN)
+        for selector, text in {
+            ".heading[role=heading][aria-level='1'] strong": "title",
+            "em": "slanted",
+            "code": "x * y",
+            ".dot strong": "two",
+            ".item:not(.dot)": "1. three\n",
+            ".quote": "> four\n",
+            ".code": "```py\n<b>**no**\n```\n",
+        }.items():
+            assert text_of(page, f".assistant {selector}").replace("\n", "") == text.replace("\n", ""), selector
+        paragraph = "document.querySelector('.paragraph').innerText.trim()"
+        assert page.js(paragraph) == "Some *slanted* and `x * y` and 2 * 3 * 4."
+        tint = "getComputedStyle(document.querySelectorAll('.token')[1]).backgroundColor"
+        shaded = page.js(tint)
+        page.click("#shade")
+        assert page.js(paragraph) == "Some slanted and x * y and 2 * 3 * 4."
+        assert page.js("document.querySelector('.code').innerText.trim()") == "<b>**no**"
+        assert page.js(tint) == "rgba(0, 0, 0, 0)" != shaded
+        assert text_of(page, ".assistant .text") == "".join(MARKDOWN)
+        assert page.js("window.hacked") is None
+        assert page.js("document.querySelectorAll('.assistant :is(a, img, b)').length") == 0
+        page.hover(".dot strong .token, .dot strong .rest")
+        assert "likely" in page.text("#tip")
+        page.click("#shade")
+        assert page.js(tint) == shaded
+        assert_clean(page, server)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "*" * 999,
+        "**a " * 300,
+        "*a**b" * 300,
+        "_*_**_`" * 300,
+        "`" * 99 + "a",
+        "\n\n- *\n```\n" * 99,
+        "a\n\nb",
+        " - a\n\t",
+        "`` ` ``",
+    ],
+)
+def test_markdown_loses_nothing(show: Show, text: str) -> None:
+    """The parts of the blocks follow each other, from the beginning of a text to its end, however it is cut off."""
+    with show() as page:
+        gaps = (
+            f"[...Array(9).keys()].flatMap(cut => {{ const text = {json.dumps(text)}.slice(0, -cut || undefined);"
+            " const ends = blocksOf(text).flatMap(block => block.parts.flatMap(([, start, end]) => [start, end]));"
+            " return [0, ...ends, text.length].filter((end, i, all) => i % 2 === 0 && end !== all[i + 1]); })"
+        )
+        assert page.js(gaps) == []
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_copy(show: Show, server: LiveServer, allowed: bool) -> None:
+    """As the model wrote it; also where the browser refuses pages the clipboard."""
+    server.api.replies = ["**a**\n", "\n", "- b"]
+    with show() as page:
+        page.js(
+            f"navigator.clipboard.writeText = async (text) => {{ if (!{json.dumps(allowed)}) throw Error();"
+            " copied = text; };"
+            "addEventListener('copy', () => { copied = document.activeElement.value; })"
+        )
+        set_value(page, "#max-tokens", 3)
+        say(page, "HELLO")
+        page.wait(f"{IDLE} && !document.querySelector('.copy').hidden")
+        page.click(".copy")
+        page.wait("document.querySelector('.copy').textContent === 'Copied'")
+        assert page.js("copied") == "**a**\n\n- b"
         assert_clean(page, server)
 
 

@@ -143,10 +143,10 @@ def assert_shows(page: Page, trace: Trace, step: int, layer: int | None = None, 
     assert f"Step {step + 1} wrote {added} position" in page.text("#cache-note")
 
 
-def drawn(page: Page, canvas: str) -> str:
+def drawn(page: Page, canvas: str, drawing: str = "") -> str:
     """What is on the canvas, once it is in sight and up to date."""
     page.js(f"$('{canvas}').scrollIntoView()")
-    page.wait(f"!{canvas}.dirty")
+    page.wait(f"!{drawing or canvas}.dirty")
     picture: str = page.js(f"$('{canvas}').toDataURL()")
     return picture
 
@@ -230,10 +230,10 @@ def test_layers_and_heads(show: Open) -> None:
         # The overview: its strips, and the numbers at its edges. Another token keeps the choice.
         width = page.js("document.querySelector('#overview').clientWidth")
         before = drawn(page, "overview")
-        page.click("#overview", x=width - 20, y=18 + 24 + 10)
+        page.click("#overview", x=width - 20, y=32 + 24 + 10)
         assert_shows(page, trace, 9, 1, 2)
         assert drawn(page, "overview") != before
-        page.click("#overview", x=5, y=18 + 10)
+        page.click("#overview", x=5, y=32 + 10)
         assert_shows(page, trace, 9, 0, None)
         page.click("#overview", x=width - 20, y=5)
         assert_shows(page, trace, 9, None, 2)
@@ -609,7 +609,7 @@ def test_two_heads_side_by_side(show: Open) -> None:
         assert left["top"] == right["top"]
         assert left["right"] <= right["left"]
         width = page.js("document.querySelector('#overview').clientWidth")
-        at = page.hover("#overview", x=width - 20, y=18 + 24 + 10)
+        at = page.hover("#overview", x=width - 20, y=32 + 24 + 10)
         for kind in ("mousePressed", "mouseReleased"):  # with Shift
             page.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, modifiers=8, **at)
         assert (page.text("#which"), page.text("#which2")) == ("layer 2, head 4", "layer 5, head 7")
@@ -819,4 +819,80 @@ def test_a_run_of_a_model(show: Open, tiny_model: Callable[..., Any], family: st
         page.choose("#layer", 0)
         page.choose("#head", 3)
         assert_shows(page, trace, 7, 0, 3)
+        assert_clean(page)
+
+
+def test_what_is_grey_is_said(show: Open) -> None:
+    def greys() -> set[str]:
+        muted = page.style("#looked-about", "color")
+        return {
+            name
+            for name, selector in (("prompt", ".prompt"), ("later", token(11)), ("earlier", token(2)))
+            if page.style(selector, "color") == muted
+        }
+
+    with show(make_trace()) as page:
+        page.click(token(5))
+        assert page.text("#grey") == "tokens generated later are grey"
+        assert greys() == {"later"}
+        page.click(".prompt")
+        assert page.text("#grey") == "tokens generated later are grey"
+        assert greys() == {"later", "earlier"}
+        page.click("#close")
+        assert page.text("#grey") == "the prompt is grey"
+        assert greys() == {"prompt"}
+
+
+def test_repeated_tokens_have_their_positions_beside_them(show: Open) -> None:
+    trace = make_trace()
+    again, first = trace.steps[1], len(trace.prompt)
+    trace.steps[6] = replace(trace.steps[6], token_id=again.token_id, text=again.text)
+    weights = trace.steps[9].attention[0].weights[0]
+    weights[:] = 0
+    weights[[0, first + 1, first + 6]] = 0.2, 0.3, 0.5
+    with show(trace) as page:
+        page.click(token(9))
+        page.choose("#layer", 0)
+        page.choose("#head", 0)
+        shown = "[...document.querySelectorAll('#looked .name')].slice(0, 3).map(e => e.textContent)"
+        assert page.js(shown) == [f"·w1{first + 6}", f"·w1{first + 1}", "·p0"]
+        assert page.js(f"[short({first + 1}), short({first + 6})]") == [
+            f"{again.text.replace(' ', '·')} {first + 1}",
+            f"{again.text.replace(' ', '·')} {first + 6}",
+        ]
+
+
+def test_the_strip_of_a_head(show: Open) -> None:
+    """A column for each token: a click selects it. A second strip appears for a comparison."""
+    trace = make_trace(prompt=20, steps=100)
+    with show(trace) as page:
+        page.click(token(50))
+        before = drawn(page, "strip", "strips")
+        high = page.js("$('strip').clientHeight")
+        page.choose("#head", 1)
+        assert drawn(page, "strip", "strips") != before
+        page.click("#compare")
+        drawn(page, "strip", "strips")
+        assert page.js("$('strip').clientHeight") > high
+        page.click("#strip", x=page.js("strips.width") * (20 + 30.5) / 120, y=25)
+        assert selected(page) == [30]
+        assert_clean(page)
+
+
+def test_on_paper(show: Open) -> None:
+    """Light, in one column, complete, without controls; and the screen as before."""
+    trace = make_trace(prompt=20, steps=100)
+    with show(trace, prefers_color_scheme="dark") as page:
+        page.send("Emulation.setEmulatedMedia", media="print")
+        drawn_all = "drawings.filter(d => d !== matrix2).every(d => !d.dirty)"
+        assert page.js(f"(dispatchEvent(new Event('beforeprint')), {drawn_all})")
+        assert luminance(page, "body", "color") < 0.3
+        assert page.js("$('text').scrollHeight <= $('text').clientHeight")
+        assert page.text("#play") == page.text("#layer") == ""
+        left, right = edges(page, '[data-card="text"]', '[data-card="cache"]')
+        assert left["left"] == right["left"]
+        page.send("Emulation.setEmulatedMedia", media="")
+        page.js("dispatchEvent(new Event('afterprint'))")
+        page.media(prefers_color_scheme="dark")
+        assert page.js("document.documentElement.dataset.theme") is None
         assert_clean(page)

@@ -82,11 +82,18 @@ def trace(
     show_head: Annotated[
         int | None, typer.Option(help="Draw the attention of this head.", show_default="the mean of all traced")
     ] = None,
-    show_step: Annotated[str, typer.Option(help="Draw a heat strip for this step, for last, or for all.")] = "last",
-    html: Annotated[Path | None, typer.Option(help="Write a page to open in a browser.")] = None,
+    show_step: Annotated[
+        str, typer.Option(help="Draw a heat strip for this step, for last, or for all; the page's address selects it.")
+    ] = "last",
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page to open in a browser, and print its address instead of the table.")
+    ] = None,
     save: Annotated[
         list[Path] | None, typer.Option(help="Write the numbers into this .jsonl or .npz file; may be repeated.")
     ] = None,
+    table: Annotated[
+        bool, typer.Option("--table", help="With --html: also print the text and the table of its tokens.")
+    ] = False,
     sequence: SequenceOptions,
     caches: PrefixCacheOptions,
     as_json: JsonOption = False,
@@ -100,6 +107,8 @@ def trace(
     from infer import Trace
     from infer.trace.page import read_page
 
+    if table and as_json:
+        raise ValueError("--table and --json both print the steps: give one of them")
     files = [*(save or []), *([html] if html is not None else [])]
     check_files(files, html)
     if sequence.prompt is not None:
@@ -137,7 +146,8 @@ def trace(
     if from_page is not None:
         say(f"repeating {from_page} with {model_name}")
     run.load(load)
-    result = run.generate(quiet=as_json, trace=trace)
+    prints_text = not as_json and (html is None or table)
+    result = run.generate(quiet=not prints_text, trace=trace)
     del trace.steps[result.generated_tokens :]  # a step that was interrupted before it was printed
     trace.settings |= {"model": model_name, "device": load.device, "dtype": load.dtype, "quantize": load.quantize}
     trace.settings |= {name: getattr(sequence, name) for name in ENCODING}
@@ -148,12 +158,20 @@ def trace(
     if as_json:
         about = {} if saved is None else {"from": str(from_page), "same_tokens": same}
         print(json.dumps({"model": model_name, **as_dict(result), **about, **summary(trace, layer, head)}))
-    else:
+    elif prints_text:
         print_trace(trace, layer, head, parse_step(show_step, params.max_new_tokens, result.generated_tokens))
+    interrupted = "interrupted" if result.finish_reason == "interrupted" else ""
     for file in files:
-        if file not in unsaved:
+        if file in unsaved:
+            continue
+        if file == html:
+            shown = page_address(file, trace, layer, head, show_step)
+            notes = [] if prints_text or as_json else [note for note in (verdict, interrupted) if note]
+            say(" · ".join([f"wrote {file}: {shown}", *notes]))
+        else:
             say(f"wrote {file}")
-    say(f"[{stats_line(result)}{verdict and f' · {verdict}'}]")
+    if prints_text or as_json or html in unsaved:
+        say(f"[{stats_line(result)}{verdict and f' · {verdict}'}]")
     for file, error in unsaved.items():
         raise OSError(f"{file} could not be written: {error}")
     if result.finish_reason == "interrupted":
@@ -211,6 +229,14 @@ def compare(trace: "Trace", saved: "SavedRun", path: Path | None) -> tuple[bool,
     if len(tokens) == len(saved.tokens):
         return True, f"the same {both} tokens as in {path}"
     return True, f"the same first {both} tokens as in {path}, which has {len(saved.tokens)} of them, not {len(tokens)}"
+
+
+def page_address(page: Path, trace: "Trace", layer: int | None, head: int | None, show_step: str) -> str:
+    """The address of a page; what --show-step, --show-layer and --show-head select is selected when it opens."""
+    shown = {"step": min(int(show_step), len(trace.steps)) if show_step.isdecimal() else None}
+    shown |= {"layer": layer, "head": head}
+    fragment = "&".join(f"{name}={number}" for name, number in shown.items() if number is not None)
+    return page.resolve().as_uri() + (fragment and f"#{fragment}")
 
 
 def save_all(trace: "Trace", files: Sequence[Path]) -> dict[Path, OSError]:

@@ -31,6 +31,7 @@ MAX_ROWS = 256
 PREFILL_CHUNKS = {"cuda": 4096}  # prompt tokens of one step, by the type of device
 DEFAULT_PREFILL_CHUNK = 128  # a CPU is as fast as with 512, and sequences that decode wait a quarter of the time
 HISTORY_S, HISTORY = 5.0, 50  # seconds over which the speed is measured, and number of points
+IDLE_S = 2 * HISTORY_S / HISTORY  # without a step, after which the measurement starts again
 
 logger = logging.getLogger("infer.engine")
 
@@ -139,13 +140,15 @@ class Engine:
         if not scheduled:
             return False
         started_at = time.perf_counter()
+        if not self._history or started_at - self._history[-1][0] > IDLE_S:
+            self._history = deque([(started_at, self._num_generated)], HISTORY)  # idle time is not part of the speed
         outputs = self.runner.run(scheduled)
         now = time.perf_counter()
         if self._listeners:
             self._emit("step", scheduled=scheduled, seconds=now - started_at)
         for output in outputs:
             self._commit(output, now)
-        if not self._history or now - self._history[-1][0] > HISTORY_S / HISTORY:
+        if now - self._history[-1][0] > HISTORY_S / HISTORY:
             self._history.append((now, self._num_generated))
         return True
 

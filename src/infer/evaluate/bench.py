@@ -272,16 +272,15 @@ def plot(results: Sequence[BenchResult], path: str | Path, model_name: str, mach
 
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    named = set()
-    for result in results:  # a suite draws several segments of each curve
+    longest: dict[bool, BenchResult] = {}  # of the segments that a suite draws of each curve
+    for result in results:
         use_kv_cache = result.config.use_kv_cache
-        label, color = CURVES[use_kv_cache]
-        (line,) = axes.plot(result.positions, result.step_times_ms, ".-", color=color, linewidth=1.2, markersize=3)
-        if use_kv_cache not in named:
-            line.set_label(label)
-            named.add(use_kv_cache)
+        axes.plot(
+            result.positions, result.step_times_ms, ".-", color=CURVES[use_kv_cache][1], linewidth=1.2, markersize=3
+        )
+        longest[use_kv_cache] = max(longest.get(use_kv_cache, result), result, key=lambda each: len(each.positions))
     times = [time_ms for result in results for time_ms in result.step_times_ms]
-    if len(named) == 2:  # they differ by a factor of tens: a log axis shows both
+    if len(longest) == 2:  # they differ by a factor of tens: a log axis shows both
         axes.set_yscale("log")
         axes.set_ylim(min(times) / 1.6, max(times) * 1.6)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -297,8 +296,13 @@ def plot(results: Sequence[BenchResult], path: str | Path, model_name: str, mach
     )
     axes.grid(True, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(path, format="png")
+    for use_kv_cache, result in longest.items():
+        label, color = CURVES[use_kv_cache]
+        middle = len(result.positions) // 2
+        highest = max(result.step_times_ms[middle // 2 : middle * 3 // 2 + 1])  # the label is above the curve there
+        above = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+        axes.annotate(label, (result.positions[middle], highest), color=color, fontsize=11, fontweight="bold", **above)
+    figure.savefig(path, format="png", facecolor="white")  # opaque, also on a dark page
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

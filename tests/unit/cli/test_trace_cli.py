@@ -206,7 +206,7 @@ class TestFiles:
         options = ("--save", lines, "--save", arrays, "--html", page)
         done = run("trace", "hello", *SHORT, *options, "--layers", "0,2", "--heads", "1")
         assert done.status == 0
-        assert done.err.startswith("".join(f"wrote {path}\n" for path in (lines, arrays, page)))
+        assert done.err == f"wrote {lines}\nwrote {arrays}\nwrote {page}: {page.as_uri()}\n"
         trace = traced(folder, trace=Trace([0, 2], [1]))
         token_ids = [step.token_id for step in trace.steps]
 
@@ -231,7 +231,7 @@ class TestFiles:
 
         monkeypatch.setattr(Trace, "save", full)
         arrays, page = tmp_path / "trace.npz", tmp_path / "trace.html"
-        done = run("trace", "hello", *SHORT, "--save", arrays, "--html", page)
+        done = run("trace", "hello", *SHORT, "--save", arrays, "--html", page, "--table")
         assert done.status == 2
         assert len(table_of(done.out)) == STEPS
         assert f"wrote {page}" in done.err
@@ -243,6 +243,50 @@ class TestFiles:
         file = tmp_path / "trace.jsonl"
         done = run("trace", "hello", *SHORT, "--json", "--save", file)
         assert len(json.loads(done.out)["steps"]) == STEPS == len(file.read_text().splitlines()) - 1
+
+
+class TestPage:
+    """With --html a run prints one line: where the page is."""
+
+    @pytest.mark.parametrize(
+        ("options", "fragment"),
+        [
+            ([], ""),
+            (["--show-step", "2"], "#step=2"),
+            (["--show-step", "last", "--show-layer", "-1"], "#layer=2"),
+            (["--show-step", "6", "--show-layer", "1", "--show-head", "-1"], "#step=6&layer=1&head=3"),
+        ],
+    )
+    def test_one_line(self, run: Run, tmp_path: Path, options: list[str], fragment: str) -> None:
+        page = tmp_path / "a page.html"
+        done = run("trace", "hello", *SHORT, "--html", page, *options)
+        assert (done.status, done.out) == (0, "")
+        assert done.err == f"wrote {page}: {page.as_uri()}{fragment}\n"
+
+    def test_table(self, run: Run, tmp_path: Path) -> None:
+        page = tmp_path / "run.html"
+        done = run("trace", "hello", *SHORT, "--html", page, "--table")
+        assert done.out == run("trace", "hello", *SHORT).out
+        assert done.err.startswith(f"wrote {page}: ")
+
+    def test_a_page_that_cannot_be_written(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(trace: Trace, path: Path) -> None:
+            raise OSError("no space left")
+
+        monkeypatch.setattr(Trace, "save", full)
+        done = run("trace", "hello", *SHORT, "--html", tmp_path / "run.html")
+        assert done.status == 2
+        assert "wrote" not in done.err
+        assert done.err.endswith("could not be written: no space left\n")
+
+    def test_repeated(self, run: Run, tmp_path: Path) -> None:
+        pages = tmp_path / "run.html", tmp_path / "again.html"
+        run("trace", "hello", *SHORT, "--html", pages[0])
+        done = run("trace", "--from", pages[0], "--html", pages[1], model=None)
+        assert (done.status, done.out) == (0, "")
+        assert done.err.splitlines()[1:] == [
+            f"wrote {pages[1]}: {pages[1].as_uri()} · the same {STEPS} tokens as in {pages[0]}"
+        ]
 
 
 class TestPromptRows:
@@ -437,6 +481,7 @@ class TestInterrupt:
 
 # Options of `infer trace hi` and what the message must say; MISSING stands for a path.
 REFUSED: dict[str, tuple[list[str], str]] = {
+    "table and json": (["--table", "--json"], "--table and --json both print the steps"),
     "no such layer": (["--layers", "0,3"], "there is no layer 3 to trace: the model has layers 0 to 2"),
     "no such layer from the end": (["--layers", "-4"], "there is no layer -4 to trace"),
     "no such head": (["--heads", "4"], "there is no head 4 to trace: the model has heads 0 to 3"),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -524,6 +524,26 @@ class TestWatching:
         assert (stats.running, stats.waiting, stats.finished, stats.generated_tokens) == (0, 0, 2, 8)
         assert (stats.prompt_tokens, stats.cached_tokens) == (22, 20)
         assert (stats.pages_free < 60, stats.pages_used) == (True, 0)  # the prefix index holds the others
+
+    def test_speed_after_idle_time(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The speed is that of the steps: the time before a request is not part of it."""
+        engine, now = Engine(model, memory_of(model, 60)), [0.0]
+        monkeypatch.setattr("infer.engine.engine.time", SimpleNamespace(perf_counter=lambda: now[0]))
+        run = engine.runner.run
+
+        def a_quarter_second(scheduled: Any) -> Any:
+            now[0] += 0.25
+            return run(scheduled)
+
+        monkeypatch.setattr(engine.runner, "run", a_quarter_second)
+        for idle in (0, 1, 4, 3600):
+            now[0] += idle
+            engine.submit(sequence_of(model, PROMPT, max_new_tokens=4))
+            while not engine.is_idle:
+                engine.step()
+                assert engine.stats().tokens_per_s == pytest.approx(4)
+            now[0] += 5
+            assert engine.stats().tokens_per_s == 0
 
     def test_a_trace_of_one_among_many(self, model: Decoder) -> None:
         params = SamplingParams(max_new_tokens=4)
