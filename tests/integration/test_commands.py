@@ -172,7 +172,7 @@ class TestCommands:
 
     def test_verify(self, offline: dict[str, str], tmp_path: Path) -> None:
         file = tmp_path / "prompts.txt"
-        file.write_text(amount("The quick brown fox\nTwo and two\n", "Two"))
+        file.write_text(amount("The quick brown fox\nTwo and two\n", "One and"))
         options = ["--prompts", file, "--max-new-tokens", "2", "--all", *EXACT]
         done = infer("verify", DEFAULT_MODEL, *options, env=offline)
         promise, _, *lines = done.stdout.splitlines()
