@@ -73,8 +73,11 @@ class Linear(Module):
             out = F.linear(x, self.weight, self.bias)
         else:
             out = _converted(x, self.weight, self.bias)
-        # Added last: a GEMM that accumulates onto a large residual (addmm) loses digits of the small terms.
-        return out if residual is None else out.add_(residual)
+        if residual is None:
+            return out
+        # Added last: a GEMM that accumulates onto a large residual (addmm) loses digits of the small terms. Under
+        # autocast the residual has more digits than the output.
+        return out.add_(residual) if out.dtype is residual.dtype else out + residual
 
 
 def _converted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

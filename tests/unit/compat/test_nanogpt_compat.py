@@ -349,6 +349,17 @@ class TestForward:
             assert past[0][0].dtype is torch.bfloat16
             torch.testing.assert_close(logits, whole, atol=0.1, rtol=0.1)
 
+    def test_autocast_keeps_the_residual_stream_in_float32(self, model: GPT) -> None:
+        seen: list[torch.dtype] = []
+        for norm in (model.transformer.h[1].ln_1, model.transformer.ln_f):
+            norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, loss, _ = model.train()(some_ids(1, 6), some_ids(1, 6))
+        loss.backward()
+        assert seen == [torch.float32] * 2
+        assert logits.dtype is torch.bfloat16
+        assert model.lm_head.weight.grad.dtype is torch.float32
+
 
 class TestSeedLoops:
     """The loops of the documents that the project grew from, as they stand there."""
