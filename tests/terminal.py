@@ -47,6 +47,9 @@ def paste(text: str) -> str:
     return f"\x1b[200~{text.replace(chr(10), chr(13))}\x1b[201~"
 
 
+UNSET = ("NO_COLOR", "DISPLAY", "COLUMNS", "LINES")  # pytest-xdist sets the last two
+
+
 class Terminal:
     """Runs `infer` with all three streams on a pseudo-terminal."""
 
@@ -55,7 +58,7 @@ class Terminal:
         self.end, other = pty.openpty()
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         program = f"import sys\n{code}\nfrom infer.cli import main\nmain({[str(arg) for arg in args]!r})"
-        surroundings = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "DISPLAY")}
+        surroundings = {name: value for name, value in os.environ.items() if name not in UNSET}
         surroundings |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "BROWSER": ""} | environment
         self.process = subprocess.Popen(
             [sys.executable, "-c", program],

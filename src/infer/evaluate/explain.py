@@ -154,8 +154,7 @@ def explain(
 
     def run(new_tokens: int, use_kv_cache: bool) -> GenerationResult:
         params = _params(new_tokens)
-        options = {"use_kv_cache": use_kv_cache, "on_full": "recompute"}
-        return generate(model, tokenizer, prompt_token_ids, params, **options)
+        return generate(model, tokenizer, prompt_token_ids, params, use_kv_cache=use_kv_cache, on_full="recompute")
 
     for use_kv_cache in (True, False):
         run(2, use_kv_cache)
