@@ -209,7 +209,9 @@ def draw_data_flow() -> None:
             face = "#f0a04b" if position >= before else "#fdebd0"
             for row, letter in enumerate("vk"):
                 corner = left + position * cell, 0.35 + row * cell
-                axes.add_patch(plt.Rectangle(corner, cell * 0.9, cell * 0.9, facecolor=face, edgecolor="0.5", linewidth=0.6))
+                axes.add_patch(
+                    plt.Rectangle(corner, cell * 0.9, cell * 0.9, facecolor=face, edgecolor="0.5", linewidth=0.6)
+                )
                 if position == 0:
                     put(corner[0] - 0.15, corner[1] + cell * 0.45, letter)
         put(x, 0.1, f"KV cache, {cache.seq_len} positions")
@@ -223,8 +225,14 @@ def draw_data_flow() -> None:
         if i < 2:
             draw_arrow((x + 1.95, top), (x + 2.35, top), "--")
             draw_arrow((x + cache.seq_len * cell / 2 + 0.1, 0.62), (x + 4.0 - cache.seq_len * cell / 2, 0.62))
-    put(6.3, -0.5, "Dark cells: keys and values that the pass has written. The dashed arrows carry one token to the next pass.")
-    axes.set_title("Each pass reads the keys and values of all tokens before it, and adds those of its own", fontsize=11)
+    put(
+        6.3,
+        -0.5,
+        "Dark cells: keys and values that the pass has written. The dashed arrows carry one token to the next pass.",
+    )
+    axes.set_title(
+        "Each pass reads the keys and values of all tokens before it, and adds those of its own", fontsize=11
+    )
     figure.savefig(IMAGES / "data_flow.png", dpi=110)
     plt.close(figure)
 
@@ -301,7 +309,9 @@ def draw_live() -> None:
             server.terminate()
     first, *rest = (frame.convert("RGB") for frame in frames)
     durations = [int(1000 * FRAME_S)] * len(rest) + [3000]
-    first.save(IMAGES / "live.webp", save_all=True, append_images=rest, duration=durations, loop=0, quality=70, method=6)
+    first.save(
+        IMAGES / "live.webp", save_all=True, append_images=rest, duration=durations, loop=0, quality=70, method=6
+    )
 
 
 def live_frames(page: Page) -> list[Image.Image]:
@@ -312,7 +322,7 @@ def live_frames(page: Page) -> list[Image.Image]:
     page.type("Why is the sky blue, and why is it red in the evening?")
     page.click("#many")
     frames = []
-    for i in range(FRAMES):
+    for _ in range(FRAMES):
         started = time.monotonic()
         frames.append(screenshot(page))
         time.sleep(max(0, FRAME_S - (time.monotonic() - started)))
