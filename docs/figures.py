@@ -322,7 +322,7 @@ def live_frames(page: Page) -> list[Image.Image]:
     page.type("Why is the sky blue, and why is it red in the evening?")
     page.click("#many")
     frames = []
-    for i in range(FRAMES):
+    for _ in range(FRAMES):
         started = time.monotonic()
         frames.append(screenshot(page))
         time.sleep(max(0, FRAME_S - (time.monotonic() - started)))
