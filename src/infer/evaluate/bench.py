@@ -300,7 +300,9 @@ def plot(results: Sequence[BenchResult], path: str | Path, model_name: str, mach
         label, color = CURVES[use_kv_cache]
         middle = len(result.positions) // 2
         highest = max(result.step_times_ms[middle // 2 : middle * 3 // 2 + 1])  # the label is above the curve there
-        text = axes.annotate(label, (result.positions[middle], highest), (0, 8), textcoords="offset points", ha="center")
+        text = axes.annotate(
+            label, (result.positions[middle], highest), (0, 8), textcoords="offset points", ha="center"
+        )
         text.set(color=color, fontsize=11, fontweight="bold")
     figure.savefig(path, format="png", facecolor="white")  # opaque, also on a dark page
 
