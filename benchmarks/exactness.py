@@ -1,7 +1,8 @@
 """Does company change a text? `python benchmarks/exactness.py --server infer=http://127.0.0.1:8000 ...`
 
 Sends the same requests to OpenAI-compatible servers that run already, first one at a time, then many at once, and
-counts the tokens that differ. A server is judged by its own texts only.
+counts the tokens that differ. A server is judged by its own texts only. With `--at-once 1` the second time is like the
+first: differences then have another cause than company.
 
     infer serve smollm2-135m --quantize int4 --port 8000
     llama-server -m SmolLM2-135M-Instruct.Q4_1.gguf -np 8 -c 8192 --port 8001
@@ -92,9 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Comparison]:
 
 
 def body_of(i: int, max_tokens: int, temperature: float) -> dict[str, Any]:
-    """The prompts begin with different numbers, so that no answer needs another's cached prefix."""
-    opening = OPENINGS[i // len(TOPICS) % len(OPENINGS)]
-    prompt = f"{i + 1}. {opening.format(TOPICS[i % len(TOPICS)])}"
+    """Some 350 tokens; each prompt begins with a number of its own, so that none has the cached prefix of another."""
+    notes = " ".join(
+        f"On day {7 * k % 31} the keeper noted {topic} and wrote two lines." for k, topic in enumerate(TOPICS)
+    )
+    opening = OPENINGS[i // len(TOPICS) % len(OPENINGS)].format(TOPICS[i % len(TOPICS)])
+    prompt = f"Book {i + 1}. {notes} {opening}"
     return {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "seed": i, "logprobs": 1}
 
 
