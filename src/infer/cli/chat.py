@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from infer import progress
-from infer.cli import streams
+from infer.cli import completion, streams
 from infer.cli.common import (
     AllowSpecialTokensOption,
     ModelChoice,
@@ -64,6 +64,7 @@ def chat(
             help="What to do when the context is full. drop: forget the oldest turns. error: refuse, until /undo or "
             "/clear frees positions.",
             metavar="drop|error",
+            autocompletion=completion.choices("drop", "error"),
         ),
     ] = "drop",
     caches: PrefixCacheOptions,
