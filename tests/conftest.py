@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,8 @@ from infer.loader.builtin import BUILTIN, pull
 from infer.models.common import Decoder
 
 pytest_plugins = ["commands"]
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would all tests
 
 
 def skip_without_weights(item: pytest.Item) -> Generator[None]:

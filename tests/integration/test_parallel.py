@@ -163,7 +163,7 @@ class TestRefusals:
 
     def test_cache_of_one_process(self, two: LLM) -> None:
         cache = KVCache.from_model_config(two.model.config, 64, dtype="float32", device="cpu")
-        with pytest.raises(ValueError, match="caches with pages in all of them"):
+        with pytest.raises(ValueError, match="a cache with pages in all processes"):
             generate(two.model, two.tokenizer, [5, 6, 7], PARAMS, cache=cache)
 
     def test_goes_on(self, one: LLM, two: LLM) -> None:

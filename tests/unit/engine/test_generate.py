@@ -807,7 +807,7 @@ class TestCacheDtype:
     def test_a_cache_that_does_not_round_is_refused(self, wrap: Callable, held: str) -> None:
         mock = MockModel(0)
         own = wrap(KVCache.from_model_config(mock.config, 40, dtype="float32", device="cpu"))
-        with pytest.raises(ValueError, match=f"cache_dtype='int8' was given, but the cache .* is {held}"):
+        with pytest.raises(ValueError, match=f"cache_dtype='int8' was given, but the given cache holds {held}"):
             stream(mock, MockTokenizer(), [1], self.GREEDY, cache=own, **self.INT8)
         assert mock.calls == 0
 

@@ -385,7 +385,7 @@ class TestClasses:
 
     def test_without_pydantic(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pydantic", None)
-        with pytest.raises(ImportError, match=r"a class as json_schema needs pydantic.*infer\[server\]"):
+        with pytest.raises(ImportError, match=r"a class as json_schema needs pydantic.*infer-kv\[server\]"):
             SamplingParams(json_schema=Shape)
         assert SamplingParams(json_schema={"type": "object"}).schema == '{"type": "object"}'
 

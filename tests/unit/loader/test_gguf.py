@@ -484,7 +484,7 @@ def test_extra_tensors(tmp_path: Path, parts: Parts, stored: str, named: str) ->
 
 def test_wrong_shape(tmp_path: Path, parts: Parts) -> None:
     parts[1]["blk.0.ffn_up.weight"] = np.ones((95, 64), np.float32)
-    refuse(write_gguf(tmp_path / "m.gguf", *parts), r"up_proj.weight has shape \[95, 64\].*asks for \[96, 64\]")
+    refuse(write_gguf(tmp_path / "m.gguf", *parts), r"up_proj.weight has shape \[95, 64\].*requires \[96, 64\]")
 
 
 @pytest.mark.parametrize(
