@@ -486,13 +486,13 @@ class TestClientsThatMisbehave:
                 connection.close()
 
     def test_one_that_is_read_slowly(self, folder: Path) -> None:  # noqa: F811
-        with running(lambda: LLM(folder, cache_memory=10**6), write_seconds=2.0) as server:
+        with running(lambda: LLM(folder, cache_memory=10**6), write_seconds=3.0) as server:
             connection = server.begin("/v1/sessions", LARGE, b"Connection: close\r\n", receive=1 << 16)
             size = 0
             for wanted in range(250_000, 3_500_000, 250_000):
                 while size < wanted:
                     size += len(connection.recv(1 << 16))
-                time.sleep(0.2)
+                time.sleep(0.3)
             while part := connection.recv(1 << 20):
                 size += len(part)
             assert size > 5 * 10**6

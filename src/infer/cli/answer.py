@@ -1,13 +1,12 @@
 """An answer on a terminal, as it streams: words wrap at the margin, Markdown is colored, nothing is held back."""
 
 import re
-import shutil
 import sys
 from unicodedata import category, east_asian_width
 
 from rich.cells import cell_len
 
-from infer.cli.streams import in_color
+from infer.cli.streams import columns, in_color
 
 RESET, BOLD, CODE = "\033[0m", "\033[1m", "\033[32m"
 TAB_COLUMNS = 8
@@ -33,7 +32,7 @@ class Answer:
         self._markdown = Markdown() if in_color(sys.stdout) else None
 
     def write(self, text: str) -> str:
-        self._resize(shutil.get_terminal_size().columns)
+        self._resize(columns(sys.stdout))
         return "".join(map(self._write, text))
 
     def end(self) -> str:
@@ -129,7 +128,7 @@ class Markdown:
         elif self._is_code:
             pass
         elif char == "*" and not line.endswith("*"):
-            self._may_open = not (self._is_bold or line[-1:].isalnum())
+            self._may_open = not (self._is_bold or (line[-1:].isalnum() and not is_wide(line[-1])))
         elif char == "*" and self._is_bold and line[-2:-1] not in ("", " ", "*"):
             self._is_bold = False
             return BOLD, ""

@@ -5,7 +5,6 @@ and stderr are wrapped to erase it before they write. (rich's Live would instead
 lines of JSON.)
 """
 
-import shutil
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from infer import progress
-from infer.cli.streams import can_erase, escaped
+from infer.cli.streams import can_erase, columns, escaped
 from infer.progress import Progress
 
 DELAY_S, FRAME_S = 0.3, 0.1
@@ -79,7 +78,7 @@ class Status:
 
     def _draw(self, report: Progress, seconds: float) -> None:
         self._is_drawn = True
-        _write(f"\r{line(report, seconds)[: shutil.get_terminal_size().columns - 1]}\033[K")
+        _write(f"\r{line(report, seconds)[: columns(sys.stderr) - 1]}\033[K")
 
 
 STATUS = Status()

@@ -44,8 +44,16 @@ def say(message: str = "", *, dim: bool = False, wrap: bool = False) -> None:
     """Print to stderr: stdout has only the answer. dim: for statistics after an answer. wrap: words, on a terminal."""
     text = escaped(message)
     if wrap and sys.stderr.isatty():
-        text = wrapped(text, shutil.get_terminal_size().columns)
+        text = wrapped(text, columns(sys.stderr))
     print(f"\033[2m{text}\033[0m" if dim and in_color() else text, file=sys.stderr, flush=True)
+
+
+def columns(stream: TextIO) -> int:
+    """Of its terminal. COLUMNS, which shutil reads first, does not follow a terminal that is resized."""
+    with suppress(OSError, ValueError, AttributeError):
+        if found := os.get_terminal_size(stream.fileno()).columns:
+            return found
+    return shutil.get_terminal_size().columns
 
 
 def wrapped(text: str, columns: int) -> str:

@@ -27,6 +27,7 @@ from infer.loader.tensor_names import from_gpt2, to_gpt2
 from infer.models import gpt2
 from infer.models.common import Block, UngatedMLP
 from infer.nn.linear import Embedding
+from infer.nn.module import is_autocast
 
 PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 A100_FLOPS = 312e12  # in bfloat16
@@ -119,7 +120,7 @@ class GPT(nn.Module):
 
     def _empty(self, kind: Any, idx: Tensor, positions: int) -> Any:
         config, dtype = self.decoder.config, self.decoder.dtype
-        if torch.is_autocast_enabled(idx.device.type) and kind is GrowingCache:
+        if is_autocast(idx.device) and kind is GrowingCache:
             dtype = torch.get_autocast_dtype(idx.device.type)
         return kind.from_model_config(config, positions, batch_size=len(idx), dtype=dtype, device=idx.device)
 

@@ -9,7 +9,7 @@ only attention cares which token belongs to which row. How a model runs fast is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from infer.config import ModelConfig
 from infer.models.rows import ALL, LAST, HiddenStates, PackedBatch, Row, pack
 from infer.nn.activation import activated, gated
 from infer.nn.linear import Embedding, FusedLinear, Linear
-from infer.nn.module import Module
+from infer.nn.module import Module, is_autocast
 from infer.nn.norm import LayerNorm, Norm, RMSNorm
 from infer.nn.quantized import QuantizedWeight
 from infer.nn.rope import Rope, apply_rope
@@ -222,8 +222,13 @@ class Decoder(Module):
             kv_cache, all_logits = NoCache(batch, input_ids.device, dropout), True
         row = Row(debugged(kv_cache, self.config.num_hidden_layers), input_ids, ALL if all_logits else LAST, hidden)
         # Both act on torch's operations, of which kernels have none.
-        plain = torch.compiler.is_compiling() or torch.is_autocast_enabled(self.device.type)
+        plain = torch.compiler.is_compiling() or is_autocast(self.device)
         return (self.run if plain else type(self).run_of(self))([row])[0]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        if requires_grad and any(isinstance(module, QuantizedWeight) for module in self.modules()):
+            raise ValueError('quantized weights cannot be trained: load the model with dtype="float32"')
+        return super().requires_grad_(requires_grad)
 
     def __repr__(self) -> str:
         """In one line; `print(model)` lists its modules."""

@@ -14,6 +14,10 @@ import torch
 from torch import nn
 
 
+def is_autocast(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 class Hooks(OrderedDict[int, Any]):
     """The hooks of a module: registering or removing one counts in `Module.changes`."""
 

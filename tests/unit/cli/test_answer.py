@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from os import terminal_size
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +55,7 @@ def columns(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     monkeypatch.setenv("NO_COLOR", "1")
 
     def set_columns(count: int) -> None:
-        monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: terminal_size((count, 24)))
+        monkeypatch.setattr("infer.cli.answer.columns", lambda _: count)
 
     return set_columns
 
@@ -101,7 +99,7 @@ def test_words_wrap(columns: Callable[[int], None], text: str, lines: list[str])
 def test_any_text(text: str, columns: int, size: int) -> None:
     """All characters are there but blanks at the margin, and all are seen as soon as they are sent."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shutil, "get_terminal_size", lambda *_: terminal_size((columns, 24)))
+        patch.setattr("infer.cli.answer.columns", lambda _: columns)
         patch.setattr("infer.cli.answer.in_color", lambda _: True)
         screen, answer = Screen(columns), Answer()
         for start in range(0, len(text), size):
@@ -127,7 +125,7 @@ def test_resized(columns: Callable[[int], None]) -> None:
 
 def test_styles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.cli.answer.in_color", lambda stream: stream is sys.stdout)
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: terminal_size((10, 24)))
+    monkeypatch.setattr("infer.cli.answer.columns", lambda _: 10)
     answer = Answer()
     assert answer.write("a `b` c") == f"a {RESET}{CODE}`b`{RESET} c"
     answer = Answer()
@@ -186,9 +184,13 @@ sys.exit()
             f"{RESET}{CODE}`six\r\033[15C\033[K\n{RESET}{RESET}{CODE}`six`{RESET}\n\n",
         ),
         ({"NO_COLOR": "1"}, "one **two** three f\r\033[18C\033[K\nfour \\x1b five `six\r\033[15C\033[K\n`six`\n\n"),
+        (
+            {"NO_COLOR": "1", "COLUMNS": "30"},
+            "one **two** three f\r\033[18C\033[K\nfour \\x1b five `six\r\033[15C\033[K\n`six`\n\n",
+        ),
         ({"TERM": "dumb"}, "one **two** three four \\x1b five `six`\n\n"),
     ],
-    ids=["colors", "NO_COLOR", "dumb"],
+    ids=["colors", "NO_COLOR", "COLUMNS", "dumb"],
 )
 def test_on_a_terminal(environment: dict[str, str], shown: str) -> None:
     program = PROGRAM.format(text=TEXT, count=len(TEXT))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mocks import CACHES
-from tiny import FAMILIES
+from tiny import FAMILIES, make_tiny_config
 
 from infer import KVCache
 from infer.backend import backend_for
@@ -16,7 +16,9 @@ from infer.backend.cpu import ops
 from infer.backend.cpu.backend import CpuBackend
 from infer.cache import BaseCache, NoCache
 from infer.models.common import Decoder
+from infer.models.registry import build_model
 from infer.models.rows import ALL, LAST, NONE, HiddenStates, Row
+from infer.nn.quantized import QuantizedWeight
 
 IDS = torch.tensor([[(7 * i + i * i) % 64 for i in range(23)]])
 
@@ -28,6 +30,21 @@ def empty(kind: type[BaseCache], model: Decoder) -> BaseCache:
 @pytest.fixture(params=FAMILIES)
 def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Decoder]) -> Decoder:
     return tiny_model(model_type=request.param)
+
+
+def test_shapes_on_the_meta_device() -> None:
+    """It has no autocast."""
+    with torch.device("meta"):
+        assert build_model(make_tiny_config()).eval()(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 64)
+
+
+def test_quantized_weights_cannot_be_trained(tiny_model: Callable[..., Decoder]) -> None:
+    model = tiny_model()
+    linear = model.layers[0].mlp.down_proj
+    linear.weight = QuantizedWeight.of(linear.weight, 8)
+    with pytest.raises(ValueError, match='dtype="float32"'):
+        model.requires_grad_(True)
+    assert not any(weight.requires_grad for weight in model.requires_grad_(False).parameters())
 
 
 class TestCalls:

@@ -85,7 +85,7 @@ def test_rounding_error(rows: int, columns: int, bits: int) -> None:
             peak = torch.maximum(high, -low)
             bound = peak / 127 / 2 + peak * HALF_ULP + 127 * TINY
             assert (error <= bound.repeat_interleave(32, 1)[:, :columns]).all()
-            return
+            continue
         # With 4 bits the line through the codes is fitted: a single weight may lose by it what the others gain.
         step = (high - low) / 15
         half = (low.abs() + 2 * (high - low)) * HALF_ULP + 16 * TINY
