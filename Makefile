@@ -16,8 +16,8 @@ docs: $(VENV)/.docs  ## Serve the documentation at http://127.0.0.1:8001.
 	$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
 
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(VENV)/.dev  ## Run the tests, in a process for each of up to four cores.
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
+test: $(VENV)/.dev  ## Run the tests in up to four processes: one more than cores, as many tests wait for processes.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $$($(BIN)/python -c 'import os; print(min(os.cpu_count() + 1, 4))') --dist worksteal
 
 test-all: export INFER_TEST_ALL = 1
 test-all: $(VENV)/.ray test  ## The same with more prompts, longer ones, all products of choices, and Ray.
@@ -30,6 +30,7 @@ check: $(VENV)/.dev  ## Lint, format, types and the documentation.
 	$(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.demo: pyproject.toml constraints.txt
+	@echo "installing into $(VENV), which takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,server]'
 	touch $@

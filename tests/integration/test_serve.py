@@ -925,6 +925,17 @@ class TestConstraints:
         params = SamplingParams(temperature=1.0, seed=4, max_new_tokens=100, json_schema=schema)
         assert text == server.service.llm.generate(MESSAGES, params).text
 
+    def test_integers_of_a_strict_schema_have_limits(self, server: Running, client: OpenAI) -> None:
+        schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+        wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+        limits = {"n": {"type": "integer", "minimum": -(2**53) + 1, "maximum": 2**53 - 1}}
+        for seed in range(3):
+            ask: Any = {"model": "tiny", "messages": MESSAGES, "response_format": wanted, "seed": seed}
+            text = client.chat.completions.create(max_tokens=60, **ask).choices[0].message.content
+            limited = schema | {"properties": limits}
+            params = SamplingParams(temperature=1.0, seed=seed, max_new_tokens=60, json_schema=limited)
+            assert text == server.service.llm.generate(MESSAGES, params).text
+
     def test_a_class(self, client: OpenAI) -> None:
         """The client makes the schema, reads the text, and raises the error of one that was cut."""
         for seed in range(3):

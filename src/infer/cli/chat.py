@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from infer import progress
-from infer.cli import completion, streams
+from infer.cli import completion
 from infer.cli.common import (
     AllowSpecialTokensOption,
     ModelChoice,
@@ -27,7 +27,7 @@ from infer.cli.editor import FILE, KEYS, PROMPT, editor
 from infer.cli.run import encode_chat, show, spread
 from infer.cli.sampling import CHAT, SETTINGS, Settings, resolve
 from infer.cli.status import shown
-from infer.cli.streams import counted
+from infer.cli.streams import counted, say
 from infer.cli.trace import DEFAULT_LAYERS
 from infer.engine.params import SETTINGS as ALL_SETTINGS
 from infer.engine.params import SamplingParams
@@ -45,7 +45,6 @@ OFF = "off"
 NEARLY_FULL = 0.1  # warn if less than this fraction of the context is left
 LAST_TURNS, MESSAGE_LENGTH, ANSWER_LENGTH = 3, 160, 800  # what /load shows; lengths in characters
 REPLY_SHARE = 0.25  # old turns are dropped until this fraction of the context is free for a reply
-say = functools.partial(streams.say, wrap=True)
 
 
 def chat(
@@ -340,12 +339,12 @@ class Conversation:
         prompt, expected = [*answer.prompt, *answer.token_ids[: answer.given]], answer.token_ids[answer.given :]
         trace = Trace(spread(session.llm.model.config.num_hidden_layers, DEFAULT_LAYERS))
         trace.title = "the last reply"
-        with shown(progress.PREFILL):
-            result = session.llm.submit(
-                prompt, replace(answer.params, max_new_tokens=len(expected)), trace=trace
-            ).result()
-        if result.token_ids != expected:
-            say("note: the traced reply has different tokens: penalties start over, or plain torch rounds differently")
+        with shown(progress.PREFILL, progress.GENERATING):
+            traced = session.llm.submit(prompt, replace(answer.params, max_new_tokens=len(expected)), trace=trace)
+            for count, _token in enumerate(traced, 1):
+                progress.report(progress.GENERATING, count, len(expected))
+        if traced.result().token_ids != expected:
+            say("note: the traced reply differs from yours: penalties start at the last /more, or plain torch rounded")
         handle, name = tempfile.mkstemp(".html", "infer-trace-")
         os.close(handle)
         trace.save(name)

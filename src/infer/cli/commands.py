@@ -7,9 +7,9 @@ import typer
 from infer.cli import catalogue, chat, explain, generate, measure, serve, trace, verify
 from infer.cli.common import Group, GroupedCommand, with_options
 
-WIDTH = {"max_content_width": 100}  # of help
+HELP = {"max_content_width": 100, "help_option_names": ["-h", "--help"]}
 app = typer.Typer(
-    cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=WIDTH
+    cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=HELP
 )
 
 
@@ -47,4 +47,4 @@ for command in (
     measure.bench,
     measure.perplexity,
 ):
-    app.command(cls=GroupedCommand, context_settings=WIDTH)(with_options(command))
+    app.command(cls=GroupedCommand, context_settings=HELP)(with_options(command))

@@ -40,10 +40,10 @@ def close_streams() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def say(message: str = "", *, dim: bool = False, wrap: bool = False) -> None:
-    """Print to stderr: stdout has only the answer. dim: for statistics after an answer. wrap: words, on a terminal."""
+def say(message: str = "", *, dim: bool = False) -> None:
+    """Print to stderr: stdout has only the answer. On a terminal, words wrap. dim: for statistics after an answer."""
     text = escaped(message)
-    if wrap and sys.stderr.isatty():
+    if can_erase(sys.stderr) and len(text) > columns(sys.stderr) // 2:  # a wide character fills two columns
         text = wrapped(text, columns(sys.stderr))
     print(f"\033[2m{text}\033[0m" if dim and in_color() else text, file=sys.stderr, flush=True)
 
@@ -60,7 +60,7 @@ def wrapped(text: str, columns: int) -> str:
     from rich.console import Console
     from rich.text import Text
 
-    return "\n".join(line.plain for line in Text(text).wrap(Console(width=columns), columns))
+    return "\n".join(line.plain.rstrip() for line in Text(text).wrap(Console(width=columns), columns))
 
 
 def in_color(stream: TextIO | None = None) -> bool:

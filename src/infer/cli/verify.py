@@ -3,7 +3,8 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -99,7 +100,7 @@ def verify(
     say(f"{total} paths to run, each compared with {reference}; the first takes longest, as it generates the texts")
     results: list[PathResult] = []
     times = [time.perf_counter()]
-    with shown(progress.PATHS):
+    with shown(progress.PATHS), _summary_if_stopped(results, total):
         progress.report(progress.PATHS, 0, total)
         for result in chain(*comparisons):
             results.append(result)
@@ -126,6 +127,16 @@ def verify(
         print(json.dumps({"model": chosen.name, **outcome, "paths": listed}))
     if not passed:
         sys.exit(1)
+
+
+@contextmanager
+def _summary_if_stopped(results: "Sequence[PathResult]", total: int) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        equal = sum(result.equal for result in results)
+        say(f"stopped after {len(results)} of {total} paths: {equal} gave the same bits")
+        raise
 
 
 def built_in_prompts(

@@ -53,6 +53,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, decoder: gpt2.GPT2 | None = None) -> None:
         """decoder: a loaded model; None: a new one with random weights."""
         super().__init__()
+        if config.n_embd % config.n_head:
+            raise ValueError(f"n_embd={config.n_embd} is not divisible by n_head={config.n_head}")
         self.config = config
         decoder = gpt2.GPT2(config_from_nanogpt(asdict(config))) if decoder is None else decoder
         object.__setattr__(self, "decoder", decoder)  # not registered: its modules are, by nanoGPT's names
@@ -94,6 +96,8 @@ class GPT(nn.Module):
     def _run(self, idx: Tensor, past: Sequence[Any] | None, *, all_logits: bool) -> tuple[Tensor, KeysValues | None]:
         """past: of each layer k, v and maybe a number of positions; () keeps those of idx alone, None nothing."""
         dropout = self.config.dropout if self.training else 0.0
+        if idx.shape[1] > self.config.block_size:
+            raise ValueError(f"{idx.shape[1]} tokens exceed the block_size of {self.config.block_size}")
         if past is None:
             return self.decoder(idx, kv_cache=NoCache(len(idx), idx.device, dropout), all_logits=all_logits), None
         cache = self._cache_with(past, idx)
@@ -140,6 +144,8 @@ class GPT(nn.Module):
         """
         top_k = SamplingParams(temperature=temperature, top_k=top_k).top_k  # raises on invalid values
         check_mode(self.decoder)
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
         block, vocabulary = self.config.block_size, self.config.vocab_size
         if idx.numel() and not 0 <= int(idx.min()) <= int(idx.max()) < vocabulary:
             raise ValueError(f"idx has token ids outside the vocabulary 0..{vocabulary - 1}")

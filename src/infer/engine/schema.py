@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from types import UnionType
-from typing import Any, Self, get_origin
+from typing import Any, Self, cast, get_origin
 
 from infer.values import short_repr
 from infer.version import install
 
 MAX_CONSTRAINT = 2**16  # bytes of a constraint's text
 MAX_NESTING = 64  # levels of a schema
-MAX_INTEGER = 2**53 - 1  # of a class's field: the largest that all readers of JSON keep exactly
+MAX_INTEGER = 2**53 - 1  # the largest that all readers of JSON keep exactly
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+VALUES = ("const", "default", "enum", "examples")  # keys that have values, not schemas
 SchemaSource = Mapping[str, Any] | str | type[Any] | UnionType  # a dict, JSON text, or a class like `list[City]`
 
 
@@ -81,11 +82,26 @@ def _pydantic() -> Any:
     return pydantic
 
 
+def bounded(schema: Any, levels: int = MAX_NESTING + 1) -> Any:
+    """A schema whose integers have limits: a small model may add digits until it is cut off."""
+    if isinstance(schema, list) and levels:
+        return [bounded(each, levels - 1) for each in schema]
+    if not isinstance(schema, dict) or not levels:  # `Schema.of` refuses what is nested more deeply
+        return schema
+    found = {key: value if key in VALUES else bounded(value, levels - 1) for key, value in schema.items()}
+    if found.get("type") == "integer" and not any(_is_beyond(found.get(limit)) for limit in LIMITS):
+        found = {"minimum": -MAX_INTEGER, "maximum": MAX_INTEGER} | found
+    return found
+
+
+def _is_beyond(limit: Any) -> bool:
+    return isinstance(limit, int | float) and abs(limit) > MAX_INTEGER
+
+
 def _class_schema(kind: Any) -> dict[str, Any]:
     """The schema of a class, in which objects have no keys but its fields, unless its config has extra="allow".
 
-    Otherwise a model may add keys until it is cut off: pydantic ignores them, so its own schemas allow them. For the
-    same reason an integer without limits has some.
+    Otherwise a model may add keys until it is cut off: pydantic ignores them, so its own schemas allow them.
     """
     pydantic = _pydantic()
     from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
@@ -96,13 +112,7 @@ def _class_schema(kind: Any) -> dict[str, Any]:
             schema.setdefault("additionalProperties", False)
         return schema
 
-    class BoundedSchema(GenerateJsonSchema):
-        def int_schema(self, schema: Any) -> dict[str, Any]:
-            own = super().int_schema(schema)
-            if any(abs(own.get(limit, 0)) > MAX_INTEGER for limit in LIMITS):
-                return own
-            return {"minimum": -MAX_INTEGER, "maximum": MAX_INTEGER} | own
-
+    class ClosedSchema(GenerateJsonSchema):
         def model_schema(self, schema: Any) -> dict[str, Any]:
             return closed(super().model_schema(schema))
 
@@ -113,7 +123,7 @@ def _class_schema(kind: Any) -> dict[str, Any]:
             return closed(super().typed_dict_schema(schema))
 
     try:
-        schema: dict[str, Any] = pydantic.TypeAdapter(kind).json_schema(schema_generator=BoundedSchema)
+        schema: dict[str, Any] = pydantic.TypeAdapter(kind).json_schema(schema_generator=ClosedSchema)
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
         raise ValueError(f"json_schema: {str(error).partition(chr(10))[0]}") from None
-    return schema
+    return cast(dict[str, Any], bounded(schema))

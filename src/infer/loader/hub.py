@@ -52,7 +52,7 @@ def fetch(name: str, *, weights: bool, check: bool = False, force: bool = False)
     except RepositoryNotFoundError:
         raise FileNotFoundError(f"the hub has no model {name} that you have access to") from None
     except Exception as error:  # what a broken connection raises depends on the hub library's version
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")
         gated = f" ({repo} {IS_GATED})" if repo in GATED else ""
         raise OSError(f"could not fetch {name} from the hub: {reason}{gated}") from None
 

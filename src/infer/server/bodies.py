@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from infer.engine.params import SETTINGS, SamplingParams
+from infer.engine.schema import bounded
 from infer.loader import json_process
 from infer.loader.limited_process import LimitedProcess, ProcessEnded
 from infer.server.wire import bad_request
@@ -215,13 +216,18 @@ class Format(Body):
         """For the type json_schema."""
 
 
+def _strict(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    """As clients send the schema of a class: the integers of one have limits here as in Python."""
+    return bounded(schema) if strict else schema
+
+
 class ResponseFormat(Format):
     json_schema: JsonSchema | None = None
 
     def _schema(self) -> dict[str, Any]:
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise bad_request("response_format.json_schema needs a schema", "response_format")
-        return self.json_schema.schema_
+        return _strict(self.json_schema.schema_, self.json_schema.strict)
 
 
 class ChatCompletion(Generation):
@@ -271,7 +277,7 @@ class TextFormat(Format):
     def _schema(self) -> dict[str, Any]:
         if self.name is None or self.schema_ is None:
             raise bad_request("a text.format of type json_schema needs a name and a schema", "text.format")
-        return self.schema_
+        return _strict(self.schema_, self.strict)
 
 
 class TextOptions(Body):

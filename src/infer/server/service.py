@@ -296,8 +296,8 @@ class Answer(ABC):
         limit = self.service.max_model_len
         left = limit - len(prompt)
         if left < 1 or (requested is not None and requested > left):
-            new = "" if requested is None else f" and {requested} new ones"
-            message = f"the prompt has {len(prompt)} tokens{new}: the limit is {limit} tokens together"
+            new = "" if requested is None else f", and max_tokens is {requested}"
+            message = f"the prompt has {len(prompt)} tokens{new}: the limit is {limit} tokens, answer included"
             raise bad_request(message, self.prompt_field, "context_length_exceeded")
         return left if requested is None else requested
 

@@ -199,6 +199,13 @@ def test_on_a_terminal(environment: dict[str, str], shown: str) -> None:
         assert terminal.raw.replace("\r\n", "\n") == shown
 
 
+def test_messages_wrap_at_words() -> None:
+    program = "from infer.cli.streams import say\nsay('one two 日本 https://a.example/b')\nsay('short')\nsys.exit()"
+    with Terminal(code=program, columns=19) as terminal:
+        assert terminal.ended() == 0
+        assert terminal.raw.replace("\r\n", "\n") == "one two 日本\nhttps://a.example/b\nshort\n"
+
+
 def test_a_pipe_gets_the_text_unchanged() -> None:
     program = "import sys\n" + PROGRAM.format(text=TEXT, count=len(TEXT))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)

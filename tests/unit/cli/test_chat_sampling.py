@@ -148,7 +148,7 @@ def test_hostile_flags_and_files(run: Run, with_settings: Make, gguf_with: Make)
 def test_told_on_a_terminal(with_settings: Make) -> None:
     model = with_settings(do_sample=True, **OWN)
     args = ("generate", "hello", "--model", model, "--max-new-tokens", "2", "--top-k", "5")
-    with Terminal(*args, INFER_KERNELS="0", COLUMNS="200") as terminal:
+    with Terminal(*args, INFER_KERNELS="0", columns=200) as terminal:
         told = terminal.until("]")
     assert told.endswith(
         "[sampling: temperature 0.6, top_p 0.95, min_p 0.01, repetition_penalty 1.05 (generation_config.json), "

@@ -155,7 +155,7 @@ def test_commands(chat: Callable[..., Chat], tmp_path: Path) -> None:
         (page,) = tmp_path.glob("infer-trace-*.html")
         assert f"[{page}, opened in the browser]" in shown
         assert (tmp_path / "opened").read_text().strip() == page.as_uri()
-        assert "other tokens" not in shown
+        assert "differs from yours" not in shown
         assert page.stat().st_size > 10_000
         terminal.send(f"/se{TAB}")
         terminal.until("/set")

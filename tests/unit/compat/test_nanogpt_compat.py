@@ -133,6 +133,15 @@ class TestTraining:
         assert {weight.dim() for weight in others["params"]} == {1}
         assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
 
+    def test_sizes_are_refused_by_nanogpts_names(self, model: GPT) -> None:
+        with pytest.raises(ValueError, match="n_embd=33 is not divisible by n_head=2"):
+            GPT(GPTConfig(n_embd=33, n_head=2))
+        block = model.config.block_size
+        with pytest.raises(ValueError, match=f"{block + 1} tokens exceed the block_size of {block}"):
+            model(some_ids(1, block + 1))
+        with pytest.raises(ValueError, match="max_new_tokens must be 0 or more, not -1"):
+            model.generate(some_ids(1, 3), -1)
+
     def test_dropout(self, reference: PreTrainedModel) -> None:
         """While training alone, and not with a cache, which would drop none of its weights."""
         model = GPT(GPTConfig(**nanogpt_args(reference) | {"dropout": 0.5}))
@@ -259,7 +268,7 @@ class TestTraining:
         torch.testing.assert_close(model(ids)[0], reference(ids).logits[:, -1:], atol=1e-4, rtol=1e-4)
         text = model.generate(some_ids(1, 4), 5, temperature=0)
         assert int(text[0, -1]) == int(reference(text[:, -7:-1]).logits[0, -1].argmax())
-        with pytest.raises(ValueError, match="capacity 6"):
+        with pytest.raises(ValueError, match="7 tokens exceed the block_size of 6"):
             model(some_ids(1, 7))
         with pytest.raises(ValueError, match="block_size must be from 1 to 6, not 7"):
             model.crop_block_size(7)
@@ -331,10 +340,8 @@ class TestForward:
         ):
             with pytest.raises(ValueError, match=message):
                 model(some_ids(1, 1), kv_cache=wrong)
-        with pytest.raises(ValueError, match="17 positions exceed the 16"):
+        with pytest.raises(ValueError, match="17 tokens exceed the block_size of 16"):
             model.train()(some_ids(1, 17), some_ids(1, 17))
-        with pytest.raises(ValueError, match="17 more requested, capacity 16"):
-            model(some_ids(1, 17))
         with pytest.raises(ValueError, match="13 more requested, capacity 16"):
             model.eval()(some_ids(1, 13), kv_cache=past)
 

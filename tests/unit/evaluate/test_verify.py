@@ -400,6 +400,19 @@ class TestCommand:
         assert any(each.endswith(" s left") for each in drawn)
         assert ": equal, " not in terminal.raw
 
+    def test_interrupted(self, run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What has been compared until then is said."""
+
+        class Interrupted(list[PathResult]):
+            def __iter__(self) -> Iterator[PathResult]:
+                yield from super().__iter__()
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(paths, "Comparison", lambda *args, **options: Interrupted([self.EQUAL, self.OTHER]))
+        done = run("verify", "--prompts", prompts)
+        assert done.status == 130
+        assert done.err.splitlines()[-1] == "stopped after 2 of 2 paths: 1 gave the same bits"
+
     def test_json(self, run: Run, folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found(monkeypatch, self.EQUAL, self.OTHER)
         output = json.loads(run("verify", "--prompts", prompts, "--json").out)
