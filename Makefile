@@ -26,7 +26,7 @@ check: export NO_MKDOCS_2_WARNING = 1
 check: $(VENV)/.dev  ## Lint, format, types and the documentation.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy .
 	$(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.demo: pyproject.toml constraints.txt

@@ -38,7 +38,7 @@ class Parameters(Extension):
         own = [each for each in func.parameters if each.name not in ("self", "cls")]
         # A class may describe the parameters of its constructor.
         of_class = isinstance(func.parent, Class) and func.name == "__init__"
-        sources = [func, func.parent] if of_class else [func]
+        sources: list[Any] = [func, func.parent] if of_class else [func]
         described: dict[str, str] = {}
         for source in sources:
             if source.docstring is not None:

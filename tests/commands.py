@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import shutil
@@ -126,8 +127,13 @@ def run(folder: Path, compiled: None, capsys: pytest.CaptureFixture[str], monkey
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         named = {name: [str(model)] for name in ("info", "verify", "perplexity")} | {"pull": [], "rm": [], "models": []}
         which = [] if model is None else named.get(command, ["--model", str(model)])
-        with pytest.raises(SystemExit) as exit_info:
-            main([command, *which, *map(str, args)])
+        capsys.readouterr()
+        gc.disable()  # what is collected of other tests may write to stderr
+        try:
+            with pytest.raises(SystemExit) as exit_info:
+                main([command, *which, *map(str, args)])
+        finally:
+            gc.enable()
         return Done(exit_info.value.code or 0, *capsys.readouterr())  # type: ignore[arg-type]
 
     return run_command

@@ -168,7 +168,7 @@ class PagePool:
             self.ref_counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Decrement the reference count of each page, and free those that reach 0."""
+        """Decrement the reference count of each page, and free a page that reaches 0."""
         for page in pages:
             if page < 0 or self.ref_counts[page] < 1:
                 raise RuntimeError(f"page {page} is released, but it is free")

@@ -115,7 +115,7 @@ class Markdown:
         self._may_open = False  # whether the last asterisks may begin bold text
 
     def styles(self, char: str) -> tuple[str, str]:
-        """The style of this character, and of those that follow."""
+        """The style of this character, and of the following ones."""
         line = self._line
         self._line = "" if char == "\n" else line + char
         if char == "\n":

@@ -62,8 +62,8 @@ def chat(
         typer.Option(
             help="What to do when the context is full. drop: forget the oldest turns. error: refuse, until /undo or "
             "/clear frees positions.",
-            metavar="drop|error",
-            autocompletion=completion.choices("drop", "error"),
+            metavar="|".join(ON_FULL),
+            autocompletion=completion.choices(*ON_FULL),
         ),
     ] = "drop",
     caches: PrefixCacheOptions,

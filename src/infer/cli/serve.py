@@ -88,13 +88,14 @@ def serve(
     load: ParallelLoadOptions,
 ) -> None:
     """Serve a model to OpenAI clients, with a page that shows the engine at work. Ctrl-C stops it."""
+    from infer import LLM, ModelConfig, Tokenizer  # first: the import of torch is shown on the status line
+
     try:
         from infer.server.run import Server, allowed_hosts, listen
         from infer.server.service import Service, Settings
         from infer.server.telemetry import exporting
     except ImportError as error:
         raise ImportError(f"{error}: the server needs more packages: {install('server')}") from None
-    from infer import LLM, ModelConfig, Tokenizer
 
     caches.check()
     # A port in use or a missing package is reported before the weights are read.

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TextIO
 
 MAX_ERROR = 2000  # characters: an error may quote a hostile file
-# Control characters (C0 except tab and newline, DEL, C1), and those that change the direction of text.
+# Control characters (C0 except tab and newline, DEL, C1), and characters that change the direction of text.
 _CODES = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
 _ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CODES}
 

@@ -33,7 +33,7 @@ DEFAULT_LAYERS = 4
 MAX_ALTERNATIVES = 2**31
 NEUTRAL = {"layers", "heads", "alternatives", "prompt_rows"}  # options that change no token
 ENCODING = ("prompt", "chat", "system", "thinking")  # options that change how the prompt is encoded
-# Settings of a page: those that have the name of an option; values where there is none; types, if nothing else checks.
+# Settings of a page: names shared with options; values of missing ones; types where no option checks them.
 SAME_NAMES = (
     *(*ENCODING, "kv_cache", "on_full", "prefill_chunk", "cache_dtype", "prompt_rows"),
     *("dtype", "device", "quantize"),
@@ -203,7 +203,7 @@ def saved_options(saved: "SavedRun", path: Path, given: Collection[str]) -> dict
 
 
 def overridden(group: Any, saved: Mapping[str, Any], given: Collection[str]) -> Any:
-    """A group of options, with the saved value of those that were not given."""
+    """A group of options, with saved values for options that were not given."""
     names = [field.name for field in fields(group) if field.name in saved and field.name not in given]
     return replace(group, **{name: saved[name] for name in names})
 

@@ -69,9 +69,9 @@ class PrefixTable:
 def ordered(
     queues: Mapping[str, int], known: Mapping[str, int], tried: Collection[str] = (), slack: int = 0
 ) -> list[str]:
-    """Replicas, the best for a prompt first: the longest prefix among those that are not much busier than others.
+    """Replicas, the best for a prompt first: the longest prefix among replicas that are not much busier than others.
 
-    queues: requests of each replica. known: chunks of the prompt that each has. tried: those that have failed.
+    queues: requests of each replica. known: chunks of the prompt that each has. tried: replicas that have failed.
     slack: a replica with at most so many requests more than the least busy one is still chosen by its prefix.
     """
     most = min(queues.values(), default=0) + slack

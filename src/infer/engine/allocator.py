@@ -9,7 +9,7 @@ from infer.cache.paged import PagedCache
 from infer.cache.pool import OutOfPages, pages_for
 from infer.engine.memory import CacheMemory
 from infer.engine.runner import Runner
-from infer.engine.sequence import Sequence
+from infer.engine.sequence import Sequence, Status
 from infer.engine.store import page_keys
 
 
@@ -145,8 +145,6 @@ class PagedAllocator(BaseAllocator):
         return True
 
     def publish(self, sequence: Sequence) -> None:
-        if sequence.num_published_pages == len(sequence.page_hashes) or sequence.recompute_tokens:
-            return
         cache = _paged(sequence)
         if sequence.num_tokens - cache.seq_len > 1:
             self.memory.keep(cache, last_page=False)
@@ -164,7 +162,7 @@ class PagedAllocator(BaseAllocator):
             cache = _paged(sequence)
             self._mark_computed(sequence, None)
             sequence.cache_bytes = cache.memory_bytes
-            if sequence.error is None:
+            if sequence.error is None and sequence.status is Status.RUNNING:  # else it has computed nothing
                 self.memory.keep(cache)
             cache.reset()
         sequence.cache, sequence.num_reserved_slots, sequence.num_prefill_tokens = None, 0, 0

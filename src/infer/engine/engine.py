@@ -238,7 +238,7 @@ class Engine:
         except BaseException as error:  # an error of its callbacks, SystemExit included, must not fail the batch
             self._finish(sequence, error)
             return
-        if logits is not None and (num_tokens > 1 or sequence.num_published_pages < len(sequence.page_hashes)):
+        if logits is not None and sequence.num_published_pages < len(sequence.page_hashes):
             self.allocator.publish(sequence)
         if sequence.finish_reason is not None:
             self._finish(sequence)

@@ -24,7 +24,7 @@ class GeneratedToken:
 
     token_id: int
     text: str
-    time_s: float  # of the forward pass and sampling; the first one's includes the whole prefill
+    time_s: float  # of its passes, or of an `LLM` since the token before it; the first one's includes the prefill
     finish_reason: str | None = None  # of the last token: "eos" | "stop" | "length"
     logprobs: TokenLogprobs | None = None  # if requested
     index: int = 0  # of its sample, if there are several

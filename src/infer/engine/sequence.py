@@ -273,6 +273,7 @@ class Sequence:
         """The next token, from its logits [V]; -1: none can be chosen."""
         # The mask first, to overlap with a device that still computes the logits.
         allowed = None if self.guide is None else self.guide.allowed()
+        logits = logits.detach().cpu().float()  # once, for the sample and its log-probabilities
         token = sample(logits, self.token_ids, self.prompt_len, self.params, self.seed, allowed, self.settings)
         if self.logprobs is not None and token >= 0:
             self.logprobs += logprobs_of(logits[None], [token], self.params.logprobs or 0)

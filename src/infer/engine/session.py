@@ -281,14 +281,15 @@ class Session:
             raise ValueError("a session does not return prompt_logprobs: use `LLM.generate`")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
-        prompt = self.prompt(text)
+        prompt, rendered = self.prompt(text), (copy.deepcopy(self.messages), self.answer)
         check_sequence(self.llm.model.config, prompt, params, self.context)
         guide_for(params, self.llm.tokenizer, self.llm.model.config)  # a constraint is refused here, too
-        return self._stream(text, prompt, params, trace)
+        return self._stream(text, prompt, rendered, params, trace)
 
     def _stream(
-        self, text: str | None, prompt: list[int], params: SamplingParams, trace: Trace | None
+        self, text: str | None, prompt: list[int], rendered: Any, params: SamplingParams, trace: Trace | None
     ) -> Generator[GeneratedToken, None, GenerationResult]:
+        """rendered: the messages and the answer of which the prompt was made."""
         if not self._answering.acquire(blocking=False):
             raise ValueError(ANSWERING)
         handle, generated = None, list[GeneratedToken]()
@@ -296,7 +297,7 @@ class Session:
         pieces = Detokenizer(self.llm.tokenizer, params.stop)
         before = "".join(map(pieces.push, earlier))
         try:
-            if self.prompt(text) != prompt:
+            if (self.messages, self.answer) != rendered:
                 raise ValueError("the conversation has changed since this stream was created: create another")
             handle = self.llm.submit(prompt, params, trace=trace)
             for token in handle:

@@ -1,4 +1,4 @@
-"""The thread that drives an engine, and how it wakes those that wait for its sequences."""
+"""The thread that drives an engine, and how it wakes the callers that wait for its sequences."""
 
 from __future__ import annotations
 

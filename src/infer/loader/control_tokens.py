@@ -40,7 +40,7 @@ class ControlTokens:
         self._names = {token: f"<{secret}:{i}>" for token, i in self._ids.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._any = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        # The first character of each, also of those that overlap. Grouped, a search skips to the few first characters.
+        # The first character of each match, also of overlapping ones. Grouped: a search skips to the first characters.
         groups = groupby(sorted(self._ids), key=lambda token: token[0])
         rests = ((first, "|".join(re.escape(token[1:]) for token in tokens)) for first, tokens in groups)
         complete = [f"(?i:{re.escape(first)}(?={rest}))" for first, rest in rests]  # templates may change the case

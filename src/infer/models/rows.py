@@ -151,27 +151,36 @@ def pack(
     """
     if len({id(row.cache) for row in rows}) < len(rows):
         raise ValueError("each row of a pass needs a cache of its own")
-    spans, ids, positions, start = [], [], [], 0
+    spans, positions, start = [], [], 0
     for row in rows:
-        tokens = row.tokens if isinstance(row.tokens, Tensor) else torch.tensor([row.tokens], dtype=torch.int64)
-        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            kind = f"{str(tokens.dtype).removeprefix('torch.')} of shape {list(tokens.shape)}"
-            raise ValueError(f"input_ids must be integers [batch, tokens], not {kind}")
-        if not tokens.numel():
-            raise ValueError(f"there are no tokens in input_ids of shape {list(tokens.shape)}")
-        reserve(row.cache, tokens.shape[1], positions_learned, model)
-        at = row.cache.positions(tokens.shape[1])
-        if at.shape[0] != tokens.shape[0]:
-            raise ValueError(f"input_ids have a batch of {tokens.shape[0]}, but the cache one of {at.shape[0]}")
-        spans.append(Span(row, tokens.shape[0], tokens.shape[1], start))
+        batch, n = _shape(row.tokens)
+        if not batch * n:
+            raise ValueError(f"there are no tokens in input_ids of shape {[batch, n]}")
+        reserve(row.cache, n, positions_learned, model)
+        at = row.cache.positions(n)
+        if at.shape[0] != batch:
+            raise ValueError(f"input_ids have a batch of {batch}, but the cache one of {at.shape[0]}")
+        spans.append(Span(row, batch, n, start))
         start = spans[-1].stop
-        ids.append(tokens.flatten())
         positions.append(at.flatten())
     if not rows:
         raise ValueError("a pass needs at least one row")
-    joined = _joined(ids)
+    if any(isinstance(row.tokens, Tensor) for row in rows):
+        joined = _joined([torch.as_tensor(row.tokens).flatten() for row in rows])
+    else:  # at once: a tensor for each row would take longer than all else here
+        joined = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int64)
     joined = joined if joined.device == device else to_device(joined, device)
     return PackedBatch(spans, joined, _joined(positions), model)
+
+
+def _shape(tokens: Sequence[int] | Tensor) -> tuple[int, int]:
+    """[batch, tokens]"""
+    if not isinstance(tokens, Tensor):
+        return 1, len(tokens)
+    if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
+        kind = f"{str(tokens.dtype).removeprefix('torch.')} of shape {list(tokens.shape)}"
+        raise ValueError(f"input_ids must be integers [batch, tokens], not {kind}")
+    return tokens.shape[0], tokens.shape[1]
 
 
 def reserve(cache: Cache, n: int, positions_learned: int | None, model: nn.Module | None) -> None:

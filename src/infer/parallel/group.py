@@ -46,7 +46,7 @@ class ProcessLost(RuntimeError):
 
 
 class ProcessGroup:
-    """This process among those that run one model."""
+    """This process in the group that runs one model."""
 
     def __init__(
         self, store: Any, rank: int, world_size: int, device: torch.device, *, collectives: str, local: bool
@@ -209,7 +209,7 @@ class ProcessGroup:
         return self.failure
 
     def close(self) -> None:
-        """Let the workers exit; kill those that are in the middle of a command."""
+        """Let the workers exit; kill a worker that is in the middle of a command."""
         if self._closed or os.getpid() != self._process:  # a forked process has no workers
             return
         self._closed, timeout = True, 0.0

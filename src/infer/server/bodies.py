@@ -69,7 +69,7 @@ _TYPES: dict[str, Any] = {
 
 
 def _with_settings(responses: bool) -> Callable[[type[B]], type[B]]:
-    """Adds fields of sampling settings to a body. responses: those that /v1/responses has, or those that it lacks."""
+    """Adds fields of sampling settings to a body. responses: the fields that /v1/responses has, or that it lacks."""
     rows = {name: row for name, row in SETTINGS.items() if row.served is not None and row.served.responses is responses}
     types = {name: _TYPES.get(name, Annotated[row.kind, Field(**row.served_bounds)]) for name, row in rows.items()}
     fields: dict[str, Any] = {name: (kind | None, None) for name, kind in types.items()}

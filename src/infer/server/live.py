@@ -109,7 +109,7 @@ class Live:
         self._changed = False
         events, self._events = self._events, _no_events()
         running, shown = engine.scheduler.running, self._requests
-        alive = sorted(  # those that viewers know come first, and so stay until they end
+        alive = sorted(  # sequences that viewers know come first, and so stay until they end
             chain(running, islice(engine.scheduler.waiting, MAX_QUEUE)),
             key=lambda sequence: number_of(sequence) not in shown,
         )

@@ -112,7 +112,7 @@ class Parser:
         self._text += text
         next(self._reading, None)
         out, self._out = self._out, []
-        return [delta for delta, _ in join_deltas([(delta, []) for delta in out])]
+        return out if len(out) < 2 else [delta for delta, _ in join_deltas([(delta, []) for delta in out])]
 
     def finish(self) -> list[Delta]:
         """The answer has ended: return the remaining deltas."""

@@ -179,7 +179,7 @@ def _last_tokens(tokens: list[GeneratedToken], length: int) -> list[GeneratedTok
 
 
 def _echo(body: CreateResponse) -> dict[str, Any]:
-    """The fields of a response that repeat the request, and those that have one value here."""
+    """The fields of a response that repeat the request, and the fields with a fixed value."""
     given = body.model_dump(by_alias=True)
     return {
         **{name: given[name] for name in ("instructions", "max_output_tokens")},

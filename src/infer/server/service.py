@@ -68,7 +68,7 @@ class Settings:
     share_prefixes: bool = False  # between keys
     cors: tuple[str, ...] = ()  # origins whose pages may send requests; "*": all
     hosts: tuple[str, ...] | None = None  # accepted Host headers, beside localhost and addresses; None: any
-    max_waiting: int = 512  # sequences, beside those that run; further ones are refused with 429
+    max_waiting: int = 512  # sequences, beside the running ones; further ones are refused with 429
     max_connections: int = 2048
     max_body: int = 8 << 20  # bytes
     max_n: int = 128  # choices of one request

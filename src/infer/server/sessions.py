@@ -105,24 +105,21 @@ class Sessions:
         if body.n not in (None, 1):
             raise bad_request("a session continues with one answer: n must be 1", "n")
         session = self._find_idle(request)
-        session.busy = True
-        try:
-            held = await in_thread(request, self._checked, session.held, body.messages)
-        except BaseException:
-            session.busy = False
-            raise
-
-        def on_message(message: dict[str, Any]) -> None:
-            session.hold([*held, _Message(message, _memory(message))])  # may be called in another thread
 
         def on_done() -> None:
             session.busy = False
             self._evict()
 
-        body = body.model_copy(update={"messages": [message.value for message in held]})
-        done = ExitStack()
-        done.callback(on_done)
-        return await ChatAnswer(self.service, body, on_message).respond(request, done)
+        session.busy = True
+        with ExitStack() as done:
+            done.callback(on_done)
+            held = await in_thread(request, self._checked, session.held, body.messages)
+
+            def on_message(message: dict[str, Any]) -> None:
+                session.hold([*held, _Message(message, _memory(message))])  # may be called in another thread
+
+            body = body.model_copy(update={"messages": [message.value for message in held]})
+            return await ChatAnswer(self.service, body, on_message).respond(request, done.pop_all())
 
     def _checked(self, held: Sequence[_Message], more: Sequence[dict[str, Any]]) -> Sequence[_Message]:
         """The messages of a session, and more."""

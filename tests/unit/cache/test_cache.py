@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -405,6 +406,7 @@ class TestSeveralCaches:
             return SlidingCache.allocate(**SIZES, dtype=torch.float32, device="cpu", windows=windows, prefill_chunk=2)
 
         size = allocate().memory_bytes
+        gc.collect()  # other tests' caches would be collected meanwhile
         free = sum(cache.unwritten_bytes for cache in machine.lazy_allocations) + 2 * size
         monkeypatch.setattr(machine, "_system_memory", lambda: free)
         first, second = allocate(), allocate()

@@ -109,10 +109,20 @@ def check_equal(one: Any, other: Any) -> None:
     assert [each.logprob for each in one.logprobs] == pytest.approx([each.logprob for each in other.logprobs], abs=1e-3)
 
 
-def check_alike(llm: LLM, cached: int) -> None:
+def check_generated(llm: LLM, cached: int) -> None:
     result = llm.generate(PROMPT, PARAMS)
     assert result.num_cached_tokens == cached
     check_equal(result, generate(llm.model, LETTERS, PROMPT, PARAMS))
+
+
+def check_fresh_start(model: Any, change: Callable[[Any], Any]) -> None:
+    """The prefix cache is used before and after the change, not across it."""
+    with llm_of(model) as llm:
+        check_generated(llm, 0)
+        check_generated(llm, len(PROMPT) - 1)
+        change(model)
+        check_generated(llm, 0)
+        check_generated(llm, len(PROMPT) - 1)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -122,13 +132,7 @@ def test_a_changed_model_starts_afresh(
 ) -> None:
     if not kernels:
         monkeypatch.setattr("infer.backend._with_kernels", refuse)
-    model = make_tiny_model()
-    with llm_of(model) as llm:
-        check_alike(llm, 0)
-        check_alike(llm, len(PROMPT) - 1)
-        change(model)
-        check_alike(llm, 0)
-        check_alike(llm, len(PROMPT) - 1)
+    check_fresh_start(make_tiny_model(), change)
 
 
 @pytest.mark.parametrize("change", [scaled, replaced, hooked])
@@ -149,14 +153,14 @@ def test_a_hook_that_is_removed() -> None:
     model = make_tiny_model()
     with llm_of(model) as llm:
         hook = model.layers[0].register_forward_hook(negate)
-        check_alike(llm, 0)
+        check_generated(llm, 0)
         hook.remove()
-        check_alike(llm, 0)
+        check_generated(llm, 0)
         hook = model.layers[0].register_forward_hook(negate)
-        check_alike(llm, 0)
+        check_generated(llm, 0)
         hook.remove()
         model.layers[0].register_forward_hook(lambda _, args, out: out * 2)
-        check_alike(llm, 0)
+        check_generated(llm, 0)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +174,7 @@ def test_a_hook_that_is_removed() -> None:
     ],
 )
 def test_plain_torch(change: Callable[[Plain], Any]) -> None:
-    model = Plain()
-    with llm_of(model) as llm:
-        check_alike(llm, 0)
-        check_alike(llm, len(PROMPT) - 1)
-        change(model)
-        check_alike(llm, 0)
-        check_alike(llm, len(PROMPT) - 1)
+    check_fresh_start(Plain(), change)
 
 
 class Duck:
@@ -193,10 +191,10 @@ class Duck:
 def test_a_model_that_is_no_module() -> None:
     duck = Duck()
     with llm_of(duck) as llm:
-        check_alike(llm, 0)
-        check_alike(llm, len(PROMPT) - 1)
+        check_generated(llm, 0)
+        check_generated(llm, len(PROMPT) - 1)
         duck.model.embed.weight.detach().mul_(-1)
-        check_alike(llm, 0)
+        check_generated(llm, 0)
 
 
 def test_the_version() -> None:
@@ -269,10 +267,10 @@ def test_a_change_before_the_pages_are_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     for each in (model, before):
         with llm_of(each, store=tmp_path) as llm:
-            check_alike(llm, 0)
+            check_generated(llm, 0)
     for each in (model, before):
         with llm_of(each, store=tmp_path) as llm:
-            check_alike(llm, len(PROMPT) - 1)
+            check_generated(llm, len(PROMPT) - 1)
 
 
 def test_a_session_goes_on(tmp_path: Path) -> None:
@@ -329,11 +327,11 @@ def test_a_forward_that_is_replaced() -> None:
         versions = [llm.memory.version]
         for factor in (2.0, 3.0):
             model.layers[0].mlp.forward = lambda x, factor=factor: x * factor  # type: ignore[method-assign]
-            check_alike(llm, 0)
+            check_generated(llm, 0)
             versions.append(llm.memory.version)
             assert fingerprint(model) != before
             del model.layers[0].mlp.forward
-        check_alike(llm, 0)
+        check_generated(llm, 0)
     assert len(set(versions)) == 3
     assert fingerprint(model) == before
 
@@ -342,9 +340,9 @@ def test_hooks_that_are_cleared() -> None:
     model = make_tiny_model()
     with llm_of(model) as llm:
         hooked(model)
-        check_alike(llm, 0)
+        check_generated(llm, 0)
         model.layers[0].mlp._forward_hooks.clear()
-        check_alike(llm, 0)
+        check_generated(llm, 0)
         assert llm.between_steps(lambda engine: engine.runner._choose_backend().name).result() == "cpu"
 
 

@@ -69,9 +69,7 @@ def _norms_agree(blocks: Sequence[BlockParts], head: HeadParts) -> bool:
     pairs = [(block.after_attention, block.before_mlp) for block in blocks]
     pairs += [(block.after_mlp, norm) for block, norm in zip(blocks, nexts, strict=True)]
     for block in blocks:
-        if (block.after_attention is None) != (block.after_mlp is None) or (block.q_norm is None) != (
-            block.k_norm is None
-        ):
+        if (block.after_attention is None) != (block.after_mlp is None):
             return False
         if block.q_norm is not None and block.k_norm is not None:
             pairs.append((block.q_norm, block.k_norm))
