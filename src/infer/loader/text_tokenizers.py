@@ -154,7 +154,7 @@ def rust_calls(problem: str) -> Iterator[None]:
     try:
         with _quiet():
             yield
-    except (KeyboardInterrupt, SystemExit, ValueError):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, ValueError):  # GeneratorExit: Ctrl-C came around the call
         raise
     except BaseException as error:
         raise ValueError(f"{problem}: {error!s:.200}") from None

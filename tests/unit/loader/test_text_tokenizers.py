@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 import tokenizers
@@ -85,3 +86,10 @@ class TestLongTexts:
             time.sleep(0.001)
             turns += 1
         assert turns > 2  # else the first of them lasts until the end
+
+
+def test_ctrl_c_around_a_call() -> None:
+    """It is then abandoned inside the block, and closed by the garbage collector."""
+    calls: Any = rust_calls("x fails")
+    calls.__enter__()
+    calls.gen.close()
