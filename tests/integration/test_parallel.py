@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -466,7 +467,8 @@ class TestCommands:
 
         command = [sys.executable, "-m", "infer", "serve", str(folder), "--device", "cpu", "--port", "0"]
         command += ["--tensor-parallel", "2", "--cache-memory", "4MB", *["--restart-engine"] * restarts]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server, ExitStack() as failing:
+            failing.callback(server.kill)  # else leaving the block waits for it
             assert server.stderr is not None
             line = next(line for line in server.stderr if "/v1" in line)
             url = line.split(" at ")[1].split("/v1")[0]
@@ -487,9 +489,14 @@ class TestCommands:
 
 
 def _workers_of(pid: int) -> list[int]:
-    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _children(task)]
-    return [child for child in children if b"infer.parallel" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _read(task / "children").split()
+    ]
+    return [child for child in children if b"infer.parallel" in _read(Path(f"/proc/{child}/cmdline"))]
 
 
-def _children(task: Path) -> list[str]:
-    return (task / "children").read_text().split()
+def _read(file: Path) -> bytes:
+    """Of a thread or a process that may have ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return file.read_bytes()
+    return b""
