@@ -29,6 +29,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -63,6 +65,7 @@ GEMMA3_ROPES = {
 # whose root divides scores, and hidden_size / heads; the two RoPEs of Gemma.
 FAMILIES: dict[str, Family] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
     "gemma3": (
         Gemma3TextConfig,

@@ -55,7 +55,8 @@ class ModelConfig:
     query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None: head_dim
     layer_types: tuple[str, ...] = ()  # one per layer; empty: full attention in all
     sliding_window: int | None = None
-    attention_bias: bool = False
+    attention_bias: bool = False  # of q, k and v
+    attention_output_bias: bool | None = None  # None: as attention_bias
     mlp_bias: bool = False
     norm_bias: bool = False
     hidden_act: str | None = None  # "gelu" | "gelu_tanh" for families with a choice; None: the family's
@@ -150,6 +151,7 @@ CONFIG_KINDS: dict[str, Kind] = {
     "layer_types": list_of(TEXT, MAX_LAYERS),
     "sliding_window": integer(0, 2**31 - 1),
     "attention_bias": FLAG,
+    "attention_output_bias": FLAG,
     "mlp_bias": FLAG,
     "norm_bias": FLAG,
     "hidden_act": TEXT,
@@ -158,7 +160,14 @@ CONFIG_KINDS: dict[str, Kind] = {
     "bos_token_id": TOKEN_ID,
     "eos_token_ids": list_of(TOKEN_ID, 4096),
 }
-_OPTIONAL = ("head_dim", "query_pre_attn_scalar", "sliding_window", "hidden_act", "bos_token_id")
+_OPTIONAL = (
+    "head_dim",
+    "query_pre_attn_scalar",
+    "sliding_window",
+    "attention_output_bias",
+    "hidden_act",
+    "bos_token_id",
+)
 ROPE_KINDS: dict[str, Kind] = {
     "theta": ABOVE_0,
     "factor": ABOVE_0,

@@ -58,6 +58,12 @@ LLAMA: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
 }
+QWEN2: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "windows": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "window-unused": {"sliding_window": 8},
+}
 QWEN3: dict[str, dict[str, Any]] = {
     "untied": {},
     "tied": {"tie_word_embeddings": True},
@@ -101,7 +107,7 @@ GPT2: dict[str, dict[str, Any]] = {
 }
 CASES = {
     f"{family}-{name}": (family, changes)
-    for family, cases in (("llama", LLAMA), ("qwen3", QWEN3), ("gemma3", GEMMA3), ("gpt2", GPT2))
+    for family, cases in (("llama", LLAMA), ("qwen2", QWEN2), ("qwen3", QWEN3), ("gemma3", GEMMA3), ("gpt2", GPT2))
     for name, changes in cases.items()
 }
 

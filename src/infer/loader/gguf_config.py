@@ -109,6 +109,7 @@ def config_from_gguf(
         "rope": RopeConfig(theta=theta, scaling=scaling, factor=factor, divisors=rope_divisors),
         "sliding_window": values.get("sliding_window") or None,
         "attention_bias": any(f"blk.0.{name}.bias" in tensor_names for name in ("attn_q", "attn_qkv")),
+        "attention_output_bias": "blk.0.attn_output.bias" in tensor_names,
         "mlp_bias": "blk.0.ffn_down.bias" in tensor_names,
         "norm_bias": "output_norm.bias" in tensor_names,
         "tie_word_embeddings": "output.weight" not in tensor_names,

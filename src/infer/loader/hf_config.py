@@ -63,7 +63,7 @@ class Family:
     computed: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
 
 
-def _qwen3(values: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen(values: Mapping[str, Any]) -> dict[str, Any]:
     """Windows, if any, from layer max_window_layers on."""
     if not values.get("use_sliding_window"):
         return {"sliding_window": None}
@@ -102,7 +102,12 @@ _GEMMA3 = Family(
     pattern=6,
 )
 FAMILIES = {
-    "qwen3": Family(defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28}, computed=_qwen3),
+    "qwen2": Family(
+        defaults={"sliding_window": 4096, "max_window_layers": 28},
+        fixed={"attention_bias": True, "attention_output_bias": False},
+        computed=_qwen,
+    ),
+    "qwen3": Family(defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28}, computed=_qwen),
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
     "rope_gpt": Family(activations=_GELUS),

@@ -57,7 +57,9 @@ class Attention(Module):
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             bias=config.attention_bias,
         )
-        self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        output_bias = config.attention_output_bias
+        output_bias = config.attention_bias if output_bias is None else output_bias
+        self.o_proj = Linear(q_size, config.hidden_size, bias=output_bias)
         self.q_norm = None if qk_norm is None else qk_norm(self.head_dim, config.rms_norm_eps)
         self.k_norm = None if qk_norm is None else qk_norm(self.head_dim, config.rms_norm_eps)
 

@@ -7,12 +7,14 @@ from infer.models.common import Decoder
 from infer.models.gemma3 import Gemma3
 from infer.models.gpt2 import GPT2
 from infer.models.llama import Llama
+from infer.models.qwen2 import Qwen2
 from infer.models.qwen3 import Qwen3
 from infer.models.rope_gpt import GPT
 from infer.values import short_repr
 
 MODELS: dict[str, type[Decoder]] = {
     "llama": Llama,
+    "qwen2": Qwen2,
     "qwen3": Qwen3,
     "gemma3": Gemma3,
     "gemma3_text": Gemma3,
