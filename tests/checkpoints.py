@@ -20,20 +20,7 @@ from amount import ALL
 from gguf import GGMLQuantizationType as Quant
 from gguf import quants
 from tokenizers import decoders, models, pre_tokenizers, processors
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from infer import GrowingCache, KVCache, SlidingCache, load_model
 from infer.backend import backend_for
@@ -43,8 +30,6 @@ from infer.engine.model import all_logits
 from infer.models.common import Decoder
 
 TOLERANCE = 1e-4
-
-Family = tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -61,26 +46,75 @@ GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
 }
 
-# Config, model, and what differs from Llama's values. Sizes that often agree are all different: head_dim, the number
-# whose root divides scores, and hidden_size / heads; the two RoPEs of Gemma.
-FAMILIES: dict[str, Family] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
-    "gemma3": (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
-        {
-            "head_dim": 32,
-            "query_pre_attn_scalar": 24,
-            "sliding_window": 8,
-            "sliding_window_pattern": 2,
-            "rope_parameters": GEMMA3_ROPES,
-            "pad_token_id": 0,
-        },
-    ),
-    "gpt2": (GPT2Config, GPT2LMHeadModel, {"n_inner": 96, "layer_norm_epsilon": 2.0**-16}),
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+    "partial_rotary_factor": 0.75,
 }
+WINDOW = {"sliding_window": 8}
+# What differs from Llama's values in `reference_model`. Sizes that often agree are all different: head_dim, the number
+# whose root divides scores, and hidden_size / heads; the two RoPEs of Gemma.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": WINDOW,
+    "ministral3": WINDOW
+    | {
+        "head_dim": 24,
+        "rope_parameters": YARN
+        | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16},
+    },
+    "phi3": WINDOW
+    | {
+        "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": 80,
+        "max_position_embeddings": 160,
+        "pad_token_id": 0,
+    },
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "gemma2": WINDOW
+    | {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "pad_token_id": 0,
+    },
+    "gemma3": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "rope_parameters": GEMMA3_ROPES,
+        "pad_token_id": 0,
+    },
+    "olmo2": {},
+    "olmo3": WINDOW
+    | {
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 0.6,
+    },
+    "glm4": {"head_dim": 24, "pad_token_id": 0},
+    "exaone4": WINDOW | {"sliding_window_pattern": 2},
+    "starcoder2": WINDOW,
+    "stablelm": {"use_qkv_bias": True, "num_attention_heads": 2},
+    "gpt_neox": {"num_attention_heads": 2},
+    "gpt2": {"n_inner": 96, "layer_norm_epsilon": 2.0**-16},
+}
+CENTRED = ("gemma2", "gemma3")  # families whose norms' weights are around 0
 
 
 def reference_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -98,13 +132,16 @@ def reference_model(family: str = "llama", seed: int = 0, **changes: Any) -> Pre
         "eos_token_id": 2,
         "tie_word_embeddings": False,
     }
-    config, model, own = FAMILIES[family]
-    return randomised(model(config(**copy.deepcopy(values | own | changes))), seed)  # configs keep what they are given
+    model_type = {"gemma3": "gemma3_text"}.get(family, family)
+    known = AutoConfig.for_model(model_type)
+    given = {name: value for name, value in values.items() if hasattr(known, name)} | FAMILIES[family] | changes
+    config = AutoConfig.for_model(model_type, **copy.deepcopy(given))  # configs keep what they are given
+    return randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed)
 
 
 def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
-    centre = 0 if model.config.model_type.startswith("gemma3") else 1  # of norms
+    centre = 0 if model.config.model_type.removesuffix("_text") in CENTRED else 1  # of norms
     for name, parameter in model.eval().requires_grad_(False).named_parameters():
         noise = torch.empty_like(parameter).normal_(std=0.2, generator=generator)
         is_norm = name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))

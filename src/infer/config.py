@@ -19,17 +19,24 @@ class RopeConfig:
     """Rotary position embedding: frequencies and their scaling."""
 
     theta: float = 10_000.0
-    scaling: str = "default"  # "default" | "linear" | "llama3"
+    scaling: str = "default"  # "default" | "linear" | "llama3" | "yarn"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    # One divisor per frequency, the form in which GGUF files store llama3 scaling; empty: none.
+    dim: int | None = None  # the first dimensions of a head, which are rotated; None: all
+    beta_fast: float = 32.0  # of YaRN
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # of cos and sin
+    # One divisor per frequency: LongRoPE's factors, and the form in which GGUF files store llama3 scaling; empty: none.
     divisors: tuple[float, ...] = ()
+    query_beta: float = 0.0  # queries are multiplied by 1 + beta log(1 + position // original_max_position_embeddings)
 
     def __post_init__(self) -> None:
         for name, kind in ROPE_KINDS.items():
-            kind.check(f"{name} of RoPE", getattr(self, name))
+            if (value := getattr(self, name)) is not None:
+                kind.check(f"{name} of RoPE", value)
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(f"high_freq_factor of RoPE must be above low_freq_factor, {self.low_freq_factor}")
 
@@ -57,6 +64,13 @@ class ModelConfig:
     sliding_window: int | None = None
     attention_bias: bool = False  # of q, k and v
     attention_output_bias: bool | None = None  # None: as attention_bias
+    attn_logit_softcapping: float | None = None  # scores become cap * tanh(scores / cap)
+    final_logit_softcapping: float | None = None  # logits likewise
+    no_rope_layers: tuple[int, ...] = ()  # numbers of the layers without RoPE
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and the MLP add
+    logits_scaling: float = 1.0  # divides the logits
+    parallel_residual: bool = False  # attention and the MLP both read the input of the block
     mlp_bias: bool = False
     norm_bias: bool = False
     hidden_act: str | None = None  # "gelu" | "gelu_tanh" for families with a choice; None: the family's
@@ -77,8 +91,15 @@ class ModelConfig:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by {self.num_attention_heads} heads: set head_dim"
             )
-        if self.rope is not None and self.computed_head_dim % 2:
-            raise ValueError(f"head_dim must be even for RoPE, not {self.computed_head_dim}")
+        for rope in (self.rope, self.local_rope):
+            if rope is None:
+                continue
+            if self.computed_head_dim % 2:
+                raise ValueError(f"head_dim must be even for RoPE, not {self.computed_head_dim}")
+            if rope.dim is not None and (rope.dim % 2 or not 0 < rope.dim <= self.computed_head_dim):
+                raise ValueError(
+                    f"RoPE rotates an even number of dimensions up to {self.computed_head_dim}, not {rope.dim}"
+                )
         if not self.layer_types:
             object.__setattr__(self, "layer_types", (FULL_ATTENTION,) * self.num_hidden_layers)
         if len(self.layer_types) != self.num_hidden_layers:
@@ -111,14 +132,16 @@ class ModelConfig:
         """The window of each layer."""
         return [self.window(layer_idx) for layer_idx in range(self.num_hidden_layers)]
 
+    def rope_type(self, layer_idx: int) -> str | None:
+        """The key of its RoPE in `ropes`; None: it has none."""
+        return None if self.rope is None or layer_idx in self.no_rope_layers else self.layer_types[layer_idx]
+
     def ropes(self) -> dict[str, RopeConfig]:
         """By layer type."""
-        if self.rope is None:
-            return {}
-        return {
-            kind: self.local_rope if kind == SLIDING_ATTENTION and self.local_rope else self.rope
-            for kind in dict.fromkeys(self.layer_types)
-        }
+        kinds = dict.fromkeys(map(self.rope_type, range(self.num_hidden_layers)))
+        local = self.local_rope or self.rope
+        found = {kind: local if kind == SLIDING_ATTENTION else self.rope for kind in kinds if kind is not None}
+        return {kind: rope for kind, rope in found.items() if rope is not None}
 
     def cache_bytes_per_token(self, element_size: int) -> int:
         """Bytes of K and V of one position in all layers. element_size: 1 is int8, which has scales too."""
@@ -152,6 +175,13 @@ CONFIG_KINDS: dict[str, Kind] = {
     "sliding_window": integer(0, 2**31 - 1),
     "attention_bias": FLAG,
     "attention_output_bias": FLAG,
+    "attn_logit_softcapping": ABOVE_0,
+    "final_logit_softcapping": ABOVE_0,
+    "no_rope_layers": list_of(integer(0, MAX_LAYERS - 1), MAX_LAYERS),
+    "embedding_multiplier": ABOVE_0,
+    "residual_multiplier": ABOVE_0,
+    "logits_scaling": ABOVE_0,
+    "parallel_residual": FLAG,
     "mlp_bias": FLAG,
     "norm_bias": FLAG,
     "hidden_act": TEXT,
@@ -165,16 +195,24 @@ _OPTIONAL = (
     "query_pre_attn_scalar",
     "sliding_window",
     "attention_output_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
     "hidden_act",
     "bos_token_id",
 )
 ROPE_KINDS: dict[str, Kind] = {
     "theta": ABOVE_0,
+    "dim": integer(1, 2**16),
     "factor": ABOVE_0,
     "low_freq_factor": ABOVE_0,
     "high_freq_factor": ABOVE_0,
     "original_max_position_embeddings": ABOVE_0,
+    "beta_fast": ABOVE_0,
+    "beta_slow": ABOVE_0,
+    "truncate": FLAG,
+    "attention_factor": ABOVE_0,
     "divisors": list_of(ABOVE_0, 2**15),
+    "query_beta": number("from 0 to 100", lambda value: 0 <= value <= 100),
 }
 
 

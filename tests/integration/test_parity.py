@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import (
+    FAMILIES,
     GEMMA3_ROPES,
     LLAMA3_ROPE,
     TOLERANCE,
@@ -105,9 +106,25 @@ GPT2: dict[str, dict[str, Any]] = {
         "scale_attn_weights": False,
     },
 }
+OWN_CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": LLAMA,
+    "mistral": {"window": {}, "no-window": {"sliding_window": None, "tie_word_embeddings": True}},
+    "phi3": {"longrope": {}, "plain": {"rope_parameters": None, "sliding_window": None, "num_key_value_heads": 1}},
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "gemma2": {"caps": {}, "no-caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None}},
+    "gemma3": GEMMA3,
+    "smollm3": {"interval": {}, "listed": {"no_rope_layers": [0, 1, 0], "num_key_value_heads": 1}},
+    "glm4": {"half": {}, "all": {"partial_rotary_factor": 1.0, "attention_bias": False}},
+    "exaone4": {"windows": {}, "no-windows": {"sliding_window": None, "layer_types": ["full_attention"] * 3}},
+    "starcoder2": {"window": {}, "plain": {"sliding_window": None, "use_bias": False, "tie_word_embeddings": False}},
+    "stablelm": {"bias": {}, "plain": {"use_qkv_bias": False, "partial_rotary_factor": 0.5}},
+    "gpt_neox": {"parallel": {}, "sequential": {"use_parallel_residual": False, "rotary_pct": 1.0}},
+    "gpt2": GPT2,
+}
 CASES = {
     f"{family}-{name}": (family, changes)
-    for family, cases in (("llama", LLAMA), ("qwen2", QWEN2), ("qwen3", QWEN3), ("gemma3", GEMMA3), ("gpt2", GPT2))
+    for family, cases in ({family: {"plain": {}} for family in FAMILIES} | OWN_CASES).items()
     for name, changes in cases.items()
 }
 

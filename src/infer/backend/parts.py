@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from infer.cache.base import ScoreOptions
 from infer.config import ModelConfig
 from infer.models.common import MLP, Attention, Block, Decoder, UngatedMLP
 from infer.nn.activation import ACTIVATIONS
@@ -17,14 +18,14 @@ from infer.nn.linear import Embedding, FusedLinear, Linear
 from infer.nn.module import Module
 from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCenteredRMSNorm
 from infer.nn.quantized import QuantizedWeight
-from infer.nn.rope import Rope
+from infer.nn.rope import Rope, query_scales
 from infer.nn.sharded import ShardedEmbedding, ShardedLinear
 
 # Classes the kernels implement; a monkeypatched forward disqualifies the class.
 SUPPORTED = (Block, Attention, MLP, UngatedMLP, RMSNorm, ZeroCenteredRMSNorm, LayerNorm, Linear, FusedLinear, Embedding)
 SHARDED = (ShardedLinear, ShardedEmbedding)
 FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in (*SUPPORTED, *SHARDED, QuantizedWeight)}
-METHODS = {name: getattr(Decoder, name) for name in ("forward", "run", "embed")}
+METHODS = {name: getattr(Decoder, name) for name in ("forward", "run", "embed", "query_scales", "scale_logits")}
 
 
 STEPS_AHEAD = 1  # captured steps launched before the last tokens are read; a ring can be rolled back by STEPS_AHEAD + 1
@@ -45,17 +46,20 @@ class BlockParts(NamedTuple):
     o: Linear
     up: Linear
     down: Linear
-    before_attention: Norm
-    before_mlp: Norm
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
     activation: str
-    layer_type: str = ""
+    rope_type: str | None = None
     gated: bool = True  # `up` is the fused gate_up projection
     window: int | None = None
-    q_norm: Norm | None = None
+    softcap: float | None = None
+    multiplier: float = 1.0  # of what attention and the MLP add to the residual
+    parallel: bool = False  # attention and the MLP both read the block's input
+    before_attention: Norm | None = None
+    before_mlp: Norm | None = None
+    q_norm: Norm | None = None  # of each head, or of all together
     k_norm: Norm | None = None
     after_attention: Norm | None = None
     after_mlp: Norm | None = None
@@ -73,17 +77,36 @@ class BlockParts(NamedTuple):
             and _linear_fits(self.o, hidden, q_size)
             and _linear_fits(self.up, inner * (2 if self.gated else 1), hidden)
             and _linear_fits(self.down, hidden, inner)
-            and all(_norm_fits(norm, self.head_dim) for norm in (self.q_norm, self.k_norm))
+            and self._qk_norms_fit()
             and all(_norm_fits(norm, hidden) for norm in (self.before_attention, self.before_mlp))
             and all(_norm_fits(norm, hidden) for norm in (self.after_attention, self.after_mlp))
         )
 
+    def score_options(self) -> ScoreOptions:
+        options = ScoreOptions(scale=self.scale, window=self.window)
+        if self.softcap is not None:
+            options["softcap"] = self.softcap
+        return options
+
+    @property
+    def norms_heads_apart(self) -> bool:
+        """Whether q and k are normalized head by head."""
+        return self.q_norm is not None and self.q_norm.weight.shape[0] == self.head_dim
+
+    def _qk_norms_fit(self) -> bool:
+        size = self.head_dim
+        if self.norms_heads_apart or self.q_norm is None:
+            return _norm_fits(self.q_norm, size) and _norm_fits(self.k_norm, size)
+        return _norm_fits(self.q_norm, self.heads * size) and _norm_fits(self.k_norm, self.kv_heads * size)
+
 
 class HeadParts(NamedTuple):
-    """The final norm and the head."""
+    """The final norm, the head, and what is done to its output."""
 
     norm: Norm
     linear: Linear
+    divisor: float = 1.0
+    softcap: float | None = None
 
     def fit(self, hidden: int) -> bool:
         return _linear_fits(self.linear, self.linear.out_features, hidden) and _norm_fits(self.norm, hidden)
@@ -96,6 +119,11 @@ class ModelParts(NamedTuple):
     head: HeadParts
     ropes: Mapping[str, Rope]  # by layer type
     positions_learned: int | None  # how many, where positions are
+
+    def query_scales(self, positions: Tensor) -> Tensor | None:
+        """As `Decoder.query_scales`."""
+        rope = self.config.rope
+        return None if rope is None or not rope.query_beta else query_scales(rope, positions)
 
 
 class UnsupportedByKernels(Exception):
@@ -112,7 +140,7 @@ def parts_of(model: Decoder) -> ModelParts:
     embedding = EmbeddingParts(model.embed_tokens, model.embed_positions, model.embed_scale)
     tables = [(model.embed_tokens, config.vocab_size), (model.embed_positions, config.max_position_embeddings)]
     fit = all(each is None or _embedding_fits(each, count, config.hidden_size) for each, count in tables)
-    head = HeadParts(model.norm, model.lm_head)
+    head = HeadParts(model.norm, model.lm_head, config.logits_scaling, config.final_logit_softcapping)
     fit = fit and head.fit(config.hidden_size) and all(block.fit(config.hidden_size) for block in blocks)
     if len(blocks) != len(layers) or not fit:
         raise UnsupportedByKernels("shapes of its weights do not fit each other")
@@ -127,8 +155,8 @@ def _block_parts(block: Block, layer_idx: int, config: ModelConfig) -> BlockPart
     if mlp.activation not in ACTIVATIONS or (attn.q_norm is None) != (attn.k_norm is None):
         raise UnsupportedByKernels(f"layer {layer_idx}: unsupported block structure")
     # The tables of a cache, and RoPE, go by the config.
-    has = attn.layer_idx, attn.window, attn.layer_type, attn.num_kv_heads, attn.head_dim
-    expected = layer_idx, config.window(layer_idx), config.layer_types[layer_idx], config.num_key_value_heads
+    has = attn.layer_idx, attn.window, attn.rope_type, attn.num_kv_heads, attn.head_dim
+    expected = layer_idx, config.window(layer_idx), config.rope_type(layer_idx), config.num_key_value_heads
     if has != (*expected, config.computed_head_dim):
         raise UnsupportedByKernels(f"layer {layer_idx} does not match the config")
     return BlockParts(
@@ -144,7 +172,10 @@ def _block_parts(block: Block, layer_idx: int, config: ModelConfig) -> BlockPart
         head_dim=attn.head_dim,
         scale=attn.scale,
         window=attn.window,
-        layer_type=attn.layer_type,
+        rope_type=attn.rope_type,
+        softcap=attn.softcap,
+        multiplier=block.multiplier,
+        parallel=block.parallel,
         activation=mlp.activation,
         gated=isinstance(mlp, MLP),
     )

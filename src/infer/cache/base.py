@@ -53,18 +53,25 @@ class AttentionKernel(Protocol):
     takes_int8: bool  # whether k and v can be int8, as an int8 cache stores them
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int
+        self, q: Tensor, k: Tensor, v: Tensor, *, end: int, **options: Unpack[ScoreOptions]
     ) -> Tensor: ...  # [B, Hq, n, D]
     def weights(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int
+        self, q: Tensor, k: Tensor, v: Tensor, *, end: int, **options: Unpack[ScoreOptions]
     ) -> Tensor: ...  # float32 [B, Hq, n, S]: the softmax
 
 
-class AttendOptions(TypedDict, total=False):
-    """The keyword arguments of `attend`."""
+class ScoreOptions(TypedDict, total=False):
+    """How scores q·k become weights."""
 
     scale: Required[float]
-    window: int | None
+    window: Required[int | None]
+    softcap: float  # see `softmax_attention`
+    sinks: Tensor
+
+
+class AttendOptions(ScoreOptions, total=False):
+    """The keyword arguments of `attend`."""
+
     kernel: AttentionKernel | None
 
 
@@ -263,19 +270,19 @@ class BaseCache(ABC):
         k: Tensor,
         v: Tensor,
         *,
-        scale: float,
-        window: int | None = None,
         kernel: AttentionKernel | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> Tensor:
         """Store k and v, then attend from q [B, Hq, n, D] to all visible keys. kernel: None for plain torch."""
+        window = options.setdefault("window", None)
         self._check_window(layer_idx, window)
         keys, values = self._store(layer_idx, k, v)
         if self.quantized and (kernel is None or not kernel.takes_int8):
             seen = keys.shape[2] if window is None else min(keys.shape[2], window + q.shape[2] - 1)
             keys, values = decode(keys[:, :, -seen:], k.dtype), decode(values[:, :, -seen:], v.dtype)
         if kernel is not None:
-            return kernel(q, keys, values, scale=scale, window=window, end=self.seq_len + q.shape[2])
-        return span_attention(q, keys, values, scale=scale, window=window, masks=self._masks, dropout=self.dropout)
+            return kernel(q, keys, values, end=self.seq_len + q.shape[2], **options)
+        return span_attention(q, keys, values, masks=self._masks, dropout=self.dropout, **options)
 
     def table(self, config: ModelConfig, dtype: torch.dtype, n: int) -> Any:
         """Where kernels write the next n keys and values and read all others: addresses, strides, slots (`Table.at`).

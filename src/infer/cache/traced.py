@@ -7,7 +7,7 @@ from typing import Protocol, Unpack
 
 from torch import Tensor
 
-from infer.cache.base import AttendOptions, AttentionKernel, Cache, CacheWrapper
+from infer.cache.base import AttendOptions, AttentionKernel, Cache, CacheWrapper, ScoreOptions
 from infer.nn.attention import softmax_attention
 
 
@@ -64,14 +64,14 @@ class _RecordingKernel:
         self.kernel, self.count = kernel, count
         self.takes_int8 = kernel is not None and kernel.takes_int8
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, end: int, **options: Unpack[ScoreOptions]) -> Tensor:
         if self.kernel is None:
-            out, self.rows = softmax_attention(q, k, v, scale=scale, window=window, rows=self.count)
+            out, self.rows = softmax_attention(q, k, v, rows=self.count, **options)
             return out
-        self.rows = self.weights(q[:, :, -self.count :], k, v, scale=scale, window=window, end=end)
-        return self.kernel(q, k, v, scale=scale, window=window, end=end)
+        self.rows = self.weights(q[:, :, -self.count :], k, v, end=end, **options)
+        return self.kernel(q, k, v, end=end, **options)
 
-    def weights(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, v: Tensor, *, end: int, **options: Unpack[ScoreOptions]) -> Tensor:
         if self.kernel is None:
-            return softmax_attention(q, k, v, scale=scale, window=window, rows=q.shape[2])[1]
-        return self.kernel.weights(q, k, v, scale=scale, window=window, end=end)
+            return softmax_attention(q, k, v, rows=q.shape[2], **options)[1]
+        return self.kernel.weights(q, k, v, end=end, **options)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from infer.config import ModelConfig
 from infer.nn.quantized import Groups, quantize_rows
+from infer.nn.rope import file_order
 from infer.values import FLAG, Kind, integer, number
 
 if TYPE_CHECKING:
@@ -50,6 +51,40 @@ class StoredTensor(NamedTuple):
     name: str  # in the file
     shape: tuple[int, ...]  # in `Decoder`
     dtype: torch.dtype | str  # or the name of a quantized GGUF type
+
+
+class RowOrder(NamedTuple):
+    """Where the rows of a tensor are in a file: within a range of its rows, in this order."""
+
+    rows: range
+    order: Tensor
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, name: str, count: int, rows: range | None, interleaved: bool, by_head: bool = False
+    ) -> RowOrder | None:
+        """Of q and k, if RoPE does not pair their rows as `infer.nn.rope` does; None: they are in order.
+
+        count: the rows of the tensor. rows: of those, None: all. by_head: q, k and v are one matrix, head by head.
+        """
+        size, part = config.computed_head_dim, name.split(".")[-2]
+        if config.rope is None or part not in ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm"):
+            return None
+        rotated = config.rope.dim or size
+        dims = file_order(size, rotated, interleaved)
+        if rotated == size and not interleaved and not by_head:
+            return None
+        heads = torch.arange(count // size)[:, None]
+        order = heads * size + dims
+        if part == "qkv_proj":
+            kv_heads = config.num_key_value_heads
+            values = heads >= len(heads) - kv_heads
+            if by_head:
+                heads = heads % kv_heads * 3 + heads // kv_heads
+            order = heads * size + torch.where(values, torch.arange(size), dims)
+        wanted = order.flatten() if rows is None else order.flatten()[rows.start : rows.stop]
+        first = int(wanted.min())
+        return cls(range(first, int(wanted.max()) + 1), wanted - first)
 
 
 class Checkpoint(Protocol):

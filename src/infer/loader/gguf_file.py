@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.loader.checkpoint import FLOATS, Checkpoint, StoredTensor, TokenizerParts
+from infer.loader.checkpoint import FLOATS, Checkpoint, RowOrder, StoredTensor, TokenizerParts
 from infer.loader.gguf_config import config_from_gguf, sampling_from_gguf
 from infer.loader.tensor_names import by_decoder_name, from_gguf
 from infer.models.registry import check_supported
@@ -42,6 +42,7 @@ MAX_DIMENSIONS = 4  # ggml has no more
 MAX_LISTED = 4096  # numbers in an array that becomes a list; longer ones stay numpy arrays, of the size on disk
 
 ROPE_DIVISORS = "rope_freqs.weight"
+INTERLEAVED = ("llama", "mistral3", "granite", "smollm3", "glm4")  # architectures
 ALIGNMENT = integer(1, 2**20)
 
 
@@ -79,13 +80,13 @@ class GGUFFile(Checkpoint):
         return StoredTensor(stored, self._tensors[stored].shape, FLOATS.get(kind, kind))
 
     def blocks(self, name: str, rows: range | None = None) -> Iterator[Tensor]:
-        stored, order = self._read(self.tensors[name].name, rows), self._order(name, rows)
-        if order is not None:
-            yield torch.cat(list(stored))[order]
-        elif self.config.model_type == "gemma3" and name.split(".")[-2].endswith("norm"):
-            yield from (block - 1 for block in stored)  # llama.cpp stores them with the 1 added
+        stored = self.tensors[name]
+        if placed := RowOrder.of(self.config, name, stored.shape[0], rows, self._interleaved):
+            yield torch.cat([*self._read(stored.name, placed.rows)])[placed.order]
+        elif self.config.model_type in ("gemma2", "gemma3") and name.split(".")[-2].endswith("norm"):
+            yield from (block - 1 for block in self._read(stored.name, rows))  # llama.cpp stores them with the 1 added
         else:
-            yield from stored
+            yield from self._read(stored.name, rows)
 
     def groups(self, name: str, bits: int, rows: range | None = None) -> Iterator[Groups]:
         stored = self.tensors[name]
@@ -93,25 +94,19 @@ class GGUFFile(Checkpoint):
         if convert is None or own_bits != bits:
             yield from super().groups(name, bits, rows)
             return
-        read, order = map(convert, self._raw(self._tensors[stored.name], rows)), self._order(name, rows)
-        if order is None:
+        placed = RowOrder.of(self.config, name, stored.shape[0], rows, self._interleaved)
+        read = map(convert, self._raw(self._tensors[stored.name], placed.rows if placed else rows))
+        if placed is None:
             yield from read
         else:
-            parts: list[Any] = [None if part[0] is None else torch.cat(part)[order] for part in zip(*read, strict=True)]
+            columns = zip(*read, strict=True)
+            parts: list[Any] = [None if part[0] is None else torch.cat(part)[placed.order] for part in columns]
             yield Groups(*parts)
 
-    def _order(self, name: str, rows: range | None) -> Tensor | None:
-        """The permutation of a tensor's rows; None if they are in order. rows: of complete heads.
-
-        llama.cpp stores the rows of q and k paired, for interleaved RoPE: this puts each head's halves back together.
-        """
-        config, part = self.config, name.split(".")[-2]
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part)
-        if config.model_type != "llama" or heads is None:
-            return None
-        paired = torch.arange(heads * config.computed_head_dim).view(heads, config.computed_head_dim // 2, 2)
-        order = paired.transpose(1, 2).flatten()
-        return order if rows is None else order[: len(rows)]  # the same in all heads
+    @property
+    def _interleaved(self) -> bool:
+        """Whether RoPE rotates adjacent rows of q and k together, as llama.cpp stores them for some families."""
+        return self.metadata["general.architecture"] in INTERLEAVED
 
     def _read(self, stored: str, rows: range | None = None) -> Iterator[Tensor]:
         """The tensor's rows as float32, a block at a time."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from infer.config import (
@@ -14,9 +16,8 @@ from infer.config import (
     ModelConfig,
     RopeConfig,
     layer_pattern,
-    read_fields,
 )
-from infer.values import ABOVE_0, FLAG, OBJECT, TEXT, TOKEN_IDS, Kind, checked, integer, short_repr
+from infer.values import ABOVE_0, FLAG, OBJECT, TEXT, TOKEN_IDS, Kind, checked, either, integer, number, short_repr
 
 REQUIRED = (
     "model_type",
@@ -27,46 +28,92 @@ REQUIRED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-# Keys of config.json, besides the fields of `ModelConfig`, that are read.
+_COUNT = integer(0, 2**31 - 1)
+# Keys of config.json, besides the fields of `ModelConfig`, that are read for any family.
 _KINDS: dict[str, Kind] = {
     "eos_token_id": TOKEN_IDS,
     "rope_theta": ABOVE_0,
-    "rope_local_base_freq": ABOVE_0,
     "rope_parameters": OBJECT,
     "rope_scaling": OBJECT,
+    "partial_rotary_factor": number("above 0 and at most 1", lambda value: 0 < value <= 1),
     "quantization_config": OBJECT,
+}
+# Fields of `ModelConfig`, and other keys, that only families read that say so (`Family.reads`).
+_FAMILY_KINDS: dict[str, Kind] = {
+    **{
+        name: CONFIG_KINDS[name]
+        for name in (
+            "query_pre_attn_scalar",
+            "sliding_window",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "no_rope_layers",
+            "embedding_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+            "parallel_residual",
+        )
+    },
+    "rope_local_base_freq": ABOVE_0,
     "use_sliding_window": FLAG,
-    "max_window_layers": integer(0, 2**31 - 1),
-    "sliding_window_pattern": integer(1, 2**31 - 1),
+    "max_window_layers": _COUNT,
+    "sliding_window_pattern": either(integer(1, 2**31 - 1), TEXT),
     "_sliding_window_pattern": integer(1, 2**31 - 1),
     "scale_attn_weights": FLAG,
+    "original_max_position_embeddings": integer(1, 2**31 - 1),
+    "no_rope_layer_interval": integer(1, 2**31 - 1),
+    "attention_multiplier": ABOVE_0,
 }
-_ROPE_KINDS: dict[str, Kind] = ROPE_KINDS | {"rope_theta": ABOVE_0, "rope_type": TEXT, "type": TEXT}
-_ROPE_SETTINGS = {  # of each kind of scaling
+# Keys without an effect on what a model computes; any other unknown key that is set is refused.
+_IGNORED = re.compile(
+    r"_.*|.*(dropout|pdrop|_version|_token_id|_beams|_beam_groups|_labels?|label2id|id2label|_penalty|_ngram_size)"
+    r"|(torch_)?dtype|(initializer|output|summary|unsloth|return)_.*|(typical|top|attn)_[pk]|(min|max)_length|temperature"
+    r"|architectures|auto_map|attn_implementation|cache_implementation|chunk_size_feed_forward|do_sample|early_stopping"
+    r"|finetuning_task|full_attn_mod|gradient_checkpointing|interpolate_factor|is_llama_config|mlp_type|n_ctx|norm_type"
+    r"|num_return_sequences|predict_special_tokens|prefix|pretraining_tp|problem_type|reorder_and_upcast_attn"
+    r"|task_specific_params|tokenizer_class|transformers\.js_config|use_cache|use_flash_attn|hidden_act|activation_function"
+)
+_NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null: none, not the default
+_ROPE_KINDS: dict[str, Kind] = ROPE_KINDS | {
+    "rope_theta": ABOVE_0,
+    "rope_type": TEXT,
+    "type": TEXT,
+    "partial_rotary_factor": _KINDS["partial_rotary_factor"],
+    "mscale": number("from 0 to 100", lambda value: 0 <= value <= 100),
+    "mscale_all_dim": number("from 0 to 100", lambda value: 0 <= value <= 100),
+    "short_factor": ROPE_KINDS["divisors"],
+    "long_factor": ROPE_KINDS["divisors"],
+    "llama_4_scaling_beta": ROPE_KINDS["query_beta"],
+    "max_position_embeddings": CONFIG_KINDS["max_position_embeddings"],
+}
+_ROPE_REQUIRED = {  # of each kind of scaling
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's config.json differs from Llama's. Values are by the names of `ModelConfig` and `_KINDS`."""
+    """How a family's config.json differs from Llama's. Values are by the names of `ModelConfig` and `_FAMILY_KINDS`."""
 
     names: Mapping[str, str] = field(default_factory=dict)  # fields of `ModelConfig` -> the family's names of them
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' values of what may be left out
     fixed: Mapping[str, Any] = field(default_factory=dict)  # whatever the file has
+    reads: tuple[str, ...] = ()  # keys of `_FAMILY_KINDS`; others are refused
     # Names of activations -> ours; None: that of the family's `Block`.
     activations: Mapping[str, str | None] = field(default_factory=lambda: {"silu": None})
-    refused: tuple[str, ...] = ()  # keys that are not supported, unless they are false, 0 or null
     pattern: int | None = None  # without layer_types: every so many layers full attention, else a sliding window
+    interleaved: bool = False  # RoPE rotates adjacent dimensions together
     computed: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
 
 
 def _qwen(values: Mapping[str, Any]) -> dict[str, Any]:
     """Windows, if any, from layer max_window_layers on."""
-    if not values.get("use_sliding_window"):
-        return {"sliding_window": None}
+    if not values.get("use_sliding_window") or values["sliding_window"] is None:
+        return {"sliding_window": None, "layer_types": None}
     layers = range(values.get("num_hidden_layers", 0))
     windows = [SLIDING_ATTENTION if i >= values["max_window_layers"] else FULL_ATTENTION for i in layers]
     return {"layer_types": values.get("layer_types") or windows}
@@ -79,7 +126,45 @@ def _gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _window_everywhere(values: Mapping[str, Any]) -> dict[str, Any]:
+    kind = FULL_ATTENTION if values.get("sliding_window") is None else SLIDING_ATTENTION
+    return {"layer_types": [kind] * values.get("num_hidden_layers", 0)}
+
+
+def _phi3(values: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {**(values.get("rope_parameters") or values.get("rope_scaling") or {})}
+    if settings.get("rope_type", settings.get("type")) in ("su", "yarn"):  # older names
+        settings["rope_type"] = "longrope"
+    return _window_everywhere(values) | {"rope_parameters": settings}
+
+
+def _smollm3(values: Mapping[str, Any]) -> dict[str, Any]:
+    layers = range(values.get("num_hidden_layers", 0))
+    has_rope = values.get("no_rope_layers")  # which the file has as 1
+    if has_rope is None:
+        has_rope = [(i + 1) % values["no_rope_layer_interval"] != 0 for i in layers]
+    without = tuple(i for i, rotated in zip(layers, has_rope, strict=False) if not rotated)
+    windowed = values.get("use_sliding_window") and values.get("sliding_window")
+    windows = [SLIDING_ATTENTION if windowed and i in without else FULL_ATTENTION for i in layers]
+    return {"no_rope_layers": without, "layer_types": values.get("layer_types") or windows}
+
+
+def _exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With windows, the layers that see everything have no RoPE."""
+    layers = values.get("num_hidden_layers", 0)
+    if values.get("sliding_window") is None:
+        return {"layer_types": [FULL_ATTENTION] * layers}
+    types = values.get("layer_types") or layer_pattern(values["sliding_window_pattern"], layers)
+    return {"layer_types": types, "no_rope_layers": [i for i, kind in enumerate(types) if kind == FULL_ATTENTION]}
+
+
+def _granite(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"query_pre_attn_scalar": 1 / values["attention_multiplier"] ** 2}
+
+
 _GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
+_QWEN_READS = "sliding_window", "use_sliding_window", "max_window_layers"
 _GEMMA3 = Family(
     names={"hidden_act": "hidden_activation"},
     defaults={
@@ -97,19 +182,180 @@ _GEMMA3 = Family(
         "bos_token_id": 2,
         "eos_token_id": 1,
     },
+    reads=("query_pre_attn_scalar", "sliding_window", "rope_local_base_freq", "sliding_window_pattern"),
     activations={"gelu_pytorch_tanh": None},
-    refused=("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"),
     pattern=6,
 )
+_GRANITE = Family(
+    defaults={
+        "vocab_size": 32_000,
+        "max_position_embeddings": 2048,
+        "attention_multiplier": 1.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    reads=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+    computed=_granite,
+)
+_LAYER_NORM = {"norm_bias": True, "mlp_bias": True}
 FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(
+        defaults={"sliding_window": 4096, "max_position_embeddings": 131_072, "bos_token_id": 1, "eos_token_id": 2},
+        fixed={"attention_bias": False, "mlp_bias": False},
+        reads=("sliding_window",),
+        computed=_window_everywhere,
+    ),
+    "ministral3": Family(
+        defaults={"head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5, "eos_token_id": 2},
+        fixed={"attention_bias": False, "mlp_bias": False},
+        reads=("sliding_window",),
+        computed=_window_everywhere,
+    ),
+    "phi3": Family(
+        defaults={
+            "vocab_size": 32_064,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 32_000,
+        },
+        fixed={"attention_bias": False, "mlp_bias": False},
+        reads=("sliding_window", "original_max_position_embeddings"),
+        computed=_phi3,
+    ),
     "qwen2": Family(
-        defaults={"sliding_window": 4096, "max_window_layers": 28},
-        fixed={"attention_bias": True, "attention_output_bias": False},
+        defaults=_QWEN_WINDOWS,
+        fixed={"attention_bias": True, "attention_output_bias": False, "mlp_bias": False},
+        reads=_QWEN_READS,
         computed=_qwen,
     ),
-    "qwen3": Family(defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28}, computed=_qwen),
+    "qwen3": Family(defaults={"head_dim": 128} | _QWEN_WINDOWS, reads=_QWEN_READS, computed=_qwen),
+    "gemma2": Family(
+        names={"hidden_act": "hidden_activation"},
+        defaults={
+            "vocab_size": 256_000,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "hidden_act": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+        },
+        reads=("query_pre_attn_scalar", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+        activations={"gelu_pytorch_tanh": None},
+        pattern=2,
+    ),
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
+    "olmo2": Family(defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "eos_token_id": 50_279}),
+    "olmo3": Family(
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+            "eos_token_id": 50_279,
+        },
+        reads=("sliding_window",),
+        pattern=4,
+        computed=lambda values: {"rope_local_base_freq": values["rope_theta"]},
+    ),
+    "smollm3": Family(
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "rope_theta": 2_000_000.0,
+            "no_rope_layer_interval": 4,
+            "tie_word_embeddings": True,
+            "bos_token_id": 128_000,
+            "eos_token_id": 128_001,
+        },
+        reads=("no_rope_layers", "no_rope_layer_interval", "sliding_window", "use_sliding_window", "max_window_layers"),
+        computed=_smollm3,
+    ),
+    "granite": _GRANITE,
+    "glm4": Family(
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1.5625e-07,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+            "eos_token_id": [151_329, 151_336, 151_338],
+        },
+        fixed={"attention_output_bias": False, "mlp_bias": False},
+        interleaved=True,
+    ),
+    "exaone4": Family(
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
+        fixed={"attention_bias": False, "mlp_bias": False},
+        reads=("sliding_window", "sliding_window_pattern"),
+        computed=_exaone4,
+    ),
+    "starcoder2": Family(
+        names={"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias"},
+        defaults={
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "bos_token_id": 50_256,
+            "eos_token_id": 50_256,
+        },
+        fixed={"norm_bias": True},
+        reads=("sliding_window",),
+        activations=_GELUS,
+        computed=lambda values: _window_everywhere(values) | {"mlp_bias": values["attention_bias"]},
+    ),
+    "stablelm": Family(
+        names={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
+        defaults={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+        fixed={"norm_bias": True, "mlp_bias": False, "attention_output_bias": False},
+    ),
+    "gpt_neox": Family(
+        names={
+            "rms_norm_eps": "layer_norm_eps",
+            "rope_theta": "rotary_emb_base",
+            "partial_rotary_factor": "rotary_pct",
+            "parallel_residual": "use_parallel_residual",
+        },
+        defaults={
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25,
+            "attention_bias": True,
+            "parallel_residual": True,
+            "hidden_act": "gelu",
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
+        fixed={"num_key_value_heads": None, "head_dim": None, "norm_bias": True, "mlp_bias": True},
+        reads=("parallel_residual",),
+        activations=_GELUS,
+    ),
     "rope_gpt": Family(activations=_GELUS),
     "gpt2": Family(
         names={
@@ -142,8 +388,8 @@ FAMILIES = {
             "mlp_bias": True,
             "norm_bias": True,
         },
+        reads=("scale_attn_weights",),
         activations=_GELUS,
-        refused=("scale_attn_by_inverse_layer_idx", "add_cross_attention"),
         computed=_gpt2,
     ),
 }
@@ -151,23 +397,30 @@ FAMILIES = {
 
 def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """From the contents of `config.json` and, if there is one, `generation_config.json`."""
+    own_keys = raw.keys()
     if (text := raw.get("text_config")) is not None:  # of a multimodal model
         OBJECT.check("text_config", text)
+        own_keys = text.keys()
         raw = {**text, **{name: value for name, value in raw.items() if value is not None}}
-    family = FAMILIES.get(str(raw.get("model_type")), Family())
-    given = checked(raw, _KINDS)
-    if raw.get("sliding_window", 0) is None:  # null: Qwen 3 then has no window, instead of the default
-        given.pop("use_sliding_window", None)
-    given |= read_fields(raw, {name: family.names.get(name, name) for name in CONFIG_KINDS})
+    family = FAMILIES[str(raw.get("model_type"))]
+    kinds = _KINDS | CONFIG_KINDS | {name: _FAMILY_KINDS[name] for name in family.reads}
+    names = {ours: family.names.get(ours, ours) for ours in kinds if ours in family.reads or ours not in _FAMILY_KINDS}
+    for key in own_keys - {*names.values(), "quantization_config", *family.fixed}:
+        if raw.get(key) and not _IGNORED.fullmatch(key) and raw[key] != getattr(ModelConfig, key, None):
+            of_family = f"is not supported for {raw['model_type']}"
+            raise ValueError(f"{key} {short_repr(raw[key])} {of_family}: delete the key if it has no effect")
+    checked_values = checked(raw, {theirs: kinds[ours] for ours, theirs in names.items()})
+    given = {ours: checked_values[theirs] for ours, theirs in names.items() if theirs in checked_values}
+    given |= {name: None for name in _NULLABLE if raw.get(name, 0) is None}
     generation = checked(generation or {}, {"eos_token_id": TOKEN_IDS})
     llama: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": RopeConfig.theta}
     values = llama | {**family.defaults, **given, **family.fixed}
     values |= family.computed(values)
     if missing := [name for name in REQUIRED if values.get(name) is None]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
-    for name in family.refused:
-        if raw.get(name):
-            raise ValueError(f"{name} {short_repr(raw[name])} is not supported")
+    for ours, fixed in family.fixed.items():
+        if (asked := raw.get(name := family.names.get(ours, ours))) and fixed is not None and asked != fixed:
+            raise ValueError(f"{name} {short_repr(asked)} is not supported for {raw['model_type']}")
     if "quantization_config" in values:
         method = values["quantization_config"].get("quant_method", "unknown")
         raise ValueError(
@@ -184,36 +437,75 @@ def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any] | None 
         "num_key_value_heads": values.get("num_key_value_heads") or values["num_attention_heads"],
         "hidden_act": known[activation],
         "layer_types": tuple(values.get("layer_types") or ()),
+        "no_rope_layers": tuple(values.get("no_rope_layers") or ()),
         "eos_token_ids": unique_ids(values.get("eos_token_id"), generation.get("eos_token_id")),
     }
-    fields = {name: values[name] for name in CONFIG_KINDS if values.get(name) is not None}
-    return ModelConfig(**_ropes(values), **fields)
+    values |= _ropes(values)
+    return ModelConfig(
+        **{each.name: value for each in fields(ModelConfig) if (value := values.get(each.name)) is not None}
+    )
 
 
 def _ropes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The RoPE of all layers, or that of full and that of sliding layers; None: learned positions."""
+    """The RoPE of all layers, or that of full and that of sliding layers; and how many positions it is made for."""
     if values["rope_theta"] is None:
-        return {"rope": None}
-    settings = values.get("rope_parameters", {})
+        return {"rope": None}  # learned positions
+    settings = values.get("rope_parameters") or values.get("rope_scaling") or {}
     by_type = checked(settings, {FULL_ATTENTION: OBJECT, SLIDING_ATTENTION: OBJECT})
-    settings = (by_type.get(FULL_ATTENTION) if by_type else settings) or values.get("rope_scaling") or {}
-    ropes = {"rope": rope_from_hf(settings, values["rope_theta"])}
-    if "rope_local_base_freq" in values:
-        ropes["local_rope"] = rope_from_hf(by_type.get(SLIDING_ATTENTION) or {}, values["rope_local_base_freq"])
-    return ropes
+    rope, context = rope_from_hf((by_type.get(FULL_ATTENTION) or {}) if by_type else settings, values)
+    found = {"rope": rope, "max_position_embeddings": context}
+    if (theta := values.get("rope_local_base_freq")) is not None:
+        local = by_type.get(SLIDING_ATTENTION) or {}
+        found["local_rope"] = rope_from_hf(local, {**values, "rope_theta": theta})[0]
+    return found
 
 
-def rope_from_hf(settings: Mapping[str, Any], theta: float) -> RopeConfig:
-    """From `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it."""
+def rope_from_hf(settings: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[RopeConfig, int]:
+    """From `rope_parameters`, or the older `rope_scaling`; and the context. values: of `config_from_hf`."""
+    unknown = [key for key in settings if settings[key] and key not in _ROPE_KINDS]
     settings = checked(settings, _ROPE_KINDS)
-    scaling = settings.get("rope_type", settings.get("type", "default"))
-    if scaling not in _ROPE_SETTINGS:
-        raise ValueError(f"RoPE scaling {short_repr(scaling)} is not supported: only default, linear and llama3 are")
-    required = _ROPE_SETTINGS[scaling]
-    if missing := [name for name in required if name not in settings]:
+    scaling, context = settings.get("rope_type", settings.get("type", "default")), values["max_position_embeddings"]
+    if scaling not in _ROPE_REQUIRED:
+        raise ValueError(f"RoPE scaling {short_repr(scaling)} is not supported: only {', '.join(_ROPE_REQUIRED)} are")
+    if missing := [name for name in _ROPE_REQUIRED[scaling] if name not in settings]:
         raise ValueError(f"{scaling} RoPE scaling lacks {', '.join(missing)}")
-    theta = float(settings.get("rope_theta", theta))
-    return RopeConfig(theta=theta, scaling=scaling, **{name: settings[name] for name in required})
+    if (beta := settings.get("llama_4_scaling_beta")) and values["model_type"] != "ministral3":
+        unknown.append("llama_4_scaling_beta")
+    if unknown:
+        raise ValueError(f"{', '.join(map(short_repr, unknown))} of RoPE is not supported for {values['model_type']}")
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    dim = int(head_dim * settings.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)))
+    original = settings.get("original_max_position_embeddings", values.get("original_max_position_embeddings", context))
+    given: dict[str, Any] = {
+        "theta": float(settings.get("rope_theta", values["rope_theta"])),
+        "dim": dim if dim < head_dim else None,
+        "original_max_position_embeddings": original,
+    }
+    given |= {name: settings[name] for name in _ROPE_REQUIRED[scaling] if name in ROPE_KINDS}
+    if scaling == "yarn":
+        given |= {name: settings[name] for name in ("beta_fast", "beta_slow", "truncate") if name in settings}
+        given["attention_factor"] = settings.get("attention_factor", _yarn_factor(settings))
+        given["query_beta"] = beta or 0.0
+    elif scaling == "longrope":
+        # Positions beyond the original context would need the long factors, for all positions before them, too.
+        factor = settings.get("factor", context / original)
+        spread = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        given["attention_factor"] = settings.get("attention_factor", spread)
+        given["divisors"] = tuple(settings["short_factor"])
+        scaling, context = "default", original
+    elif scaling == "default":
+        given.pop("original_max_position_embeddings")
+    return RopeConfig(scaling=scaling, **given), context
+
+
+def _yarn_factor(settings: Mapping[str, Any]) -> float:
+    """What cos and sin are multiplied by, unless the file says it."""
+
+    def grown(mscale: float) -> float:
+        return 0.1 * mscale * math.log(settings["factor"]) + 1 if settings["factor"] > 1 else 1.0
+
+    mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    return grown(mscale) / grown(all_dim) if mscale and all_dim else grown(1.0)
 
 
 def unique_ids(*ids: int | list[int] | None) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from infer.loader.checkpoint import FLOATS, Checkpoint, StoredTensor, TokenizerParts
+from infer.loader.checkpoint import FLOATS, Checkpoint, RowOrder, StoredTensor, TokenizerParts
 from infer.loader.files import INDEX, SAFETENSORS, is_there, read_index, read_json, read_text
-from infer.loader.hf_config import config_from_hf
+from infer.loader.hf_config import FAMILIES, config_from_hf
 from infer.loader.tensor_names import GPT2_MATRICES, by_decoder_name, from_gpt2, from_hf
 from infer.loader.text_tokenizers import gpt2_tokenizer, read_tokenizer
 from infer.machine import DTYPES
@@ -81,6 +81,15 @@ class HFFolder(Checkpoint):
             return DTYPES.get(self._declared)
 
     def blocks(self, name: str, rows: range | None = None) -> Iterator[Tensor]:
+        shape, family = self.tensors[name].shape, FAMILIES[self.config.model_type]
+        by_head = self.config.model_type == "gpt_neox"
+        if placed := RowOrder.of(self.config, name, shape[0], rows, family.interleaved, by_head):
+            yield torch.cat([*self._read(name, placed.rows)])[placed.order]
+        else:
+            yield from self._read(name, rows)
+
+    def _read(self, name: str, rows: range | None) -> Iterator[Tensor]:
+        """Rows as they are in the file."""
         stored, shape, _ = self.tensors[name]
         rows = range(shape[0]) if rows is None else rows
         rows_per_block = max(1, BLOCK_WEIGHTS * shape[0] // math.prod(shape))

@@ -223,7 +223,7 @@ def check_tensors(checkpoint: Checkpoint, slots: Mapping[str, Slot]) -> None:
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
     """Tensors that some checkpoints store although they follow from the rest."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+    return name == "lm_head.weight" and config.tie_word_embeddings
 
 
 def check_memory(nbytes: int, weights: WeightDtypes, device: torch.device, processes: int = 1) -> None:

@@ -37,8 +37,22 @@ _GGUF_FAMILIES = {
 }
 
 # Hugging Face: prefixes of the text model, and the other parts of a multimodal checkpoint.
-_HF_PREFIX = re.compile(r"^((model|language_model)\.)+")
+_HF_PREFIX = re.compile(r"^((model|language_model|gpt_neox)\.)+")
 _HF_OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+_HF_LAYER = re.compile(r"^layers\.\d+\.")
+# Parts that are not named as Llama's, in any family.
+_HF = {
+    "embed_in": "embed_tokens",
+    "embed_out": "lm_head",
+    "final_layer_norm": "norm",
+    "attention.query_key_value": "self_attn.qkv_proj",
+    "attention.dense": "self_attn.o_proj",
+    "mlp.dense_h_to_4h": "mlp.up_proj",
+    "mlp.dense_4h_to_h": "mlp.down_proj",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
+_HF_BUFFERS = ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")  # of older checkpoints
 
 # GPT-2, as OpenAI, Hugging Face and nanoGPT write it, after torch.compile's prefix and the model's.
 _GPT2_PREFIX = re.compile(r"^(_orig_mod\.)?(transformer\.)?")
@@ -71,7 +85,12 @@ def by_decoder_name(stored: Iterable[str], rename: Callable[[str], str | None], 
 def from_hf(stored: str) -> str | None:
     """model.layers.3.self_attn.q_proj.weight -> layers.3.self_attn.q_proj.weight; None for parts that are not text."""
     name = _HF_PREFIX.sub("", stored)
-    return None if name.startswith(_HF_OTHER_PARTS) else name
+    if name.startswith(_HF_OTHER_PARTS) or name.endswith(_HF_BUFFERS):
+        return None
+    layer = _HF_LAYER.match(name)
+    prefix = layer[0] if layer else ""
+    part, _, kind = name.removeprefix(prefix).rpartition(".")
+    return f"{prefix}{_HF.get(part, part)}.{kind}"
 
 
 def from_gguf(stored: str, architecture: str) -> str:

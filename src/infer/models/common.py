@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infer.cache.base import Cache, NoCache
+from infer.cache.base import AttendOptions, Cache, NoCache
 from infer.cache.debug import debugged
 from infer.config import ModelConfig
 from infer.models.rows import ALL, LAST, HiddenStates, PackedBatch, Row, pack
@@ -24,7 +24,7 @@ from infer.nn.linear import Embedding, FusedLinear, Linear
 from infer.nn.module import Module, is_autocast
 from infer.nn.norm import LayerNorm, Norm, RMSNorm
 from infer.nn.quantized import QuantizedWeight
-from infer.nn.rope import Rope, apply_rope
+from infer.nn.rope import Rope, apply_rope, query_scales
 from infer.nn.sharded import Group
 from infer.values import value_or_type
 
@@ -37,16 +37,21 @@ class ForwardContext(NamedTuple):
 
     rows: PackedBatch
     rope_cos_sin: Mapping[str, tuple[Tensor, Tensor]]  # by layer type: each [T, D]; empty where positions are learned
+    query_scales: Tensor | None = None  # [T]
 
 
 class Attention(Module):
     """Project, norm, rotate, and leave the rest to the cache: it stores k and v and knows which keys are visible."""
 
-    def __init__(self, config: ModelConfig, layer_idx: int, qk_norm: type[RMSNorm] | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, layer_idx: int, qk_norm: type[RMSNorm] | None = None, *, per_head: bool = True
+    ) -> None:
+        """per_head: whether q and k are normalized head by head."""
         super().__init__()
         self.layer_idx = layer_idx
-        self.layer_type = config.layer_types[layer_idx]
+        self.rope_type = config.rope_type(layer_idx)
         self.window = config.window(layer_idx)
+        self.softcap = config.attn_logit_softcapping
         self.head_dim = config.computed_head_dim
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
@@ -60,20 +65,31 @@ class Attention(Module):
         output_bias = config.attention_output_bias
         output_bias = config.attention_bias if output_bias is None else output_bias
         self.o_proj = Linear(q_size, config.hidden_size, bias=output_bias)
-        self.q_norm = None if qk_norm is None else qk_norm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = None if qk_norm is None else qk_norm(self.head_dim, config.rms_norm_eps)
+        sizes = (self.head_dim, self.head_dim) if per_head else (q_size, kv_size)
+        self.q_norm = None if qk_norm is None else qk_norm(sizes[0], config.rms_norm_eps)
+        self.k_norm = None if qk_norm is None else qk_norm(sizes[1], config.rms_norm_eps)
 
     def forward(self, x: Tensor, residual: Tensor | None, forward_pass: ForwardContext) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
         qk, v = heads.split_with_sizes([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split_with_sizes([self.num_heads, self.num_kv_heads], 1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
-        if (cos_sin := forward_pass.rope_cos_sin.get(self.layer_type)) is not None:
-            qk = apply_rope(qk, *cos_sin)
+            qk = torch.cat((_normed_heads(q, self.q_norm), _normed_heads(k, self.k_norm)), 1)
+        if self.rope_type is not None:
+            qk = apply_rope(qk, *forward_pass.rope_cos_sin[self.rope_type])
         q, k = qk.split_with_sizes([self.num_heads, self.num_kv_heads], 1)
-        out = forward_pass.rows.attend(self.layer_idx, q, k, v, scale=self.scale, window=self.window)  # [T, Hq D]
+        if forward_pass.query_scales is not None:
+            q = (q * forward_pass.query_scales[:, None, None]).to(q.dtype)
+        options = AttendOptions(scale=self.scale, window=self.window)
+        if self.softcap is not None:
+            options["softcap"] = self.softcap
+        out = forward_pass.rows.attend(self.layer_idx, q, k, v, **options)  # [T, Hq D]
         return self.o_proj(out, residual)  # type: ignore[no-any-return]
+
+
+def _normed_heads(x: Tensor, norm: RMSNorm) -> Tensor:
+    """x [T, H, D], each head or all of them together normalized."""
+    return norm(x) if norm.weight.shape[0] == x.shape[2] else norm(x.flatten(1)).view_as(x)  # type: ignore[no-any-return]
 
 
 class MLP(Module):
@@ -114,36 +130,39 @@ class UngatedMLP(Module):
 class Norms(NamedTuple, Generic[T]):
     """A block's norms, or their names, by where they stand."""
 
-    before_attention: T
-    before_mlp: T
+    before_attention: T | None = None
+    before_mlp: T | None = None
     after_attention: T | None = None
     after_mlp: T | None = None
 
 
 class Block(Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with a norm after each too if the model has one.
+    """x + attention(norm(x)), then x + mlp(norm(x)); with a norm before or after each, or both.
 
-    If it has none, the last GEMM of each adds the residual.
+    If there is nothing after a GEMM, it adds the residual.
     """
 
     # What differs between families.
     norm: type[Norm] = RMSNorm
     norm_names = Norms[str](before_attention="input_layernorm", before_mlp="post_attention_layernorm")
     qk_norm: type[RMSNorm] | None = None
+    qk_norm_per_head = True
     gated = True  # the MLP
     activation = "silu"  # unless the config has one
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
         # In the order of the computation: optimizers number parameters by it.
-        first, *others = filter(None, self.norm_names)
-        setattr(self, first, self.make_norm(config))
-        self.self_attn = Attention(config, layer_idx, self.qk_norm)
-        for name in others:
+        first, *others = self.norm_names
+        if first is not None:
+            setattr(self, first, self.make_norm(config))
+        self.self_attn = Attention(config, layer_idx, self.qk_norm, per_head=self.qk_norm_per_head)
+        for name in filter(None, others):
             setattr(self, name, self.make_norm(config))
         activation = config.hidden_act or self.activation
         self.mlp = MLP(config, activation) if self.gated else UngatedMLP(config, activation)
         self.dropout = config.dropout  # of the output of each half, in training
+        self.multiplier, self.parallel = config.residual_multiplier, config.parallel_residual
 
     @classmethod
     def make_norm(cls, config: ModelConfig) -> Norm:
@@ -155,16 +174,20 @@ class Block(Module):
 
     def forward(self, x: Tensor, forward_pass: ForwardContext) -> Tensor:
         norms, dropout = self.norms(), self.dropout if self.training else 0.0
-        if norms.after_attention is None and norms.after_mlp is None and not dropout:
-            x = self.self_attn(norms.before_attention(x), x, forward_pass)
-            return self.mlp(norms.before_mlp(x), x)  # type: ignore[no-any-return]
-        x = x + _normed(self.self_attn(norms.before_attention(x), None, forward_pass), norms.after_attention, dropout)
-        return x + _normed(self.mlp(norms.before_mlp(x), None), norms.after_mlp, dropout)
+        if norms.after_attention is norms.after_mlp is None and self.multiplier == 1 and not dropout:
+            y = self.self_attn(_normed(x, norms.before_attention), x, forward_pass)
+            return self.mlp(_normed(x if self.parallel else y, norms.before_mlp), y)  # type: ignore[no-any-return]
+
+        def added(x: Tensor, norm: Norm | None) -> Tensor:
+            x = _normed(x, norm) * self.multiplier
+            return F.dropout(x, dropout) if dropout else x
+
+        y = x + added(self.self_attn(_normed(x, norms.before_attention), None, forward_pass), norms.after_attention)
+        return y + added(self.mlp(_normed(x if self.parallel else y, norms.before_mlp), None), norms.after_mlp)
 
 
-def _normed(x: Tensor, norm: Norm | None, dropout: float) -> Tensor:
-    x = x if norm is None else norm(x)
-    return F.dropout(x, dropout) if dropout else x
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -272,12 +295,13 @@ class Decoder(Module):
         learned = None if self.embed_positions is None else self.embed_positions.weight.shape[0]
         packed = pack(rows, self.device, learned, self.embed_tokens)
         x = self.embed(packed.ids, packed.positions)  # [T, C]
-        forward_pass = ForwardContext(packed, {kind: rope(packed.positions) for kind, rope in self.ropes.items()})
+        cos_sin = {kind: rope(packed.positions) for kind, rope in self.ropes.items()}
+        forward_pass = ForwardContext(packed, cos_sin, self.query_scales(packed.positions))
         for i, layer in enumerate(self.layers):
             x = layer(x, forward_pass)
             packed.return_layer(i, x)
         packed.return_final(x, self.norm)
-        logits = self.lm_head(self.norm(packed.select(x)))
+        logits = self.scale_logits(self.lm_head(self.norm(packed.select(x))))
         packed.advance()
         return packed.split(logits)
 
@@ -290,9 +314,21 @@ class Decoder(Module):
             x = x + self.embed_positions(positions)
         return F.dropout(x, self.config.dropout) if self.training else x
 
+    def query_scales(self, positions: Tensor) -> Tensor | None:
+        """Positions [T] -> what queries are multiplied by [T]; None: 1."""
+        rope = self.config.rope
+        return None if rope is None or not rope.query_beta else query_scales(rope, positions)
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        if (divisor := self.config.logits_scaling) != 1:
+            logits = logits / divisor
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
     @property
     def embed_scale(self) -> float:
-        return 1.0
+        return self.config.embedding_multiplier
 
     @property
     def device(self) -> torch.device:

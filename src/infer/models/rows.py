@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from infer.cache.base import AttentionKernel, BaseCache, Cache, unwrap
+from infer.cache.base import AttendOptions, BaseCache, Cache, unwrap
 from infer.machine import to_device
 
 NONE, LAST, ALL = slice(0), slice(-1, None), slice(None)  # of a row's new positions
@@ -68,17 +68,14 @@ class PackedBatch(NamedTuple):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        kernel: AttentionKernel | None = None,
+        **options: Unpack[AttendOptions],
     ) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq D]: each row stores its keys and attends in its own cache."""
         out = []
         for span in self.spans:
             own = (x[span.start : span.stop].view(span.batch, span.n, -1, x.shape[2]) for x in (q, k, v))
             heads = (x.transpose(1, 2) for x in own)  # [B, H, n, D]
-            attended = span.row.cache.attend(layer_idx, *heads, scale=scale, window=window, kernel=kernel)
+            attended = span.row.cache.attend(layer_idx, *heads, **options)
             out.append(attended.transpose(1, 2).reshape(span.batch * span.n, -1))
         return out[0] if len(out) == 1 else torch.cat(out)
 

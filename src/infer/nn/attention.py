@@ -62,11 +62,16 @@ def span_attention(
     window: int | None,
     masks: Masks,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [B, Hq, n, D] at the last n positions of k, v [B, Hkv, S, D], in order of position -> [B, Hq, n, D].
 
-    masks: made by earlier layers of this pass, and reused. dropout: of the attention weights.
+    masks: made by earlier layers of this pass, and reused. dropout: of the attention weights. softcap, sinks: see
+    `softmax_attention`.
     """
+    if softcap is not None or sinks is not None:  # SDPA has neither
+        return softmax_attention(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)[0]
     n, keys = q.shape[2], k.shape[2]
     if n == 1:  # sees all keys in its window
         if window is not None and keys > window:
@@ -101,11 +106,21 @@ def _attend_block(
 
 
 def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, rows: int = 1
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    rows: int = 1,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`span_attention`, written out: also returns the weights of the last `rows` queries [B, Hq, rows, S].
 
     In blocks of queries: a long prompt needs no [S, S] matrix unless all rows are returned.
+    softcap: scores become cap * tanh(scores / cap). sinks [Hq]: the score of a key without a value, one per head, which
+    takes its share of the weights.
     """
     batch, heads, n, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -116,8 +131,14 @@ def softmax_attention(
     for start in range(0, n, BLOCK):
         block = q[:, :, start : start + BLOCK].to(wide).reshape(batch, kv_heads, heads // kv_heads, -1, head_dim)
         seen = visible(positions[keys - n + start :][: block.shape[3]], positions, window)  # [block, S]
-        scores = (block @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
-        weights = scores.softmax(-1)  # [B, Hkv, Hq/Hkv, block, S]
+        scores = block @ k.transpose(-1, -2) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            sink = sinks.to(wide).view(kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sink), -1)
+        weights = scores.softmax(-1)[..., :keys]  # [B, Hkv, Hq/Hkv, block, S]
         outputs.append((weights @ v).flatten(1, 2))
         if start + BLOCK > n - rows:
             kept.append(weights.flatten(1, 2)[:, :, max(0, n - rows - start) :])

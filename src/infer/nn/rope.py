@@ -2,6 +2,9 @@
 
 Dimension i of a head is paired with dimension i + D/2, and each pair is rotated by the angle
 `position * inv_freq[i]`. A dot product of two rotated vectors then depends only on the distance of their positions.
+
+Checkpoints that pair other dimensions, or rotate only some, are loaded with the rows of q and k in this order
+(`file_order`): a dot product of q and k does not depend on it. Dimensions that are not rotated have frequency 0.
 """
 
 from __future__ import annotations
@@ -25,14 +28,16 @@ class Rope:
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         inv_freq = inverse_frequencies(config, head_dim)
+        self.attention_factor = config.attention_factor
         self.inv_freq = torch.cat((inv_freq, inv_freq))  # [D]
-        self.sign = torch.cat((-torch.ones_like(inv_freq), torch.ones_like(inv_freq)))
+        self.factor = torch.where(self.inv_freq > 0, config.attention_factor, 1.0)
+        self.sign = torch.cat((-torch.ones_like(inv_freq), torch.ones_like(inv_freq))) * self.factor
         self._table = torch.empty(2, 0, head_dim, device="cpu")  # cos and sin of positions 0, 1, ...
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, D]; sin carries the sign of rotate-half."""
-        if self.inv_freq.device != positions.device:
-            self.inv_freq, self.sign = self.inv_freq.to(positions.device), self.sign.to(positions.device)
+        if (device := positions.device) != self.inv_freq.device:
+            self.inv_freq, self.factor, self.sign = (x.to(device) for x in (self.inv_freq, self.factor, self.sign))
         if not positions.is_cpu:
             return self._cos_sin(positions)
         cos, sin = self.table(int(positions.max()) + 1)[:, positions]
@@ -46,7 +51,7 @@ class Rope:
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[..., None] * self.inv_freq  # in float32
-        return angles.cos(), angles.sin().mul_(self.sign)
+        return angles.cos().mul_(self.factor), angles.sin().mul_(self.sign)
 
     def _extended(self, count: int) -> Tensor:
         """The table with at least `count` positions; it doubles, so that it seldom grows."""
@@ -64,21 +69,42 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
 
 
+def query_scales(config: RopeConfig, positions: Tensor) -> Tensor:
+    """What queries at these positions [T] are multiplied by. It grows with each multiple of the original context."""
+    steps = positions // config.original_max_position_embeddings
+    scales = [1 + config.query_beta * math.log1p(step) for step in range(int(steps.max()) + 1)]
+    return torch.tensor(scales, device=positions.device)[steps]
+
+
+def file_order(head_dim: int, rotated: int, interleaved: bool) -> Tensor:
+    """Where a checkpoint has each dimension of a head.
+
+    It rotates the first `rotated` ones; if interleaved, each with the next one, else with the one half of them further.
+    """
+    dims = torch.arange(rotated, device="cpu")
+    first, second = (dims[::2], dims[1::2]) if interleaved else dims.view(2, -1)
+    rest = torch.arange(rotated, head_dim, device="cpu").view(2, -1)
+    return torch.cat((first, rest[0], second, rest[1]))
+
+
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """[D/2], float32, on the CPU even while a model is built on the meta device."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    """[D/2], float32, on the CPU even while a model is built on the meta device. 0: not rotated."""
+    dim = config.dim or head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     inv_freq = 1.0 / config.theta**exponents
     if config.scaling == "linear":
         inv_freq = inv_freq / config.factor
     elif config.scaling == "llama3":
         inv_freq = _llama3(inv_freq, config)
+    elif config.scaling == "yarn":
+        inv_freq = _yarn(inv_freq, config, dim)
     if config.divisors:
         if len(config.divisors) != len(inv_freq):
             raise ValueError(f"{len(config.divisors)} RoPE divisors for {len(inv_freq)} frequencies")
         inv_freq = inv_freq / torch.tensor(config.divisors, dtype=torch.float32, device="cpu")
     if not inv_freq.isfinite().all():
         raise ValueError(f"RoPE settings give frequencies that are not finite: theta {config.theta}, {config.scaling}")
-    return inv_freq
+    return torch.nn.functional.pad(inv_freq, (0, (head_dim - dim) // 2))
 
 
 def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
@@ -88,3 +114,20 @@ def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
     turns = config.original_max_position_embeddings / wavelength  # over the original context
     keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: unchanged, 0: divided
     return keep * inv_freq + (1 - keep) * inv_freq / config.factor
+
+
+def _yarn(inv_freq: Tensor, config: RopeConfig, dim: int) -> Tensor:
+    """Keep frequencies that turn often over the original context, divide those that turn seldom, blend between."""
+
+    def dimension(turns: float) -> float:
+        """Whose frequency turns so often."""
+        length = config.original_max_position_embeddings / (turns * 2 * math.pi)
+        return dim * math.log(length) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    divided = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (max(high - low, 0.001))
+    divided = divided.clamp(0, 1)
+    return inv_freq / config.factor * divided + inv_freq * (1 - divided)

@@ -19,6 +19,7 @@ from numba import types
 from infer.backend.cpu.jit import address, call_at, inline, keep_alive, kernel
 from infer.backend.cpu.simd import (
     add,
+    divide,
     exp,
     fma_f32,
     lane,
@@ -67,7 +68,7 @@ SCORES_ROW = (KEY_BLOCK + 16) * 4  # bytes: the scores of a block, padded to a m
 PARALLEL_SLOTS = 64  # from so many results of blocks on, several threads merge them
 QUERY_ROW, ROW_BLOCKS, FIRST_QUERY, QUERY_END = 0, 2, 3, 4  # columns of `query_blocks`
 QUERY_COLUMNS = 5
-ATTEND = types.void(*[types.int64] * 3, types.float64, *[types.int64] * 7)
+ATTEND = types.void(*[types.int64] * 3, *[types.float64] * 2, *[types.int64] * 8)
 WEIGHTS = types.void(*ATTEND.args, types.int64)
 
 
@@ -79,6 +80,8 @@ def attend_at(
     kv_heads: Any,
     size: Any,
     scale: Any,
+    softcap: Any,
+    sinks: Any,
     x: Any,
     x_row: Any,
     table: Any,
@@ -222,16 +225,19 @@ def _add_values(
 
 
 @inline
-def exp_scores(at: int, count: int, scale: Any) -> Any:
-    """x [count] = e^(scale x - peak), in place. Returns the peak, which is the highest scale x, and the sum.
+def exp_scores(at: int, count: int, scale: Any, softcap: Any) -> Any:
+    """x [count] = e^(score - peak), in place. Returns the peak, which is the highest score, and the sum.
 
-    Memory after x, up to a multiple of 16, may be overwritten.
+    A score is scale x, or with a softcap: softcap tanh(scale x / softcap). Memory after x, up to a multiple of 16, may
+    be overwritten.
     """
     full, end = count // 16 * 16, (count + 15) // 16 * 16
     for i in range(0, full, 16):
         store(at + i * 4, multiply(load_f32x16(at + i * 4), splat_x16(scale)))
     for i in range(full, count):
         store(at + i * 4, load_f32(at + i * 4) * scale)
+    if softcap != 0:
+        cap_scores(at, end, softcap)
     for i in range(count, end):
         store(at + i * 4, np.float32(-np.inf))
     highest, sums = splat_x16(np.float32(-np.inf)), zeros_x16()
@@ -243,6 +249,16 @@ def exp_scores(at: int, count: int, scale: Any) -> Any:
         store(at + i * 4, each)
         sums = add(sums, each)
     return peak, reduce_add(sums)
+
+
+@inline
+def cap_scores(at: int, end: int, softcap: Any) -> None:
+    """x [end] = softcap tanh(x / softcap), in place; end: a multiple of 16."""
+    one, twice, cap = splat_x16(np.float32(1)), splat_x16(np.float32(2) / softcap), splat_x16(softcap)
+    minus_two = splat_x16(np.float32(-2))
+    for i in range(0, end, 16):
+        power = exp(multiply(load_f32x16(at + i * 4), twice))
+        store(at + i * 4, multiply(cap, add(one, divide(minus_two, add(one, power)))))
 
 
 @inline
@@ -269,6 +285,7 @@ def _attend_block(
     stop: int,
     size: int,
     scale: Any,
+    softcap: Any,
     scores: int,
     floats: int,
     out: int,
@@ -296,7 +313,7 @@ def _attend_block(
         begin, end = max(start, oldest), min(stop, oldest + load_i64(visible + t * visible_row + 8))
         if begin < end:
             own = scores + t * SCORES_ROW + (begin - first) * 4
-            peak, total = exp_scores(own, end - begin, scale)
+            peak, total = exp_scores(own, end - begin, scale, softcap)
             _add_values(1, own, row, head, begin, max(0, min(shared, end) - begin), size, floats, out + t * size * 4)
         store(peaks + t * 4, peak)
         store(peaks + (rows + t) * 4, total)
@@ -326,14 +343,36 @@ def _merge(out: int, size: int, peak: Any, total: Any, part: int, part_peak: Any
 
 
 @inline
-def _divide(out: int, size: int, total: Any) -> None:
+def _with_sink(peak: Any, total: Any, sink: int) -> Any:
+    """What e^(score - peak) is multiplied by, and divided by, if a sink has a share, too. sink: an address; 0: none."""
+    if sink == 0:
+        return np.float32(1), total
+    highest = max(peak, load_f32(sink))
+    kept, share = lane(exp(splat_x16(peak - highest)), 0), lane(exp(splat_x16(load_f32(sink) - highest)), 0)
+    return kept, fma_f32(total, kept, share)
+
+
+@inline
+def _divide(out: int, size: int, peak: Any, total: Any, sink: int) -> None:
+    kept, whole = _with_sink(peak, total, sink)
     for i in range(size):
-        store(out + i * 4, load_f32(out + i * 4) / total)
+        store(out + i * 4, load_f32(out + i * 4) * kept / whole)
 
 
 @inline
 def _attend_panel(
-    rows: int, q: int, q_row: int, row: int, head: int, visible: int, size: int, scale: Any, out: int, out_row: int
+    rows: int,
+    q: int,
+    q_row: int,
+    row: int,
+    head: int,
+    visible: int,
+    size: int,
+    scale: Any,
+    softcap: Any,
+    sink: int,
+    out: int,
+    out_row: int,
 ) -> None:
     """Several queries of a head, over all blocks of keys."""
     first, last = load_i64(visible), load_i64(visible) + load_i64(visible + 8)
@@ -354,7 +393,7 @@ def _attend_panel(
     for block in range(first // KEY_BLOCK, (last + KEY_BLOCK - 1) // KEY_BLOCK):
         start, stop = max(first, block * KEY_BLOCK), min(last, (block + 1) * KEY_BLOCK)
         _attend_block(
-            rows, rows, panel, q, q_row, row, head, visible, 16, start, stop, size, scale, scores, floats, part
+            rows, rows, panel, q, q_row, row, head, visible, 16, start, stop, size, scale, softcap, scores, floats, part
         )
         for t in range(rows):
             own, of_part = peaks + t * 8, part + (rows * size + t) * 4
@@ -370,7 +409,7 @@ def _attend_panel(
             store(own, peak)
             store(own + 4, total)
     for t in range(rows):
-        _divide(out + t * out_row, size, load_f32(peaks + t * 8 + 4))
+        _divide(out + t * out_row, size, load_f32(peaks + t * 8), load_f32(peaks + t * 8 + 4), sink)
     keep_alive(scratch)
 
 
@@ -391,7 +430,7 @@ def _panel_for(count: int) -> Any:
 
 @inline
 def _attend_token(
-    x: int, h: int, row: int, visible: int, block: int, size: int, scale: Any, group: int, part: int
+    x: int, h: int, row: int, visible: int, block: int, size: int, scale: Any, softcap: Any, group: int, part: int
 ) -> None:
     """The heads of one token from h on, which share their keys, over a block of keys."""
     count = _panel_heads(h, group)
@@ -406,13 +445,15 @@ def _attend_token(
     start, stop = max(oldest, block * KEY_BLOCK), min(oldest + load_i64(visible + 8), (block + 1) * KEY_BLOCK)
     _pack(rows, count, q, size * 4, size, panel)
     _attend_block(
-        rows, count, panel, q, size * 4, row, head, visible, 0, start, stop, size, scale, scores, floats, part
+        rows, count, panel, q, size * 4, row, head, visible, 0, start, stop, size, scale, softcap, scores, floats, part
     )
     keep_alive(scratch)
 
 
 @inline
-def _merge_blocks(h: int, group: int, size: int, blocks: int, partials: int, partials_row: int, out: int) -> None:
+def _merge_blocks(
+    h: int, group: int, size: int, blocks: int, partials: int, partials_row: int, sinks: int, out: int
+) -> None:
     """Merges the blocks of keys for the heads of a token from h on."""
     count = _panel_heads(h, group)
     rows = _panel_for(count)
@@ -424,7 +465,7 @@ def _merge_blocks(h: int, group: int, size: int, blocks: int, partials: int, par
             peak, total = _merge(
                 own, size, peak, total, part + i * size * 4, load_f32(of_part), load_f32(of_part + rows * 4)
             )
-        _divide(own, size, total)
+        _divide(own, size, peak, total, sinks + (h + i) * 4 if sinks != 0 else 0)
 
 
 @inline
@@ -488,6 +529,8 @@ def _attend_items(
     group: int,
     size: int,
     scale: Any,
+    softcap: Any,
+    sinks: int,
     x: int,
     x_row: int,
     table: int,
@@ -502,12 +545,12 @@ def _attend_items(
     line, stop, row = _field(of, FIRST_QUERY), _field(of, QUERY_END), table + _field(of, QUERY_ROW) * COLUMNS * 8
     if block >= 0:
         to = partials + load_i64(todo + 24) * partials_row
-        _attend_token(x + line * x_row, h, row, visible + line * 16, block, size, scale, group, to)
+        _attend_token(x + line * x_row, h, row, visible + line * 16, block, size, scale, softcap, group, to)
     while block < 0 and line < stop:
         count = panel_rows(stop - line)
         q, o = x + line * x_row + h * size * 4, out + line * out_row + h * size * 4
-        head = h // group * _field(row, STRIDE)
-        _attend_panel(count, q, x_row, row, head, visible + line * 16, size, scale, o, out_row)
+        head, sink = h // group * _field(row, STRIDE), sinks + h * 4 if sinks != 0 else 0
+        _attend_panel(count, q, x_row, row, head, visible + line * 16, size, scale, softcap, sink, o, out_row)
         line += count
 
 
@@ -519,6 +562,7 @@ def _merge_item(
     partials_row: int,
     group: int,
     size: int,
+    sinks: int,
     queries: int,
     visible: int,
     out: int,
@@ -532,7 +576,7 @@ def _merge_item(
         first, blocks = _blocks_of(visible + line * 16)
         if block == first:
             slot = partials + load_i64(todo + 24) * partials_row
-            _merge_blocks(h, group, size, blocks, slot, partials_row, out + line * out_row)
+            _merge_blocks(h, group, size, blocks, slot, partials_row, sinks, out + line * out_row)
 
 
 _merge_items = parallel_for(_merge_item)
@@ -544,6 +588,8 @@ def attend(
     kv_heads: int,
     size: int,
     scale: float,
+    softcap: float,
+    sinks: int,
     x: int,
     x_row: int,
     table: int,
@@ -555,22 +601,36 @@ def attend(
     """out [Q, heads size]: attention of each head of each query. The queries come first in the rows of x.
 
     table: the storage of keys and values of each row. queries: from `query_blocks`. visible: the position of the first
-    key of each query, and how many keys.
+    key of each query, and how many keys. softcap, sinks: see `softmax_attention`; 0: none.
     """
     group, out_row = heads // kv_heads, heads * size * 4
     items, slots = _plan(queries, num_queries, visible, heads, kv_heads)
     partials_row = _panel_for(min(group, X_ROWS)) * (size + 2) * 4
     results = np.empty(slots * partials_row // 4, np.float32)
     plan, partials, count = address(items), address(results), items.shape[0]
-    scale_f32 = np.float32(scale)
     _attend_items(
-        count, plan, partials, partials_row, group, size, scale_f32, x, x_row, table, queries, visible, out, out_row
+        count,
+        plan,
+        partials,
+        partials_row,
+        group,
+        size,
+        np.float32(scale),
+        np.float32(softcap),
+        sinks,
+        x,
+        x_row,
+        table,
+        queries,
+        visible,
+        out,
+        out_row,
     )
     if slots < PARALLEL_SLOTS:
         for item in range(count):
-            _merge_item(item, plan, partials, partials_row, group, size, queries, visible, out, out_row)
+            _merge_item(item, plan, partials, partials_row, group, size, sinks, queries, visible, out, out_row)
     else:
-        _merge_items(count, plan, partials, partials_row, group, size, queries, visible, out, out_row)
+        _merge_items(count, plan, partials, partials_row, group, size, sinks, queries, visible, out, out_row)
     keep_alive(items, results)
 
 
@@ -580,6 +640,8 @@ def attention_weights(
     kv_heads: int,
     size: int,
     scale: float,
+    softcap: float,
+    sinks: int,
     x: int,
     x_row: int,
     table: int,
@@ -590,7 +652,7 @@ def attention_weights(
     keys: int,
 ) -> None:
     """out [Q, heads keys]: the weights by which `attend` sums the values, of keys at positions 0 to keys - 1."""
-    group, scale_f32, spare = heads // kv_heads, np.float32(scale), np.empty(KEY_BLOCK * size, np.float32)
+    group, spare = heads // kv_heads, np.empty(KEY_BLOCK * size, np.float32)
     scores = np.empty(keys + 16 + 2 * KEY_BLOCK, np.float32)
     for p in range(num_queries):
         part = queries + p * QUERY_COLUMNS * 8
@@ -602,9 +664,10 @@ def attention_weights(
                 for done in range(0, count, KEY_BLOCK):
                     now, to = min(KEY_BLOCK, count - done), address(scores) + done * 4
                     _score(1, 1, q, q, 0, row, head, first + done, now, size, address(spare), to)
-                _, total = exp_scores(address(scores), count, scale_f32)
+                peak, total = exp_scores(address(scores), count, np.float32(scale), np.float32(softcap))
+                kept, whole = _with_sink(peak, total, sinks + h * 4 if sinks != 0 else 0)
                 for j in range(keys):
-                    weight = scores[j - first] / total if first <= j < first + count else np.float32(0)
+                    weight = scores[j - first] * kept / whole if first <= j < first + count else np.float32(0)
                     store(out + (line + j) * 4, weight)
     keep_alive(spare, scores)
 

@@ -28,6 +28,7 @@ from infer.backend.cpu.ops import (
     is_readable,
     linear,
     norm,
+    scale_logits,
     weight_record,
 )
 from infer.backend.parts import BlockParts, ModelParts, UnsupportedByKernels
@@ -46,18 +47,19 @@ class RopeTables(NamedTuple):
     """RoPE cos and sin of positions: a table [2, P, D] for each kind of layer."""
 
     tables: list[Tensor]
-    addresses: Record  # [layers, 2]: of cos and sin; 0 without RoPE
+    addresses: Record  # [layers, 3]: of cos and sin, 0 without RoPE; of query scales [P], 0 for none
     positions: int  # P of the shortest table
 
     @classmethod
     def of(cls, parts: ModelParts, positions: int) -> RopeTables:
         tables = {kind: rope.table(positions) for kind, rope in parts.ropes.items()}
-        addresses = {kind: [each.data_ptr() for each in table] for kind, table in tables.items()}
-        return cls(
-            [*tables.values()],
-            np.array([addresses.get(block.layer_type, [0, 0]) for block in parts.blocks], np.int64),
-            min((table.shape[1] for table in tables.values()), default=2**62),
-        )
+        count = min((table.shape[1] for table in tables.values()), default=2**62)
+        scales = parts.query_scales(torch.arange(count)) if tables else None
+        last = [] if scales is None else [scales]
+        of_scales = last[0].data_ptr() if last else 0
+        addresses = {kind: [*(each.data_ptr() for each in table), of_scales] for kind, table in tables.items()}
+        by_layer = [addresses.get(block.rope_type, [0, 0, of_scales]) for block in parts.blocks]
+        return cls([*tables.values(), *last], np.array(by_layer, np.int64), count)
 
 
 class CpuBackend:
@@ -88,7 +90,7 @@ class CpuBackend:
         """Raises UnsupportedByKernels if there are no kernels for such a model."""
         if kernels() is None:
             raise UnsupportedByKernels("there are no kernels for this CPU: INFER_KERNELS=0, or numba is missing")
-        modules = [*parts.head, *(part for block in parts.blocks for part in (*block.linears, *_norms(block)))]
+        modules = [*parts.head[:2], *(part for block in parts.blocks for part in (*block.linears, *_norms(block)))]
         weights = [each for part in modules for each in (*part.parameters(), *part.buffers())]
         is_float32 = dtype is torch.float32
         if not all(is_readable(weight) or (not is_float32 and weight.dtype is dtype) for weight in weights):
@@ -201,21 +203,27 @@ class CpuBackend:
     def _in_16_bits(self, packed: PackedBatch, x: Tensor, selected: Record) -> Tensor:
         """Each module widens its input to float32 and rounds its output. Returns the logits of the selected tokens."""
         cos_sin = {kind: rope(packed.positions) for kind, rope in self.parts.ropes.items()}
+        scales, head = self.parts.query_scales(packed.positions), self.parts.head
         for i, block in enumerate(self.parts.blocks):
-            heads = linear(norm(x, block.before_attention), block.qkv).view(len(x), -1, block.head_dim)
+            heads = linear(_norm_if(x, block.before_attention), block.qkv).view(len(x), -1, block.head_dim)
             q, k, v = heads.split_with_sizes([block.heads, block.kv_heads, block.kv_heads], 1)
-            if block.q_norm is not None and block.k_norm is not None:
-                q, k = norm(q, block.q_norm), norm(k, block.k_norm)
-            if block.layer_type in cos_sin:
-                q, k = (apply_rope(each, *cos_sin[block.layer_type]) for each in (q, k))
+            if block.norms_heads_apart:
+                q, k = _norm_if(q, block.q_norm), _norm_if(k, block.k_norm)
+            else:
+                q = _norm_if(q.flatten(1), block.q_norm).view_as(q)
+                k = _norm_if(k.flatten(1), block.k_norm).view_as(k)
+            if block.rope_type is not None:
+                q, k = (apply_rope(each, *cos_sin[block.rope_type]) for each in (q, k))
+            if scales is not None:
+                q = (q * scales[:, None, None]).to(q.dtype)
             attended = _attend(packed, i, block, torch.cat((q, k, v), 1).flatten(1))
-            x = x + _norm_if(linear(attended, block.o), block.after_attention)
-            up = linear(norm(x, block.before_mlp), block.up)
+            given, x = x, x + _norm_if(linear(attended, block.o), block.after_attention) * block.multiplier
+            up = linear(_norm_if(given if block.parallel else x, block.before_mlp), block.up)
             inner = activate(up, block.down.in_features, block.activation)
-            x = x + _norm_if(linear(inner, block.down), block.after_mlp)
+            x = x + _norm_if(linear(inner, block.down), block.after_mlp) * block.multiplier
             packed.return_layer(i, x)
         packed.return_final(x, self._final_norm)
-        return linear(norm(x[torch.from_numpy(selected)], self.parts.head.norm), self.parts.head.linear)
+        return scale_logits(linear(norm(x[torch.from_numpy(selected)], head.norm), head.linear), head)
 
 
 class ShardedCpuBackend(CpuBackend):
@@ -241,7 +249,7 @@ class ShardedCpuBackend(CpuBackend):
 
     def _logits(self, x: Tensor, selected: Record) -> Tensor:
         head = self.parts.head
-        return linear(norm(x[torch.from_numpy(selected)], head.norm), head.linear)
+        return scale_logits(linear(norm(x[torch.from_numpy(selected)], head.norm), head.linear), head)
 
 
 def _norm_if(x: Tensor, part: Norm | None) -> Tensor:
@@ -257,4 +265,4 @@ def _attend(packed: PackedBatch, layer_idx: int, block: BlockParts, heads: Tenso
     q, k, v = heads.view(len(heads), -1, block.head_dim).split_with_sizes(
         [block.heads, block.kv_heads, block.kv_heads], 1
     )
-    return packed.attend(layer_idx, q, k, v, scale=block.scale, window=block.window, kernel=ATTENTION)
+    return packed.attend(layer_idx, q, k, v, kernel=ATTENTION, **block.score_options())

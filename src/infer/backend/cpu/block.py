@@ -19,7 +19,7 @@ import numpy as np
 from numba import types
 
 from infer.backend.cpu import threads as threads
-from infer.backend.cpu.attention import attend, attend_at, write
+from infer.backend.cpu.attention import attend, attend_at, cap_scores, write
 from infer.backend.cpu.attention import attention_weights as attention_weights
 from infer.backend.cpu.gemm import FLOAT32, INT4, INT8, WEIGHT, gemm, gemm_float
 from infer.backend.cpu.gemm_int import gemm_int4, gemm_int8, look_up
@@ -48,13 +48,14 @@ from infer.cache.table import COLUMNS
 
 # The records that kernels read. An address is 0 if there is no such weight. centered: a LayerNorm.
 NORM = np.dtype([("weight", "i8"), ("bias", "i8"), ("eps", "f8"), ("offset", "f8"), ("centered", "i8")])
-HEAD = np.dtype([("norm", NORM), ("weight", WEIGHT)])
+HEAD = np.dtype([("norm", NORM), ("weight", WEIGHT), ("divisor", "f8"), ("softcap", "f8")])
 BLOCK = np.dtype(
     [
         ("before_attention", NORM),
         ("qkv", WEIGHT),
         ("q_norm", NORM),
         ("k_norm", NORM),
+        ("norms_heads_apart", "i8"),  # whether q and k are normalized head by head
         ("attend", "i8"),  # the address of the attention kernel
         ("o", WEIGHT),
         ("after_attention", NORM),
@@ -66,18 +67,27 @@ BLOCK = np.dtype(
         ("kv_heads", "i8"),
         ("head_dim", "i8"),
         ("scale", "f8"),
+        ("softcap", "f8"),  # 0: none
+        ("sinks", "i8"),  # 0: none
         ("window", "i8"),  # 0: none
+        ("multiplier", "f8"),  # of what attention and the MLP add
+        ("parallel", "i8"),  # whether the MLP reads the block's input
         ("activation", "i8"),
         ("inner", "i8"),  # the size of the activation's output
     ]
 )
 BLOCK_BYTES = BLOCK.itemsize
+ROPE_BYTES = 24  # of a layer: the addresses of cos, sin and query scales
 PARALLEL_ROWS = 16  # from so many rows on, several threads share them
 
 
 @inline
 def _norm(x: int, size: int, norm: Any, out: int) -> None:
-    """out, which may be x, = RMSNorm(x), or LayerNorm(x) if `norm.centered`."""
+    """out, which may be x, = RMSNorm(x), or LayerNorm(x) if `norm.centered`, or x if there is no norm."""
+    if norm.weight == 0:
+        if out != x:
+            _copy(x, size, out)
+        return
     full, mean, sums = size // 16 * 16, np.float32(0), zeros_x16()
     if norm.centered:
         for i in range(0, full, 16):
@@ -103,9 +113,23 @@ def _norm(x: int, size: int, norm: Any, out: int) -> None:
 
 
 @inline
+def _copy(x: int, size: int, out: int) -> None:
+    for i in range(size):
+        store(out + i * 4, load_f32(x + i * 4))
+
+
+@inline
 def _add(x: int, y: int, size: int) -> None:
     for i in range(size):
         store(x + i * 4, load_f32(x + i * 4) + load_f32(y + i * 4))
+
+
+@inline
+def _add_residual(x: int, residual: int, size: int, multiplier: float) -> None:
+    """x = residual + multiplier x"""
+    factor = np.float32(multiplier)
+    for i in range(size):
+        store(x + i * 4, load_f32(x + i * 4) * factor + load_f32(residual + i * 4))
 
 
 @inline(forceinline=True)
@@ -137,12 +161,16 @@ def _activate(up: int, width: int, size: int, kind: int, out: int) -> None:
 
 
 @inline
-def _rotate(block: Any, heads: int, cos: int, sin: int) -> None:
+def _rotate(block: Any, heads: int, cos: int, sin: int, query_scale: Any) -> None:
     """Norm and RoPE in place on the q and k of a token; cos and sin are [D], sin with the sign of rotate-half."""
     size, half = block.head_dim, block.head_dim // 2
+    if block.norms_heads_apart == 0:
+        _norm(heads, block.heads * size, block.q_norm, heads)
+        keys = heads + block.heads * size * 4
+        _norm(keys, block.kv_heads * size, block.k_norm, keys)
     for h in range(block.heads + block.kv_heads):
         x = heads + h * size * 4
-        if block.q_norm.weight != 0:
+        if block.norms_heads_apart != 0:
             if h < block.heads:
                 _norm(x, size, block.q_norm, x)
             else:
@@ -153,6 +181,9 @@ def _rotate(block: Any, heads: int, cos: int, sin: int) -> None:
                 first, second = load_f32(x + i), load_f32(x + j)
                 store(x + i, first * load_f32(cos + i) + second * load_f32(sin + i))
                 store(x + j, second * load_f32(cos + j) + first * load_f32(sin + j))
+    if query_scale != 1:
+        for i in range(block.heads * size):
+            store(heads + i * 4, load_f32(heads + i * 4) * query_scale)
 
 
 @inline
@@ -189,20 +220,21 @@ def _row_stage(
     elif stage == AFTER_QKV:
         of, position = load_i64(tokens + t * 16), load_i64(tokens + t * 16 + 8)
         at, cos, sin = position * block.head_dim * 4, load_i64(ropes), load_i64(ropes + 8)
-        _rotate(block, row, cos + at if cos != 0 else 0, sin + at if cos != 0 else 0)
+        scales = load_i64(ropes + 16)
+        query_scale = load_f32(scales + position * 4) if scales != 0 else np.float32(1)
+        _rotate(block, row, cos + at if cos != 0 else 0, sin + at if cos != 0 else 0, query_scale)
         if table != 0:
             _store(block, table + of * COLUMNS * 8, position, row, visible + t * 16)
     elif stage == AFTER_O_PROJ:  # x += z, y = norm(x)
-        if block.after_attention.weight != 0:
-            _norm(row, width, block.after_attention, row)
-        _add(row, z + t * width * 4, width)
-        _norm(row, width, block.before_mlp, y + t * width * 4)
+        residual = z + t * width * 4
+        _norm(row, width, block.after_attention, row)
+        _add_residual(row, residual, width, block.multiplier)
+        _norm(residual if block.parallel else row, width, block.before_mlp, y + t * width * 4)
     elif stage == AFTER_UP_PROJ:
         _activate(row, width, block.inner, block.activation, y + t * block.inner * 4)
     else:  # AFTER_DOWN_PROJ: x += z
-        if block.after_mlp.weight != 0:
-            _norm(row, width, block.after_mlp, row)
-        _add(row, z + t * width * 4, width)
+        _norm(row, width, block.after_mlp, row)
+        _add_residual(row, z + t * width * 4, width, block.multiplier)
 
 
 _row_stages_parallel = parallel_for(_row_stage)
@@ -302,6 +334,8 @@ def _attention(
         block.kv_heads,
         block.head_dim,
         block.scale,
+        block.softcap,
+        block.sinks,
         address(projected),
         block.qkv.rows * 4,
         table,
@@ -338,7 +372,17 @@ def _run(
         if layer == layers - 1 and head == 0:
             to = out
         table = tables + layer * table_rows * COLUMNS * 8
-        _block(blocks + layer * BLOCK_BYTES, given, count, ropes + layer * 16, table, tokens, queries, num_queries, to)
+        _block(
+            blocks + layer * BLOCK_BYTES,
+            given,
+            count,
+            ropes + layer * ROPE_BYTES,
+            table,
+            tokens,
+            queries,
+            num_queries,
+            to,
+        )
         given, to, spare = to, spare, to
     if head != 0:
         _head(head, given, width, selected, num_selected, out)
@@ -347,18 +391,33 @@ def _run(
 
 @inline
 def _head(head: int, x: int, width: int, selected: int, count: int, out: int) -> None:
-    """out [S, rows] = W norm(x [selected]) + b; the norm is optional."""
+    """out [S, rows] = W norm(x [selected]) + b, divided and capped; the norm is optional."""
     made = records(head, 1, HEAD)[0]
     chosen = np.empty(count * width, np.float32)
     for i in range(count):
         row, to = x + load_i64(selected + i * 8) * width * 4, address(chosen) + i * width * 4
-        if made.norm.weight != 0:
-            _norm(row, width, made.norm, to)
-        else:
-            for j in range(0, width * 4, 4):
-                store(to + j, load_f32(row + j))
+        _norm(row, width, made.norm, to)
     gemm(made.weight, address(chosen), count, out)
+    if made.divisor != 1 or made.softcap != 0:
+        _scale_logits(count, out, made.weight.rows, np.float32(made.divisor), np.float32(made.softcap))
     keep_alive(chosen)
+
+
+@parallel_for
+def _scale_logits(row: int, logits: int, size: int, divisor: Any, softcap: Any) -> None:
+    """logits = softcap tanh(logits / divisor / softcap); softcap: 0 for none"""
+    at, full = logits + row * size * 4, size // 16 * 16
+    for i in range(size):
+        store(at + i * 4, load_f32(at + i * 4) / divisor)
+    if softcap != 0:
+        cap_scores(at, full, softcap)
+        rest = np.zeros(16, np.float32)
+        for i in range(full, size):
+            rest[i - full] = load_f32(at + i * 4)
+        cap_scores(address(rest), 16, softcap)
+        for i in range(full, size):
+            store(at + i * 4, rest[i - full])
+        keep_alive(rest)
 
 
 # Kernels are called with arrays and tensors for addresses. `blocks` and `head` are records.
@@ -407,6 +466,12 @@ def norm_rows(head: int, x: int, count: int, width: int, out: int) -> None:
         _norm(x + t * width * 4, width, made.norm, out + t * width * 4)
 
 
+@kernel(types.void(*[types.int64] * 3, *[types.float64] * 2))
+def scale_logits(logits: int, count: int, size: int, divisor: float, softcap: float) -> None:
+    """logits [count, size] = softcap tanh(logits / divisor / softcap), in place; softcap: 0 for none"""
+    _scale_logits(count, logits, size, np.float32(divisor), np.float32(softcap))
+
+
 @kernel(types.void(*[types.int64] * 6))
 def activate_rows(kind: int, x: int, count: int, width: int, size: int, out: int) -> None:
     """out [T, I] = activation(x), or activation(gate) * up for x [T, 2 I], which holds both."""
@@ -420,8 +485,8 @@ def run(
     """x [T, C] through blocks: out [T, C]; or, with a head, the logits [S, V] of the selected tokens.
 
     All are arrays, and `heads` has one element or none. ropes: the addresses of cos and sin [P, D] of each layer, 0
-    without RoPE. tables: the storage of keys and values, of each layer and row. tokens: the row and the position of
-    each. queries: from `query_blocks`.
+    without RoPE, and of query scales [P], 0 for none. tables: the storage of keys and values, of each layer and row.
+    tokens: the row and the position of each. queries: from `query_blocks`.
     """
     head = heads.ctypes.data if len(heads) else 0
     places = ropes.ctypes.data, tables.ctypes.data, tables.shape[1], tokens.ctypes.data

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.backend.cpu import kernels, tile_rows
-from infer.backend.parts import BlockParts
+from infer.backend.parts import BlockParts, HeadParts
+from infer.cache.base import ScoreOptions
 from infer.cache.table import Table
 from infer.nn.linear import Embedding, Linear
 from infer.nn.norm import Norm
@@ -47,13 +48,16 @@ def block_record(parts: BlockParts) -> Record:
             made[name] = norm_record(part, part.weight, part.bias)
     made["heads"], made["kv_heads"], made["head_dim"] = parts.heads, parts.kv_heads, parts.head_dim
     made["attend"] = kernels().attend.address
-    made["scale"], made["window"] = parts.scale, parts.window or 0
+    made["norms_heads_apart"] = parts.norms_heads_apart
+    made["scale"], made["window"], made["softcap"] = parts.scale, parts.window or 0, parts.softcap or 0
+    made["multiplier"], made["parallel"] = parts.multiplier, parts.parallel
     made["activation"], made["inner"] = ACTIVATION_CODES[parts.activation], parts.down.in_features
     return made
 
 
-def head_record(norm: Norm | None, linear: Linear | None) -> Record:
+def head_record(norm: Norm | None, linear: Linear | None, divisor: float = 1.0, softcap: float | None = None) -> Record:
     made = np.zeros(1, kernels().HEAD)
+    made["divisor"], made["softcap"] = divisor, softcap or 0
     if linear is not None:
         made["weight"] = weight_record(linear.weight, linear.bias)
     if norm is not None:
@@ -104,6 +108,15 @@ def norm(x: Tensor, part: Norm) -> Tensor:
     return out.view(x.shape).to(x.dtype)
 
 
+def scale_logits(logits: Tensor, head: HeadParts) -> Tensor:
+    """Logits [S, V], divided and capped in float32."""
+    if head.divisor == 1 and head.softcap is None:
+        return logits
+    out = _floats(logits).clone()
+    running().scale_logits(out, *out.shape, head.divisor, head.softcap or 0.0)
+    return out.to(logits.dtype)
+
+
 def activate(x: Tensor, inner: int, activation: str) -> Tensor:
     """activation(x [T, inner]), or activation(gate) * up for x [T, 2 inner], which holds both."""
     out = empty(x.shape[0], inner)
@@ -139,20 +152,21 @@ class CpuAttention:
 
     takes_int8 = True
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, end: int, **options: Unpack[ScoreOptions]) -> Tensor:
         batch, heads, n, head_dim = q.shape
+        window = options["window"]
         if window is not None and k.shape[2] > n + window - 1:  # no query sees the keys before the first one's window
             k, v = k[:, :, 1 - n - window :], v[:, :, 1 - n - window :]
         k, v = _contiguous(k, v)
         out = empty(batch * n, heads * head_dim)
-        running().attend(*_arguments(q, k, v, scale, window, end - k.shape[2]), out)
+        running().attend(*_arguments(q, k, v, end - k.shape[2], **options), out)
         return out.to(q.dtype).view(batch, n, heads, head_dim).transpose(1, 2)
 
-    def weights(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, v: Tensor, *, end: int, **options: Unpack[ScoreOptions]) -> Tensor:
         batch, heads, n, _ = q.shape
         k, v = _contiguous(k, v)
         out = empty(batch * n, heads * k.shape[2])
-        running().attention_weights(*_arguments(q, k, v, scale, window), out, k.shape[2])
+        running().attention_weights(*_arguments(q, k, v, **options), out, k.shape[2])
         return out.view(batch, n, heads, -1).transpose(1, 2)
 
 
@@ -165,7 +179,17 @@ def _contiguous(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, first: int = 0) -> tuple[Any, ...]:
+def _arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: int = 0,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Any, ...]:
     """The arguments of the attention kernels but the output. first: the position of the first key."""
     batch, heads, n, head_dim = q.shape
     ends = np.arange(k.shape[2] - n, k.shape[2]) + 1
@@ -173,7 +197,7 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     rows = _floats(q.transpose(1, 2).reshape(batch * n, heads * head_dim))
     table, queries = Table([k], [v]).from_position(first), kernels().query_blocks([n] * batch)
     visible = np.tile(np.stack((first + ends - counts, counts), 1), (batch, 1))
-    shape = heads, k.shape[1], head_dim, scale
+    shape = heads, k.shape[1], head_dim, scale, softcap, 0 if sinks is None else _floats(sinks)
     return *shape, rows, heads * head_dim * 4, table, queries, len(queries), visible
 
 
