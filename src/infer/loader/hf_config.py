@@ -440,10 +440,9 @@ def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any] | None 
         "no_rope_layers": tuple(values.get("no_rope_layers") or ()),
         "eos_token_ids": unique_ids(values.get("eos_token_id"), generation.get("eos_token_id")),
     }
-    values |= _ropes(values)
-    return ModelConfig(
-        **{each.name: value for each in fields(ModelConfig) if (value := values.get(each.name)) is not None}
-    )
+    names_of_fields = [each.name for each in fields(ModelConfig)]
+    given = {name: values[name] for name in names_of_fields if values.get(name) is not None}
+    return ModelConfig(**given | _ropes(values))
 
 
 def _ropes(values: Mapping[str, Any]) -> dict[str, Any]:
