@@ -33,6 +33,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_bias": True,
         "tie_word_embeddings": True,
     },
+    "gemma2": {
+        "head_dim": 12,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 10,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 9.0,
+        "sliding_window": 4,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {"rms_norm_eps": 1e-6, "rope": RopeConfig(1e4, "yarn", 4.0, attention_factor=1.2)},
+    "exaone4": {"head_dim": 12, "sliding_window": 4, "no_rope_layers": (1,)},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "query_pre_attn_scalar": 20,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 0.7,
+        "mlp_bias": True,
+    },
+    "ministral3": {"rope": RopeConfig(1e4, original_max_position_embeddings=2, query_beta=0.5)},
+    "gpt_neox": {
+        "rope": RopeConfig(dim=4, attention_factor=1.1),
+        "attention_bias": True,
+        "mlp_bias": True,
+        "norm_bias": True,
+        "parallel_residual": True,
+    },
     "rope_gpt": {"num_key_value_heads": 4, "hidden_act": "gelu", "norm_bias": True, "tie_word_embeddings": True},
 }
 
@@ -50,7 +76,7 @@ def make_tiny_config(**changes: Any) -> ModelConfig:
         "max_position_embeddings": 256,
     }
     values |= FAMILIES.get(changes.get("model_type", "llama"), {}) | changes
-    if values["model_type"] == "gemma3" and "layer_types" not in changes:
+    if "sliding_window" in FAMILIES.get(values["model_type"], {}) and "layer_types" not in changes:
         kinds = (SLIDING_ATTENTION, FULL_ATTENTION) * values["num_hidden_layers"]
         values["layer_types"] = kinds[: values["num_hidden_layers"]]
     return ModelConfig(**values)

@@ -57,7 +57,19 @@ from infer.backend.gpu.tuned import ROWS_COMPILED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "gemma3",
+    "gpt2",
+    "rope_gpt",
+    "gemma2",
+    "olmo2",
+    "exaone4",
+    "granite",
+    "ministral3",
+    "gpt_neox",
+]
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 WINDOW = 70  # more than the keys that a program looks at together
 VOCAB = 211

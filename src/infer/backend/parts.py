@@ -55,6 +55,7 @@ class BlockParts(NamedTuple):
     gated: bool = True  # `up` is the fused gate_up projection
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None  # [Hq]: see `softmax_attention`
     multiplier: float = 1.0  # of what attention and the MLP add to the residual
     parallel: bool = False  # attention and the MLP both read the block's input
     before_attention: Norm | None = None
@@ -86,6 +87,8 @@ class BlockParts(NamedTuple):
         options = ScoreOptions(scale=self.scale, window=self.window)
         if self.softcap is not None:
             options["softcap"] = self.softcap
+        if self.sinks is not None:
+            options["sinks"] = self.sinks
         return options
 
     @property

@@ -231,12 +231,13 @@ class GPT2(GPT):
 
 def _named(block: Block) -> nn.ModuleDict:
     """A block's modules by nanoGPT's names, in the order of the computation."""
-    attention, mlp = block.self_attn, cast(UngatedMLP, block.mlp)
+    attention, mlp, norms = block.self_attn, cast(UngatedMLP, block.mlp), block.norms()
+    assert norms.before_attention is not None and norms.before_mlp is not None
     return nn.ModuleDict(
         {
-            "ln_1": block.norms().before_attention,
+            "ln_1": norms.before_attention,
             "attn": nn.ModuleDict({"c_attn": attention.qkv_proj, "c_proj": attention.o_proj}),
-            "ln_2": block.norms().before_mlp,
+            "ln_2": norms.before_mlp,
             "mlp": nn.ModuleDict({"c_fc": mlp.up_proj, "c_proj": mlp.down_proj}),
         }
     )

@@ -20,11 +20,12 @@ from __future__ import annotations
 import torch
 
 from infer.models.common import Block, Decoder, Norms
-from infer.nn.norm import ZeroCenteredRMSNorm
+from infer.nn.norm import RMSNorm, ZeroCenteredRMSNorm
 
 
 class Gemma3Block(Block):
-    norm = qk_norm = ZeroCenteredRMSNorm
+    norm = ZeroCenteredRMSNorm
+    qk_norm: type[RMSNorm] | None = ZeroCenteredRMSNorm
     norm_names = Norms(
         before_attention="input_layernorm",
         after_attention="post_attention_layernorm",

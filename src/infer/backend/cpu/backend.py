@@ -58,7 +58,8 @@ class RopeTables(NamedTuple):
         last = [] if scales is None else [scales]
         of_scales = last[0].data_ptr() if last else 0
         addresses = {kind: [*(each.data_ptr() for each in table), of_scales] for kind, table in tables.items()}
-        by_layer = [addresses.get(block.rope_type, [0, 0, of_scales]) for block in parts.blocks]
+        kinds = [block.rope_type for block in parts.blocks]
+        by_layer = [[0, 0, of_scales] if kind is None else addresses[kind] for kind in kinds]
         return cls([*tables.values(), *last], np.array(by_layer, np.int64), count)
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from infer.backend.gpu import device_check
-from infer.backend.gpu.attention_kernels import attend_many, attend_one, prepare_heads
-from infer.backend.gpu.gemm import empty_rows
+from infer.backend.gpu.attention_kernels import attend_many, attend_one, prepare_heads, prepare_projections
+from infer.backend.gpu.gemm import empty_rows, in_parts
 from infer.backend.gpu.launcher import Launch, launch_options, next_power, on, shared_memory
 from infer.backend.gpu.tuned import (
     BLOCK,
@@ -32,7 +32,9 @@ from infer.backend.gpu.tuned import (
 )
 from infer.backend.gpu.warp_kernels import attend_by_warps
 from infer.backend.parts import BlockParts
+from infer.cache.base import ScoreOptions
 from infer.cache.table import Table, alignment
+from infer.config import ModelConfig
 from infer.machine import to_device
 
 
@@ -55,10 +57,10 @@ def attend_step(
         rows = _in_order(batch, qkv.device)
         q, _, _ = prepare(block, qkv, positions, rope_cos_sin, table, rows, pdl=pdl)
         if by_row:
-            return _attend_by_row(q, table, positions, block.kv_heads, block.scale, pdl)
-        return _attend_one(q, table, positions, split_counters, block.kv_heads, block.scale, block.window, pdl)
+            return _attend_by_row(q, table, positions, block.kv_heads, pdl, **block.score_options())
+        return _attend_one(q, table, positions, split_counters, block.kv_heads, pdl, **block.score_options())
     out = torch.empty(batch, block.heads * size, dtype=qkv.dtype, device=qkv.device)
-    norm = block.q_norm
+    norm = block.q_norm if block.norms_heads_apart else None
     attend_by_warps[(_programs(batch * block.kv_heads), block.kv_heads, batch)](
         qkv,
         out,
@@ -66,10 +68,11 @@ def attend_step(
         split_counters,
         table,
         positions,
-        None if block.q_norm is None else block.q_norm.weight,
-        None if block.k_norm is None else block.k_norm.weight,
+        None if norm is None else norm.weight,
+        None if norm is None or block.k_norm is None else block.k_norm.weight,
         rope_cos_sin,
-        _scale(block.scale),
+        _sinks(block.sinks),
+        _scale(block.scale, block.softcap),
         block.window or 0,
         KV_HEADS=block.kv_heads,
         GROUP=shape["GROUP"],
@@ -77,6 +80,7 @@ def attend_step(
         D=size,
         BLOCK=shape["BLOCK"],
         GROUPS=GROUPS,
+        SOFTCAP=_softcap(block.softcap),
         EPS=0.0 if norm is None else norm.eps,
         OFFSET=0.0 if norm is None else norm.offset,
         ALIGNED=alignment(size, qkv.dtype),
@@ -112,21 +116,21 @@ def prepare(
 
     rows: int32 [T], the row of the table of each token.
     """
-    count, size, norm = qkv.shape[0], block.head_dim, block.q_norm
+    count, size, norm = qkv.shape[0], block.head_dim, block.q_norm if block.norms_heads_apart else None
     q = torch.empty(count, block.heads, size, dtype=qkv.dtype, device=qkv.device)
     k, v = q, q
     if table is None:
         k, v = (torch.empty(count, block.kv_heads, size, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
     if count:
-        has_norm, has_rope = block.q_norm is not None, rope_cos_sin is not None
+        has_norm, has_rope = norm is not None, rope_cos_sin is not None
         constants = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
         _prepare(count, block.heads, block.kv_heads, size, qkv.dtype, qkv.device, has_norm, constants, has_rope, pdl)(
             qkv,
             _no_table(qkv.device) if table is None else table,
             positions if rows is None else rows,
             positions,
-            qkv if block.q_norm is None else block.q_norm.weight,
-            qkv if block.k_norm is None else block.k_norm.weight,
+            qkv if norm is None else norm.weight,
+            qkv if norm is None or block.k_norm is None else block.k_norm.weight,
             qkv if rope_cos_sin is None else rope_cos_sin,
             0 if table is None else 1,
             q.data_ptr(),
@@ -134,6 +138,34 @@ def prepare(
             v.data_ptr(),
         )
     return q, k, v
+
+
+def prepare_projections_of(
+    block: BlockParts, config: ModelConfig, qkv: Tensor, positions: Tensor, *, pdl: bool = False
+) -> None:
+    """Norm q and k of qkv [T, (Hq + 2 Hkv) D] where a norm is over all heads, and scale q by its position; in place."""
+    norm, beta = (
+        (None if block.norms_heads_apart else block.q_norm),
+        0.0 if config.rope is None else config.rope.query_beta,
+    )
+    if (norm is None and not beta) or not len(qkv):
+        return
+    q_size, k_size = block.heads * block.head_dim, block.kv_heads * block.head_dim
+    prepare_projections[(len(qkv), 1 if norm is None else 2)](
+        qkv,
+        positions,
+        None if norm is None else norm.weight,
+        None if norm is None or block.k_norm is None else block.k_norm.weight,
+        QUERY_SIZE=q_size,
+        KEY_SIZE=k_size,
+        QUERY_PARTS=in_parts(q_size),
+        KEY_PARTS=in_parts(k_size),
+        EPS=0.0 if norm is None else norm.eps,
+        OFFSET=0.0 if norm is None else norm.offset,
+        QUERY_BETA=beta,
+        CONTEXT=1 if config.rope is None else config.rope.original_max_position_embeddings,
+        **launch_options(pdl),
+    )
 
 
 @cache
@@ -237,6 +269,8 @@ def attend_rows(
     kv_heads: int,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     pdl: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -249,14 +283,26 @@ def attend_rows(
     shape = _shape(heads, kv_heads, size, q.dtype, q.device)
     single = _blocks(tiles.end, window, shape["BLOCK"]) <= GROUPS
     wraps = 0 if window is None else 1 if window >= shape["BLOCK"] else 2
-    kind = q.dtype, q.device, tuple(shape.items()), wraps, tiles.page, single, pdl
-    launch = _attend_many(tiles.tiles.shape[0], tiles.queries, kind, out.dtype)
-    launch(q, out, table, tiles.tiles, None, _scale(scale), window or 0)
+    kind = q.dtype, q.device, tuple(shape.items()), wraps, tiles.page, single, _softcap(softcap), pdl
+    launch = _attend_many(tiles.tiles.shape[0], tiles.queries, kind, (out.dtype, sinks is None))
+    launch(q, out, table, tiles.tiles, None, _sinks(sinks), _scale(scale, softcap), window or 0)
     return out
 
 
-def _attend_by_row(q: Tensor, table: Tensor, positions: Tensor, kv_heads: int, scale: float, pdl: bool) -> Tensor:
-    """Like `_attend_one`, with one program for all keys of a row's KV head."""
+def _attend_by_row(
+    q: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    kv_heads: int,
+    pdl: bool,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Like `_attend_one` without a window, with one program for all keys of a row's KV head."""
+    assert window is None
     batch, heads, size = q.shape
     out = torch.empty(batch, heads * size, dtype=q.dtype, device=q.device)
     shape, group = _shape(heads, kv_heads, size, q.dtype, q.device), next_power(heads // kv_heads)
@@ -268,10 +314,12 @@ def _attend_by_row(q: Tensor, table: Tensor, positions: Tensor, kv_heads: int, s
         table,
         None,
         positions,
-        _scale(scale),
+        _sinks(sinks),
+        _scale(scale, softcap),
         0,
         BLOCK_G=group,
         QUERIES=queries,
+        SOFTCAP=_softcap(softcap),
         SINGLE=False,
         WINDOWED=False,
         WRAPS=0,
@@ -286,9 +334,9 @@ def _attend_by_row(q: Tensor, table: Tensor, positions: Tensor, kv_heads: int, s
 
 
 @lru_cache(LAUNCHES)
-def _attend_many(tiles: int, queries: int, kind: tuple[Any, ...], _: torch.dtype) -> Launch:
-    """The last argument, the dtype of the result, is part of the cache key only."""
-    dtype, device, sizes, wraps, page, single, pdl = kind
+def _attend_many(tiles: int, queries: int, kind: tuple[Any, ...], _: tuple[torch.dtype, bool]) -> Launch:
+    """The last argument, the dtype of the result and whether there are sinks, is part of the cache key only."""
+    dtype, device, sizes, wraps, page, single, softcap, pdl = kind
     shape = dict(sizes)
     group = next_power(shape["GROUP"])
     return Launch(
@@ -296,6 +344,7 @@ def _attend_many(tiles: int, queries: int, kind: tuple[Any, ...], _: torch.dtype
         (tiles, shape["KV_HEADS"]),
         BLOCK_G=group,
         QUERIES=queries,
+        SOFTCAP=softcap,
         SINGLE=single,
         WINDOWED=wraps > 0,
         WRAPS=wraps,
@@ -319,10 +368,9 @@ class GpuAttention:
         k: Tensor,
         v: Tensor,
         *,
-        scale: float,
-        window: int | None,
         end: int,
         dtype: torch.dtype | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> Tensor:
         """dtype: of the result; None: q's."""
         batch, heads, n, size = q.shape
@@ -337,21 +385,21 @@ class GpuAttention:
             if n > 1:
                 queries = queries_of(heads, kv_heads, size, q.dtype, q.device)
                 tiles = _tiles(end - n, n, batch, queries, q.device)
-                out = attend_rows(rows, table, tiles, kv_heads=kv_heads, scale=scale, window=window, dtype=dtype)
+                out = attend_rows(rows, table, tiles, kv_heads=kv_heads, dtype=dtype, **options)
             else:
                 positions = torch.full((batch,), end - 1, dtype=torch.int32, device=q.device)
                 split_counters = torch.zeros(batch * kv_heads, dtype=torch.int32, device=q.device)
-                out = _attend_one(rows, table, positions, split_counters, kv_heads, scale, window, False, dtype)
+                out = _attend_one(rows, table, positions, split_counters, kv_heads, False, dtype, **options)
         return out.view(batch, n, heads, size).transpose(1, 2)
 
-    def weights(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, end: int) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, v: Tensor, *, end: int, **options: Unpack[ScoreOptions]) -> Tensor:
         """Attention with one-hot vectors as values, so that the output is the weights: they do not depend on values."""
         keys, size = k.shape[2], q.shape[3]
         found, one = [], torch.eye(size, dtype=v.dtype, device=v.device)
         for first in range(0, keys, size):
             units, count = torch.zeros_like(k), min(size, keys - first)
             units[:, :, first : first + count] = one[:count]
-            mixed = self(q, k, units, scale=scale, window=window, end=end, dtype=torch.float32)
+            mixed = self(q, k, units, end=end, dtype=torch.float32, **options)
             found.append(mixed[..., :count])
         return torch.cat(found, -1)
 
@@ -362,10 +410,13 @@ def _attend_one(
     positions: Tensor,
     split_counters: Tensor,
     kv_heads: int,
-    scale: float,
-    window: int | None,
     pdl: bool,
     dtype: torch.dtype | None = None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [B, Hq, D] of one token per row -> [B, Hq D]. The cache already holds its key and value."""
     batch, heads, size = q.shape
@@ -378,17 +429,30 @@ def _attend_one(
         split_counters,
         table,
         positions,
-        _scale(scale),
+        _sinks(sinks),
+        _scale(scale, softcap),
         window or 0,
+        SOFTCAP=_softcap(softcap),
         **_options_of_one(shape, group, q),
         **launch_options(pdl),
     )
     return out
 
 
-def _scale(scale: float) -> float:
-    """For exp2 instead of exp."""
-    return scale * math.log2(math.e)
+LOG2_E = math.log2(math.e)  # for exp2 instead of exp
+
+
+def _scale(scale: float, softcap: float | None) -> float:
+    return scale / softcap if softcap else scale * LOG2_E
+
+
+def _softcap(softcap: float | None) -> float:
+    """Of scaled scores; 0: none."""
+    return softcap * LOG2_E if softcap else 0.0
+
+
+def _sinks(sinks: Tensor | None) -> Tensor | None:
+    return None if sinks is None else sinks.float() * LOG2_E
 
 
 def _blocks(end: int, window: int | None, block: int) -> int:

@@ -18,7 +18,17 @@ import triton.language as tl
 
 from infer.backend.gpu.launch_kernels import is_last, let_next_start, load_int64, wait_for_previous
 from infer.backend.gpu.launcher import kernel
-from infer.backend.gpu.row_kernels import added, load_parts, norm_scale, squared, store_parts, tree_sum, weighted
+from infer.backend.gpu.row_kernels import (
+    added,
+    capped,
+    load_parts,
+    norm_scale,
+    normed,
+    squared,
+    store_parts,
+    tree_sum,
+    weighted,
+)
 from infer.cache import table as columns
 
 COLUMNS = tl.constexpr(columns.COLUMNS)
@@ -47,6 +57,7 @@ def begin(
     C: tl.constexpr,
     PARTS: tl.constexpr,
     KINDS: tl.constexpr,
+    ROPE_FACTORS: tl.constexpr,  # of cos and sin, by kind
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -76,7 +87,7 @@ def begin(
         store_parts(prepared + row.to(tl.int64) * C, ready, PARTS, C)
     for kind in tl.static_range(KINDS):
         line = rope_cos_sin + (kind * tl.num_programs(0) + row) * 2 * D
-        fill_rope_row(position, frequencies + kind * D, line, D, BLOCK_D)
+        fill_rope_row(position, frequencies + kind * D, line, ROPE_FACTORS[kind], D, BLOCK_D)
 
 
 @triton.jit
@@ -89,20 +100,63 @@ def scaled(x, factor, dtype, PARTS: tl.constexpr):
 
 
 @kernel()
-def fill_rope(positions, frequencies, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def fill_rope(positions, frequencies, out, ROPE_FACTOR: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """RoPE cos and sin of each row's new token: the same in all layers with the same frequencies."""
     row = tl.program_id(0)
-    fill_rope_row(tl.load(positions + row), frequencies, out + row * 2 * D, D, BLOCK_D)
+    fill_rope_row(tl.load(positions + row), frequencies, out + row * 2 * D, ROPE_FACTOR, D, BLOCK_D)
 
 
 @triton.jit
-def fill_rope_row(position, frequencies, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """out [2, D]: cos, and sin with the sign for swapped halves of a head."""
+def fill_rope_row(position, frequencies, out, ROPE_FACTOR: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """out [2, D]: cos, and sin with the sign for swapped halves of a head. A frequency of 0 is not rotated."""
     d = tl.arange(0, BLOCK_D)
-    angle = position.to(tl.float32) * tl.load(frequencies + d, d < D, 0.0)
-    sine = tl.sin(angle)
-    tl.store(out + d, tl.cos(angle), d < D)
+    frequency = tl.load(frequencies + d, d < D, 0.0)
+    angle = position.to(tl.float32) * frequency
+    cosine, sine = tl.cos(angle), tl.sin(angle)
+    if ROPE_FACTOR != 1:
+        cosine = tl.where(frequency > 0, cosine * ROPE_FACTOR, cosine)
+        sine *= ROPE_FACTOR
+    tl.store(out + d, cosine, d < D)
     tl.store(out + D + d, tl.where(d < D // 2, -sine, sine), d < D)
+
+
+@kernel()
+def prepare_projections(
+    qkv,  # [T, (Hq + 2 Hkv) D], changed in place
+    positions,  # int32 [T]
+    q_norm,  # [Hq D]: of all heads together, or None
+    k_norm,  # [Hkv D]
+    QUERY_SIZE: tl.constexpr,  # Hq D
+    KEY_SIZE: tl.constexpr,  # Hkv D
+    QUERY_PARTS: tl.constexpr,
+    KEY_PARTS: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    QUERY_BETA: tl.constexpr,  # see `query_scales`; 0: none
+    CONTEXT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Norm q and k of a token, all heads together, and scale q by its position."""
+    let_next_start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    own = qkv + token * (QUERY_SIZE + 2 * KEY_SIZE)
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    if tl.program_id(1) == 0:
+        wait_for_previous(PDL)
+        q = load_parts(own, QUERY_PARTS, QUERY_SIZE)
+        if q_norm is not None:
+            weights = load_parts(q_norm, QUERY_PARTS, QUERY_SIZE)
+            q = normed(q, weights, weights, dtype, QUERY_PARTS, QUERY_SIZE, EPS, OFFSET, False, False)
+        if QUERY_BETA != 0:
+            step = (tl.load(positions + token) // CONTEXT).to(tl.float32)
+            q = scaled(q, 1 + QUERY_BETA * tl.log(1 + step), dtype, QUERY_PARTS)
+        store_parts(own, q, QUERY_PARTS, QUERY_SIZE)
+    elif k_norm is not None:
+        wait_for_previous(PDL)
+        k = load_parts(own + QUERY_SIZE, KEY_PARTS, KEY_SIZE)
+        weights = load_parts(k_norm, KEY_PARTS, KEY_SIZE)
+        k = normed(k, weights, weights, dtype, KEY_PARTS, KEY_SIZE, EPS, OFFSET, False, False)
+        store_parts(own + QUERY_SIZE, k, KEY_PARTS, KEY_SIZE)
 
 
 @triton.jit
@@ -280,12 +334,12 @@ def softmax_weights(scores, seen, highest, dtype: tl.constexpr):
 
 
 @triton.jit
-def attend_block(q, k, v, seen, highest, total, sums, scale):
+def attend_block(q, k, v, seen, highest, total, sums, scale, SOFTCAP: tl.constexpr):
     """Add one block of keys to the running maximum [Q], sum of weights [Q] and weighted sum of values [Q, D].
 
     q [Q, D]; k, v [BLOCK, D]; seen [Q, BLOCK].
     """
-    scores = tl.dot(q, k.T, input_precision="ieee") * scale
+    scores = capped(tl.dot(q, k.T, input_precision="ieee") * scale, SOFTCAP)
     top, shrink, weights, added_up = softmax_weights(scores, seen, highest, v.dtype)
     sums = tl.dot(weights, v, sums * shrink[:, None], input_precision="ieee")
     return top, total * shrink + added_up, sums
@@ -301,6 +355,14 @@ def merge_partials(highest, total, sums, group_highest, group_total, group_sums)
     return top, total * kept + group_total * share, sums
 
 
+@triton.jit
+def with_sinks(highest, total, sums, sinks):
+    """Give sinks [Q] their share: a score, for exp2, without a value. sums [Q, D]."""
+    top = tl.maximum(highest, sinks)
+    kept = tl.exp2(highest - top)
+    return total * kept + tl.exp2(sinks - top), sums * kept[:, None]
+
+
 @kernel(do_not_specialize=["window"])
 def attend_one(
     q,  # [B, Hq, D]
@@ -309,6 +371,7 @@ def attend_one(
     split_counters,  # int32 [B, Hkv]: finished programs, 0 before and after
     table,  # int64 [B, COLUMNS]
     positions,  # int32 [B]; -1: no token
+    sinks,  # float32 [Hq], for exp2; or None
     scale,
     window,  # 0: none
     KV_HEADS: tl.constexpr,
@@ -319,6 +382,7 @@ def attend_one(
     MERGE_G: tl.constexpr,
     BLOCK: tl.constexpr,  # keys
     GROUPS: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # see `capped`
     ALIGNED: tl.constexpr,  # bytes: alignment of all addresses in a table
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -360,19 +424,25 @@ def attend_one(
             inside = mask[:, None] & d_mask[None, :]
             next_k = tl.load(own_k + slot, inside, 0.0)
             next_v = tl.load(own_v + slot, inside, 0.0)
-            highest, total, sums = attend_block(queries, next_k, next_v, mask[None, :], highest, total, sums, scale)
+            highest, total, sums = attend_block(
+                queries, next_k, next_v, mask[None, :], highest, total, sums, scale, SOFTCAP
+            )
         piece = partials + ((group - first_group) * MERGE_G + g) * (BLOCK_D + 4)
         merged = g < MERGE_G
         tl.store(piece[:, None] + d[None, :], sums, merged[:, None])
         tl.store(piece + BLOCK_D, highest, merged)
         tl.store(piece + BLOCK_D + 1, total, merged)
     if is_last(split_counters + row * KV_HEADS + head, tl.minimum(used, tl.num_programs(0))):
-        merge_stored_partials(partials, out + (row * KV_HEADS + head) * (GROUP * D), used, GROUP, MERGE_G, D, BLOCK_D)
+        own_sinks = None
+        if sinks is not None:
+            own_sinks = sinks + head * GROUP
+        final = out + (row * KV_HEADS + head) * (GROUP * D)
+        merge_stored_partials(partials, final, own_sinks, used, GROUP, MERGE_G, D, BLOCK_D)
 
 
 @triton.jit
 def merge_stored_partials(
-    partials, out, used, GROUP: tl.constexpr, MERGE_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+    partials, out, sinks, used, GROUP: tl.constexpr, MERGE_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Merge the groups of a KV head's queries, in order. Other programs wrote them: loads bypass the L1 cache."""
     g, d = tl.arange(0, MERGE_G), tl.arange(0, BLOCK_D)
@@ -391,6 +461,8 @@ def merge_stored_partials(
         for i in tl.static_range(PARTIALS_AT_ONCE):
             highest, total, sums = merge_partials(highest, total, sums, tops[i], totals[i], values[i])
     inside = (g < GROUP)[:, None] & (d < D)[None, :]
+    if sinks is not None:
+        total, sums = with_sinks(highest, total, sums, tl.load(sinks + g, g < GROUP, 0.0))
     total = tl.where(g < GROUP, total, 1.0)
     tl.store(out + g[:, None] * D + d[None, :], (sums / total[:, None]).to(out.dtype.element_ty), inside)
 
@@ -481,6 +553,7 @@ def attend_and_merge_block(
     group_total,
     group_sums,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Add one block. SINGLE: each block is a group; else a complete group is merged when the next one begins.
 
@@ -489,7 +562,7 @@ def attend_and_merge_block(
     ROWS: tl.constexpr = q.shape[0]
     if SINGLE:
         # `attend_block` with no earlier keys.
-        scores = tl.dot(q, k.T, input_precision="ieee") * scale
+        scores = capped(tl.dot(q, k.T, input_precision="ieee") * scale, SOFTCAP)
         nothing = tl.full((ROWS,), -float("inf"), tl.float32)
         top, _, weights, added_up = softmax_weights(scores, seen, nothing, v.dtype)
         new_sums = tl.dot(weights, v, input_precision="ieee")
@@ -501,7 +574,7 @@ def attend_and_merge_block(
             group_total = tl.zeros((ROWS,), tl.float32)
             group_sums = tl.zeros((ROWS, v.shape[1]), tl.float32)
         group_highest, group_total, group_sums = attend_block(
-            q, k, v, seen, group_highest, group_total, group_sums, scale
+            q, k, v, seen, group_highest, group_total, group_sums, scale, SOFTCAP
         )
     return highest, total, sums, group_highest, group_total, group_sums
 
@@ -513,6 +586,7 @@ def attend_many(
     table,  # int64 [R, COLUMNS]
     tiles,  # int32 [tiles, 5]: row of the table, its first token, its start and end position, the tile's first position
     positions,  # instead of tiles, if each row has one token: int32 [R]; -1: no token
+    sinks,  # float32 [Hq], for exp2; or None
     scale,
     window,  # 0: none
     KV_HEADS: tl.constexpr,
@@ -523,6 +597,7 @@ def attend_many(
     QUERIES: tl.constexpr,  # positions per program, each with BLOCK_G heads
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SINGLE: tl.constexpr,  # whether each block is a group, for all queries
     WINDOWED: tl.constexpr,
     WRAPS: tl.constexpr,
@@ -595,6 +670,7 @@ def attend_many(
                 group_total,
                 group_sums,
                 SINGLE,
+                SOFTCAP,
             )
             shift = next_shift
     for block in tl.range(unmasked, partial, num_stages=STAGES):
@@ -615,6 +691,7 @@ def attend_many(
             group_total,
             group_sums,
             SINGLE,
+            SOFTCAP,
         )
         shift = next_shift
     for block in tl.range(partial, last_query // BLOCK + 1, num_stages=STAGES):
@@ -635,10 +712,14 @@ def attend_many(
             group_total,
             group_sums,
             SINGLE,
+            SOFTCAP,
         )
         shift = next_shift
     if not SINGLE:
         highest, total, sums = merge_partials(highest, total, sums, group_highest, group_total, group_sums)
+    if sinks is not None:
+        of_head = tl.load(sinks + head * GROUP + member, member < GROUP, 0.0)
+        total, sums = with_sinks(tl.where(within, highest, 0.0), total, sums, of_head)
     total = tl.where(within, total, 1.0)
     inside = within[:, None] & d_mask[None, :]
     tl.store(out + heads[:, None] + d[None, :], (sums / total[:, None]).to(out.dtype.element_ty), inside)

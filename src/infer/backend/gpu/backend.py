@@ -15,9 +15,18 @@ import torch
 import triton
 from torch import Tensor
 
-from infer.backend.gpu.attention import GpuAttention, Tiles, attend_rows, max_end_of, prepare, queries_of, tiles_of
+from infer.backend.gpu.attention import (
+    GpuAttention,
+    Tiles,
+    attend_rows,
+    max_end_of,
+    prepare,
+    prepare_projections_of,
+    queries_of,
+    tiles_of,
+)
 from infer.backend.gpu.captured import CapturedDecoder, CapturedSteps
-from infer.backend.gpu.gemm import GemmInput, add_norm, aligned, gemm
+from infer.backend.gpu.gemm import GemmInput, add_norm, aligned, gemm, scale_logits
 from infer.backend.gpu.launcher import on
 from infer.backend.gpu.prompts import CapturedPasses, Inputs, PassShape, ShardedSteps
 from infer.backend.gpu.step import Plan, StepInputs, counters, launch, plan_of, rope_tables
@@ -26,6 +35,7 @@ from infer.cache.base import Cache
 from infer.cache.table import PAGE_TABLE, SLOTS
 from infer.machine import to_device
 from infer.models.rows import PackedBatch, Row, pack, record, reserve
+from infer.nn.norm import Norm
 from infer.nn.sharded import ShardedLinear
 
 ATTENTION = GpuAttention()
@@ -161,7 +171,8 @@ class GpuBackend:
         return x if learned is None else x + learned(positions)
 
     def _ropes(self, positions: Tensor) -> list[Tensor]:
-        return [rope_tables(each, positions) for each in self.plan.frequencies if each.numel()]
+        factors = zip(self.plan.frequencies, self.plan.rope_factors, strict=False)
+        return [rope_tables(each, positions, factor) for each, factor in factors]
 
     def _blocks(
         self,
@@ -175,25 +186,31 @@ class GpuBackend:
         """All blocks: x [T, C], normed for the head. packed: needed without tables."""
         pdl = self.plan.pdl
         norms = [*(block.before_attention for block in self.plan.blocks), self.plan.head.norm]
-        normed, _ = add_norm(x, norms[0], pdl=pdl)
+        normed, x = add_norm(x, norms[0], pdl=pdl)
         for i, (block, kind) in enumerate(zip(self.plan.blocks, self.plan.kinds, strict=True)):
-            qkv, _ = gemm(block.qkv, normed, None, eps=block.before_attention.eps, pdl=pdl)
+            qkv, _ = gemm(block.qkv, normed, None, eps=_eps(block.before_attention), pdl=pdl)
+            prepare_projections_of(block, self.plan.config, qkv, positions, pdl=pdl)
             table = None if tables is None else tables[i]
             rope_cos_sin = None if kind is None else ropes[kind]
             attended = self._attend(packed, i, block, qkv, positions, rope_cos_sin, table, tiles)
             added, _ = gemm(block.o, GemmInput(block.o.input(attended)), None, joined=False, pdl=pdl)
-            normed, x = add_norm(x, block.before_mlp, block.o.output(added), block.after_attention, pdl=pdl)
+            sum_norm = None if block.parallel else block.before_mlp
+            given, factor = x, block.multiplier
+            normed, x = add_norm(x, sum_norm, block.o.output(added), block.after_attention, multiplier=factor, pdl=pdl)
+            if block.parallel:
+                normed, _ = add_norm(given, block.before_mlp, pdl=pdl)
             inner, _ = gemm(
                 block.up,
                 normed,
                 None,
-                eps=block.before_mlp.eps,
+                eps=_eps(block.before_mlp),
                 activation=block.activation,
                 gated=block.gated,
                 pdl=pdl,
             )
             added, _ = gemm(block.down, GemmInput(block.down.input(inner)), None, joined=False, pdl=pdl)
-            normed, x = add_norm(x, norms[i + 1], block.down.output(added), block.after_mlp, pdl=pdl)
+            added = block.down.output(added)
+            normed, x = add_norm(x, norms[i + 1], added, block.after_mlp, multiplier=factor, pdl=pdl)
             if packed is not None:
                 packed.return_layer(i, x)
         if packed is not None:
@@ -207,7 +224,8 @@ class GpuBackend:
 
     def _logits(self, normed: GemmInput) -> Tensor:
         head = self.plan.head
-        return head.linear.output(gemm(head.linear, normed, None, eps=head.norm.eps, pdl=self.plan.pdl)[0])
+        logits = head.linear.output(gemm(head.linear, normed, None, eps=head.norm.eps, pdl=self.plan.pdl)[0])
+        return scale_logits(logits, head)
 
     def _attend(
         self,
@@ -225,6 +243,10 @@ class GpuBackend:
         if table is None or tiles is None:
             assert packed is not None
             q, k, v = prepare(block, qkv, positions, rope_cos_sin, pdl=pdl)
-            return packed.attend(layer_idx, q, k, v, scale=block.scale, window=block.window, kernel=ATTENTION)
+            return packed.attend(layer_idx, q, k, v, kernel=ATTENTION, **block.score_options())
         q, _, _ = prepare(block, qkv, positions, rope_cos_sin, table, tiles.rows, pdl=pdl)
-        return attend_rows(q, table, tiles, kv_heads=block.kv_heads, scale=block.scale, window=block.window, pdl=pdl)
+        return attend_rows(q, table, tiles, kv_heads=block.kv_heads, pdl=pdl, **block.score_options())
+
+
+def _eps(norm: Norm | None) -> float:
+    return 0.0 if norm is None else norm.eps

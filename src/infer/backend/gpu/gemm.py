@@ -16,8 +16,8 @@ from torch import Tensor
 
 from infer.backend.gpu import device_check
 from infer.backend.gpu.gemm_kernels import gemm_large, gemm_small, gemv
-from infer.backend.gpu.launcher import Launch, launch_options, next_power, num_sms, shared_memory
-from infer.backend.gpu.row_kernels import add_norm_rows, epilogue_rows
+from infer.backend.gpu.launcher import UNFUSED, Launch, launch_options, next_power, num_sms, shared_memory
+from infer.backend.gpu.row_kernels import add_norm_rows, epilogue_rows, scale_logits_rows
 from infer.backend.gpu.tuned import (
     BLOCK_N,
     COLUMNS_AHEAD_ALONE,
@@ -35,6 +35,7 @@ from infer.backend.gpu.tuned import (
     SMALL_ROWS,
     SPLIT_K,
 )
+from infer.backend.parts import HeadParts
 from infer.nn.linear import Linear
 from infer.nn.norm import Norm
 
@@ -84,18 +85,19 @@ class Residual(NamedTuple):
     x: Tensor
     added: Tensor | None = None
     after: Norm | None = None
+    multiplier: float = 1.0  # of `added`, normed
     normed: GemmInput | None = None  # input of the next GEMM, if it is known already
 
 
-def scale_after_gemm(norm: Norm, dtype: torch.dtype) -> bool:
+def scale_after_gemm(norm: Norm | None, dtype: torch.dtype) -> bool:
     """Whether a norm's scale is applied after the GEMM. Not in float16: an unscaled large residual would overflow."""
-    return not norm.centered and norm.bias is None and dtype is not torch.float16
+    return norm is not None and not norm.centered and norm.bias is None and dtype is not torch.float16
 
 
 def norm_gemm(
     linear: Linear,
     residual: Residual,
-    norm: Norm,
+    norm: Norm | None,
     split_counters: Tensor,
     *,
     activation: str = "",
@@ -103,10 +105,11 @@ def norm_gemm(
     pdl: bool = False,
 ) -> tuple[Tensor, Residual]:
     """activation(W norm(residual) + b), if gated times the second half of W's rows; and the complete residual."""
-    x, added, after, normed = residual
+    x, added, after, multiplier, normed = residual
     if normed is None:
-        normed, x = add_norm(x, norm, added, after, pdl=pdl)
-    out, _ = gemm(linear, normed, split_counters, eps=norm.eps, activation=activation, gated=gated, pdl=pdl)
+        normed, x = add_norm(x, norm, added, after, multiplier=multiplier, pdl=pdl)
+    eps = 0.0 if norm is None else norm.eps
+    out, _ = gemm(linear, normed, split_counters, eps=eps, activation=activation, gated=gated, pdl=pdl)
     return out, Residual(x)
 
 
@@ -115,31 +118,43 @@ def gemm_add(
     x: Tensor,
     residual: Residual,
     after: Norm | None,
-    norm: Norm,
+    norm: Norm | None,
     split_counters: Tensor,
     *,
+    multiplier: float = 1.0,
     pdl: bool = False,
 ) -> Residual:
-    """W x + b, added to the residual, or left for `after` to norm first. norm: the norm of the sum."""
+    """multiplier (W x + b), added to the residual, or left for `after` to norm first. norm: the norm of the sum."""
     if after is not None:
-        return Residual(residual.x, gemm(linear, GemmInput(x), split_counters, joined=False, pdl=pdl)[0], after)
+        added = gemm(linear, GemmInput(x), split_counters, joined=False, pdl=pdl)[0]
+        return Residual(residual.x, added, after, multiplier)
     following = norm if scale_after_gemm(norm, x.dtype) else None
-    out, normed = gemm(linear, GemmInput(x), split_counters, addend=residual.x, norm=following, pdl=pdl)
+    out, normed = gemm(
+        linear, GemmInput(x), split_counters, addend=residual.x, multiplier=multiplier, norm=following, pdl=pdl
+    )
     return Residual(out, normed=normed)
 
 
 def add_norm(
-    x: Tensor, norm: Norm | None, added: Tensor | None = None, after: Norm | None = None, *, pdl: bool = False
+    x: Tensor,
+    norm: Norm | None,
+    added: Tensor | None = None,
+    after: Norm | None = None,
+    *,
+    multiplier: float = 1.0,
+    pdl: bool = False,
 ) -> tuple[GemmInput, Tensor]:
-    """x += after(added), if there is something to add; returns norm(x), and x. norm: None for the sum alone.
+    """x += multiplier after(added), if there is something to add; returns norm(x), and x. norm: None for x itself.
 
     added: an output of `gemm`, which may be the sums of its slices.
     """
     x = aligned(x)
+    if norm is None and added is None:
+        return GemmInput(x), x
     rows, size = x.shape
-    prepared = norm is not None and scale_after_gemm(norm, x.dtype)
-    complete = x if added is None else torch.empty_like(x)
-    out = x if norm is None else empty_rows(rows, size, x)
+    prepared = scale_after_gemm(norm, x.dtype)
+    complete = x if added is None else empty_rows(rows, size, x) if norm is None else torch.empty_like(x)
+    out = complete if norm is None else empty_rows(rows, size, x)
     squares = torch.empty(rows, 1, dtype=torch.float32, device=x.device) if prepared else None
     kind = norm or after
     slices = 1 if added is None or added.dim() == 2 else added.shape[0]
@@ -150,7 +165,7 @@ def add_norm(
             slices,
             x.dtype,
             x.device,
-            (0.0, 0.0) if kind is None else (kind.eps, kind.offset),
+            (0.0, 0.0, multiplier) if kind is None else (kind.eps, kind.offset, multiplier),
             norm is not None and norm.centered,
             prepared,
             (added is None, after is None, norm is None, None if norm is None else dtype_of(norm.bias)),
@@ -176,7 +191,7 @@ def _add_norm_launch(
     slices: int,
     dtype: torch.dtype,
     device: torch.device,
-    constants: tuple[float, float],  # eps and offset
+    constants: tuple[float, float, float],  # eps, offset and multiplier
     centered: bool,
     prepared: bool,
     given: tuple[bool, bool, bool, torch.dtype | None],  # which optional tensors are None, and the dtype of the bias
@@ -193,6 +208,7 @@ def _add_norm_launch(
         PREPARED=prepared,
         NORM=not given[2],
         SLICES=slices,
+        MULTIPLIER=constants[2],
         **launch_options(pdl),
     )
 
@@ -226,13 +242,15 @@ def gemm(
     *,
     eps: float = 0.0,
     addend: Tensor | None = None,
+    multiplier: float = 1.0,
     norm: Norm | None = None,
     activation: str = "",
     gated: bool = False,
     joined: bool = True,
     pdl: bool = False,
 ) -> tuple[Tensor, GemmInput | None]:
-    """activation(scale W x + b) [times the other half of W's rows] [+ addend]; and the input of the next GEMM, if norm.
+    """activation(scale W x + b) [times the other half of W's rows] [times the multiplier, + addend]; and the input of
+    the next GEMM, if norm.
 
     split_counters: all zero; None: made here. joined: False: the result may be the sums of the slices, float32 [slices,
     rows or more, N], which `add_norm` adds up.
@@ -240,7 +258,7 @@ def gemm(
     x = vectors.x
     rows = x.shape[0]
     if rows > MAX_SMALL_ROWS or (rows > SMALL_ROWS and _torch_is_fast(linear, x)):
-        return _gemm_and_epilogue(linear, vectors, eps, addend, norm, activation, gated, joined, pdl)
+        return _gemm_and_epilogue(linear, vectors, eps, addend, multiplier, norm, activation, gated, joined, pdl)
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, Tensor)
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -254,6 +272,7 @@ def gemm(
         "LENGTH": slice_length(linear),
         "BIAS": bias is not None,
         "RESIDUAL": addend is not None,
+        "MULTIPLIER": multiplier,
         "GATED": gated,
         "ACTIVATION": activation,
         "EPS": eps,
@@ -386,6 +405,7 @@ def _gemm_and_epilogue(
     vectors: GemmInput,
     eps: float,
     addend: Tensor | None,
+    multiplier: float,
     norm: Norm | None,
     activation: str,
     gated: bool,
@@ -407,7 +427,7 @@ def _gemm_and_epilogue(
         )
     if addend is None:
         return out, None
-    normed, complete = add_norm(addend, norm, out, pdl=pdl)
+    normed, complete = add_norm(addend, norm, out, multiplier=multiplier, pdl=pdl)
     return complete, None if norm is None else normed
 
 
@@ -429,6 +449,21 @@ def _epilogue_launch(
         BLOCK=EPILOGUE_COLUMNS,
         **launch_options(pdl),
     )
+
+
+def scale_logits(logits: Tensor, head: HeadParts) -> Tensor:
+    """Logits [T, V], divided and capped in place."""
+    if (head.divisor != 1 or head.softcap is not None) and logits.numel():
+        factor, softcap, (rows, size) = 1 / head.divisor, head.softcap or 0.0, logits.shape
+        scale_logits_rows[(rows, -(-size // EPILOGUE_COLUMNS))](
+            logits,
+            size,
+            FACTOR=factor / softcap if softcap else factor,
+            SOFTCAP=softcap,
+            BLOCK=EPILOGUE_COLUMNS,
+            **UNFUSED,
+        )
+    return logits
 
 
 def large_gemm(linear: Linear, x: Tensor, *, pdl: bool = False) -> Tensor:

@@ -105,6 +105,7 @@ def gemm_small(
     next_out=None,  # [B, N]: out times that weight
     next_squares=None,  # float32 [B, blocks of N]
     OFFSET: tl.constexpr = 0.0,
+    MULTIPLIER: tl.constexpr = 1.0,  # of what is added to the residual
 ):
     let_next_start(PDL)
     MATRICES: tl.constexpr = 2 if GATED else 1
@@ -160,7 +161,7 @@ def gemm_small(
     if squares is not None:
         scale = norm_scale(tree_sum(squares_of), K, EPS)[None, :]
     dtype: tl.constexpr = out.dtype.element_ty
-    rounded = epilogue(summed, dtype, scale, biases, addend, ACTIVATION).to(dtype)
+    rounded = epilogue(summed, dtype, scale, biases, addend, ACTIVATION, MULTIPLIER).to(dtype)
     tl.store(out + places, rounded, inside)
     if next_weight is not None:
         store_prepared(rounded.to(tl.float32), next_weights, next_out, next_squares, places, inside, row, row_mask)
@@ -246,6 +247,7 @@ def gemv(
     next_out=None,
     next_squares=None,
     OFFSET: tl.constexpr = 0.0,
+    MULTIPLIER: tl.constexpr = 1.0,
 ):
     """For at most eight rows in 16 bits.
 
@@ -306,7 +308,7 @@ def gemv(
         summed = (tl.reshape(totals, (WARP_ROWS, 8)),)
     if squares is not None:
         scale = norm_scale(tree_sum(squares_of), K, EPS)[None, :]
-    rounded = epilogue(summed, dtype, scale, biases, addend, ACTIVATION).to(dtype)
+    rounded = epilogue(summed, dtype, scale, biases, addend, ACTIVATION, MULTIPLIER).to(dtype)
     tl.store(out + places, rounded, inside)
     if next_weight is not None:
         store_prepared(rounded.to(tl.float32), next_weights, next_out, next_squares, places, inside, row, row_mask)

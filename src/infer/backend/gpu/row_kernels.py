@@ -34,6 +34,14 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def capped(x, SOFTCAP: tl.constexpr):
+    """SOFTCAP tanh(x); 0: x"""
+    if SOFTCAP > 0:
+        x = (2 * tl.sigmoid(2 * x) - 1) * SOFTCAP
+    return x
+
+
+@triton.jit
 def tree_sum(x):
     """[N, M] -> [M]: a balanced tree over the first dimension, a power of two, adjacent elements first."""
     M: tl.constexpr = x.shape[1]
@@ -151,10 +159,14 @@ def normed(
 
 
 @triton.jit
-def added(x, carried, dtype, PARTS: tl.constexpr):
+def added(x, carried, dtype, PARTS: tl.constexpr, MULTIPLIER: tl.constexpr = 1.0):
+    """carried + MULTIPLIER x"""
     out = ()
     for i in tl.static_range(len(PARTS)):
-        out = out + ((x[i] + carried[i]).to(dtype).to(tl.float32),)
+        part = x[i]
+        if MULTIPLIER != 1:
+            part *= MULTIPLIER
+        out = out + ((part + carried[i]).to(dtype).to(tl.float32),)
     return out
 
 
@@ -177,6 +189,7 @@ def add_norm_rows(
     PREPARED: tl.constexpr,
     NORM: tl.constexpr,  # False: the residual alone
     SLICES: tl.constexpr,  # of the GEMM; 1: x is its output
+    MULTIPLIER: tl.constexpr,  # of x
     PDL: tl.constexpr,
 ):
     """Between two GEMMs, one row per program: add x to the residual, and norm the sum."""
@@ -197,7 +210,7 @@ def add_norm_rows(
         before = load_parts(residual + start, PARTS, K)
         if after_weight is not None:
             vector = normed(vector, after_weights, after_weights, dtype, PARTS, K, EPS, OFFSET, False, False)
-        vector = added(vector, before, dtype, PARTS)
+        vector = added(vector, before, dtype, PARTS, MULTIPLIER)
         store_parts(residual_out + start, vector, PARTS, K)
     if NORM:
         if PREPARED:
@@ -210,10 +223,12 @@ def add_norm_rows(
 
 
 @triton.jit
-def epilogue(sums, dtype: tl.constexpr, scale, biases, addend, ACTIVATION: tl.constexpr):
+def epilogue(
+    sums, dtype: tl.constexpr, scale, biases, addend, ACTIVATION: tl.constexpr, MULTIPLIER: tl.constexpr = 1.0
+):
     """The end of a GEMM, or of two of which the first is the gate of the second.
 
-    scale, addend: optional; biases: () for none.
+    scale, addend: optional; biases: () for none. MULTIPLIER: of what is added to the addend.
     """
     y = sums[0].to(dtype).to(tl.float32)
     if scale is not None:
@@ -231,6 +246,8 @@ def epilogue(sums, dtype: tl.constexpr, scale, biases, addend, ACTIVATION: tl.co
     if addend is not None:
         if len(biases) > 0:
             y = y.to(dtype).to(tl.float32)  # as `add_norm_rows` reads it
+        if MULTIPLIER != 1:
+            y *= MULTIPLIER
         y += addend
     return y
 
@@ -276,3 +293,12 @@ def epilogue_rows(
         sums = sums + (load_sums(own + N, at, inside, step, dtype, SLICES),)
     y = epilogue(sums, dtype, scale, biases, None, ACTIVATION)
     tl.store(out + row * N + at, y.to(dtype), inside)
+
+
+@kernel()
+def scale_logits_rows(x, N, FACTOR: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+    """x [T, N] = SOFTCAP tanh(FACTOR x), in place; SOFTCAP 0: FACTOR x"""
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = x + tl.program_id(0).to(tl.int64) * N + at
+    y = capped(tl.load(own, at < N, 0.0).to(tl.float32) * FACTOR, SOFTCAP)
+    tl.store(own, y.to(x.dtype.element_ty), at < N)

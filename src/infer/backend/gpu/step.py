@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infer.backend.gpu.attention import attend_step
+from infer.backend.gpu.attention import attend_step, prepare_projections_of
 from infer.backend.gpu.attention_kernels import begin as begin_step_kernel
 from infer.backend.gpu.attention_kernels import fill_rope
 from infer.backend.gpu.gemm import (
@@ -23,10 +23,12 @@ from infer.backend.gpu.gemm import (
     in_parts,
     norm_gemm,
     scale_after_gemm,
+    scale_logits,
 )
 from infer.backend.gpu.launcher import UNFUSED, has_pdl, next_power, on
 from infer.backend.gpu.tuned import BLOCK_N
 from infer.backend.parts import BlockParts, EmbeddingParts, HeadParts, ModelParts, UnsupportedByKernels
+from infer.config import ModelConfig
 from infer.nn.linear import Linear
 from infer.nn.norm import Norm
 
@@ -36,10 +38,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Plan(NamedTuple):
     """A model as the kernels need it."""
 
+    config: ModelConfig
     embedding: EmbeddingParts
     blocks: Sequence[BlockParts]
     head: HeadParts
     frequencies: Tensor  # [kinds, D], of RoPE
+    rope_factors: tuple[float, ...]  # by kind: of cos and sin
     kinds: Sequence[int | None]  # of RoPE, by block; None: no RoPE
     pdl: bool  # programmatic dependent launch: a kernel may start while the previous one ends
 
@@ -49,18 +53,18 @@ def plan_of(parts: ModelParts) -> Plan:
     blocks, head = parts.blocks, parts.head
     device, dtype = head.norm.weight.device, head.norm.weight.dtype
     embedded = [part for part in parts.embedding[:2] if part is not None]
-    modules = [*embedded, *head, *(part for block in blocks for part in block if isinstance(part, Linear | Norm))]
+    modules = [*embedded, *head[:2], *(part for block in blocks for part in block if isinstance(part, Linear | Norm))]
     if dtype not in DTYPES or any(part.weight.dtype is not dtype for part in modules):
         raise UnsupportedByKernels("its weights have several dtypes, or one without kernels")
     if not _norms_agree(blocks, head):
         raise UnsupportedByKernels("no kernel computes its norms")
-    frequencies = {kind: rope.inv_freq for kind, rope in parts.ropes.items()}
-    found = [frequencies.get(block.layer_type) for block in blocks]
-    values = [None if each is None else tuple(each.tolist()) for each in found]
-    different = list(dict.fromkeys(value for value in values if value is not None))
-    on_device = torch.tensor(different or [()], dtype=torch.float32).to(device)
-    kinds = [None if value is None else different.index(value) for value in values]
-    return Plan(parts.embedding, blocks, head, on_device, kinds, has_pdl(device))
+    ropes = {kind: (tuple(rope.inv_freq.tolist()), rope.attention_factor) for kind, rope in parts.ropes.items()}
+    found = [None if block.rope_type is None else ropes[block.rope_type] for block in blocks]
+    different = list(dict.fromkeys(rope for rope in found if rope is not None))
+    frequencies = torch.tensor([rope[0] for rope in different] or [()], dtype=torch.float32).to(device)
+    kinds = [None if rope is None else different.index(rope) for rope in found]
+    factors = tuple(rope[1] for rope in different)
+    return Plan(parts.config, parts.embedding, blocks, head, frequencies, factors, kinds, has_pdl(device))
 
 
 def _norms_agree(blocks: Sequence[BlockParts], head: HeadParts) -> bool:
@@ -76,7 +80,7 @@ def _norms_agree(blocks: Sequence[BlockParts], head: HeadParts) -> bool:
             if any(norm.centered or norm.bias is not None for norm in (block.q_norm, block.k_norm)):
                 return False
     return all(
-        after is None or (after.bias is None and not after.centered and _kind(after) == _kind(norm))
+        after is None or (after.bias is None and not after.centered and (norm is None or _kind(after) == _kind(norm)))
         for after, norm in pairs
     )
 
@@ -113,7 +117,7 @@ def begin(plan: Plan, tokens: Tensor, positions: Tensor, increments: Tensor, ste
     norm = plan.blocks[0].before_attention
     x = torch.empty(rows, size, dtype=vectors.dtype, device=tokens.device)
     normed = None
-    if scale_after_gemm(norm, x.dtype):
+    if norm is not None and scale_after_gemm(norm, x.dtype):
         normed = GemmInput(torch.empty_like(x), torch.empty(rows, 1, dtype=torch.float32, device=tokens.device))
     rope_cos_sin = torch.empty(kinds, rows, 2, head_dim, dtype=torch.float32, device=tokens.device)
     inputs = StepInputs(x, torch.empty_like(positions), rope_cos_sin, normed)
@@ -129,16 +133,17 @@ def begin(plan: Plan, tokens: Tensor, positions: Tensor, increments: Tensor, ste
             inputs.positions,
             x,
             rope_cos_sin,
-            None if normed is None else norm.weight,
+            None if norm is None or normed is None else norm.weight,
             None if normed is None else normed.x,
             None if normed is None else normed.squares,
             FACTOR=factor,
             C=size,
             PARTS=in_parts(size),
             KINDS=kinds if head_dim else 0,
+            ROPE_FACTORS=plan.rope_factors,
             D=head_dim,
             BLOCK_D=next_power(head_dim),
-            OFFSET=norm.offset,
+            OFFSET=0.0 if norm is None else norm.offset,
             **UNFUSED,
         )
     return inputs
@@ -150,28 +155,47 @@ def launch(plan: Plan, inputs: StepInputs, tables: Tensor, split_counters: Tenso
         residual = Residual(inputs.x, normed=inputs.normed)
         norms = [*(block.before_attention for block in plan.blocks[1:]), plan.head.norm]
         for block, norm, kind, table in zip(plan.blocks, norms, plan.kinds, tables, strict=True):
-            qkv, residual = norm_gemm(block.qkv, residual, block.before_attention, split_counters, pdl=plan.pdl)
+            qkv, given = norm_gemm(block.qkv, residual, block.before_attention, split_counters, pdl=plan.pdl)
+            prepare_projections_of(block, plan.config, qkv, inputs.positions, pdl=plan.pdl)
             rope_cos_sin = None if kind is None else inputs.rope_cos_sin[kind]
             attended = attend_step(block, qkv, table, inputs.positions, split_counters, rope_cos_sin, pdl=plan.pdl)
             residual = gemm_add(
-                block.o, attended, residual, block.after_attention, block.before_mlp, split_counters, pdl=plan.pdl
+                block.o,
+                attended,
+                given,
+                block.after_attention,
+                None if block.parallel else block.before_mlp,
+                split_counters,
+                multiplier=block.multiplier,
+                pdl=plan.pdl,
             )
-            inner, residual = norm_gemm(
+            inner, complete = norm_gemm(
                 block.up,
-                residual,
+                given if block.parallel else residual,
                 block.before_mlp,
                 split_counters,
                 activation=block.activation,
                 gated=block.gated,
                 pdl=plan.pdl,
             )
-            residual = gemm_add(block.down, inner, residual, block.after_mlp, norm, split_counters, pdl=plan.pdl)
-        return norm_gemm(plan.head.linear, residual, plan.head.norm, split_counters, pdl=plan.pdl)[0]
+            residual = gemm_add(
+                block.down,
+                inner,
+                residual if block.parallel else complete,
+                block.after_mlp,
+                norm,
+                split_counters,
+                multiplier=block.multiplier,
+                pdl=plan.pdl,
+            )
+        logits = norm_gemm(plan.head.linear, residual, plan.head.norm, split_counters, pdl=plan.pdl)[0]
+        return scale_logits(logits, plan.head)
 
 
-def rope_tables(frequencies: Tensor, positions: Tensor) -> Tensor:
-    """Cosines and signed sines [B, 2, D] of RoPE at these positions [B], of frequencies [D]."""
+def rope_tables(frequencies: Tensor, positions: Tensor, factor: float = 1.0) -> Tensor:
+    """Cosines and signed sines [B, 2, D] of RoPE at these positions [B], of frequencies [D], times a factor."""
     batch, head_dim = positions.shape[0], frequencies.shape[0]
     out = torch.empty(batch, 2, head_dim, dtype=torch.float32, device=positions.device)
-    fill_rope[(batch,)](positions, frequencies, out, D=head_dim, BLOCK_D=next_power(head_dim), **UNFUSED)
+    sizes = {"D": head_dim, "BLOCK_D": next_power(head_dim)}
+    fill_rope[(batch,)](positions, frequencies, out, ROPE_FACTOR=factor, **sizes, **UNFUSED)
     return out

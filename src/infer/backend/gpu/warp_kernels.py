@@ -21,7 +21,7 @@ from infer.backend.gpu.attention_kernels import (
 from infer.backend.gpu.gemm_kernels import as_first_factor, as_second_factor, repeated
 from infer.backend.gpu.launch_kernels import is_last, let_next_start, wait_for_previous
 from infer.backend.gpu.launcher import kernel
-from infer.backend.gpu.row_kernels import norm_scale, tree_sum
+from infer.backend.gpu.row_kernels import capped, norm_scale, tree_sum
 
 
 @triton.jit
@@ -99,6 +99,7 @@ def attend_by_warps(
     q_norm,  # [D], or None
     k_norm,
     rope_cos_sin,  # float32 [B, 2, D], from `rope_tables`, or None
+    sinks,  # float32 [Hq], for exp2; or None
     scale,
     window,  # 0: none
     KV_HEADS: tl.constexpr,
@@ -107,6 +108,7 @@ def attend_by_warps(
     D: tl.constexpr,  # 64 for each warp
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
     ALIGNED: tl.constexpr,  # bytes: alignment of all keys and values
@@ -191,7 +193,7 @@ def attend_by_warps(
     zero = tl.zeros((8,), tl.float32)
     nothing = tl.zeros((WARPS, 64, 8), tl.float32)
     highest, total, sums = attend_block_by_warps(
-        scores, block_v, begin, oldest, position, none, zero, nothing, scale, WARPS, BLOCK, OWN
+        scores, block_v, begin, oldest, position, none, zero, nothing, scale, SOFTCAP, WARPS, BLOCK, OWN
     )
 
     g, d = tl.arange(0, 8)[None, None, :], tl.arange(0, WARPS)[:, None, None] * 64
@@ -217,11 +219,17 @@ def attend_by_warps(
             next_v = tl.load(values + v_slot + v_column, mask, 0.0)
             scores = scores_by_warps(factor, other_factor, next_k, STEPS, WARPS, OWN)
             highest, total, sums = attend_block_by_warps(
-                scores, next_v, at_key, oldest, position, highest, total, sums, scale, WARPS, BLOCK, OWN
+                scores, next_v, at_key, oldest, position, highest, total, sums, scale, SOFTCAP, WARPS, BLOCK, OWN
             )
         if used == 1:
-            _, total, sums = merge_partial_columns(none, zero, nothing, highest, total, sums)
-            total = tl.where(tl.arange(0, 8) < GROUP, total, 1.0)
+            top, total, sums = merge_partial_columns(none, zero, nothing, highest, total, sums)
+            of_g = tl.arange(0, 8)
+            if sinks is not None:
+                own_sinks = tl.load(sinks + head * GROUP + of_g, of_g < GROUP, 0.0)
+                highest = tl.maximum(top, own_sinks)
+                kept = tl.exp2(top - highest)
+                total, sums = total * kept + tl.exp2(own_sinks - highest), sums * kept[None, None, :]
+            total = tl.where(of_g < GROUP, total, 1.0)
             tl.store(final + g * D + d, (sums / total[None, None, :]).to(dtype), g < GROUP)
         else:
             piece = partials + ((group - first_group) * MERGE_G + g) * (D + 4)
@@ -232,7 +240,10 @@ def attend_by_warps(
             tl.store(piece + D + 1, total, of_g < MERGE_G)
     if used > 1:
         if is_last(split_counters + row * KV_HEADS + head, tl.minimum(used, tl.num_programs(0))):
-            merge_stored_partials(partials, final, used, GROUP, MERGE_G, D, D)
+            own_sinks = None
+            if sinks is not None:
+                own_sinks = sinks + head * GROUP
+            merge_stored_partials(partials, final, own_sinks, used, GROUP, MERGE_G, D, D)
 
 
 @triton.jit
@@ -253,13 +264,14 @@ def attend_block_by_warps(
     total,
     sums,
     scale,
+    SOFTCAP: tl.constexpr,
     WARPS: tl.constexpr,
     BLOCK: tl.constexpr,
     OWN: tl.constexpr,
 ):
     """Like `attend_block`, for scores [WARPS, 16, OWN], values in their loaded layout, and sums [WARPS, 64, Q]."""
     scores = tl.max(tl.reshape(scores, (WARPS, 2, 8, OWN)), 1)  # of two equal values in one thread
-    scores = tl.reshape(tl.permute(scores, (1, 0, 2)), (8, BLOCK)) * scale
+    scores = capped(tl.reshape(tl.permute(scores, (1, 0, 2)), (8, BLOCK)) * scale, SOFTCAP)
     at = start + tl.arange(0, BLOCK)
     seen = (at >= oldest) & (at <= position)
     highest, shrink, weights, added_up = softmax_weights(scores, seen[None, :], highest, v.dtype)

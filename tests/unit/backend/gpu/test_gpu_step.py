@@ -40,7 +40,19 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU, or TRITON_INTERPRET=1"
 )
-FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "rope_gpt"]
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "gemma3",
+    "gpt2",
+    "rope_gpt",
+    "gemma2",
+    "olmo2",
+    "exaone4",
+    "granite",
+    "ministral3",
+    "gpt_neox",
+]
 BLOCK_S = 16
 TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 3e-3), torch.bfloat16: (3e-2, 2e-2)}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -549,7 +561,7 @@ def test_a_step(
     tiny_model: Callable[..., Decoder], family: str, kind: type[BaseCache], batch: int, generator: torch.Generator
 ) -> None:
     """Rows of different lengths, around a window of 4 and a ring that has wrapped."""
-    layers = 2 if family == "gemma3" else 1
+    layers = 2 if family in ("gemma2", "gemma3", "exaone4") else 1
     sizes = {"hidden_size": 24, "intermediate_size": 13, "vocab_size": 19}
     model = tiny_model(model_type=family, num_hidden_layers=layers, **sizes).to(DEVICE)
     caches = [make_cache(model, kind, 16) for _ in range(batch)]
