@@ -51,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 0.7,
         "mlp_bias": True,
     },
-    "ministral3": {"rope": RopeConfig(1e4, original_max_position_embeddings=2, query_beta=0.5)},
+    "ministral3": {"rope": RopeConfig(1e4, original_max_position_embeddings=2, query_beta=0.1)},
     "gpt_neox": {
         "rope": RopeConfig(dim=4, attention_factor=1.1),
         "attention_bias": True,

@@ -232,7 +232,8 @@ class GPT2(GPT):
 def _named(block: Block) -> nn.ModuleDict:
     """A block's modules by nanoGPT's names, in the order of the computation."""
     attention, mlp, norms = block.self_attn, cast(UngatedMLP, block.mlp), block.norms()
-    assert norms.before_attention is not None and norms.before_mlp is not None
+    assert norms.before_attention is not None
+    assert norms.before_mlp is not None
     return nn.ModuleDict(
         {
             "ln_1": norms.before_attention,

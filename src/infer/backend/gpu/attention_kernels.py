@@ -154,8 +154,8 @@ def prepare_projections(
     elif k_norm is not None:
         wait_for_previous(PDL)
         k = load_parts(own + QUERY_SIZE, KEY_PARTS, KEY_SIZE)
-        weights = load_parts(k_norm, KEY_PARTS, KEY_SIZE)
-        k = normed(k, weights, weights, dtype, KEY_PARTS, KEY_SIZE, EPS, OFFSET, False, False)
+        k_weights = load_parts(k_norm, KEY_PARTS, KEY_SIZE)
+        k = normed(k, k_weights, k_weights, dtype, KEY_PARTS, KEY_SIZE, EPS, OFFSET, False, False)
         store_parts(own + QUERY_SIZE, k, KEY_PARTS, KEY_SIZE)
 
 
