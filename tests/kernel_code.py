@@ -85,7 +85,7 @@ def run_gemm(rows: int, k: int, *, gated: bool = False, slices: int = 1, dtype: 
 def attention(head_dim: int) -> None:
     unused: Any = None
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": head_dim, "scale": 0.1, "window": None}
-    block = BlockParts(*(unused,) * 6, activation="", q_norm=None, k_norm=None, **sizes)
+    block = BlockParts(*(unused,) * 4, activation="", q_norm=None, k_norm=None, **sizes)
     qkv, turned = torch.empty(1, 8 * head_dim, dtype=torch.bfloat16), torch.empty(1, 2, head_dim)
     table, integers = torch.empty(1, 6, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
     gpu_attention.attend_step(block, qkv, table, integers, integers, turned, pdl=True)

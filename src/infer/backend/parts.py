@@ -39,8 +39,17 @@ class EmbeddingParts(NamedTuple):
     factor: float
 
 
+class Routing(NamedTuple):
+    """Which experts a token goes through, and with what weights."""
+
+    router: Linear
+    num_experts: int
+    top_k: int
+    norm_topk: bool  # whether the weights of a token's experts add up to 1
+
+
 class BlockParts(NamedTuple):
-    """What a block is made of."""
+    """What a block is made of. In a mixture, `up` and `down` hold the matrices of all experts, one after the other."""
 
     qkv: Linear
     o: Linear
@@ -64,6 +73,7 @@ class BlockParts(NamedTuple):
     k_norm: Norm | None = None
     after_attention: Norm | None = None
     after_mlp: Norm | None = None
+    routing: Routing | None = None  # of a mixture of experts
 
     @property
     def linears(self) -> list[Linear]:

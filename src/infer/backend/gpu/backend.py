@@ -28,6 +28,7 @@ from infer.backend.gpu.attention import (
 from infer.backend.gpu.captured import CapturedDecoder, CapturedSteps
 from infer.backend.gpu.gemm import GemmInput, add_norm, aligned, gemm, scale_logits
 from infer.backend.gpu.launcher import on
+from infer.backend.gpu.moe import mixture
 from infer.backend.gpu.prompts import CapturedPasses, Inputs, PassShape, ShardedSteps
 from infer.backend.gpu.step import Plan, StepInputs, counters, launch, plan_of, rope_tables
 from infer.backend.parts import BlockParts, ModelParts
@@ -194,28 +195,34 @@ class GpuBackend:
             rope_cos_sin = None if kind is None else ropes[kind]
             attended = self._attend(packed, i, block, qkv, positions, rope_cos_sin, table, tiles)
             added, _ = gemm(block.o, GemmInput(block.o.input(attended)), None, joined=False, pdl=pdl)
-            sum_norm = None if block.parallel else block.before_mlp
-            given, factor = x, block.multiplier
-            normed, x = add_norm(x, sum_norm, block.o.output(added), block.after_attention, multiplier=factor, pdl=pdl)
-            if block.parallel:
-                normed, _ = add_norm(given, block.before_mlp, pdl=pdl)
-            inner, _ = gemm(
-                block.up,
-                normed,
-                None,
-                eps=_eps(block.before_mlp),
-                activation=block.activation,
-                gated=block.gated,
+            added, given, factor = block.o.output(added), x, block.multiplier
+            normed, x = add_norm(
+                x,
+                None if block.parallel else block.before_mlp,
+                added,
+                block.after_attention,
+                multiplier=factor,
+                scaled=block.routing is not None,
                 pdl=pdl,
             )
-            added, _ = gemm(block.down, GemmInput(block.down.input(inner)), None, joined=False, pdl=pdl)
-            added = block.down.output(added)
+            if block.parallel:
+                normed, _ = add_norm(given, block.before_mlp, pdl=pdl)
+            added = self._mlp(block, normed, positions)
             normed, x = add_norm(x, norms[i + 1], added, block.after_mlp, multiplier=factor, pdl=pdl)
             if packed is not None:
                 packed.return_layer(i, x)
         if packed is not None:
             packed.return_final(x, self.parts.head.norm)
         return normed
+
+    def _mlp(self, block: BlockParts, normed: GemmInput, positions: Tensor) -> Tensor:
+        """The output of a block's MLP, or of its experts, for `add_norm`."""
+        eps, pdl = _eps(block.before_mlp), self.plan.pdl
+        if block.routing is not None:
+            return mixture(block, normed.x, positions, None, pdl=pdl)
+        inner, _ = gemm(block.up, normed, None, eps=eps, activation=block.activation, gated=block.gated, pdl=pdl)
+        added, _ = gemm(block.down, GemmInput(block.down.input(inner)), None, joined=False, pdl=pdl)
+        return block.down.output(added)
 
     def _head(self, packed: PackedBatch, normed: GemmInput) -> Tensor:
         """The logits of the positions that rows select."""

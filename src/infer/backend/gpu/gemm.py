@@ -80,7 +80,7 @@ class GemmInput(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """The residual [B, C]. With `after`: `added` has yet to be normed by it and added."""
+    """The residual [B, C]. `added` has yet to be normed by `after`, if there is such a norm, and added."""
 
     x: Tensor
     added: Tensor | None = None
@@ -142,17 +142,18 @@ def add_norm(
     after: Norm | None = None,
     *,
     multiplier: float = 1.0,
+    scaled: bool = False,
     pdl: bool = False,
 ) -> tuple[GemmInput, Tensor]:
     """x += multiplier after(added), if there is something to add; returns norm(x), and x. norm: None for x itself.
 
-    added: an output of `gemm`, which may be the sums of its slices.
+    added: an output of `gemm`, which may be the sums of its slices. scaled: the scale is not left to the GEMM.
     """
     x = aligned(x)
     if norm is None and added is None:
         return GemmInput(x), x
     rows, size = x.shape
-    prepared = scale_after_gemm(norm, x.dtype)
+    prepared = scale_after_gemm(norm, x.dtype) and not scaled
     complete = x if added is None else empty_rows(rows, size, x) if norm is None else torch.empty_like(x)
     out = complete if norm is None else empty_rows(rows, size, x)
     squares = torch.empty(rows, 1, dtype=torch.float32, device=x.device) if prepared else None
@@ -362,8 +363,8 @@ def _small_sizes(linear: Linear, x: Tensor) -> SmallSizes:
         rows = min(64, rows)
     if size == 4:
         columns, ahead = 32, 64
-    columns = _block(columns, length)
-    stages = _stages(ahead // columns, columns * (block_n + rows) * size, x.device)
+    columns = block_k(columns, length)
+    stages = stages_for(ahead // columns, columns * (block_n + rows) * size, x.device)
     return SmallSizes(rows, block_n, columns, stages, warps, split_k)
 
 
@@ -556,8 +557,8 @@ def _gemm_large_launch(
     rows: int, n: int, k: int, slices: int, length: int, dtype: torch.dtype, device: torch.device, pdl: bool
 ) -> Launch:
     tile = LARGE_FLOAT32 if dtype.itemsize == 4 else LARGE_SLICED if slices > 1 else LARGE_UNSLICED
-    block_b, block_n, block_k, stages, warps = tile
-    block_k = _block(block_k, length)
+    block_b, block_n, columns, stages, warps = tile
+    columns = block_k(columns, length)
     return Launch(
         gemm_large,
         (-(-n // block_n) * -(-rows // block_b),),
@@ -566,16 +567,16 @@ def _gemm_large_launch(
         LENGTH=length,
         BLOCK_B=block_b,
         BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=columns,
         GROUP_B=8,
         EVEN=n % block_n == 0 and k == length * slices,
-        STAGES=_stages(stages, block_k * (block_b + block_n) * dtype.itemsize, device),
+        STAGES=stages_for(stages, columns * (block_b + block_n) * dtype.itemsize, device),
         num_warps=warps,
         **launch_options(pdl),
     )
 
 
-def _block(most: int, length: int) -> int:
+def block_k(most: int, length: int) -> int:
     """BLOCK_K, such that a slice has at least two blocks.
 
     With a single one, Triton would start the sum from the addend: different bits.
@@ -585,7 +586,7 @@ def _block(most: int, length: int) -> int:
     return most
 
 
-def _stages(most: int, size: int, device: torch.device) -> int:
+def stages_for(most: int, size: int, device: torch.device) -> int:
     """Pipeline stages: as many blocks of this size as fit into a program's shared memory."""
     return max(1, min(most, (shared_memory(device) - 4096) // size))
 

@@ -19,6 +19,7 @@ from infer.backend.gpu.attention_kernels import fill_rope
 from infer.backend.gpu.gemm import (
     GemmInput,
     Residual,
+    add_norm,
     gemm_add,
     in_parts,
     norm_gemm,
@@ -26,6 +27,7 @@ from infer.backend.gpu.gemm import (
     scale_logits,
 )
 from infer.backend.gpu.launcher import UNFUSED, has_pdl, next_power, on
+from infer.backend.gpu.moe import mixture
 from infer.backend.gpu.tuned import BLOCK_N
 from infer.backend.parts import BlockParts, EmbeddingParts, HeadParts, ModelParts, UnsupportedByKernels
 from infer.config import ModelConfig
@@ -164,11 +166,17 @@ def launch(plan: Plan, inputs: StepInputs, tables: Tensor, split_counters: Tenso
                 attended,
                 given,
                 block.after_attention,
-                None if block.parallel else block.before_mlp,
+                None if block.parallel or block.routing is not None else block.before_mlp,
                 split_counters,
                 multiplier=block.multiplier,
                 pdl=plan.pdl,
             )
+            if block.routing is not None:
+                x, added, after, factor, _ = residual
+                normed, x = add_norm(x, block.before_mlp, added, after, multiplier=factor, scaled=True, pdl=plan.pdl)
+                added = mixture(block, normed.x, inputs.positions, split_counters, pdl=plan.pdl)
+                residual = Residual(x, added, block.after_mlp, block.multiplier)
+                continue
             inner, complete = norm_gemm(
                 block.up,
                 given if block.parallel else residual,

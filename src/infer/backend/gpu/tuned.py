@@ -39,6 +39,13 @@ LARGE_SLICED = Tile(128, 128, 64, 4, 8)  # 1.23 times cuBLAS at 4,096 rows
 LARGE_UNSLICED = Tile(128, 256, 64, 3, 8)
 LARGE_FLOAT32 = Tile(64, 64, 32, 2, 4)
 
+# Experts
+FEW_TOKENS = 16  # up to so many tokens, pairs are not grouped by expert first
+PAIRS_AT_ONCE = 2048  # of `group_pairs`
+EXPERTS_FEW = Tile(16, 32, 128, 4, 4)
+EXPERTS_MANY = Tile(128, 128, 64, 3, 8)
+EXPERTS_FLOAT32 = Tile(32, 32, 32, 2, 4)
+
 # Attention
 QUERIES = {2: 64, 4: 32}  # query heads times positions per program, by bytes per element
 STAGES = 3  # key blocks in flight, if shared memory allows

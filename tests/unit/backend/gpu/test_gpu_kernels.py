@@ -477,7 +477,7 @@ class Ragged:
         positions = torch.tensor(at, dtype=torch.int32, device=DEVICE)
         finished = torch.zeros(len(rows) * self.kv_heads, dtype=torch.int32, device=DEVICE)
         out = attention._attend_one(
-            self.q, self.table[rows], positions, finished, self.kv_heads, 0.4, self.window, False
+            self.q, self.table[rows], positions, finished, self.kv_heads, False, scale=0.4, window=self.window
         )
         assert not finished.any()
         return out
@@ -579,7 +579,7 @@ class Step:
         )
         unused: Any = None
         self.block = BlockParts(
-            *(unused,) * 6,
+            *(unused,) * 4,
             heads=heads,
             kv_heads=1,
             head_dim=head_dim,
@@ -953,9 +953,8 @@ class TestMutants:
         monkeypatch.setattr(gemm, "SMALL_ROWS", 8)
         expected, _ = case.run(slice(None))
 
-        def epilogue(sums: Any, dtype: Any, scale: Any, biases: Any, addend: Any, activation: Any) -> Any:
-            wide = triton.language.float32
-            return before(sums, wide, scale, biases, addend, activation)
+        def epilogue(sums: Any, dtype: Any, *others: Any) -> Any:
+            return before(sums, triton.language.float32, *others)
 
         before = gemm_kernels.epilogue
         monkeypatch.setattr(gemm_kernels, "epilogue", epilogue)

@@ -349,7 +349,7 @@ class Layer:
         self.rope = Rope(RopeConfig(1e4), head_dim) if rope else None
         unused: Any = Linear(1, 1).to(DEVICE)
         self.block = BlockParts(
-            *(unused,) * 6,
+            *(unused,) * 4,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
