@@ -80,7 +80,7 @@ def _expert_gemm(
     groups = count if pairs.members is None else routing.num_experts * -(-tokens // rows)
     inner = bool(activation)
     shape = (count, n) if inner else (top_k, tokens, n)
-    out = torch.empty(shape, dtype=x.dtype if inner else torch.float32, device=x.device)
+    out = torch.empty(*shape, dtype=x.dtype if inner else torch.float32, device=x.device)
     options: dict[str, Any] = launch_options(pdl)
     expert_gemm[(-(-n * matrices // tile.block_n), groups)](
         x,
