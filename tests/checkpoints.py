@@ -317,53 +317,11 @@ def save_nanogpt(model: PreTrainedModel, path: Path, /, **contents: Any) -> Path
     return path
 
 
-# transformers' names -> GGUF names.
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-}
-GEMMA3_GGUF_NAMES = GGUF_NAMES | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-GPT2_GGUF_NAMES = {
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-    "lm_head": "output",
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
-FAMILY_GGUF_NAMES = {"gemma3": GEMMA3_GGUF_NAMES, "gpt2": GPT2_GGUF_NAMES}
+GGUF_ARCHS = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2", "gpt_neox": "gptneox"}
 
 
 def gguf_arch(model: PreTrainedModel) -> str:
-    return str(model.config.model_type).removesuffix("_text")
-
-
-def gguf_name(name: str, names: Mapping[str, str] = GGUF_NAMES) -> str:
-    stem, _, kind = name.rpartition(".")
-    in_layer = re.match(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)", stem)
-    if in_layer:
-        return f"blk.{in_layer[1]}.{names[in_layer[2]]}.{kind}"
-    return f"{names[stem]}.{kind}"
+    return GGUF_ARCHS.get(model.config.model_type, model.config.model_type)
 
 
 def llama_cpp_order(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -391,25 +349,33 @@ def llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
 def gguf_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
     """The model's tensors under their GGUF names, in float32, as llama.cpp's converter changes them."""
     config, arch = model.config, gguf_arch(model)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if arch == "llama" else {}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", None)}
+    names = _names(next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), config.num_hidden_layers)
     tensors = {}
     for name, parameter in model.named_parameters():  # a tied head comes once, as the embedding
-        stored = gguf_name(name, FAMILY_GGUF_NAMES.get(arch, GGUF_NAMES))
-        part, tensor = stored.split(".")[-2], parameter.numpy()
-        if name.endswith(CONV1D):
+        stored, tensor = names.get_name(name, (".weight", ".bias")), parameter.numpy()
+        part = stored.split(".")[-2]
+        if arch == "gpt2" and name.endswith(CONV1D):
             tensor = np.ascontiguousarray(tensor.T)
-        elif part in heads:
+        elif part in heads and arch in ("llama", "mistral3", "granite", "smollm3"):
             tensor = llama_cpp_order(tensor, heads[part])
-        elif arch == "gemma3" and part.endswith("norm"):
+        elif arch == "gptneox" and part == "attn_qkv":  # stored head by head
+            by_head = tensor.reshape(heads["attn_q"], 3, -1, *tensor.shape[1:])
+            tensor = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(tensor.shape)
+        elif arch in CENTRED and part.endswith("norm"):
             tensor = tensor + 1
         tensors[stored] = tensor
-    if arch != "gpt2" and config.rope_parameters.get("rope_type") == "llama3":
-        tensors["rope_freqs.weight"] = llama3_divisors(config.rope_parameters, config.head_dim)
+    rope = {} if arch == "gpt2" else config.rope_parameters
+    if rope.get("rope_type") == "llama3":
+        tensors["rope_freqs.weight"] = llama3_divisors(rope, config.head_dim)
+    elif rope.get("rope_type") == "longrope":
+        for kind in ("long", "short"):
+            tensors[f"rope_factors_{kind}.weight"] = np.array(rope[f"{kind}_factor"], dtype=np.float32)
     return tensors
 
 
 def gguf_metadata(model: PreTrainedModel) -> dict[str, Any]:
-    """What llama.cpp's converter writes; of Gemma's windows their size alone, and of its RoPEs the global one."""
+    """What llama.cpp's converter writes; of Gemma 3's windows their size alone, and of its RoPEs the global one."""
     config, arch = model.config, gguf_arch(model)
     if arch == "gpt2":
         return {
@@ -421,25 +387,62 @@ def gguf_metadata(model: PreTrainedModel) -> dict[str, Any]:
             "gpt2.attention.layer_norm_epsilon": config.layer_norm_epsilon,
         }
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    head_dim = getattr(config, "head_dim", None)
+    rotated = int((head_dim or config.hidden_size // config.num_attention_heads) * rope.get("partial_rotary_factor", 1))
+    window = getattr(config, "sliding_window", None)
     metadata = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": rope["rope_theta"],
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", None),
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+        "attention.layer_norm_epsilon": getattr(config, "layer_norm_eps", getattr(config, "norm_epsilon", None)),
     }
-    if arch == "llama":
-        metadata |= {"vocab_size": config.vocab_size, "rope.dimension_count": config.head_dim}
-    if arch == "gemma3":
-        metadata["attention.sliding_window"] = config.sliding_window
-    if rope["rope_type"] == "linear":
-        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
-    return {f"{arch}.{key}": value for key, value in metadata.items()}
+    if arch not in ("gemma2", "stablelm", "gptneox"):
+        metadata["rope.freq_base"] = rope["rope_theta"]
+    if arch in ("llama", "mistral3", "granite", "smollm3", "exaone4"):
+        metadata["vocab_size"] = config.vocab_size
+    if arch in ("llama", "mistral3", "granite", "smollm3", "glm4", "phi3", "stablelm", "gptneox"):
+        metadata["rope.dimension_count"] = rotated
+    if arch in ("gemma2", "gemma3", "phi3") or (arch in ("olmo2", "exaone4") and window is not None):
+        metadata["attention.sliding_window"] = window or 0
+    if arch in ("olmo2", "exaone4") and window is not None:
+        pattern = [kind == "sliding_attention" for kind in config.layer_types]
+        metadata["attention.sliding_window_pattern"] = pattern
+    if rope["rope_type"] in ("linear", "yarn"):
+        metadata |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if rope["rope_type"] == "yarn":
+        metadata |= {
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_attn_factor": rope.get("attention_factor"),
+            "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
+            "rope.scaling.yarn_beta_slow": rope.get("beta_slow"),
+        }
+    match arch:
+        case "mistral3":
+            metadata["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+            metadata["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        case "phi3":
+            original = config.original_max_position_embeddings
+            metadata["rope.scaling.original_context_length"] = original
+            if rope["rope_type"] == "longrope":
+                spread = math.log(config.max_position_embeddings / original) / math.log(original)
+                metadata["rope.scaling.attn_factor"] = math.sqrt(1 + spread)
+        case "gemma2":
+            metadata["attn_logit_softcapping"] = config.attn_logit_softcapping
+            metadata["final_logit_softcapping"] = config.final_logit_softcapping
+        case "granite":
+            metadata["attention.scale"] = config.attention_multiplier
+            metadata["embedding_scale"] = config.embedding_multiplier
+            metadata["residual_scale"] = config.residual_multiplier
+            metadata["logit_scale"] = config.logits_scaling
+        case "stablelm" | "gptneox":
+            metadata["use_parallel_residual"] = config.use_parallel_residual
+    return {f"{arch}.{key}": value for key, value in metadata.items() if value is not None}
 
 
 def write_gguf(

@@ -1,14 +1,25 @@
-"""The config of a GGUF file, from its metadata."""
+"""The config of a GGUF file, from its metadata, as llama.cpp's converter writes it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from infer.config import CONFIG_KINDS, MAX_LAYERS, ModelConfig, RopeConfig, layer_pattern, read_fields
-from infer.loader.hf_config import unique_ids
+from infer.config import (
+    CONFIG_KINDS,
+    FULL_ATTENTION,
+    MAX_LAYERS,
+    ROPE_KINDS,
+    ModelConfig,
+    RopeConfig,
+    layer_pattern,
+    read_fields,
+)
+from infer.loader.hf_config import unique_ids, yarn_factor
 from infer.values import ABOVE_0, FLAG, TEXT, TOKEN_ID, TOKEN_IDS, Kind, checked, either, integer, list_of, short_repr
 
 # Fields of `ModelConfig` -> the metadata, after the prefix of the architecture.
@@ -22,26 +33,39 @@ _NAMES = {
     "max_position_embeddings": "context_length",
     "head_dim": "attention.key_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "sliding_window": "attention.sliding_window",
 }
-_FAMILY_NAMES = {"gpt2": {"rms_norm_eps": "attention.layer_norm_epsilon"}}
-_OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
+_REQUIRED = _NAMES.keys() - {"num_key_value_heads", "head_dim"}
+# Other metadata that is read for any architecture.
 _OTHER_KINDS: dict[str, Kind] = {
-    "attention.sliding_window_pattern": either(integer(1, 2**31 - 1), list_of(FLAG, MAX_LAYERS)),
+    "attention.value_length": CONFIG_KINDS["head_dim"],
     "rope.dimension_count": CONFIG_KINDS["head_dim"],
     "rope.freq_base": ABOVE_0,
-    "rope.freq_base_swa": ABOVE_0,
-    "rope.scaling.factor": ABOVE_0,
+    "rope.scale_linear": ABOVE_0,  # the older name of rope.scaling.factor
     "rope.scaling.type": TEXT,
+    "rope.scaling.factor": ABOVE_0,
+    "rope.scaling.original_context_length": CONFIG_KINDS["max_position_embeddings"],
+    "rope.scaling.attn_factor": ABOVE_0,
+    "rope.scaling.yarn_attn_factor": ABOVE_0,
+    "rope.scaling.yarn_beta_fast": ABOVE_0,
+    "rope.scaling.yarn_beta_slow": ABOVE_0,
+    "rope.scaling.yarn_log_multiplier": ROPE_KINDS["query_beta"],
 }
-_REFUSED = ("attn_logit_softcapping", "final_logit_softcapping")  # unless they are 0
+# What only architectures read that say so (`Architecture.reads`).
+_FAMILY_KINDS: dict[str, Kind] = {
+    "attention.scale": ABOVE_0,
+    "attention.sliding_window_pattern": either(integer(1, 2**31 - 1), list_of(FLAG, MAX_LAYERS)),
+    "attention.temperature_scale": ROPE_KINDS["query_beta"],
+    "rope.freq_base_swa": ABOVE_0,
+}
+_ONLY = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0}  # values that are supported
+# Without an effect on what a model computes; any other unknown key of the architecture that is set is refused.
+_IGNORED = re.compile(r"tensor_data_layout|pooling_type|use_parallel_residual|rope\.scaling\.finetuned")
+LONG_ROPE = "rope_factors_short.weight"
 
 TOKENIZER = "tokenizer.ggml."
 _END_TOKENS = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
 _END_OF_TURN = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 _NORMAL_TOKEN = 1
-
-
 def _are_numbers(values: np.ndarray) -> bool:
     return values.ndim == 1 and values.dtype.kind in "iuf" and bool(np.isfinite(values).all())
 
@@ -74,59 +98,216 @@ _SAMPLING_NAMES = {
 }
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """How the metadata of an architecture differs from Llama's."""
+
+    model_type: str
+    names: Mapping[str, str] = field(default_factory=dict)  # as `_NAMES`
+    reads: tuple[str, ...] = ()  # keys of `_FAMILY_KINDS`; others are refused
+    values: Mapping[str, Any] = field(default_factory=dict)  # of `ModelConfig`, unless the metadata has them
+    only: Mapping[str, Any] = field(default_factory=dict)  # as `_ONLY`
+    pattern: int = 0  # every so many layers have full attention, if there is a window; 0: none
+    interleaved: bool = False  # RoPE rotates adjacent rows of q and k together
+    partial_rope: bool = False  # it may rotate only the first dimensions of a head
+    # That of the sliding layers, from the other and the theta that the file may have for them; None: the same.
+    local_rope: Callable[[RopeConfig, float | None], RopeConfig | None] = lambda rope, theta: (
+        None if theta is None else replace(rope, theta=theta)
+    )
+    computed: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
+
+
+def _gemma(layers_of_27b: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """The scale is not stored: only the 27B, known by its depth, does not use head_dim."""
+
+    def scalar(values: Mapping[str, Any]) -> dict[str, Any]:
+        is_27b = values["num_hidden_layers"] == layers_of_27b
+        return {"query_pre_attn_scalar": values["hidden_size"] / values["num_attention_heads"] if is_27b else None}
+
+    return scalar
+
+
+def _exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With windows, the layers that see everything have no RoPE."""
+    full = [i for i, kind in enumerate(values["layer_types"]) if kind == FULL_ATTENTION]
+    return {"no_rope_layers": tuple(full) if values["sliding_window"] else ()}
+
+
+_WINDOW = {"sliding_window": "attention.sliding_window"}
+_WINDOW_READS = "attention.sliding_window_pattern", "rope.freq_base_swa"
+_LAYER_NORM = {"rms_norm_eps": "attention.layer_norm_epsilon"}
+_FINAL_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+ARCHITECTURES = {
+    "llama": Architecture("llama", names=_WINDOW, interleaved=True),
+    "mistral3": Architecture("ministral3", reads=("attention.temperature_scale",), interleaved=True),
+    "phi3": Architecture("phi3", names=_WINDOW, partial_rope=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "gemma2": Architecture(
+        "gemma2",
+        names=_WINDOW | _FINAL_CAP | {"attn_logit_softcapping": "attn_logit_softcapping"},
+        reads=_WINDOW_READS,
+        values={"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        pattern=2,
+        computed=_gemma(46),
+    ),
+    "gemma3": Architecture(
+        "gemma3",
+        names=_WINDOW | _FINAL_CAP,
+        reads=_WINDOW_READS,
+        pattern=6,
+        local_rope=lambda rope, theta: RopeConfig(theta or 10_000.0),
+        computed=_gemma(62),
+    ),
+    "olmo2": Architecture(
+        "olmo2",
+        names=_WINDOW,
+        reads=_WINDOW_READS,
+        pattern=4,
+        local_rope=lambda rope, theta: RopeConfig(theta or rope.theta),
+        computed=lambda values: {"model_type": "olmo3"} if values["sliding_window"] else {},
+    ),
+    "smollm3": Architecture(
+        "smollm3",
+        interleaved=True,
+        computed=lambda values: {"no_rope_layers": tuple(range(3, values["num_hidden_layers"], 4))},
+    ),
+    "granite": Architecture(
+        "granite",
+        names={
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+        reads=("attention.scale",),
+        only={"rope.scaling.finetuned": True},  # false: no RoPE
+        interleaved=True,
+    ),
+    "glm4": Architecture("glm4", interleaved=True, partial_rope=True),
+    "exaone4": Architecture("exaone4", names=_WINDOW, reads=_WINDOW_READS, pattern=4, computed=_exaone4),
+    "starcoder2": Architecture("starcoder2", names=_LAYER_NORM | _WINDOW, values={"hidden_act": "gelu_tanh"}),
+    "stablelm": Architecture("stablelm", names=_LAYER_NORM, partial_rope=True),
+    "gptneox": Architecture(
+        "gpt_neox",
+        names=_LAYER_NORM | {"parallel_residual": "use_parallel_residual"},
+        values={"parallel_residual": True, "hidden_act": "gelu"},
+        partial_rope=True,
+    ),
+    "gpt2": Architecture("gpt2", names=_LAYER_NORM, values={"rope": None, "hidden_act": "gelu_tanh"}),
+}
+
+
+def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise ValueError(f"architecture {short_repr(arch)} is not supported; supported: {supported}")
+    return ARCHITECTURES[arch]
+
+
 def config_from_gguf(
     metadata: Mapping[str, Any], tensor_names: Collection[str], rope_divisors: tuple[float, ...] = ()
 ) -> ModelConfig:
     """From the metadata and, for biases and an untied head, from the names of the tensors."""
-    arch = metadata["general.architecture"]
-    names = {ours: f"{arch}.{theirs}" for ours, theirs in (_NAMES | _FAMILY_NAMES.get(arch, {})).items()}
-    values = read_fields(metadata, names)
-    others = checked(metadata, {f"{arch}.{key}": kind for key, kind in _OTHER_KINDS.items()})
-    vocabulary = checked(metadata, _TOKENIZER_KINDS)
+    family, arch = architecture_of(metadata), metadata["general.architecture"]
+    names = {ours: f"{arch}.{theirs}" for ours, theirs in (_NAMES | dict(family.names)).items()}
+    kinds = {f"{arch}.{key}": kind for key, kind in _OTHER_KINDS.items()}
+    kinds |= {f"{arch}.{key}": _FAMILY_KINDS[key] for key in family.reads}
+    _refuse_others(metadata, arch, {*names.values(), *kinds}, _ONLY | dict(family.only))
+    values = dict(family.values) | read_fields(metadata, names)
+    others, vocabulary = checked(metadata, kinds), checked(metadata, _TOKENIZER_KINDS)
 
     def get(key: str, default: Any = None) -> Any:
         return others.get(f"{arch}.{key}", default)
 
     if tokens := vocabulary.get(f"{TOKENIZER}tokens"):
         values.setdefault("vocab_size", len(tokens))
-    if missing := [name for ours, name in names.items() if ours not in values and ours not in _OPTIONAL]:
+    if missing := [name for ours, name in names.items() if ours in _REQUIRED and ours not in values]:
         raise ValueError(f"GGUF metadata lacks {', '.join(missing)}")
-    for name in _REFUSED:
-        if value := metadata.get(f"{arch}.{name}"):
-            raise ValueError(f"{arch}.{name} {short_repr(value)} is not supported")
-    heads, hidden, layers = (values[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-    head_dim = values.setdefault("head_dim", hidden // heads)
-    if get("rope.dimension_count", head_dim) != head_dim:
-        raise ValueError(f"RoPE over {get('rope.dimension_count')} of {head_dim} dimensions is not supported")
-    factor = get("rope.scaling.factor", 1.0)
-    scaling = get("rope.scaling.type", "none" if factor == 1 else "linear")
-    if scaling not in ("none", "linear"):
-        raise ValueError(f"RoPE scaling {short_repr(scaling)} is not supported in GGUF files: only linear is")
-    theta, scaling = get("rope.freq_base", RopeConfig.theta), "linear" if scaling == "linear" else "default"
+    heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
+    head_dim = values.setdefault("head_dim", values["hidden_size"] // heads)
+    if (value_length := get("attention.value_length", head_dim)) != head_dim:
+        raise ValueError(f"{arch}.attention.value_length {value_length} is not supported: keys have length {head_dim}")
+    window = values.get("sliding_window") or None
+    pattern = get("attention.sliding_window_pattern", family.pattern or layers + 1)
+    biases = {name for name in ("attn_q", "attn_qkv", "attn_output", "ffn_down") if f"blk.0.{name}.bias" in tensor_names}
+    attention_bias, output_bias = not biases.isdisjoint(("attn_q", "attn_qkv")), "attn_output" in biases
     values |= {
-        "model_type": arch,
+        "model_type": family.model_type,
         "num_key_value_heads": values.get("num_key_value_heads", heads),
-        "rope": RopeConfig(theta=theta, scaling=scaling, factor=factor, divisors=rope_divisors),
-        "sliding_window": values.get("sliding_window") or None,
-        "attention_bias": any(f"blk.0.{name}.bias" in tensor_names for name in ("attn_q", "attn_qkv")),
-        "attention_output_bias": "blk.0.attn_output.bias" in tensor_names,
-        "mlp_bias": "blk.0.ffn_down.bias" in tensor_names,
+        "sliding_window": window,
+        "layer_types": layer_pattern(pattern, layers) if window else (FULL_ATTENTION,) * layers,
+        "attention_bias": attention_bias,
+        "attention_output_bias": None if output_bias == attention_bias else output_bias,
+        "mlp_bias": "ffn_down" in biases,
         "norm_bias": "output_norm.bias" in tensor_names,
         "tie_word_embeddings": "output.weight" not in tensor_names,
         "bos_token_id": vocabulary.get(f"{TOKENIZER}bos_token_id"),
         "eos_token_ids": _end_of_text(vocabulary),
     }
-    if arch == "gpt2":
-        values |= {"rope": None, "hidden_act": "gelu_tanh"}
-    elif arch == "gemma3":
-        values |= {
-            # Written by newer converters only; these are llama.cpp's defaults.
-            "local_rope": RopeConfig(theta=get("rope.freq_base_swa", 10_000.0)),
-            "layer_types": layer_pattern(get("attention.sliding_window_pattern", 6), layers),
-            # The scale is not stored: only the 27B, known by its depth, does not use head_dim.
-            "query_pre_attn_scalar": hidden / heads if layers == 62 else None,
-        }
-    return ModelConfig(**values)
+    if (scale := get("attention.scale")) is not None:
+        values["query_pre_attn_scalar"] = 1 / scale**2
+    if "rope" not in values:
+        is_long = LONG_ROPE in tensor_names
+        values["rope"] = rope = _rope(family, arch, values, get, rope_divisors, is_long)
+        values["local_rope"] = family.local_rope(rope, get("rope.freq_base_swa")) if window else None
+        if is_long:  # positions beyond the original context would need the long factors, for all before them, too
+            values["max_position_embeddings"] = _original_context(values, get)
+    return ModelConfig(**values | family.computed(values))
+
+
+def _refuse_others(metadata: Mapping[str, Any], arch: str, known: Collection[str], only: Mapping[str, Any]) -> None:
+    for key, value in metadata.items():
+        name = key.removeprefix(f"{arch}.")
+        if name == key or key in known:
+            continue
+        is_set = any(value) if isinstance(value, list | np.ndarray) else value
+        if value != only[name] if name in only else is_set and not _IGNORED.fullmatch(name):
+            raise ValueError(f"{key} {short_repr(value)} is not supported")
+
+
+def _original_context(values: Mapping[str, Any], get: Callable[..., Any]) -> int:
+    context: int = get("rope.scaling.original_context_length", values["max_position_embeddings"])
+    return context
+
+
+def _rope(
+    family: Architecture,
+    arch: str,
+    values: Mapping[str, Any],
+    get: Callable[..., Any],
+    divisors: tuple[float, ...],
+    is_long: bool,
+) -> RopeConfig:
+    head_dim, factor = values["head_dim"], get("rope.scaling.factor", get("rope.scale_linear"))
+    scaling = get("rope.scaling.type", "none" if factor is None or is_long else "linear")
+    if scaling not in ("none", "linear", "yarn", "longrope"):
+        raise ValueError(f"RoPE scaling {short_repr(scaling)} is not supported: only linear, yarn and longrope are")
+    if scaling in ("linear", "yarn") and factor is None:
+        raise ValueError(f"GGUF metadata lacks {arch}.rope.scaling.factor")
+    if scaling == "longrope" and not is_long:
+        raise ValueError(f"longrope RoPE scaling lacks the tensor {LONG_ROPE}")
+    dim = get("rope.dimension_count", head_dim)
+    if dim > head_dim or (dim < head_dim and not family.partial_rope):
+        raise ValueError(f"RoPE over {dim} of {head_dim} dimensions is not supported for {arch}")
+    given = {
+        "theta": get("rope.freq_base", RopeConfig.theta),
+        "dim": dim if dim < head_dim else None,
+        "divisors": divisors,
+        "attention_factor": get("rope.scaling.attn_factor", 1.0),
+        "query_beta": get("attention.temperature_scale", 0.0),
+    }
+    if scaling == "yarn" or given["query_beta"]:
+        given["original_max_position_embeddings"] = _original_context(values, get)
+    if scaling in ("linear", "yarn"):
+        given |= {"scaling": scaling, "factor": factor}
+    if scaling == "yarn":
+        # mscale is not stored: llama.cpp, too, takes it for 1.
+        settings = {"factor": factor, "mscale": 1.0, "mscale_all_dim": get("rope.scaling.yarn_log_multiplier")}
+        given["attention_factor"] *= get("rope.scaling.yarn_attn_factor", yarn_factor(settings))
+        for name in ("beta_fast", "beta_slow"):
+            given[name] = get(f"rope.scaling.yarn_{name}", getattr(RopeConfig, name))
+    return RopeConfig(**given)
 
 
 def _end_of_text(vocabulary: Mapping[str, Any]) -> tuple[int, ...]:

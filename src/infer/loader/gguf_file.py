@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from infer.loader.checkpoint import FLOATS, Checkpoint, RowOrder, StoredTensor, TokenizerParts
-from infer.loader.gguf_config import config_from_gguf, sampling_from_gguf
+from infer.loader.gguf_config import LONG_ROPE, architecture_of, config_from_gguf, sampling_from_gguf
 from infer.loader.tensor_names import by_decoder_name, from_gguf
-from infer.models.registry import check_supported
 from infer.nn.quantized import Groups, pack_nibbles
 from infer.values import integer, short_repr
 
@@ -41,8 +40,7 @@ MAX_TENSORS, MAX_KEYS, MAX_STRINGS, MAX_STRING = 2**16, 2**16, 2**20, 2**24
 MAX_DIMENSIONS = 4  # ggml has no more
 MAX_LISTED = 4096  # numbers in an array that becomes a list; longer ones stay numpy arrays, of the size on disk
 
-ROPE_DIVISORS = "rope_freqs.weight"
-INTERLEAVED = ("llama", "mistral3", "granite", "smollm3", "glm4")  # architectures
+ROPE_TENSORS = ("rope_freqs.weight", LONG_ROPE, "rope_factors_long.weight")  # which are part of the config
 ALIGNMENT = integer(1, 2**20)
 
 
@@ -59,21 +57,22 @@ class GGUFFile(Checkpoint):
         self.path = path
         self.metadata, self._tensors = read_header(path)
         try:
-            check_supported(self.metadata.get("general.architecture"))
+            self._interleaved = architecture_of(self.metadata).interleaved
             self.config = config_from_gguf(self.metadata, self._tensors.keys(), self._rope_divisors())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        weights = (name for name in self._tensors if name != ROPE_DIVISORS)
-        names = by_decoder_name(weights, lambda name: from_gguf(name, self.config.model_type), path)
+        weights, arch = (name for name in self._tensors if name not in ROPE_TENSORS), self.metadata["general.architecture"]
+        names = by_decoder_name(weights, lambda name: from_gguf(name, arch), path)
         self.tensors = {name: self._stored_tensor(stored) for name, stored in names.items()}
 
     def _rope_divisors(self) -> tuple[float, ...]:
-        if ROPE_DIVISORS not in self._tensors:
+        name = next((name for name in ROPE_TENSORS[:2] if name in self._tensors), None)
+        if name is None:
             return ()
-        shape = self._tensors[ROPE_DIVISORS].shape
+        shape = self._tensors[name].shape
         if len(shape) != 1 or not 1 <= shape[0] <= 2**15:
-            raise ValueError(f"{ROPE_DIVISORS} has shape {list(shape)}: it should hold one divisor per frequency")
-        return tuple(next(self._read(ROPE_DIVISORS)).tolist())
+            raise ValueError(f"{name} has shape {list(shape)}: it should hold one divisor per frequency")
+        return tuple(next(self._read(name)).tolist())
 
     def _stored_tensor(self, stored: str) -> StoredTensor:
         kind = str(_quantization(self._tensors[stored].type).name)
@@ -102,11 +101,6 @@ class GGUFFile(Checkpoint):
             columns = zip(*read, strict=True)
             parts: list[Any] = [None if part[0] is None else torch.cat(part)[placed.order] for part in columns]
             yield Groups(*parts)
-
-    @property
-    def _interleaved(self) -> bool:
-        """Whether RoPE rotates adjacent rows of q and k together, as llama.cpp stores them for some families."""
-        return self.metadata["general.architecture"] in INTERLEAVED
 
     def _read(self, stored: str, rows: range | None = None) -> Iterator[Tensor]:
         """The tensor's rows as float32, a block at a time."""

@@ -483,7 +483,7 @@ def rope_from_hf(settings: Mapping[str, Any], values: Mapping[str, Any]) -> tupl
     given |= {name: settings[name] for name in _ROPE_REQUIRED[scaling] if name in ROPE_KINDS}
     if scaling == "yarn":
         given |= {name: settings[name] for name in ("beta_fast", "beta_slow", "truncate") if name in settings}
-        given["attention_factor"] = settings.get("attention_factor", _yarn_factor(settings))
+        given["attention_factor"] = settings.get("attention_factor", yarn_factor(settings))
         given["query_beta"] = beta or 0.0
     elif scaling == "longrope":
         # Positions beyond the original context would need the long factors, for all positions before them, too.
@@ -497,7 +497,7 @@ def rope_from_hf(settings: Mapping[str, Any], values: Mapping[str, Any]) -> tupl
     return RopeConfig(scaling=scaling, **given), context
 
 
-def _yarn_factor(settings: Mapping[str, Any]) -> float:
+def yarn_factor(settings: Mapping[str, Any]) -> float:
     """What cos and sin are multiplied by, unless the file says it."""
 
     def grown(mscale: float) -> float:

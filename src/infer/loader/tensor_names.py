@@ -28,12 +28,16 @@ _GGUF_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 # Names that differ in a family, by its architecture.
+_GGUF_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GGUF_GATE_UP = {"ffn_up": "mlp.gate_up_proj"}
 _GGUF_FAMILIES = {
-    "gemma3": {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
+    "gemma2": _GGUF_POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"},
+    "gemma3": _GGUF_POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"},
+    "olmo2": _GGUF_POST_NORMS,
+    "exaone4": _GGUF_POST_NORMS,
+    "phi3": _GGUF_GATE_UP,
+    "glm4": _GGUF_GATE_UP
+    | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
 }
 
 # Hugging Face: prefixes of the text model, and the other parts of a multimodal checkpoint.
