@@ -36,7 +36,7 @@ def read_tekken(path: Path) -> tuple[TokenizerParts, str]:
     try:
         metadata, version = _tekken_metadata(parse_json(text))
         backend = build_tokenizer(metadata)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a tekken tokenizer: {type(error).__name__} {error!s:.100}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -87,7 +87,7 @@ def read_sentencepiece(path: Path, added: Mapping[str, Any]) -> tokenizers.Token
         raise ValueError(f"{path} has {size:,} bytes: the limit is {MAX_SENTENCEPIECE:,}")
     try:
         backend = build_tokenizer(_sentencepiece_metadata(path.read_bytes()))
-    except (IndexError, KeyError, TypeError, AttributeError, struct.error, UnicodeDecodeError):
+    except (LookupError, TypeError, AttributeError, struct.error, UnicodeDecodeError):
         raise ValueError(f"{path} is not a SentencePiece model, or damaged") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
