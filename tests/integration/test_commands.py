@@ -166,7 +166,7 @@ class TestCommands:
         path = BUILTIN[DEFAULT_MODEL].path
         done = infer("pull", DEFAULT_MODEL, env=offline)
         assert (done.stdout, done.stderr) == (f"{path}\n", "")
-        _, *lines, _ = infer("models", env=offline).stdout.splitlines()
+        _, *lines = infer("models", env=offline).stdout.splitlines()
         assert [line.split()[0] for line in lines[: len(BUILTIN)]] == list(BUILTIN)
         assert lines[0].split()[:4] == [DEFAULT_MODEL, "98", "MB", "cached"]
 

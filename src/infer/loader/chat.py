@@ -13,8 +13,17 @@ from infer.values import MESSAGES, takes
 if TYPE_CHECKING:
     from infer.loader.tokenizer import Tokenizer
 
+_ALTERNATE = "conversation roles must alternate user/assistant/user/assistant/..."
+# Mistral's: `instructions` is what comes of the system message, before the first turn or within the last one.
+_MISTRAL = (
+    "<s>{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+    "{% set messages = messages[1:] %}{% endif %}BEFORE{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    f"{{{{ raise_exception('After the optional system message, {_ALTERNATE}') }}}}{{% endif %}}"
+    "{% if m.role == 'user' %}[INST]WITHIN{{ m.content }}[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
 # A family's template, for use without a tokenizer. Without tools, they equal the models' own templates, except for the
-# system turn with today's date that Llama 3.1 and later put first.
+# system turns with today's date that Llama 3.1 and later, Mistral Small and gpt-oss put first.
 TEMPLATES = {
     "llama": (
         "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
@@ -36,6 +45,34 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|im_start|>assistant\n"
         "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     ),
+    "qwen2": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. "
+        "You are a helpful assistant.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "mistral": _MISTRAL.replace("BEFORE", "").replace(
+        "WITHIN", "{% if loop.last and system is defined %}{{ system }}\n\n{% endif %}"
+    ),
+    "ministral3": _MISTRAL.replace("WITHIN", "").replace(
+        "BEFORE", "{% if system is defined %}[SYSTEM_PROMPT]{{ system }}[/SYSTEM_PROMPT]{% endif %}"
+    ),
+    "phi3": (
+        "{% for m in messages %}{% if m.role != 'system' or m.content %}"
+        "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
+    ),
+    "gpt_oss": (
+        "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
+        "Knowledge cutoff: 2024-06\n\nReasoning: {{ reasoning_effort or 'medium' }}\n\n"
+        "# Valid channels: analysis, commentary, final. Channel must be included for every message.<|end|>"
+        "{% if messages[0].role == 'system' %}{% if messages[0].content %}<|start|>developer<|message|>"
+        "# Instructions\n\n{{ messages[0].content }}\n\n<|end|>{% endif %}{% set messages = messages[1:] %}{% endif %}"
+        "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+        "<|message|>{{ m.content }}"
+        "{{ '<|return|>' if m.role == 'assistant' and loop.last and not add_generation_prompt else '<|end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    ),
     "gemma3": (
         "<bos>{% if messages[0].role == 'system' %}{% set system = messages[0].content ~ '\n\n' %}"
         "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
@@ -46,6 +83,8 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     ),
 }
+_NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+TEMPLATES["gemma2"] = _NO_SYSTEM + TEMPLATES["gemma3"]
 
 
 @takes(messages=MESSAGES)
@@ -60,7 +99,7 @@ def render_chat_template(
     """The prompt for a conversation; encode it with add_special_tokens=False.
 
     messages: each {"role": ..., "content": ...}. The template is the tokenizer's own, or a family's by model_type
-    ("llama", "qwen3", "gemma3"). Other keywords (enable_thinking=False, ...) are variables of the template.
+    ("llama", "qwen3", "mistral", ...). Other keywords (enable_thinking=False, ...) are variables of the template.
     """
     for message in messages:
         if not {"role", "content"} <= message.keys():

@@ -18,6 +18,7 @@ MB = 2**20
 MAX_SETTINGS = 4 * MB
 SAFETENSORS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TEKKEN, SENTENCEPIECE = "tekken.json", "tokenizer.model"  # tokenizers of folders without tokenizer.json
 
 
 def is_there(path: Path) -> bool:

@@ -55,14 +55,24 @@ def locate(name: str, *, weights: bool, check: bool = False, force: bool = False
         raise FileNotFoundError(f"there is no file {name}")
     if name.startswith(("./", "../", "/", "~")):
         raise FileNotFoundError(f"there is no file or folder {name}")
-    if is_hub_name(hub_id(name)):
-        return fetch(hub_id(name), weights=weights, check=check, force=force)
+    if is_hub_name(repo := hub_id(name)):
+        if weights and ".gguf" not in repo:
+            _check_settings(repo)
+        return fetch(repo, weights=weights, check=check, force=force)
     near = get_close_matches(name, [*BUILTIN, *HUB_MODELS], 1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise FileNotFoundError(
         f"no model {name!r}: it is neither a path, nor a name that `infer models` lists, nor a hub id "
         f"(owner/name){hint}"
     )
+
+
+def _check_settings(repo: str) -> None:
+    """Refuse what `infer` does not run before its weights are downloaded."""
+    folder = fetch(repo, weights=False)
+    if not is_there(folder / "config.json"):
+        raise FileNotFoundError(f"{repo} has no config.json; to use a GGUF file of it, name the file: {repo}/FILE.gguf")
+    HFFolder(folder)
 
 
 def _ggufs_in(folder: Path) -> str:

@@ -64,7 +64,18 @@ LONG_ROPE = "rope_factors_short.weight"
 
 TOKENIZER = "tokenizer.ggml."
 _END_TOKENS = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
-_END_OF_TURN = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+_END_OF_TURN = (
+    "<end_of_turn>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|return|>",
+    "<|call|>",
+    "[|endofturn|]",
+)
 _NORMAL_TOKEN = 1
 def _are_numbers(values: np.ndarray) -> bool:
     return values.ndim == 1 and values.dtype.kind in "iuf" and bool(np.isfinite(values).all())
@@ -313,7 +324,8 @@ def _rope(
 def _end_of_text(vocabulary: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids in the metadata, and end-of-turn tokens, which many files leave out."""
     tokens, types = (vocabulary.get(f"{TOKENIZER}{name}", []) for name in ("tokens", "token_type"))
-    marks = [tokens.index(mark) for mark in _END_OF_TURN if mark in tokens]
+    # In gpt-oss, which has <|return|>, <|end|> is the end of a message of several.
+    marks = [tokens.index(m) for m in _END_OF_TURN if m in tokens and not (m == "<|end|>" and "<|return|>" in tokens)]
     given = (vocabulary.get(f"{TOKENIZER}{name}") for name in _END_TOKENS)
     return unique_ids(*given, [i for i in marks if i < len(types) and types[i] != _NORMAL_TOKEN])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,48 +15,76 @@ from tokenizers.models import BPE
 from infer.loader.text_tokenizers import MAX_MERGES, check_vocabulary, rust_calls
 from infer.values import short_repr
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types, in GGUF files and SentencePiece models
 MAX_TOKEN_CUTS = 2**29  # characters to compare; Gemma's vocabulary has 2**24
 
 # Gemma's GGUF files mark its unused tokens as control tokens, and some control tokens as user-defined. Gemma's own
 # tokenizer skips the control tokens in decoded text, and keeps the unused ones.
 UNUSED = re.compile(r"<unused\d+>")
 SPECIAL = ("<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>")
+# Special tokens of Phi 3 take the white space after them, except for these.
+PHI3_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+# Splits of tiktoken's gpt2, cl100k_base and o200k_base, and of models that changed them.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CL100K = (
+    _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN2 = _CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_O200K = (
+    _TEKKEN.replace(rf"{_LOWER}+|", rf"{_LOWER}+{_CONTRACTION}?|")
+    .replace(rf"{_LOWER}*|", rf"{_LOWER}*{_CONTRACTION}?|")
+    .replace(r"\p{N}|", r"\p{N}{1,3}|")
+)
+_CJK = "\u4e00-\u9fa5"
+_DEEPSEEK_V3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class PreTokenizer(NamedTuple):
     """How byte-level BPE treats a text before it merges."""
 
-    split: str | None = None  # a regular expression; None: GPT-2's
+    splits: tuple[str, ...] = (_GPT2,)  # regular expressions: each isolates its matches in the parts from before
     single_digits: bool = False
     nfc: bool = False  # text is normalized to NFC
-    llama3: bool = False  # a word with a token of its own is not merged (ignore_merges), and texts start with BOS
+    ignore_merges: bool = False  # a word with a token of its own is not merged
+    bos: bool = False  # texts start with BOS, unless the file says otherwise
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         parts: list[pre_tokenizers.PreTokenizer] = []
         if self.single_digits:
             parts.append(pre_tokenizers.Digits(individual_digits=True))
-        if self.split is not None:
-            parts.append(pre_tokenizers.Split(Regex(self.split), behavior="isolated"))
-        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.split is None))
+        parts += [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in self.splits]
+        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         return pre_tokenizers.Sequence(parts)
 
 
-_GPT2, _LLAMA3 = PreTokenizer(), PreTokenizer(LLAMA3_SPLIT, llama3=True)
-PRE_TOKENIZERS = {  # by `tokenizer.ggml.pre`
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "smollm": PreTokenizer(single_digits=True),
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama-bpe": _LLAMA3,
-    "qwen2": PreTokenizer(QWEN2_SPLIT, nfc=True),
+def _named(names: str, *splits: str, **flags: bool) -> dict[str, PreTokenizer]:
+    return dict.fromkeys(names.split(), PreTokenizer(splits or (_GPT2,), **flags))
+
+
+PRE_TOKENIZERS = {  # by `tokenizer.ggml.pre`, as llama.cpp names them
+    **_named("default gpt-2 phi-2 jais trillion granite-docling exaone4 mellum gigachat a.x-4.0"),
+    **_named("mpt olmo", nfc=True),
+    **_named("smollm starcoder refact codeshell exaone minerva-7b mellum2", single_digits=True),
+    **_named("command-r", single_digits=True, nfc=True),
+    **_named("llama3 llama-v3 llama-bpe falcon3 midm-2.0", _CL100K, ignore_merges=True, bos=True),
+    **_named("dbrx smaug-bpe glm4 chatglm-bpe", _CL100K),
+    **_named("qwen2 deepseek-r1-qwen stablelm2 megrez kormo", _QWEN2, nfc=True),
+    **_named("tekken", _TEKKEN, ignore_merges=True, bos=True),
+    **_named("gpt-4o llama4 kanana2", _O200K),
+    **_named("superbpe", r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
+    **_named("deepseek-coder", r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", f"[{_CJK}\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"),
+    **_named("deepseek-v3", r"\p{N}{1,3}", f"[{_CJK}\u3040-\u30ff]+", _DEEPSEEK_V3),
 }
 
 
@@ -71,8 +100,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         raise ValueError(f"the GGUF file {error}") from None
     # SentencePiece's merges are found by splitting every token at every position.
     if sum(len(token) ** 2 for token in metadata["tokenizer.ggml.tokens"]) > MAX_TOKEN_CUTS:
-        raise ValueError("the GGUF file's tokens are too long")
-    with rust_calls("the GGUF file's tokenizer cannot be built"):
+        raise ValueError("the tokenizer has tokens that are too long")
+    with rust_calls("the tokenizer cannot be built"):
         try:
             return _build(metadata, kind)
         except KeyError as error:
@@ -87,8 +116,14 @@ def _build(metadata: Mapping[str, Any], kind: str) -> tokenizers.Tokenizer:
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in control if UNUSED.fullmatch(token)])
     special = [token for token in control if not UNUSED.fullmatch(token)]
     special += [token for token in _tokens_of_type(metadata, USER_DEFINED) if token in SPECIAL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    adds_bos = kind == "llama" or PRE_TOKENIZERS[metadata.get("tokenizer.ggml.pre", "default")].llama3
+    strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False, rstrip=strips and token not in PHI3_KEEP_SPACE)
+            for token in special
+        ]
+    )
+    adds_bos = kind == "llama" or PRE_TOKENIZERS[metadata.get("tokenizer.ggml.pre", "default")].bos
     _add_bos(tokenizer, metadata, default=adds_bos)
     tokenizer.decode(tokenizer.encode("A b1 é\n").ids)  # some parts fail only when used
     return tokenizer
@@ -100,13 +135,18 @@ def _byte_level(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         raise ValueError(
             f"GGUF pre-tokenizer {short_repr(pre)} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
         )
+    if pre == "default" and metadata.get("general.architecture") != "gpt2":
+        print(
+            "the GGUF file does not name its pre-tokenizer: GPT-2's is used, which may split texts in other places",
+            file=sys.stderr,
+        )
     pre_tokenizer = PRE_TOKENIZERS[pre]
     vocab = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     try:
-        bpe = BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer.llama3)
+        bpe = BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer.ignore_merges)
     except Exception as error:  # tokenizers raises plain Exception
-        raise ValueError(f"the GGUF file's merges do not fit its vocabulary: {error!s:.200}") from None
+        raise ValueError(f"the merges of the tokenizer do not fit its vocabulary: {error!s:.200}") from None
     tokenizer = tokenizers.Tokenizer(bpe)
     if pre_tokenizer.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -164,7 +204,7 @@ def merges_from_scores(vocab: Mapping[str, int], scores: list[float]) -> list[tu
             if (left := token[:cut]) in vocab and (right := token[cut:]) in vocab:
                 merges.append((left, right))
         if len(merges) > MAX_MERGES:
-            raise ValueError(f"the GGUF file's tokens can be merged in more than {MAX_MERGES:,} ways")
+            raise ValueError(f"the tokens of the tokenizer can be merged in more than {MAX_MERGES:,} ways")
     return merges
 
 
@@ -178,7 +218,7 @@ def _add_bos(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], *, de
     if bos is None or not metadata.get("tokenizer.ggml.add_bos_token", default):
         return
     if bos >= len(metadata["tokenizer.ggml.tokens"]):
-        raise ValueError(f"the GGUF file's BOS token {bos} is beyond its vocabulary")
+        raise ValueError(f"the BOS token {bos} is beyond the vocabulary")
     token = metadata["tokenizer.ggml.tokens"][bos]
     # As JSON: in the shorter form of the constructor, "$" and ":" in a token would be syntax.
     first = {"SpecialToken": {"id": token, "type_id": 0}}

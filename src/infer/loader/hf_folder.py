@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from infer.loader.chat import TEMPLATES
 from infer.loader.checkpoint import FLOATS, Checkpoint, RowOrder, StoredTensor, TokenizerParts
-from infer.loader.files import INDEX, SAFETENSORS, is_there, read_index, read_json, read_text
+from infer.loader.files import INDEX, SAFETENSORS, SENTENCEPIECE, TEKKEN, is_there, read_index, read_json, read_text
 from infer.loader.hf_config import FAMILIES, config_from_hf
 from infer.loader.tensor_names import GPT2_MATRICES, by_decoder_name, from_gpt2, from_hf
 from infer.loader.text_tokenizers import gpt2_tokenizer, read_tokenizer
+from infer.loader.tokenizer_files import read_sentencepiece, read_tekken
 from infer.machine import DTYPES
 from infer.models.registry import check_supported
 from infer.values import TEXT
@@ -108,12 +111,20 @@ class HFFolder(Checkpoint):
         path = self.path / "tokenizer.json"
         if self.config.model_type == "gpt2" and not is_there(path):
             return gpt2_tokenizer(self.path)
-        if not is_there(path):
-            raise FileNotFoundError(f"{self.path} has no tokenizer.json")
         settings = self.path / "tokenizer_config.json"
         config = read_json(settings) if is_there(settings) else {}
+        template = self._chat_template(config, settings)
+        if not is_there(path) and is_there(self.path / TEKKEN):
+            parts, name = read_tekken(self.path / TEKKEN)
+            return replace(parts, chat_template=template or TEMPLATES[name])
+        if is_there(path):
+            backend = read_tokenizer(path)
+        elif is_there(self.path / SENTENCEPIECE):
+            backend = read_sentencepiece(self.path / SENTENCEPIECE, config.get("added_tokens_decoder") or {})
+        else:
+            raise FileNotFoundError(f"{self.path} has no tokenizer.json, {TEKKEN} or {SENTENCEPIECE}")
         bos, eos = (_content(config, name, settings) for name in ("bos_token", "eos_token"))
-        return TokenizerParts(read_tokenizer(path), self._chat_template(config, settings), bos, eos)
+        return TokenizerParts(backend, template, bos, eos)
 
     def sampling(self) -> tuple[str, dict[str, Any]]:
         return "generation_config.json", self._generation

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from infer import progress
-from infer.loader.files import INDEX, SAFETENSORS, has_hash, read_index
+from infer.loader.files import INDEX, SAFETENSORS, SENTENCEPIECE, TEKKEN, has_hash, read_index
 from infer.loader.hub_names import GATED
 
 # owner/name, /FILE.gguf, @revision
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.+\.gguf))?(?:@([\w./-]+))?")
 SETTINGS = ["config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt", "*.jinja"]
+SETTINGS += [TEKKEN, SENTENCEPIECE]
 WEIGHTS = ["model*.safetensors", INDEX]
 SECONDS = 10.0  # to wait for a byte from the hub; the hub library tries up to six times
 SHA256 = re.compile("[0-9a-f]{64}")
@@ -205,8 +206,8 @@ def _cache_folder() -> Path:
 
 def _is_complete(folder: Path, weights: bool) -> bool:
     """An interrupted download leaves a folder too."""
-    tokenizer = (folder / "tokenizer.json").exists() or (folder / "merges.txt").exists()
-    if not tokenizer or not (folder / "config.json").exists():
+    tokenizers = ("tokenizer.json", "merges.txt", TEKKEN, SENTENCEPIECE)
+    if not any((folder / name).exists() for name in tokenizers) or not (folder / "config.json").exists():
         return False
     if not weights or (folder / SAFETENSORS).exists():
         return True

@@ -141,12 +141,26 @@ EXPECTED = {
     ),
     "qwen3": "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
     "gemma3": "<bos><start_of_turn>user\n Be brief. \n\nHi<end_of_turn>\n<start_of_turn>model\n",
+    "qwen2": "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "mistral": "<s>[INST] Be brief. \n\nHi[/INST]",
+    "ministral3": "<s>[SYSTEM_PROMPT] Be brief. [/SYSTEM_PROMPT][INST]Hi[/INST]",
+    "phi3": "<|system|>\n Be brief. <|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n",
+    "gpt_oss": (
+        "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
+        "Knowledge cutoff: 2024-06\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, final. "
+        "Channel must be included for every message.<|end|><|start|>developer<|message|># Instructions\n\n"
+        " Be brief. \n\n<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant"
+    ),
 }
 
 
 @pytest.mark.parametrize("model_type", TEMPLATES)
 def test_families(model_type: str) -> None:
-    assert render_chat_template(CHATS["system"], model_type=model_type) == EXPECTED[model_type]
+    if model_type == "gemma2":
+        with pytest.raises(ValueError, match="System role not supported"):
+            render_chat_template(CHATS["system"], model_type=model_type)
+    else:
+        assert render_chat_template(CHATS["system"], model_type=model_type) == EXPECTED[model_type]
     turns = render_chat_template(CHATS["turns"], model_type=model_type, add_generation_prompt=False)
     assert turns == by_transformers(TEMPLATES[model_type], CHATS["turns"], add_generation_prompt=False)
     assert [turns.index(word) for word in ("One", "Two", "Three", "Four")] == sorted(
@@ -183,9 +197,37 @@ def test_qwen3_forgets_earlier_thoughts() -> None:
     assert answered.endswith("<|im_start|>assistant\n<think>\nHm.\n</think>\n\nYes.<|im_end|>\n")
 
 
-def test_gemma3_wants_turns_to_alternate() -> None:
-    with pytest.raises(ValueError, match="refuses these messages: Conversation roles must alternate"):
-        render_chat_template(CHATS["user"] * 2, model_type="gemma3")
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3", "mistral", "ministral3"])
+def test_turns_that_must_alternate(model_type: str) -> None:
+    with pytest.raises(ValueError, match=r"refuses these messages: .*onversation roles must alternate"):
+        render_chat_template(CHATS["user"] * 2, model_type=model_type)
+
+
+# By Mistral's own mistral-common 1.13, and with the templates in the models' files.
+TURNS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": " Four."},
+    {"role": "user", "content": " b é\n"},
+]
+RENDERED = {
+    "mistral": "<s>[INST]a[/INST] Four.</s>[INST] b é\n[/INST]",
+    "ministral3": "<s>[INST]a[/INST] Four.</s>[INST] b é\n[/INST]",
+    "phi3": "<|user|>\na<|end|>\n<|assistant|>\n Four.<|end|>\n<|user|>\n b é\n<|end|>\n<|assistant|>\n",
+    "gemma2": (
+        "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\nFour.<end_of_turn>\n"
+        "<start_of_turn>user\nb é<end_of_turn>\n<start_of_turn>model\n"
+    ),
+    "qwen2": (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n Four.<|im_end|>\n<|im_start|>user\n b é\n<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", RENDERED)
+def test_turns_of_a_family(model_type: str) -> None:
+    assert render_chat_template(TURNS, model_type=model_type) == RENDERED[model_type]
 
 
 def test_gemma3_calls_the_assistant_model() -> None:
@@ -214,7 +256,7 @@ def test_templates_that_refuse() -> None:
 def test_no_template() -> None:
     with pytest.raises(ValueError, match="no chat template"):
         render(None, CHATS["user"])
-    with pytest.raises(ValueError, match=r"model_type 'gpt2': .*llama, qwen3, gemma3"):
+    with pytest.raises(ValueError, match=r"model_type 'gpt2': .*llama, qwen3, qwen2"):
         render_chat_template(CHATS["user"], model_type="gpt2")
     with pytest.raises(ValueError, match="model_type None"):
         render_chat_template(CHATS["user"])

@@ -608,6 +608,16 @@ QWEN2_REGEX = (  # as in Qwen2's tokenizer.json
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEKKEN_REGEX = (  # as in Mistral's tekken.json
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O_REGEX = (  # as in tiktoken's o200k_base
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _by_regex(pattern: str) -> Any:
@@ -624,7 +634,11 @@ def _by_regex(pattern: str) -> Any:
             pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
         ),
         ("llama-bpe", _by_regex(LLAMA3_REGEX)),
+        ("dbrx", _by_regex(LLAMA3_REGEX)),
         ("qwen2", _by_regex(QWEN2_REGEX)),
+        ("tekken", _by_regex(TEKKEN_REGEX)),
+        ("gpt-4o", _by_regex(GPT4O_REGEX)),
+        ("olmo", pre_tokenizers.ByteLevel(add_prefix_space=False)),
     ],
 )
 def test_byte_level_by_pre_tokenizer(byte_level: ByteLevelBPETokenizer, pre: str, expected: Any) -> None:
@@ -632,37 +646,81 @@ def test_byte_level_by_pre_tokenizer(byte_level: ByteLevelBPETokenizer, pre: str
     rebuilt = build_tokenizer(metadata)
     reference = Backend.from_str(byte_level.to_str())
     reference.pre_tokenizer = expected
-    if pre == "qwen2":
+    composes = pre in ("qwen2", "olmo")
+    if composes:
         reference.normalizer = normalizers.NFC()
     reference.add_special_tokens(["<|end|>"])
     reference.add_tokens([AddedToken("<tool>", normalized=False)])
     for text in [*TEXTS, "a<|end|>b <tool>c<tool>"]:
         ids = rebuilt.encode(text, add_special_tokens=False).ids
         assert ids == reference.encode(text).ids
-        kept = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
+        kept = unicodedata.normalize("NFC", text) if composes else text
         assert rebuilt.decode(ids, skip_special_tokens=False) == kept
     end = metadata["tokenizer.ggml.eos_token_id"]
-    starts_with_bos = pre == "llama-bpe"
+    starts_with_bos = pre in ("llama-bpe", "tekken")
     assert (rebuilt.encode("x").ids[0] == end) == starts_with_bos
     assert rebuilt.encode("a<|end|>b<tool>", add_special_tokens=False).ids.count(end) == 1
     assert rebuilt.decode(rebuilt.encode("a<|end|>b<tool>").ids) == "ab<tool>"
 
 
-def test_digits_differ_between_pre_tokenizers(byte_level: ByteLevelBPETokenizer) -> None:
-    def pieces(pre: str) -> list[str]:
-        return [piece for piece, _ in PRE_TOKENIZERS[pre].build().pre_tokenize_str("a 12345")]
-
-    assert pieces("gpt-2") == ["a", "Ġ12345"]
-    assert pieces("smollm") == ["a", "Ġ", "1", "2", "3", "4", "5"]
-    assert pieces("llama-bpe") == ["a", "Ġ", "123", "45"]
-    assert pieces("qwen2") == ["a", "Ġ", "1", "2", "3", "4", "5"]
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    {
+        "a 12345": {
+            "gpt-2 exaone4 mpt": ["a", "Ġ12345"],
+            "smollm starcoder refact command-r qwen2 stablelm2 tekken": ["a", "Ġ", "1", "2", "3", "4", "5"],
+            "llama-bpe falcon3 glm4 gpt-4o deepseek-v3": ["a", "Ġ", "123", "45"],
+            "superbpe": ["aĠ", "12", "345"],
+        },
+        "helloWorld I'LL": {
+            "gpt-2 refact": ["helloWorld", "ĠI", "'", "LL"],
+            "llama-bpe qwen2 dbrx": ["helloWorld", "ĠI", "'LL"],
+            "gpt-4o llama4": ["hello", "World", "ĠI'LL"],
+            "tekken": ["hello", "World", "ĠI", "'LL"],
+            "deepseek-coder": ["helloWorld", "ĠI", "'", "LL"],
+            "superbpe": ["helloWorldĠI'LL"],
+        },
+    }.items(),
+)
+def test_pre_tokenizers_differ(text: str, expected: dict[str, list[str]]) -> None:
+    for names, pieces in expected.items():
+        for name in names.split():
+            assert [piece for piece, _ in PRE_TOKENIZERS[name].build().pre_tokenize_str(text)] == pieces, name
 
 
 def test_unknown_tokenizers_are_refused(byte_level: ByteLevelBPETokenizer) -> None:
-    with pytest.raises(ValueError, match=r"'tekken' is not supported; supported: .*gpt-2.*qwen2"):
-        build_tokenizer(byte_level_metadata(byte_level, "tekken"))
+    with pytest.raises(ValueError, match=r"'kimi-k2' is not supported; supported: .*gpt-2.*qwen2"):
+        build_tokenizer(byte_level_metadata(byte_level, "kimi-k2"))
     with pytest.raises(ValueError, match="'bert' is not supported"):
         build_tokenizer({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": []})
+
+
+@pytest.mark.parametrize("pre", ["default", None])
+def test_a_file_that_names_no_pre_tokenizer(
+    byte_level: ByteLevelBPETokenizer, pre: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so, except for GPT-2, whose pre-tokenizer it gets."""
+    metadata = byte_level_metadata(byte_level, "default")
+    if pre is None:
+        del metadata["tokenizer.ggml.pre"]
+    for arch, lines in (("gpt2", 0), ("llama", 1)):
+        rebuilt = build_tokenizer(metadata | {"general.architecture": arch})
+        assert (
+            rebuilt.encode("a 12345").ids
+            == build_tokenizer(byte_level_metadata(byte_level, "gpt-2")).encode("a 12345").ids
+        )
+        err = capsys.readouterr().err
+        assert err.count("does not name its pre-tokenizer") == err.count("\n") == lines
+
+
+def test_special_tokens_of_phi3_take_the_space_after_them(tmp_path: Path) -> None:
+    spm = train_sentencepiece(tmp_path, control_symbols=["<|end|>"])
+    for arch, taken in (("phi3", True), ("llama", False)):
+        rebuilt = build_tokenizer(sentencepiece_metadata(spm) | {"general.architecture": arch})
+        tight, loose = (rebuilt.encode(f"a<|end|>{space}the", add_special_tokens=False).ids for space in ("", " \n"))
+        assert (tight == loose) == taken
+        tight, loose = (rebuilt.encode(f"a<s>{space}the", add_special_tokens=False).ids for space in ("", " \n"))
+        assert tight != loose
 
 
 def test_a_file_without_tokenizer(tmp_path: Path) -> None:
@@ -697,19 +755,19 @@ def sentences(seed: int, count: int) -> list[str]:
 def train_sentencepiece(folder: Path, **settings: Any) -> sentencepiece.SentencePieceProcessor:
     corpus = folder / "corpus.txt"
     corpus.write_text("\n".join(sentences(0, 400) + ["Ünïcödé 東京 naïve 123 4567"] * 20), encoding="utf-8")
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(corpus),
-        model_prefix=str(folder / "spm"),
-        model_type="bpe",
-        vocab_size=600,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        num_threads=1,
-        **settings,
-    )
+    defaults: dict[str, Any] = {
+        "input": str(corpus),
+        "model_prefix": str(folder / "spm"),
+        "model_type": "bpe",
+        "vocab_size": 600,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "hard_vocab_limit": False,
+        "minloglevel": 2,
+        "num_threads": 1,
+    }
+    sentencepiece.SentencePieceTrainer.train(**defaults | settings)
     return sentencepiece.SentencePieceProcessor(model_file=str(folder / "spm.model"))
 
 

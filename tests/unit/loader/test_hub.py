@@ -261,7 +261,28 @@ def test_repository_without_settings(hub: Hub, run: Run) -> None:
     (hub.folder / "config.json").unlink()
     kind, message = json.loads(run(FAIL.format(name=REPO)))
     assert kind == "FileNotFoundError"
-    assert "no config.json" in message
+    assert f"{REPO} has no config.json; to use a GGUF file of it, name the file: {REPO}/FILE.gguf" in message
+
+
+def test_an_architecture_that_is_not_supported(hub: Hub, run: Run) -> None:
+    """It is refused before the weights are downloaded."""
+    config = json.loads((hub.folder / "config.json").read_text())
+    (hub.folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    kind, message = json.loads(run(FAIL.format(name=REPO)))
+    assert kind == "ValueError"
+    assert "architecture 'mamba' is not supported; supported: " in message
+    assert not [name for name in hub.downloads() if name.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize("tokenizer", ["tekken.json", "tokenizer.model"])
+def test_a_repository_with_another_tokenizer(hub: Hub, run: Run, tokenizer: str) -> None:
+    """Complete without tokenizer.json: nothing is fetched a second time."""
+    (hub.folder / "tokenizer.json").rename(hub.folder / tokenizer)
+    load = f"from infer import load_model\nprint(load_model({REPO!r}, device='cpu')[1].num_hidden_layers)"
+    assert run(load) == "2"
+    assert tokenizer in hub.downloads()
+    hub.stop()
+    assert run(load) == "2"
 
 
 @pytest.mark.parametrize("name", [REPO, f"{REPO}/tiny.gguf"])

