@@ -11,7 +11,7 @@ import torch
 
 from infer.config import ModelConfig
 from infer.models.common import Block, Decoder
-from infer.models.registry import build_model
+from infer.models.registry import MODELS, build_model
 from infer.nn.linear import Linear
 from infer.nn.sharded import Group, ShardedEmbedding, ShardedLinear, shard_ranges
 
@@ -48,6 +48,8 @@ def check_world_size(config: ModelConfig, world_size: int) -> None:
     for what, count in (("attention heads", config.num_attention_heads), ("MLP columns", config.intermediate_size)):
         if world_size > count:
             raise ValueError(f"a model with {count} {what} cannot be split into {world_size} shards")
+    if world_size > 1 and not MODELS[config.model_type].block.qk_norm_per_head:
+        raise ValueError(f"{config.model_type} runs in one process: a norm of q, or of k, spans the heads of all shards")
 
 
 class ModelShard:
