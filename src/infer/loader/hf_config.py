@@ -57,7 +57,7 @@ _FAMILY_KINDS: dict[str, Kind] = {
     "rope_local_base_freq": ABOVE_0,
     "use_sliding_window": FLAG,
     "max_window_layers": _COUNT,
-    "sliding_window_pattern": either(integer(1, 2**31 - 1), TEXT),
+    "sliding_window_pattern": either(_COUNT, TEXT),
     "_sliding_window_pattern": integer(1, 2**31 - 1),
     "scale_attn_weights": FLAG,
     "original_max_position_embeddings": integer(1, 2**31 - 1),
@@ -478,13 +478,14 @@ def rope_from_hf(settings: Mapping[str, Any], values: Mapping[str, Any]) -> tupl
     given: dict[str, Any] = {
         "theta": float(settings.get("rope_theta", values["rope_theta"])),
         "dim": dim if dim < head_dim else None,
-        "original_max_position_embeddings": original,
+        "query_beta": beta or 0.0,
     }
+    if beta or scaling in ("llama3", "yarn"):
+        given["original_max_position_embeddings"] = original
     given |= {name: settings[name] for name in _ROPE_REQUIRED[scaling] if name in ROPE_KINDS}
     if scaling == "yarn":
         given |= {name: settings[name] for name in ("beta_fast", "beta_slow", "truncate") if name in settings}
         given["attention_factor"] = settings.get("attention_factor", yarn_factor(settings))
-        given["query_beta"] = beta or 0.0
     elif scaling == "longrope":
         # Positions beyond the original context would need the long factors, for all positions before them, too.
         factor = settings.get("factor", context / original)
@@ -492,8 +493,6 @@ def rope_from_hf(settings: Mapping[str, Any], values: Mapping[str, Any]) -> tupl
         given["attention_factor"] = settings.get("attention_factor", spread)
         given["divisors"] = tuple(settings["short_factor"])
         scaling, context = "default", original
-    elif scaling == "default":
-        given.pop("original_max_position_embeddings")
     return RopeConfig(scaling=scaling, **given), context
 
 
