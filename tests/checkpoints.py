@@ -64,7 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {
         "head_dim": 24,
         "rope_parameters": YARN
-        | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16},
+        | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.25, "original_max_position_embeddings": 16},
     },
     "phi3": WINDOW
     | {
@@ -413,6 +413,8 @@ def gguf_metadata(model: PreTrainedModel) -> dict[str, Any]:
     if arch in ("olmo2", "exaone4") and window is not None:
         pattern = [kind == "sliding_attention" for kind in config.layer_types]
         metadata["attention.sliding_window_pattern"] = pattern
+    if arch == "olmo2" and window is not None:
+        metadata["rope.freq_base_swa"] = config.rope_parameters["sliding_attention"]["rope_theta"]
     if rope["rope_type"] in ("linear", "yarn"):
         metadata |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from amount import ALL, amount
 from checkpoints import (
     GEMMA3_ROPES,
+    LONGROPE,
     TOLERANCE,
+    YARN,
     byte_tokenizer_metadata,
     check_every_way,
     check_logits,
@@ -342,6 +345,24 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma3-local-theta": ("gemma3", GGUF_GEMMA3 | {"rope_parameters": GEMMA3_ROPES}, {THETA_KEY: 1e3}),
     "gemma3-pattern-number": ("gemma3", GGUF_GEMMA3 | {"sliding_window_pattern": 3}, {PATTERN_KEY: 3}),
+    "mistral": ("mistral", {"sliding_window": None}, {}),
+    "mistral-window": ("mistral", {}, {"llama.attention.sliding_window": W}),
+    "ministral3": ("ministral3", {"sliding_window": None}, {}),
+    "phi3": ("phi3", {"rope_parameters": LONGROPE | {"short_factor": [1.0, 1.25, 1.5, 1.75, 2.0, 2.5]}}, {}),
+    "phi3-plain": ("phi3", {"sliding_window": None, "rope_parameters": None, "num_key_value_heads": 1}, {}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}, {}),
+    "gemma2": ("gemma2", {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}, {}),
+    "olmo2-yarn": ("olmo2", {"rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0}}, {}),
+    "olmo3": ("olmo3", {}, {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4}, {}),
+    "granite": ("granite", {"attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 0.75}, {}),
+    "glm4": ("glm4", {}, {}),
+    "exaone4": ("exaone4", {}, {}),
+    "exaone4-plain": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, {}),
+    "starcoder2": ("starcoder2", {"sliding_window": None, "tie_word_embeddings": True}, {}),
+    "stablelm": ("stablelm", {}, {}),
+    "gpt-neox": ("gpt_neox", {}, {}),
+    "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}, {}),
     "gemma3-pattern-list": (
         "gemma3",
         GGUF_GEMMA3 | {"sliding_window_pattern": 2},
@@ -351,11 +372,15 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def as_gguf_says(config: ModelConfig) -> dict[str, Any]:
-    """The values of a folder's config in the words of a GGUF file's: the same name for both kinds of Gemma 3."""
-    values = dict(vars(config))
-    values |= {"model_type": config.model_type.removesuffix("_text"), "scale": config.attention_scale}
-    values["head_dim"] = config.computed_head_dim
+    """The values of a folder's config in the words of a GGUF file's."""
+    values = vars(config) | {"scale": config.attention_scale, "head_dim": config.computed_head_dim}
     values.pop("query_pre_attn_scalar")  # only the scale counts
+    values["model_type"] = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
+    if config.attention_output_bias == config.attention_bias:
+        values["attention_output_bias"] = None
+    values["rms_norm_eps"] = torch.tensor(config.rms_norm_eps).item()
+    if config.rope is not None:  # float32 in the file
+        values["rope"] = replace(config.rope, attention_factor=round(config.rope.attention_factor, 5))
     return values
 
 
@@ -371,16 +396,35 @@ def test_gguf(tmp_path: Path, name: str) -> None:
     check_logits(model, ids, reference(ids).logits)
 
 
+# What transformers reads of GGUF files; sizes that it does not read have its defaults.
+READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "phi3": {"rope_parameters": None, "sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3": GGUF_GEMMA3
+    | {
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e4}},
+    },
+    "starcoder2": {"sliding_window": None},
+    "stablelm": {},
+    "gpt2": {"n_inner": None},
+}
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", READ_BY_TRANSFORMERS)
 def test_gguf_read_by_transformers(tmp_path: Path, family: str, tied: bool) -> None:
-    """With the sizes that it does not read from such files at their defaults."""
-    changes: dict[str, Any] = {"qwen3": {"head_dim": 128}, "gemma3": GGUF_GEMMA3, "gpt2": {"n_inner": None}}[family]
-    if family == "gemma3":
-        ropes = {"full_attention": {"rope_type": "default", "rope_theta": 5e4}}
-        changes = changes | {"head_dim": 256, "query_pre_attn_scalar": 256, "rope_parameters": ropes}
-    path = save_gguf(reference_model(family, tie_word_embeddings=tied, **changes), tmp_path / "m.gguf")
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    if not tied and family == "gemma2":
+        pytest.skip("llama.cpp's converter leaves an untied head out")
+    reference = reference_model(family, tie_word_embeddings=tied, **READ_BY_TRANSFORMERS[family])
+    metadata = byte_tokenizer_metadata() | {"tokenizer.ggml.padding_token_id": 0}
+    path = save_gguf(reference, tmp_path / "m.gguf", metadata=metadata)
+    reread = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     ids = random_ids(2, 2 * W + 3)
-    check_logits(load(path), ids, reference(ids).logits)
+    check_logits(load(path), ids, reread(ids).logits)

@@ -57,7 +57,7 @@ _FAMILY_KINDS: dict[str, Kind] = {
     "rope_local_base_freq": ABOVE_0,
     "use_sliding_window": FLAG,
     "max_window_layers": _COUNT,
-    "sliding_window_pattern": either(integer(1, 2**31 - 1), TEXT),
+    "sliding_window_pattern": either(_COUNT, TEXT),
     "_sliding_window_pattern": integer(1, 2**31 - 1),
     "scale_attn_weights": FLAG,
     "original_max_position_embeddings": integer(1, 2**31 - 1),
@@ -66,14 +66,24 @@ _FAMILY_KINDS: dict[str, Kind] = {
 }
 # Keys without an effect on what a model computes; any other unknown key that is set is refused.
 _IGNORED = re.compile(
-    r"_.*|.*(dropout|pdrop|_version|_token_id|_beams|_beam_groups|_labels?|label2id|id2label|_penalty|_ngram_size)"
-    r"|(torch_)?dtype|(initializer|output|summary|unsloth|return)_.*|(typical|top|attn)_[pk]|(min|max)_length|temperature"
-    r"|architectures|auto_map|attn_implementation|cache_implementation|chunk_size_feed_forward|do_sample|early_stopping"
-    r"|finetuning_task|full_attn_mod|gradient_checkpointing|interpolate_factor|is_llama_config|mlp_type|n_ctx|norm_type"
-    r"|num_return_sequences|predict_special_tokens|prefix|pretraining_tp|problem_type|reorder_and_upcast_attn"
-    r"|task_specific_params|tokenizer_class|transformers\.js_config|use_cache|use_flash_attn|hidden_act|activation_function"
+    r"_.*|.*(dropout|dropout_prob|pdrop|_version|_token_id|_beams|_beam_groups|_labels?|label2id|id2label|_penalty"
+    r"|_ngram_size)|(torch_)?dtype|(initializer|summary|unsloth|return)_.*|output_(attentions|hidden_states|scores)"
+    r"|(typical|top)_[pk]|(min|max)_length|temperature|activation(_function)?|architectures|(auto|device)_map"
+    r"|attn_implementation|cache_implementation|chunk_size_feed_forward|custom_pipelines|do_sample|early_stopping"
+    r"|finetuning_task|full_attn_mod|gradient_checkpointing|hidden_act|interpolate_factor|is_decoder|is_llama_config"
+    r"|max_sequence_length|model_max_length|n_ctx|neftune_noise_alpha|num_logits_to_keep|num_return_sequences"
+    r"|predict_special_tokens|prefix|pretraining_tp|problem_type|reorder_and_upcast_attn|task_specific_params"
+    r"|tokenizer_class|transformers\.js_config|transformers_weights|use_cache|use_flash_attn|use_flash_attention(_2)?"
 )
-_NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null: none, not the default
+_NEVER_FALSE = ("is_causal", "use_rope")
+# null: none, not the default
+_NULLABLE = (
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "num_key_value_heads",
+    "bos_token_id",
+)
 _ROPE_KINDS: dict[str, Kind] = ROPE_KINDS | {
     "rope_theta": ABOVE_0,
     "rope_type": TEXT,
@@ -85,7 +95,9 @@ _ROPE_KINDS: dict[str, Kind] = ROPE_KINDS | {
     "long_factor": ROPE_KINDS["divisors"],
     "llama_4_scaling_beta": ROPE_KINDS["query_beta"],
     "max_position_embeddings": CONFIG_KINDS["max_position_embeddings"],
+    "finetuned": FLAG,
 }
+_PARTIAL_ROPE = ("phi3", "glm4", "stablelm", "gpt_neox")  # families that rotate only the first dimensions of a head
 _ROPE_REQUIRED = {  # of each kind of scaling
     "default": (),
     "linear": ("factor",),
@@ -103,6 +115,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' values of what may be left out
     fixed: Mapping[str, Any] = field(default_factory=dict)  # whatever the file has
     reads: tuple[str, ...] = ()  # keys of `_FAMILY_KINDS`; others are refused
+    ignores: tuple[str, ...] = ()  # as `_IGNORED`
     # Names of activations -> ours; None: that of the family's `Block`.
     activations: Mapping[str, str | None] = field(default_factory=lambda: {"silu": None})
     pattern: int | None = None  # without layer_types: every so many layers full attention, else a sliding window
@@ -132,10 +145,10 @@ def _window_everywhere(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(values: Mapping[str, Any]) -> dict[str, Any]:
-    settings = {**(values.get("rope_parameters") or values.get("rope_scaling") or {})}
+    settings = {**(values.get("rope_scaling") or values.get("rope_parameters") or {})}
     if settings.get("rope_type", settings.get("type")) in ("su", "yarn"):  # older names
         settings["rope_type"] = "longrope"
-    return _window_everywhere(values) | {"rope_parameters": settings}
+    return _window_everywhere(values) | {"rope_parameters": settings, "rope_scaling": None}
 
 
 def _smollm3(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,12 +162,20 @@ def _smollm3(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"no_rope_layers": without, "layer_types": values.get("layer_types") or windows}
 
 
+def _layer_pattern(pattern: int | str, layers: int) -> tuple[str, ...]:
+    """pattern: as for `layer_pattern`; or like LLLG, which repeats, and whose last layer has full attention."""
+    if isinstance(pattern, str):
+        return layer_pattern([pattern[i % len(pattern)] == "L" and i < layers - 1 for i in range(layers)], layers)
+    integer(1, 2**31 - 1).check("sliding_window_pattern", pattern)
+    return layer_pattern(pattern, layers)
+
+
 def _exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
     """With windows, the layers that see everything have no RoPE."""
     layers = values.get("num_hidden_layers", 0)
     if values.get("sliding_window") is None:
         return {"layer_types": [FULL_ATTENTION] * layers}
-    types = values.get("layer_types") or layer_pattern(values["sliding_window_pattern"], layers)
+    types = values.get("layer_types") or _layer_pattern(values["sliding_window_pattern"], layers)
     return {"layer_types": types, "no_rope_layers": [i for i, kind in enumerate(types) if kind == FULL_ATTENTION]}
 
 
@@ -162,7 +183,7 @@ def _granite(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": 1 / values["attention_multiplier"] ** 2}
 
 
-_GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu"}
 _QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
 _QWEN_READS = "sliding_window", "use_sliding_window", "max_window_layers"
 _GEMMA3 = Family(
@@ -182,7 +203,13 @@ _GEMMA3 = Family(
         "bos_token_id": 2,
         "eos_token_id": 1,
     },
-    reads=("query_pre_attn_scalar", "sliding_window", "rope_local_base_freq", "sliding_window_pattern"),
+    reads=(
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "rope_local_base_freq",
+        "sliding_window_pattern",
+        "final_logit_softcapping",
+    ),
     activations={"gelu_pytorch_tanh": None},
     pattern=6,
 )
@@ -201,13 +228,35 @@ _LAYER_NORM = {"norm_bias": True, "mlp_bias": True}
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(
-        defaults={"sliding_window": 4096, "max_position_embeddings": 131_072, "bos_token_id": 1, "eos_token_id": 2},
+        defaults={
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "max_position_embeddings": 131_072,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
         fixed={"attention_bias": False, "mlp_bias": False},
         reads=("sliding_window",),
         computed=_window_everywhere,
     ),
     "ministral3": Family(
-        defaults={"head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5, "eos_token_id": 2},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262_144,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
         fixed={"attention_bias": False, "mlp_bias": False},
         reads=("sliding_window",),
         computed=_window_everywhere,
@@ -321,6 +370,14 @@ FAMILIES = {
         },
         fixed={"norm_bias": True},
         reads=("sliding_window",),
+        ignores=(
+            "attention_softmax_in_fp32",
+            "layer_norm_epsilon",
+            "mlp_type",
+            "norm_type",
+            "scale_attention_softmax_in_fp32",
+            "scale_attn_weights",
+        ),
         activations=_GELUS,
         computed=lambda values: _window_everywhere(values) | {"mlp_bias": values["attention_bias"]},
     ),
@@ -354,6 +411,7 @@ FAMILIES = {
         },
         fixed={"num_key_value_heads": None, "head_dim": None, "norm_bias": True, "mlp_bias": True},
         reads=("parallel_residual",),
+        ignores=("rope_theta", "partial_rotary_factor"),  # written beside rotary_emb_base and rotary_pct
         activations=_GELUS,
     ),
     "rope_gpt": Family(activations=_GELUS),
@@ -395,18 +453,28 @@ FAMILIES = {
 }
 
 
+def model_type_of(raw: Mapping[str, Any]) -> Any:
+    """That of the text part of a multimodal model, unless its own is a family's."""
+    own, text = raw.get("model_type"), raw.get("text_config")
+    is_family = isinstance(own, str) and own in FAMILIES
+    return own if is_family or not isinstance(text, Mapping) else text.get("model_type", own)
+
+
 def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """From the contents of `config.json` and, if there is one, `generation_config.json`."""
     own_keys = raw.keys()
     if (text := raw.get("text_config")) is not None:  # of a multimodal model
         OBJECT.check("text_config", text)
         own_keys = text.keys()
-        raw = {**text, **{name: value for name, value in raw.items() if value is not None}}
+        own = {name: value for name, value in raw.items() if value is not None}
+        raw = {**text, **own, "model_type": model_type_of(raw)}
     family = FAMILIES[str(raw.get("model_type"))]
     kinds = _KINDS | CONFIG_KINDS | {name: _FAMILY_KINDS[name] for name in family.reads}
     names = {ours: family.names.get(ours, ours) for ours in kinds if ours in family.reads or ours not in _FAMILY_KINDS}
     for key in own_keys - {*names.values(), "quantization_config", *family.fixed}:
-        if raw.get(key) and not _IGNORED.fullmatch(key) and raw[key] != getattr(ModelConfig, key, None):
+        if key in family.ignores or _IGNORED.fullmatch(key):
+            continue
+        if raw[key] is False if key in _NEVER_FALSE else raw[key] and raw[key] != getattr(ModelConfig, key, None):
             of_family = f"is not supported for {raw['model_type']}"
             raise ValueError(f"{key} {short_repr(raw[key])} {of_family}: delete the key if it has no effect")
     checked_values = checked(raw, {theirs: kinds[ours] for ours, theirs in names.items()})
@@ -432,7 +500,7 @@ def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any] | None 
         raise ValueError(f"hidden_act {short_repr(activation)} is not supported for {values['model_type']}: {only}")
     if family.pattern is not None and not values.get("layer_types"):
         pattern = values.get("sliding_window_pattern", values.get("_sliding_window_pattern", family.pattern))
-        values["layer_types"] = layer_pattern(pattern, values["num_hidden_layers"])
+        values["layer_types"] = _layer_pattern(pattern, values["num_hidden_layers"])
     values |= {
         "num_key_value_heads": values.get("num_key_value_heads") or values["num_attention_heads"],
         "hidden_act": known[activation],
@@ -449,9 +517,10 @@ def _ropes(values: Mapping[str, Any]) -> dict[str, Any]:
     """The RoPE of all layers, or that of full and that of sliding layers; and how many positions it is made for."""
     if values["rope_theta"] is None:
         return {"rope": None}  # learned positions
-    settings = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    settings, scaling = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
     by_type = checked(settings, {FULL_ATTENTION: OBJECT, SLIDING_ATTENTION: OBJECT})
-    rope, context = rope_from_hf((by_type.get(FULL_ATTENTION) or {}) if by_type else settings, values)
+    settings = {**by_type.get(FULL_ATTENTION, {}), **scaling} if by_type else scaling or settings
+    rope, context = rope_from_hf(settings, values)
     found = {"rope": rope, "max_position_embeddings": context}
     if (theta := values.get("rope_local_base_freq")) is not None:
         local = by_type.get(SLIDING_ATTENTION) or {}
@@ -470,21 +539,24 @@ def rope_from_hf(settings: Mapping[str, Any], values: Mapping[str, Any]) -> tupl
         raise ValueError(f"{scaling} RoPE scaling lacks {', '.join(missing)}")
     if (beta := settings.get("llama_4_scaling_beta")) and values["model_type"] != "ministral3":
         unknown.append("llama_4_scaling_beta")
-    if unknown:
-        raise ValueError(f"{', '.join(map(short_repr, unknown))} of RoPE is not supported for {values['model_type']}")
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     dim = int(head_dim * settings.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)))
-    original = settings.get("original_max_position_embeddings", values.get("original_max_position_embeddings", context))
+    if dim < head_dim and values["model_type"] not in _PARTIAL_ROPE:
+        unknown.append("partial_rotary_factor")
+    if unknown:
+        raise ValueError(f"{', '.join(map(short_repr, unknown))} of RoPE is not supported for {values['model_type']}")
+    original = values.get("original_max_position_embeddings", settings.get("original_max_position_embeddings", context))
     given: dict[str, Any] = {
         "theta": float(settings.get("rope_theta", values["rope_theta"])),
         "dim": dim if dim < head_dim else None,
-        "original_max_position_embeddings": original,
+        "query_beta": beta or 0.0,
     }
+    if beta or scaling in ("llama3", "yarn"):
+        given["original_max_position_embeddings"] = original
     given |= {name: settings[name] for name in _ROPE_REQUIRED[scaling] if name in ROPE_KINDS}
     if scaling == "yarn":
         given |= {name: settings[name] for name in ("beta_fast", "beta_slow", "truncate") if name in settings}
         given["attention_factor"] = settings.get("attention_factor", yarn_factor(settings))
-        given["query_beta"] = beta or 0.0
     elif scaling == "longrope":
         # Positions beyond the original context would need the long factors, for all positions before them, too.
         factor = settings.get("factor", context / original)
@@ -492,8 +564,6 @@ def rope_from_hf(settings: Mapping[str, Any], values: Mapping[str, Any]) -> tupl
         given["attention_factor"] = settings.get("attention_factor", spread)
         given["divisors"] = tuple(settings["short_factor"])
         scaling, context = "default", original
-    elif scaling == "default":
-        given.pop("original_max_position_embeddings")
     return RopeConfig(scaling=scaling, **given), context
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from infer.loader.chat import TEMPLATES
 from infer.loader.checkpoint import FLOATS, Checkpoint, RowOrder, StoredTensor, TokenizerParts
 from infer.loader.files import INDEX, SAFETENSORS, SENTENCEPIECE, TEKKEN, is_there, read_index, read_json, read_text
-from infer.loader.hf_config import FAMILIES, config_from_hf
+from infer.loader.hf_config import FAMILIES, config_from_hf, model_type_of
 from infer.loader.tensor_names import GPT2_MATRICES, by_decoder_name, from_gpt2, from_hf
 from infer.loader.text_tokenizers import gpt2_tokenizer, read_tokenizer
 from infer.loader.tokenizer_files import read_sentencepiece, read_tekken
@@ -35,7 +35,7 @@ class HFFolder(Checkpoint):
         generation = path / "generation_config.json"
         generated = self._generation = read_json(generation) if is_there(generation) else {}
         try:
-            check_supported(raw.get("model_type"))
+            check_supported(model_type_of(raw))
             self.config = config_from_hf(raw, generated)
         except ValueError as error:
             raise ValueError(f"{path / 'config.json'}: {error}") from None

@@ -128,6 +128,6 @@ def _yarn(inv_freq: Tensor, config: RopeConfig, dim: int) -> Tensor:
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    divided = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (max(high - low, 0.001))
+    divided = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / ((high - low) or 0.001)
     divided = divided.clamp(0, 1)
     return inv_freq / config.factor * divided + inv_freq * (1 - divided)
