@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -55,6 +54,7 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 WINDOW = {"sliding_window": 8}
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 # What differs from Llama's values in `reference_model`. Sizes that often agree are all different: head_dim, the number
 # whose root divides scores, and hidden_size / heads; the two RoPEs of Gemma.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -75,6 +75,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen2": {},
     "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 40} | EXPERTS,
+    "mixtral": EXPERTS,
+    "olmoe": EXPERTS | {"pad_token_id": 0},
     "gemma2": WINDOW
     | {
         "head_dim": 32,
@@ -107,6 +110,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 0.6,
     },
+    "granitemoe": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 0.6,
+    }
+    | EXPERTS,
+    "gpt_oss": WINDOW | {"head_dim": 24, "rope_parameters": YARN | {"truncate": False}} | EXPERTS,
     "glm4": {"head_dim": 24, "pad_token_id": 0},
     "exaone4": WINDOW | {"sliding_window_pattern": 2},
     "starcoder2": WINDOW,
@@ -317,7 +328,13 @@ def save_nanogpt(model: PreTrainedModel, path: Path, /, **contents: Any) -> Path
     return path
 
 
-GGUF_ARCHS = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2", "gpt_neox": "gptneox"}
+GGUF_ARCHS = {
+    "mistral": "llama",
+    "ministral3": "mistral3",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+    "gpt_neox": "gptneox",
+}
 
 
 def gguf_arch(model: PreTrainedModel) -> str:

@@ -11,6 +11,7 @@ from infer.config import FULL_ATTENTION, SLIDING_ATTENTION, RopeConfig
 from infer.models.common import Decoder
 from infer.models.registry import build_model
 
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
 # What a family's tiny model has besides, with a value of its own wherever it could be taken for another.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -25,6 +26,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 4,
         "tie_word_embeddings": True,
     },
+    "qwen3_moe": {"head_dim": 12, "moe_intermediate_size": 20, "dense_layers": (0,)} | EXPERTS,
+    "gpt_oss": {
+        "head_dim": 12,
+        "rope": RopeConfig(1e4, "yarn", 4.0, original_max_position_embeddings=16, truncate=False),
+        "attention_bias": True,
+        "mlp_bias": True,
+        "sliding_window": 4,
+        "norm_topk_prob": True,
+    }
+    | EXPERTS,
     "gpt2": {
         "num_key_value_heads": 4,
         "rope": None,

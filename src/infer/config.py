@@ -71,7 +71,12 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # of what attention and the MLP add
     logits_scaling: float = 1.0  # divides the logits
     parallel_residual: bool = False  # attention and the MLP both read the input of the block
-    mlp_bias: bool = False
+    mlp_bias: bool = False  # of a mixture's router, too
+    num_experts: int = 0  # of a mixture of experts; 0: dense
+    num_experts_per_tok: int = 0
+    norm_topk_prob: bool = False  # whether the weights of a token's experts add up to 1
+    moe_intermediate_size: int | None = None  # of an expert; None: intermediate_size
+    dense_layers: tuple[int, ...] = ()  # numbers of the layers of a mixture without experts
     norm_bias: bool = False
     hidden_act: str | None = None  # "gelu" | "gelu_tanh" for families with a choice; None: the family's
     tie_word_embeddings: bool = False
@@ -107,6 +112,10 @@ class ModelConfig:
         unknown = set(self.layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION}
         if unknown:
             raise ValueError(f"layer type {short_repr(unknown.pop())} is not supported")
+        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok must be from 1 to the {self.num_experts} experts, not {self.num_experts_per_tok}"
+            )
         if self.has_windows and not self.sliding_window:
             raise ValueError(f"sliding layers need a positive sliding_window, not {self.sliding_window}")
 
@@ -131,6 +140,9 @@ class ModelConfig:
     def windows(self) -> list[int | None]:
         """The window of each layer."""
         return [self.window(layer_idx) for layer_idx in range(self.num_hidden_layers)]
+
+    def has_experts(self, layer_idx: int) -> bool:
+        return self.num_experts > 0 and layer_idx not in self.dense_layers
 
     def rope_type(self, layer_idx: int) -> str | None:
         """The key of its RoPE in `ropes`; None: it has none."""
@@ -183,6 +195,11 @@ CONFIG_KINDS: dict[str, Kind] = {
     "logits_scaling": ABOVE_0,
     "parallel_residual": FLAG,
     "mlp_bias": FLAG,
+    "num_experts": integer(0, 2**12),
+    "num_experts_per_tok": integer(0, 2**12),
+    "norm_topk_prob": FLAG,
+    "moe_intermediate_size": integer(1, 2**24),
+    "dense_layers": list_of(integer(0, MAX_LAYERS - 1), MAX_LAYERS),
     "norm_bias": FLAG,
     "hidden_act": TEXT,
     "tie_word_embeddings": FLAG,
@@ -198,6 +215,7 @@ _OPTIONAL = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "hidden_act",
+    "moe_intermediate_size",
     "bos_token_id",
 )
 ROPE_KINDS: dict[str, Kind] = {

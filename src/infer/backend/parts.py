@@ -13,8 +13,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from infer.cache.base import ScoreOptions
 from infer.config import ModelConfig
 from infer.models.common import MLP, Attention, Block, Decoder, UngatedMLP
+from infer.models.moe import Experts, MoE
 from infer.nn.activation import ACTIVATIONS
-from infer.nn.linear import Embedding, FusedLinear, Linear
+from infer.nn.linear import Embedding, ExpertLinear, FusedLinear, Linear
 from infer.nn.module import Module
 from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCenteredRMSNorm
 from infer.nn.quantized import QuantizedWeight
@@ -22,7 +23,10 @@ from infer.nn.rope import Rope, query_scales
 from infer.nn.sharded import ShardedEmbedding, ShardedLinear
 
 # Classes the kernels implement; a monkeypatched forward disqualifies the class.
-SUPPORTED = (Block, Attention, MLP, UngatedMLP, RMSNorm, ZeroCenteredRMSNorm, LayerNorm, Linear, FusedLinear, Embedding)
+SUPPORTED = (
+    *(Block, Attention, MLP, UngatedMLP, MoE, Experts, RMSNorm, ZeroCenteredRMSNorm, LayerNorm),
+    *(Linear, FusedLinear, ExpertLinear, Embedding),
+)
 SHARDED = (ShardedLinear, ShardedEmbedding)
 FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in (*SUPPORTED, *SHARDED, QuantizedWeight)}
 METHODS = {name: getattr(Decoder, name) for name in ("forward", "run", "embed", "query_scales", "scale_logits")}
@@ -77,17 +81,21 @@ class BlockParts(NamedTuple):
 
     @property
     def linears(self) -> list[Linear]:
-        return [self.qkv, self.o, self.up, self.down]
+        return [self.qkv, self.o, self.up, self.down, *([] if self.routing is None else [self.routing.router])]
 
     def fit(self, hidden: int) -> bool:
         """Whether all shapes fit each other; where they do not, torch has an error for it."""
         inner, q_size = self.down.in_features, self.heads * self.head_dim
+        experts = 1 if self.routing is None else self.routing.num_experts
         return (
             self.heads % self.kv_heads == 0
             and _linear_fits(self.qkv, q_size + 2 * self.kv_heads * self.head_dim, hidden)
             and _linear_fits(self.o, hidden, q_size)
-            and _linear_fits(self.up, inner * (2 if self.gated else 1), hidden)
-            and _linear_fits(self.down, hidden, inner)
+            and _linear_fits(self.up, experts * inner * (2 if self.gated else 1), hidden)
+            and _linear_fits(self.down, experts * hidden, inner)
+            and (self.routing is None or _linear_fits(self.routing.router, experts, hidden))
+            and (self.routing is None or 1 <= self.routing.top_k <= experts)
+            and (self.sinks is None or self.sinks.shape == (self.heads,))
             and self._qk_norms_fit()
             and all(_norm_fits(norm, hidden) for norm in (self.before_attention, self.before_mlp))
             and all(_norm_fits(norm, hidden) for norm in (self.after_attention, self.after_mlp))
@@ -162,7 +170,8 @@ def parts_of(model: Decoder) -> ModelParts:
 
 
 def _block_parts(block: Block, layer_idx: int, config: ModelConfig) -> BlockParts:
-    attn, mlp = block.self_attn, block.mlp
+    attn, moe = block.self_attn, block.mlp if isinstance(block.mlp, MoE) else None
+    mlp = block.mlp.experts if isinstance(block.mlp, MoE) else block.mlp
     if block.training and block.dropout:
         raise UnsupportedByKernels("it is in training mode, with dropout")
     if mlp.activation not in ACTIVATIONS or (attn.q_norm is None) != (attn.k_norm is None):
@@ -190,7 +199,9 @@ def _block_parts(block: Block, layer_idx: int, config: ModelConfig) -> BlockPart
         multiplier=block.multiplier,
         parallel=block.parallel,
         activation=mlp.activation,
-        gated=isinstance(mlp, MLP),
+        gated=not isinstance(mlp, UngatedMLP),
+        sinks=attn.sinks,
+        routing=None if moe is None else Routing(moe.router, config.num_experts, moe.top_k, moe.norm_topk),
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from infer.config import (
@@ -17,6 +17,7 @@ from infer.config import (
     RopeConfig,
     layer_pattern,
 )
+from infer.nn.activation import CLAMP
 from infer.values import ABOVE_0, FLAG, OBJECT, TEXT, TOKEN_IDS, Kind, checked, either, integer, number, short_repr
 
 REQUIRED = (
@@ -52,6 +53,10 @@ _FAMILY_KINDS: dict[str, Kind] = {
             "residual_multiplier",
             "logits_scaling",
             "parallel_residual",
+            "num_experts",
+            "num_experts_per_tok",
+            "norm_topk_prob",
+            "moe_intermediate_size",
         )
     },
     "rope_local_base_freq": ABOVE_0,
@@ -63,17 +68,20 @@ _FAMILY_KINDS: dict[str, Kind] = {
     "original_max_position_embeddings": integer(1, 2**31 - 1),
     "no_rope_layer_interval": integer(1, 2**31 - 1),
     "attention_multiplier": ABOVE_0,
+    "decoder_sparse_step": _COUNT,
+    "mlp_only_layers": CONFIG_KINDS["dense_layers"],
 }
 # Keys without an effect on what a model computes; any other unknown key that is set is refused.
 _IGNORED = re.compile(
     r"_.*|.*(dropout|dropout_prob|pdrop|_version|_token_id|_beams|_beam_groups|_labels?|label2id|id2label|_penalty"
-    r"|_ngram_size)|(torch_)?dtype|(initializer|summary|unsloth|return)_.*|output_(attentions|hidden_states|scores)"
+    r"|_ngram_size)|(torch_)?dtype|(initializer|summary|unsloth|return)_.*|output_(attentions|hidden_states|scores|router_logits)"
     r"|(typical|top)_[pk]|(min|max)_length|temperature|activation(_function)?|architectures|(auto|device)_map"
     r"|attn_implementation|cache_implementation|chunk_size_feed_forward|custom_pipelines|do_sample|early_stopping"
     r"|finetuning_task|full_attn_mod|gradient_checkpointing|hidden_act|interpolate_factor|is_decoder|is_llama_config"
     r"|max_sequence_length|model_max_length|n_ctx|neftune_noise_alpha|num_logits_to_keep|num_return_sequences"
     r"|predict_special_tokens|prefix|pretraining_tp|problem_type|reorder_and_upcast_attn|task_specific_params"
-    r"|tokenizer_class|transformers\.js_config|transformers_weights|use_cache|use_flash_attn|use_flash_attention(_2)?"
+    r"|router_(aux_loss_coef|jitter_noise)|experts_per_token|initial_context_length|tokenizer_class"
+    r"|transformers\.js_config|transformers_weights|use_cache|use_flash_attn|use_flash_attention(_2)?"
 )
 _NEVER_FALSE = ("is_causal", "use_rope")
 # null: none, not the default
@@ -179,6 +187,15 @@ def _exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"layer_types": types, "no_rope_layers": [i for i, kind in enumerate(types) if kind == FULL_ATTENTION]}
 
 
+def _qwen3_moe(values: Mapping[str, Any]) -> dict[str, Any]:
+    step, dense = values["decoder_sparse_step"], values.get("mlp_only_layers") or ()
+    layers = range(values.get("num_hidden_layers", 0))
+    without = tuple(i for i in layers if i in dense or not step or (i + 1) % step)
+    windowed = values.get("use_sliding_window")
+    windows = _window_everywhere(values if windowed else {**values, "sliding_window": None})
+    return {"dense_layers": without, **windows}
+
+
 def _granite(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": 1 / values["attention_multiplier"] ** 2}
 
@@ -224,6 +241,13 @@ _GRANITE = Family(
     reads=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
     computed=_granite,
 )
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_EXPERTS = "num_experts", "num_experts_per_tok"
 _LAYER_NORM = {"norm_bias": True, "mlp_bias": True}
 FAMILIES = {
     "llama": Family(),
@@ -281,6 +305,77 @@ FAMILIES = {
         computed=_qwen,
     ),
     "qwen3": Family(defaults={"head_dim": 128} | _QWEN_WINDOWS, reads=_QWEN_READS, computed=_qwen),
+    "qwen3_moe": Family(
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": None,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 4096,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "decoder_sparse_step": 1,
+        },
+        fixed={"mlp_bias": False},
+        reads=(
+            *_EXPERTS,
+            "norm_topk_prob",
+            "moe_intermediate_size",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+            *_QWEN_READS,
+        ),
+        computed=_qwen3_moe,
+    ),
+    "mixtral": Family(
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        fixed={"attention_bias": False, "mlp_bias": False, "norm_topk_prob": True},
+        reads=(*_EXPERTS, "sliding_window"),
+        computed=_window_everywhere,
+    ),
+    "granitemoe": replace(
+        _GRANITE,
+        defaults={**_GRANITE.defaults, "num_experts": 8, "num_experts_per_tok": 2},
+        fixed={"mlp_bias": False, "norm_topk_prob": True},
+        reads=(*_GRANITE.reads, *_EXPERTS),
+    ),
+    "olmoe": Family(
+        defaults={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "eos_token_id": 50_279,
+        },
+        fixed={"mlp_bias": False},
+        reads=(*_EXPERTS, "norm_topk_prob"),
+    ),
+    "gpt_oss": Family(
+        defaults={
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_scaling": _GPT_OSS_ROPE,
+            "sliding_window": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "attention_bias": True,
+        },
+        fixed={"mlp_bias": True, "norm_topk_prob": True, "swiglu_alpha": 1.702, "swiglu_limit": CLAMP},
+        reads=(*_EXPERTS, "sliding_window"),
+        pattern=2,
+    ),
     "gemma2": Family(
         names={"hidden_act": "hidden_activation"},
         defaults={
@@ -462,13 +557,16 @@ def model_type_of(raw: Mapping[str, Any]) -> Any:
 
 def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """From the contents of `config.json` and, if there is one, `generation_config.json`."""
-    own_keys = raw.keys()
+    own_keys: Set[str] = raw.keys()
     if (text := raw.get("text_config")) is not None:  # of a multimodal model
         OBJECT.check("text_config", text)
         own_keys = text.keys()
         own = {name: value for name, value in raw.items() if value is not None}
         raw = {**text, **own, "model_type": model_type_of(raw)}
     family = FAMILIES[str(raw.get("model_type"))]
+    if "num_experts" in family.reads and "num_local_experts" in raw:  # both names are in use
+        raw = {"num_experts": raw["num_local_experts"], **raw}
+        own_keys = own_keys - {"num_local_experts"}
     kinds = _KINDS | CONFIG_KINDS | {name: _FAMILY_KINDS[name] for name in family.reads}
     names = {ours: family.names.get(ours, ours) for ours in kinds if ours in family.reads or ours not in _FAMILY_KINDS}
     for key in own_keys - {*names.values(), "quantization_config", *family.fixed}:
@@ -489,8 +587,8 @@ def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any] | None 
     for ours, fixed in family.fixed.items():
         if (asked := raw.get(name := family.names.get(ours, ours))) and fixed is not None and asked != fixed:
             raise ValueError(f"{name} {short_repr(asked)} is not supported for {raw['model_type']}")
-    if "quantization_config" in values:
-        method = values["quantization_config"].get("quant_method", "unknown")
+    method = values.get("quantization_config", {}).get("quant_method", "unknown")
+    if "quantization_config" in values and (values["model_type"], method) != ("gpt_oss", "mxfp4"):
         raise ValueError(
             f"safetensors quantized with {short_repr(method)} are not supported: use the original or a GGUF"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from infer.loader.chat import TEMPLATES
 from infer.loader.checkpoint import FLOATS, Checkpoint, RowOrder, StoredTensor, TokenizerParts
 from infer.loader.files import INDEX, SAFETENSORS, SENTENCEPIECE, TEKKEN, is_there, read_index, read_json, read_text
 from infer.loader.hf_config import FAMILIES, config_from_hf, model_type_of
+from infer.loader.hf_experts import BLOCKS, SCALES, is_stacked, read_stacked, stacked_shape
 from infer.loader.tensor_names import GPT2_MATRICES, by_decoder_name, from_gpt2, from_hf
 from infer.loader.text_tokenizers import gpt2_tokenizer, read_tokenizer
 from infer.loader.tokenizer_files import read_sentencepiece, read_tekken
@@ -71,9 +73,15 @@ class HFFolder(Checkpoint):
                     if stored not in stored_here:
                         raise ValueError(f"{path} lacks {stored}, which {INDEX} says it holds")
                     weights = file.get_slice(stored)
-                    if (dtype := weights.get_dtype()) not in FLOATS:
+                    dtype, shape = weights.get_dtype(), tuple(weights.get_shape())
+                    if self._scales_of(stored) and dtype == "U8":
+                        dtype = "BF16"
+                    if dtype not in FLOATS:
                         raise ValueError(f"{path}: {stored} is in {dtype}, which is not a float dtype")
-                    shape = tuple(weights.get_shape())[:: -1 if self._is_transposed(name) else 1]
+                    if is_stacked(name):
+                        shape = stacked_shape(shape, stored, self.config.model_type)
+                    elif self._is_transposed(name):
+                        shape = shape[::-1]
                     tensors[name] = StoredTensor(stored, shape, FLOATS[dtype])
         return tensors
 
@@ -88,8 +96,24 @@ class HFFolder(Checkpoint):
         by_head = self.config.model_type == "gpt_neox"
         if placed := RowOrder.of(self.config, name, shape[0], rows, family.interleaved, by_head):
             yield torch.cat([*self._read(name, placed.rows)])[placed.order]
+        elif is_stacked(name):
+            yield from self._read_experts(self.tensors[name].name)
         else:
             yield from self._read(name, rows)
+
+    def _read_experts(self, stored: str) -> Iterator[Tensor]:
+        with ExitStack() as files:
+
+            def weights(name: str) -> Any:
+                return files.enter_context(open_safetensors(self._files[name])).get_slice(name)
+
+            scales = self._scales_of(stored)
+            yield from read_stacked(weights(stored), scales and weights(scales), stored, self.config.model_type)
+
+    def _scales_of(self, stored: str) -> str | None:
+        """The name of the scales of an MXFP4 tensor."""
+        scales = stored.removesuffix(BLOCKS) + SCALES
+        return scales if stored.endswith(BLOCKS) and scales in self._files else None
 
     def _read(self, name: str, rows: range | None) -> Iterator[Tensor]:
         """Rows as they are in the file."""

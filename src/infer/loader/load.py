@@ -146,6 +146,8 @@ def choose_weight_dtypes(
         module = model.get_submodule(module_name)
         if kind != "weight" or not (isinstance(module, Linear) or module is model.embed_tokens):
             continue
+        if module_name.endswith("router"):  # small, and it decides for all weights of its experts
+            continue
         dtypes = {checkpoint.stored_dtype(each) for each in (name, *part_names(module, module_name, kind))} - {None}
         quantized = dtypes - set(FLOATS.values())
         if quantize is None and not (keeps_blocks and quantized and quantized == dtypes):
@@ -197,7 +199,7 @@ def checkpoint_slots(model: Decoder, stored: Collection[str], shard: ModelShard 
         if name in sizes or name in stored:
             first = accumulate(sizes.values(), initial=0)
             rows = tuple(range(at + own.start, at + own.stop) for at, own in zip(first, loaded.values(), strict=False))
-            slots[name] = Slot(name, 0, tuple(parameter.shape), rows)
+            slots[name] = Slot(name, 0, tuple(parameter.shape), (range(len(parameter)),) if shard is None else rows)
             continue
         start = 0
         for each, own in loaded.items():

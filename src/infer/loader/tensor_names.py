@@ -36,13 +36,13 @@ _GGUF_FAMILIES = {
     "olmo2": _GGUF_POST_NORMS,
     "exaone4": _GGUF_POST_NORMS,
     "phi3": _GGUF_GATE_UP,
-    "glm4": _GGUF_GATE_UP
-    | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
+    "glm4": _GGUF_GATE_UP | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
 }
 
 # Hugging Face: prefixes of the text model, and the other parts of a multimodal checkpoint.
 _HF_PREFIX = re.compile(r"^((model|language_model|gpt_neox)\.)+")
 _HF_OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+_HF_SCALES = ("experts.gate_up_proj_scales", "experts.down_proj_scales")  # read with their blocks
 _HF_LAYER = re.compile(r"^layers\.\d+\.")
 # Parts that are not named as Llama's, in any family.
 _HF = {
@@ -55,7 +55,14 @@ _HF = {
     "mlp.dense_4h_to_h": "mlp.down_proj",
     "mlp.c_fc": "mlp.up_proj",
     "mlp.c_proj": "mlp.down_proj",
+    "mlp.gate": "mlp.router",
+    "mlp.router.layer": "mlp.router",
+    "mlp.input_linear": "mlp.experts.gate_up_proj",
+    "mlp.output_linear": "mlp.experts.down_proj",
 }
+_HF_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # of an expert
+# Of all experts in one tensor.
+_HF_EXPERTS = re.compile(r"(experts\.(?:gate_up|down)_proj)(_bias|_blocks)?$")
 _HF_BUFFERS = ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")  # of older checkpoints
 
 # GPT-2, as OpenAI, Hugging Face and nanoGPT write it, after torch.compile's prefix and the model's.
@@ -89,12 +96,16 @@ def by_decoder_name(stored: Iterable[str], rename: Callable[[str], str | None], 
 def from_hf(stored: str) -> str | None:
     """model.layers.3.self_attn.q_proj.weight -> layers.3.self_attn.q_proj.weight; None for parts that are not text."""
     name = _HF_PREFIX.sub("", stored)
-    if name.startswith(_HF_OTHER_PARTS) or name.endswith(_HF_BUFFERS):
+    if name.startswith(_HF_OTHER_PARTS) or name.endswith((*_HF_BUFFERS, *_HF_SCALES)):
         return None
     layer = _HF_LAYER.match(name)
     prefix = layer[0] if layer else ""
-    part, _, kind = name.removeprefix(prefix).rpartition(".")
-    return f"{prefix}{_HF.get(part, part)}.{kind}"
+    rest = name.removeprefix(prefix).replace("block_sparse_moe.", "mlp.")
+    rest = _HF_EXPERTS.sub(lambda found: found[1] + (".bias" if found[2] == "_bias" else ".weight"), rest)
+    part, _, kind = rest.rpartition(".")
+    stem, _, last = part.rpartition(".")
+    part = f"{stem}.{_HF_MIXTRAL[last]}" if last in _HF_MIXTRAL else _HF.get(part, part)
+    return f"{prefix}{part}.{kind}"
 
 
 def from_gguf(stored: str, architecture: str) -> str:

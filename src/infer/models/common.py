@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from infer.cache.base import AttendOptions, Cache, NoCache
 from infer.cache.debug import debugged
 from infer.config import ModelConfig
+from infer.models.moe import MoE
 from infer.models.rows import ALL, LAST, HiddenStates, PackedBatch, Row, pack
 from infer.nn.activation import activated, gated
 from infer.nn.linear import Embedding, FusedLinear, Linear
@@ -44,9 +45,15 @@ class Attention(Module):
     """Project, norm, rotate, and leave the rest to the cache: it stores k and v and knows which keys are visible."""
 
     def __init__(
-        self, config: ModelConfig, layer_idx: int, qk_norm: type[RMSNorm] | None = None, *, per_head: bool = True
+        self,
+        config: ModelConfig,
+        layer_idx: int,
+        qk_norm: type[RMSNorm] | None = None,
+        *,
+        per_head: bool = True,
+        sinks: bool = False,
     ) -> None:
-        """per_head: whether q and k are normalized head by head."""
+        """per_head: whether q and k are normalized head by head. sinks: see `softmax_attention`."""
         super().__init__()
         self.layer_idx = layer_idx
         self.rope_type = config.rope_type(layer_idx)
@@ -68,6 +75,8 @@ class Attention(Module):
         sizes = (self.head_dim, self.head_dim) if per_head else (q_size, kv_size)
         self.q_norm = None if qk_norm is None else qk_norm(sizes[0], config.rms_norm_eps)
         self.k_norm = None if qk_norm is None else qk_norm(sizes[1], config.rms_norm_eps)
+        self.sinks: Tensor | None
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(self.num_heads)) if sinks else None)
 
     def forward(self, x: Tensor, residual: Tensor | None, forward_pass: ForwardContext) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
@@ -83,6 +92,8 @@ class Attention(Module):
         options = AttendOptions(scale=self.scale, window=self.window)
         if self.softcap is not None:
             options["softcap"] = self.softcap
+        if self.sinks is not None:
+            options["sinks"] = self.sinks
         out = forward_pass.rows.attend(self.layer_idx, q, k, v, **options)  # [T, Hq D]
         return self.o_proj(out, residual)  # type: ignore[no-any-return]
 
@@ -147,6 +158,7 @@ class Block(Module):
     norm_names = Norms[str](before_attention="input_layernorm", before_mlp="post_attention_layernorm")
     qk_norm: type[RMSNorm] | None = None
     qk_norm_per_head = True
+    sinks = False  # of attention
     gated = True  # the MLP
     activation = "silu"  # unless the config has one
 
@@ -156,11 +168,12 @@ class Block(Module):
         first, *others = self.norm_names
         if first is not None:
             setattr(self, first, self.make_norm(config))
-        self.self_attn = Attention(config, layer_idx, self.qk_norm, per_head=self.qk_norm_per_head)
+        self.self_attn = Attention(config, layer_idx, self.qk_norm, per_head=self.qk_norm_per_head, sinks=self.sinks)
         for name in filter(None, others):
             setattr(self, name, self.make_norm(config))
         activation = config.hidden_act or self.activation
-        self.mlp = MLP(config, activation) if self.gated else UngatedMLP(config, activation)
+        dense = MLP if self.gated else UngatedMLP
+        self.mlp: MLP | UngatedMLP | MoE = (MoE if config.has_experts(layer_idx) else dense)(config, activation)
         self.dropout = config.dropout  # of the output of each half, in training
         self.multiplier, self.parallel = config.residual_multiplier, config.parallel_residual
 

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from infer.config import ModelConfig
-from infer.models.common import Block, Decoder
+from infer.models.common import MLP, Block, Decoder
 from infer.models.registry import MODELS, build_model
 from infer.nn.linear import Linear
 from infer.nn.sharded import Group, ShardedEmbedding, ShardedLinear, shard_ranges
@@ -45,11 +45,15 @@ def check_world_size(config: ModelConfig, world_size: int) -> None:
     """Refuse a world size that leaves a rank without work."""
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"the number of processes must be an integer of at least 1, not {world_size!r}")
+    if config.num_experts and world_size > 1:
+        raise ValueError(f"a mixture of experts cannot be split into {world_size} shards: run it in one process")
     for what, count in (("attention heads", config.num_attention_heads), ("MLP columns", config.intermediate_size)):
         if world_size > count:
             raise ValueError(f"a model with {count} {what} cannot be split into {world_size} shards")
     if world_size > 1 and not MODELS[config.model_type].block.qk_norm_per_head:
-        raise ValueError(f"{config.model_type} runs in one process: a norm of q, or of k, spans the heads of all shards")
+        raise ValueError(
+            f"{config.model_type} runs in one process: a norm of q, or of k, spans the heads of all shards"
+        )
 
 
 class ModelShard:
@@ -88,7 +92,8 @@ class ModelShard:
             full = dict(build_model(config).named_parameters())
         for layer in cast(Sequence[Block], model.layers):
             layer.self_attn.o_proj = ShardedLinear(group, queries, hidden, bias=layer.self_attn.o_proj.bias is not None)
-            layer.mlp.down_proj = ShardedLinear(group, intermediate, hidden, bias=layer.mlp.down_proj.bias is not None)
+            mlp = cast(MLP, layer.mlp)
+            mlp.down_proj = ShardedLinear(group, intermediate, hidden, bias=mlp.down_proj.bias is not None)
         model.embed_tokens = ShardedEmbedding(group, config.vocab_size, config.hidden_size)
         model.lm_head = ShardedLinear(group, config.hidden_size, vocabulary)
         model.tie_weights()

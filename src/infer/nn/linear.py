@@ -100,3 +100,23 @@ class FusedLinear(Linear):
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias)
         self.parts = dict(parts)
+
+
+class ExpertLinear(FusedLinear):
+    """The same projections of each expert of a mixture, stacked expert after expert."""
+
+    def __init__(self, in_features: int, num_experts: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
+        """parts: of one expert. Checkpoints name them `{expert}.{part}`."""
+        names = {f"{expert}.{name}": size for expert in range(num_experts) for name, size in parts.items()}
+        super().__init__(in_features, names, bias=bias)
+        self.num_experts = num_experts
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:  # type: ignore[override]
+        """x [T, in] -> [T, out] of one expert, whose weights alone are read."""
+        size = self.out_features // self.num_experts
+        rows = slice(expert * size, (expert + 1) * size)
+        bias = None if self.bias is None else self.bias[rows]
+        if isinstance(self.weight, QuantizedWeight):
+            return self.weight(x, bias, rows)  # type: ignore[no-any-return]
+        weight = self.weight[rows]
+        return F.linear(x, weight, bias) if x.dtype is weight.dtype else _converted(x, weight, bias)

@@ -188,16 +188,20 @@ class QuantizedWeight(Module):
             weights = codes * scale.float()[..., None] + minimum.float()[..., None]
         return weights.flatten(-2)[..., : self.columns].contiguous()
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, K] -> [T, N], in x's dtype. x is rounded as in the CPU's kernels, unless it needs gradients."""
+    def forward(self, x: Tensor, bias: Tensor | None = None, rows: slice = slice(None)) -> Tensor:
+        """x [T, K] -> [T, N], in x's dtype. x is rounded as in the CPU's kernels, unless it needs gradients.
+
+        rows: of the weight; the bias is theirs.
+        """
         if not x.is_cpu:
             raise ValueError(f"quantized weights run on the CPU only, but x is on {x.device}")
         if x.dim() != 2 or x.shape[1] != self.columns:
             raise ValueError(f"x of shape {list(x.shape)} does not fit a weight of {list(self.shape)}")
         if not (x.requires_grad and torch.is_grad_enabled()):
             x = round_activations(x)
-        step = max(1, AT_ONCE // self.columns)
-        parts = [F.linear(x, self.floats(slice(i, i + step)).to(x.dtype)) for i in range(0, self.rows, step)]
+        (first, last, _), step = rows.indices(self.rows), max(1, AT_ONCE // self.columns)
+        pieces = [slice(i, min(i + step, last)) for i in range(first, last, step)]
+        parts = [F.linear(x, self.floats(piece).to(x.dtype)) for piece in pieces]
         out = torch.cat(parts, -1)
         return out if bias is None else out + bias
 

@@ -70,6 +70,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_bias": False,
     },
     "rope_gpt": {"model_type": "rope_gpt"},
+    "qwen3_moe": {"model_type": "qwen3_moe"},
+    "odd gpt_oss": {"model_type": "gpt_oss", "hidden_size": 36, "intermediate_size": 21},  # an expert begins in a tile
 }
 FORMS = [*DTYPES, "int8", "int4", "int4 in bfloat16"]  # of weights: quantised ones in float32, or as said
 LENGTH = 75  # tokens: more than a window, a chunk of 64 and what any product or kernel takes at once
@@ -133,7 +135,10 @@ def traced(model: Decoder, ids: Tensor, new: Callable[[], Cache]) -> Tensor:
     cache = TracedCache(new(), range(model.config.num_hidden_layers))
     logits = feed(model, ids, cache, 13)
     assert set(cache.rows) == set(range(model.config.num_hidden_layers))
-    assert all(row.sum(-1).sub(1).abs().max() < 1e-2 for row in cache.rows.values())
+    sums = torch.stack([row.sum(-1) for row in cache.rows.values()])
+    has_sinks = model.layers[0].self_attn.sinks is not None  # which take their share
+    assert sums.max() < 1.01
+    assert (sums.min() > 0.99) is not has_sinks
     return logits
 
 

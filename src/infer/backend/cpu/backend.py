@@ -19,6 +19,7 @@ from infer.backend.cpu import kernels
 from infer.backend.cpu.ops import (
     ACTIVATION_CODES,
     CpuAttention,
+    ExpertRecords,
     Record,
     activate,
     block_record,
@@ -27,6 +28,7 @@ from infer.backend.cpu.ops import (
     head_record,
     is_readable,
     linear,
+    mix_experts,
     norm,
     scale_logits,
     weight_record,
@@ -73,7 +75,8 @@ class CpuBackend:
         self.parts, self.dtype, self._kernels = parts, dtype, kernels()
         self._embed_tokens, self._vocab_size = embedding(parts.embedding.tokens), parts.head.linear.out_features
         if dtype is torch.float32:
-            self.blocks = np.concatenate([block_record(block) for block in parts.blocks])
+            self._experts = [ExpertRecords.of(block) for block in parts.blocks]  # `blocks` has their addresses
+            self.blocks = np.concatenate([*map(block_record, parts.blocks, self._experts)])
             self._head = head_record(*parts.head)
             self._ropes = RopeTables.of(parts, 1)
         else:
@@ -93,6 +96,7 @@ class CpuBackend:
             raise UnsupportedByKernels("there are no kernels for this CPU: INFER_KERNELS=0, or numba is missing")
         modules = [*parts.head[:2], *(part for block in parts.blocks for part in (*block.linears, *_norms(block)))]
         weights = [each for part in modules for each in (*part.parameters(), *part.buffers())]
+        weights += [block.sinks for block in parts.blocks if block.sinks is not None]
         is_float32 = dtype is torch.float32
         if not all(is_readable(weight) or (not is_float32 and weight.dtype is dtype) for weight in weights):
             raise UnsupportedByKernels("kernels do not read the dtype or device of its weights")
@@ -219,9 +223,8 @@ class CpuBackend:
                 q = (q * scales[:, None, None]).to(q.dtype)
             attended = _attend(packed, i, block, torch.cat((q, k, v), 1).flatten(1))
             given, x = x, x + _norm_if(linear(attended, block.o), block.after_attention) * block.multiplier
-            up = linear(_norm_if(given if block.parallel else x, block.before_mlp), block.up)
-            inner = activate(up, block.down.in_features, block.activation)
-            x = x + _norm_if(linear(inner, block.down), block.after_mlp) * block.multiplier
+            added = _mlp(_norm_if(given if block.parallel else x, block.before_mlp), block)
+            x = x + _norm_if(added, block.after_mlp) * block.multiplier
             packed.return_layer(i, x)
         packed.return_final(x, self._final_norm)
         return scale_logits(linear(norm(x[torch.from_numpy(selected)], head.norm), head.linear), head)
@@ -255,6 +258,12 @@ class ShardedCpuBackend(CpuBackend):
 
 def _norm_if(x: Tensor, part: Norm | None) -> Tensor:
     return x if part is None else norm(x, part)
+
+
+def _mlp(x: Tensor, block: BlockParts) -> Tensor:
+    if block.routing is not None:
+        return mix_experts(x, block)
+    return linear(activate(linear(x, block.up), block.down.in_features, block.activation), block.down)
 
 
 def _norms(block: BlockParts) -> list[Norm]:

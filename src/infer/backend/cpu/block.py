@@ -19,23 +19,23 @@ import numpy as np
 from numba import types
 
 from infer.backend.cpu import threads as threads
+from infer.backend.cpu.activation import activate_row
 from infer.backend.cpu.attention import attend, attend_at, cap_scores, write
 from infer.backend.cpu.attention import attention_weights as attention_weights
 from infer.backend.cpu.gemm import FLOAT32, INT4, INT8, WEIGHT, gemm, gemm_float
 from infer.backend.cpu.gemm_int import gemm_int4, gemm_int8, look_up
 from infer.backend.cpu.jit import Kernel, address, inline, keep_alive, kernel, records
+from infer.backend.cpu.moe import EXPERTS as EXPERTS
+from infer.backend.cpu.moe import mix_experts as mix_experts
+from infer.backend.cpu.moe import mix_experts_at
 from infer.backend.cpu.simd import TILE as TILE
 from infer.backend.cpu.simd import (
     add,
-    divide,
-    exp,
     fma,
     fma_f32,
-    lane,
     load_f32,
     load_f32x16,
     load_i64,
-    multiply,
     reduce_add,
     splat_x16,
     store,
@@ -74,6 +74,8 @@ BLOCK = np.dtype(
         ("parallel", "i8"),  # whether the MLP reads the block's input
         ("activation", "i8"),
         ("inner", "i8"),  # the size of the activation's output
+        ("mix_experts", "i8"),  # of a mixture: the address of its kernel; 0: dense
+        ("experts", "i8"),  # the address of an EXPERTS record
     ]
 )
 BLOCK_BYTES = BLOCK.itemsize
@@ -130,34 +132,6 @@ def _add_residual(x: int, residual: int, size: int, multiplier: float) -> None:
     factor = np.float32(multiplier)
     for i in range(size):
         store(x + i * 4, load_f32(x + i * 4) * factor + load_f32(residual + i * 4))
-
-
-@inline(forceinline=True)
-def _activated(gate: Any, kind: int) -> Any:
-    """0: SiLU; 1: GELU in its tanh form, which is x sigmoid(2 y)."""
-    y = gate
-    if kind == 1:
-        square = multiply(gate, gate)
-        y = multiply(multiply(gate, splat_x16(1.5957691216057308)), fma(square, splat_x16(0.044715), splat_x16(1.0)))
-    return divide(gate, add(splat_x16(1.0), exp(multiply(y, splat_x16(-1.0)))))
-
-
-@inline
-def _activate(up: int, width: int, size: int, kind: int, out: int) -> None:
-    """out [size] = activation(up), or activation(gate) * up, if `up` holds both. Kind 2 is the exact GELU."""
-    full = size // 16 * 16
-    if kind == 2:
-        for i in range(size):
-            x = load_f32(up + i * 4)
-            store(out + i * 4, np.float32(0.5) * x * np.float32(1 + math.erf(x * 0.7071067811865476)))
-    else:
-        for i in range(0, full, 16):
-            store(out + i * 4, _activated(load_f32x16(up + i * 4), kind))
-        for i in range(full, size):
-            store(out + i * 4, lane(_activated(splat_x16(load_f32(up + i * 4)), kind), 0))
-    if width > size:
-        for i in range(size):
-            store(out + i * 4, load_f32(out + i * 4) * load_f32(up + (size + i) * 4))
 
 
 @inline
@@ -231,7 +205,7 @@ def _row_stage(
         _add_residual(row, residual, width, block.multiplier)
         _norm(residual if block.parallel else row, width, block.before_mlp, y + t * width * 4)
     elif stage == AFTER_UP_PROJ:
-        _activate(row, width, block.inner, block.activation, y + t * block.inner * 4)
+        activate_row(row, width, block.inner, block.activation, y + t * block.inner * 4)
     else:  # AFTER_DOWN_PROJ: x += z
         _norm(row, width, block.after_mlp, row)
         _add_residual(row, z + t * width * 4, width, block.multiplier)
@@ -277,15 +251,25 @@ def _qkv_proj(blocks: int, x: int, count: int, ropes: int, table: int, tokens: i
 def _o_proj_and_mlp(blocks: int, attended: int, residual: int, count: int, out: int) -> None:
     """x = residual + norm(O attended); out [T, C] = x + norm(Down(activation(Gate norm(x)) * Up norm(x))).
 
-    The norms after O and Down are optional. Without a gate: Down(activation(Up norm(x))).
+    The norms after O and Down are optional. Without a gate: Down(activation(Up norm(x))). A mixture of experts has the
+    same of each of a token's experts.
     """
     block = records(blocks, 1, BLOCK)[0]
-    x, inner = np.empty(count * block.o.rows, np.float32), np.empty(count * block.inner, np.float32)
+    width = block.o.rows
+    x = np.empty(count * width, np.float32)
     gemm(block.o, attended, count, address(x))
-    _gate_up_proj(blocks, address(x), residual, count, address(inner))
-    gemm(block.down, address(inner), count, out)
-    _row_stages(count, AFTER_DOWN_PROJ, blocks, out, block.down.rows, 0, address(x), 0, 0, 0, 0)
-    keep_alive(x, inner)
+    if block.mix_experts != 0:
+        normed = np.empty(count * width, np.float32)
+        _row_stages(count, AFTER_O_PROJ, blocks, address(x), width, address(normed), residual, 0, 0, 0, 0)
+        mix_experts_at(block.mix_experts, block.experts, address(normed), count, out)
+        keep_alive(normed)
+    else:
+        inner = np.empty(count * block.inner, np.float32)
+        _gate_up_proj(blocks, address(x), residual, count, address(inner))
+        gemm(block.down, address(inner), count, out)
+        keep_alive(inner)
+    _row_stages(count, AFTER_DOWN_PROJ, blocks, out, width, 0, address(x), 0, 0, 0, 0)
+    keep_alive(x)
 
 
 @inline
@@ -476,7 +460,7 @@ def scale_logits(logits: int, count: int, size: int, divisor: float, softcap: fl
 def activate_rows(kind: int, x: int, count: int, width: int, size: int, out: int) -> None:
     """out [T, I] = activation(x), or activation(gate) * up for x [T, 2 I], which holds both."""
     for t in range(count):
-        _activate(x + t * width * 4, width, size, kind, out + t * size * 4)
+        activate_row(x + t * width * 4, width, size, kind, out + t * size * 4)
 
 
 def run(

@@ -5,10 +5,10 @@ Each row and each query is computed by itself. 16-bit tensors are widened to flo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from infer.backend.cpu import kernels, tile_rows
 from infer.backend.parts import BlockParts, HeadParts
 from infer.cache.base import ScoreOptions
 from infer.cache.table import Table
+from infer.nn.activation import CLAMPED_SWIGLU
 from infer.nn.linear import Embedding, Linear
 from infer.nn.norm import Norm
 from infer.nn.quantized import QuantizedWeight
@@ -27,7 +28,7 @@ from infer.nn.sharded import ShardedEmbedding
 Record = np.ndarray[Any, Any]
 
 WEIGHT_KINDS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 116}  # the kinds of gemm.py
-ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, CLAMPED_SWIGLU: 3}  # of activation.py
 empty = partial(torch.empty, dtype=torch.float32, device="cpu")
 _tiling = Lock()  # a plan has the address of a tiled weight: no second thread may tile it again
 
@@ -39,7 +40,7 @@ def is_readable(weight: Tensor) -> bool:
     )
 
 
-def block_record(parts: BlockParts) -> Record:
+def block_record(parts: BlockParts, experts: ExpertRecords | None) -> Record:
     made = np.zeros(1, kernels().BLOCK)
     for name, part in parts._asdict().items():
         if isinstance(part, Linear):
@@ -52,6 +53,46 @@ def block_record(parts: BlockParts) -> Record:
     made["scale"], made["window"], made["softcap"] = parts.scale, parts.window or 0, parts.softcap or 0
     made["multiplier"], made["parallel"] = parts.multiplier, parts.parallel
     made["activation"], made["inner"] = ACTIVATION_CODES[parts.activation], parts.down.in_features
+    made["sinks"] = _address(parts.sinks)
+    if experts is not None:
+        made["mix_experts"], made["experts"] = kernels().mix_experts.address, experts.mix.ctypes.data
+    return made
+
+
+class ExpertRecords(NamedTuple):
+    """A mixture of experts, and what its record has addresses of."""
+
+    mix: Record
+    up: Record
+    down: Record
+    biases: Sequence[Tensor | None]  # in float32
+
+    @classmethod
+    def of(cls, parts: BlockParts) -> ExpertRecords | None:
+        if (routing := parts.routing) is None:
+            return None
+        mix = np.zeros(1, kernels().EXPERTS)
+        linears = routing.router, parts.up, parts.down
+        biases = [None if part.bias is None else _floats(part.bias) for part in linears]
+        up, down = (_per_expert(*each, routing.num_experts) for each in zip(linears[1:], biases[1:], strict=True))
+        mix["router"] = weight_record(routing.router.weight, biases[0])
+        mix["up"], mix["down"] = up.ctypes.data, down.ctypes.data
+        mix["top_k"], mix["norm_topk"] = routing.top_k, routing.norm_topk
+        mix["activation"], mix["inner"] = ACTIVATION_CODES[parts.activation], parts.down.in_features
+        return cls(mix, up, down, biases)
+
+
+def _per_expert(part: Linear, bias: Tensor | None, count: int) -> Record:
+    """A WEIGHT of each expert of a stack, from the tile on in which its rows begin."""
+    weight = part.weight
+    made = np.zeros(count, kernels().WEIGHT)
+    made[:] = weight_record(weight, bias)
+    tile, stored = (weight.tile_rows, weight.packed) if isinstance(weight, QuantizedWeight) else (1, weight)
+    first, size = np.arange(count) * (weight.shape[0] // count), weight.shape[0] // count
+    made["at"] += first // tile * stored[0].nbytes
+    if bias is not None:
+        made["bias"] += first // tile * tile * 4
+    made["rows"] = first % tile + size
     return made
 
 
@@ -95,6 +136,14 @@ def linear(x: Tensor, part: Linear) -> Tensor:
     bias, out = None if part.bias is None else _floats(part.bias), empty(x.shape[0], part.weight.shape[0])
     running().linear(weight_record(part.weight, bias), _floats(x), out)
     return part.output(out.to(x.dtype))
+
+
+def mix_experts(x: Tensor, parts: BlockParts) -> Tensor:
+    """x [T, C] -> [T, C]: the weighted sum of the experts of each token."""
+    experts, out = ExpertRecords.of(parts), empty(*x.shape)
+    assert experts is not None
+    running().mix_experts(experts.mix, _floats(x), len(x), out)
+    return out.to(x.dtype)
 
 
 def norm(x: Tensor, part: Norm) -> Tensor:

@@ -1,0 +1,55 @@
+"""Hugging Face's tensors with the weights of all experts, in the order of `ExpertLinear`.
+
+- [E, R, C], and biases [E, R]: R output rows of each expert, gate before up
+- gpt-oss: [E, C, R], transposed; gate and up are alternate rows
+- MXFP4: blocks [E, R, G, 16], two codes of 4 bits per byte, in groups of 32 columns; scales [E, R, G], powers of two
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCKS, SCALES = "_blocks", "_scales"  # the ends of the names of the two tensors of an MXFP4 weight
+_STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj\.(weight|bias)")
+_MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def is_stacked(name: str) -> bool:
+    """name: in `Decoder`."""
+    return _STACKED.fullmatch(name) is not None
+
+
+def stacked_shape(shape: Sequence[int], stored: str, model_type: str) -> tuple[int, ...]:
+    """In `Decoder`, of a tensor of this shape in the file."""
+    if stored.endswith(BLOCKS):
+        return math.prod(shape[:2]), math.prod(shape[2:]) * 2
+    if len(shape) != 3:
+        return (math.prod(shape),)
+    experts, rows, columns = shape
+    return (experts * columns, rows) if model_type == "gpt_oss" else (experts * rows, columns)
+
+
+def read_stacked(weights: Any, scales: Any, stored: str, model_type: str) -> Iterator[Tensor]:
+    """The rows of one expert after the other. weights, scales: slices of a file; scales: of MXFP4, or None."""
+    if scales is not None and scales.get_shape() != weights.get_shape()[:-1]:
+        raise ValueError(f"{stored} has no scale for each of its groups of codes")
+    for i in range(weights.get_shape()[0]):
+        rows = weights[i : i + 1][0]
+        if scales is not None:
+            rows = from_mxfp4(rows, scales[i : i + 1][0])
+        elif model_type == "gpt_oss" and rows.dim() == 2:
+            rows = rows.T
+        yield torch.cat((rows[::2], rows[1::2])) if model_type == "gpt_oss" and "gate_up_proj" in stored else rows
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """uint8 [R, G, 16] and [R, G] -> float32 [R, 32 G]; bfloat16 has all these numbers, too."""
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(2)  # [R, G, 32]
+    values = _MXFP4[(codes & 7).long()] * torch.where(codes < 8, 1.0, -1.0)
+    return torch.ldexp(values, scales[..., None].int() - 127).flatten(1)
