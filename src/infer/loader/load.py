@@ -146,12 +146,11 @@ def choose_weight_dtypes(
         module = model.get_submodule(module_name)
         if kind != "weight" or not (isinstance(module, Linear) or module is model.embed_tokens):
             continue
-        if module_name.endswith("router"):  # small, and it decides for all weights of its experts
-            continue
         dtypes = {checkpoint.stored_dtype(each) for each in (name, *part_names(module, module_name, kind))} - {None}
         quantized = dtypes - set(FLOATS.values())
-        if quantize is None and not (keeps_blocks and quantized and quantized == dtypes):
-            if dtypes == {torch.bfloat16}:
+        is_router = module_name.endswith("router")  # small, and the choice of experts is sensitive to it
+        if is_router or (quantize is None and not (keeps_blocks and quantized and quantized == dtypes)):
+            if dtypes == {torch.bfloat16} and keeps_bfloat16:
                 stored[name] = torch.bfloat16
         elif quantize == "int8" or module is model.embed_tokens or module is model.lm_head:
             stored[name] = 8

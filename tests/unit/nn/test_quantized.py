@@ -641,7 +641,7 @@ def test_loading(folders: dict[str, Path], name: str, quantize: str) -> None:
     for parameter_name, expected in reference.named_parameters():
         module_name, _, kind = parameter_name.rpartition(".")
         got = getattr(model.get_submodule(module_name), kind)
-        if expected.dim() == 1 or module_name == "embed_positions":
+        if expected.dim() == 1 or module_name.endswith(("embed_positions", "router")):
             assert torch.equal(got, expected)
             continue
         wide = module_name in ("embed_tokens", "lm_head") or module_name.endswith("qkv_proj")
@@ -655,8 +655,10 @@ def test_loading(folders: dict[str, Path], name: str, quantize: str) -> None:
 @every_checkpoint
 @torch.inference_mode()
 def test_logits_near_those_of_floats(folders: dict[str, Path], name: str) -> None:
-    expected = logits(load(folders[name]))
-    for quantize, most in (("int8", 0.08), ("int4", 0.8)):
+    model = load(folders[name])
+    expected = logits(model)
+    most_int8 = 0.24 if model.config.num_experts else 0.08  # a token of a mixture may go to another expert
+    for quantize, most in (("int8", most_int8), ("int4", 0.8)):
         off = (logits(load(folders[name], quantize)) - expected).square().mean().sqrt() / expected.std()
         assert 0 < off < most, quantize
 
