@@ -74,7 +74,8 @@ _FAMILY_KINDS: dict[str, Kind] = {
 # Keys without an effect on what a model computes; any other unknown key that is set is refused.
 _IGNORED = re.compile(
     r"_.*|.*(dropout|dropout_prob|pdrop|_version|_token_id|_beams|_beam_groups|_labels?|label2id|id2label|_penalty"
-    r"|_ngram_size)|(torch_)?dtype|(initializer|summary|unsloth|return)_.*|output_(attentions|hidden_states|scores|router_logits)"
+    r"|_ngram_size)|(torch_)?dtype|(initializer|summary|unsloth|return)_.*"
+    r"|output_(attentions|hidden_states|scores|router_logits)"
     r"|(typical|top)_[pk]|(min|max)_length|temperature|activation(_function)?|architectures|(auto|device)_map"
     r"|attn_implementation|cache_implementation|chunk_size_feed_forward|custom_pipelines|do_sample|early_stopping"
     r"|finetuning_task|full_attn_mod|gradient_checkpointing|hidden_act|interpolate_factor|is_decoder|is_llama_config"
@@ -366,7 +367,6 @@ FAMILIES = {
             "max_position_embeddings": 131_072,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150_000.0,
-            "rope_scaling": _GPT_OSS_ROPE,
             "sliding_window": 128,
             "num_experts": 128,
             "num_experts_per_tok": 4,
@@ -375,6 +375,9 @@ FAMILIES = {
         fixed={"mlp_bias": True, "norm_topk_prob": True, "swiglu_alpha": 1.702, "swiglu_limit": CLAMP},
         reads=(*_EXPERTS, "sliding_window"),
         pattern=2,
+        computed=lambda values: {
+            "rope_scaling": values.get("rope_scaling", values.get("rope_parameters", _GPT_OSS_ROPE))
+        },
     ),
     "gemma2": Family(
         names={"hidden_act": "hidden_activation"},
