@@ -823,7 +823,9 @@ class TestCatalogue:
             assert_refused(run("pull", name), message)
 
     def test_models(self, run: Run, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        header, *lines, footer = run("models").out.splitlines()
+        table, families = run("models").out.split("\n\n")
+        assert "\nqwen2 " in families
+        header, *lines, footer = table.splitlines()
         assert header.split() == ["name", "size", "status", "license", "source"]
         assert footer.startswith("* gated: accept the license")
         assert [line.split()[0] for line in lines] == [*BUILTIN, *HUB_MODELS]
@@ -835,7 +837,7 @@ class TestCatalogue:
         self.put_builtin(monkeypatch)
         self.put_hub_model(tmp_path, folder)
         done = run("models")
-        _, *lines, hub, _ = done.out.splitlines()
+        _, *lines, hub, _ = done.out.partition("\n\n")[0].splitlines()
         assert [line.split()[0] for line in lines if " cached " in line] == [DEFAULT_MODEL]
         assert hub.split()[0] == "someone/tiny"
         assert hub.endswith("hub: someone/tiny")

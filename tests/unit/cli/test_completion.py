@@ -31,7 +31,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("generate -m q", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"]),
+        ("generate -m qwen3", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"]),
         ("info smollm2-1", ["smollm2-135m", "smollm2-1.7b"]),
         ("compare gpt2 some", ["someone/tiny"]),
         ("rm ", ["gpt2", "someone/tiny"]),

@@ -161,7 +161,7 @@ FAIL = """
 from infer import load_model
 try:
     load_model({name!r}, device="cpu")
-except OSError as error:
+except (OSError, ValueError) as error:
     import json
     print(json.dumps([type(error).__name__, str(error)]))
 """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sentencepiece
 from checkpoints import reference_model
-from test_gguf import (
+from texts import (
     SENTENCEPIECE_TEXTS,
     SYMBOL_TEXTS,
     TEKKEN_REGEX,
