@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -317,7 +316,13 @@ def save_nanogpt(model: PreTrainedModel, path: Path, /, **contents: Any) -> Path
     return path
 
 
-GGUF_ARCHS = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "olmo3": "olmo2", "gpt_neox": "gptneox"}
+GGUF_ARCHS = {
+    "mistral": "llama",
+    "ministral3": "mistral3",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+    "gpt_neox": "gptneox",
+}
 
 
 def gguf_arch(model: PreTrainedModel) -> str:

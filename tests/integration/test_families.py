@@ -403,7 +403,12 @@ READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "phi3": {"rope_parameters": None, "sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 128},
-    "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma2": {
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     "gemma3": GGUF_GEMMA3
     | {
         "head_dim": 256,

@@ -77,6 +77,8 @@ _END_OF_TURN = (
     "[|endofturn|]",
 )
 _NORMAL_TOKEN = 1
+
+
 def _are_numbers(values: np.ndarray) -> bool:
     return values.ndim == 1 and values.dtype.kind in "iuf" and bool(np.isfinite(values).all())
 
@@ -241,7 +243,9 @@ def config_from_gguf(
         raise ValueError(f"{arch}.attention.value_length {value_length} is not supported: keys have length {head_dim}")
     window = values.get("sliding_window") or None
     pattern = get("attention.sliding_window_pattern", family.pattern or layers + 1)
-    biases = {name for name in ("attn_q", "attn_qkv", "attn_output", "ffn_down") if f"blk.0.{name}.bias" in tensor_names}
+    biases = {
+        name for name in ("attn_q", "attn_qkv", "attn_output", "ffn_down") if f"blk.0.{name}.bias" in tensor_names
+    }
     attention_bias, output_bias = not biases.isdisjoint(("attn_q", "attn_qkv")), "attn_output" in biases
     values |= {
         "model_type": family.model_type,

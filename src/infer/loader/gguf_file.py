@@ -61,7 +61,10 @@ class GGUFFile(Checkpoint):
             self.config = config_from_gguf(self.metadata, self._tensors.keys(), self._rope_divisors())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        weights, arch = (name for name in self._tensors if name not in ROPE_TENSORS), self.metadata["general.architecture"]
+        weights, arch = (
+            (name for name in self._tensors if name not in ROPE_TENSORS),
+            self.metadata["general.architecture"],
+        )
         names = by_decoder_name(weights, lambda name: from_gguf(name, arch), path)
         self.tensors = {name: self._stored_tensor(stored) for name, stored in names.items()}
 

@@ -36,8 +36,7 @@ _GGUF_FAMILIES = {
     "olmo2": _GGUF_POST_NORMS,
     "exaone4": _GGUF_POST_NORMS,
     "phi3": _GGUF_GATE_UP,
-    "glm4": _GGUF_GATE_UP
-    | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
+    "glm4": _GGUF_GATE_UP | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
 }
 
 # Hugging Face: prefixes of the text model, and the other parts of a multimodal checkpoint.
