@@ -396,6 +396,7 @@ FAMILIES = {
             "eos_token_id": 1,
         },
         reads=("query_pre_attn_scalar", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+        ignores=("sliding_window_size",),
         activations={"gelu_pytorch_tanh": None},
         pattern=2,
     ),
