@@ -113,6 +113,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": LLAMA3_ROPE | {"factor": 8.0},
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b-8": {  # 8 of its 48 layers
+        "model_type": "qwen3_moe",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "tie_word_embeddings": False,
+    },
     "tiny": TINY | {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
     "tiny-qwen3": TINY
     | {
@@ -181,9 +199,14 @@ def lengths(rows: int, least: int, most: int) -> list[int]:
 
 
 def step_weight_bytes(model: Decoder) -> int:
-    """Bytes of weights that a decode step reads: of an embedding that is not tied to the head, about a row."""
-    read = sum(parameter.nbytes for parameter in model.parameters())
-    return read if model.config.tie_word_embeddings else read - model.embed_tokens.weight.nbytes
+    """Bytes of weights that a decode step of one row reads: of an embedding that is not tied to the head, about a row;
+    of experts, those that a token goes through.
+    """
+    config, read = model.config, 0.0
+    for name, parameter in model.named_parameters():
+        share = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
+        read += parameter.nbytes * share
+    return int(read) if config.tie_word_embeddings else int(read) - model.embed_tokens.weight.nbytes
 
 
 def cache_bytes(config: ModelConfig, keys: int, element_size: int) -> int:

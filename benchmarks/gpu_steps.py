@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gpu_shapes import SHAPES, build, lengths
+from gpu_shapes import SHAPES, build, lengths, step_weight_bytes
 from torch import Tensor
 
 from infer.backend import backend_for
@@ -118,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = describe_machine(device)
     report: dict[str, Any] = {"machine": machine, "figures": []}
     print(f"{machine_line(machine)}, bfloat16, random weights\n")
-    print(f"{'shape':<12} {'rows':>5} {'positions':>10}" + "".join(f"{way:>17}" for way in VARIANTS))
+    columns = "".join(f"{way:>17}" for way in VARIANTS)
+    print(f"{'shape':<15} {'rows':>5} {'positions':>10}{columns}   GB/s of weights, one row")
     for shape in options.shapes:
         model = build(shape, device, torch.bfloat16)
         settings = [lengths(rows, *LENGTHS) for rows in options.rows] + [[count] for count in options.positions]
@@ -127,7 +128,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             report["figures"].append({"shape": shape, "positions": positions, "us": times})
             mean = statistics.mean(positions)
             figures = "".join(f"{times[way]:>17,.1f}" for way in VARIANTS)
-            print(f"{shape:<12} {len(positions):>5} {mean:>10,.0f}{figures}", flush=True)
+            speed = step_weight_bytes(model) / times["as it is"] / 1e3
+            of_weights = f"{speed:>10,.0f}" if len(positions) == 1 else ""
+            print(f"{shape:<15} {len(positions):>5} {mean:>10,.0f}{figures}{of_weights}", flush=True)
             if options.json is not None:
                 options.json.write_text(json.dumps(report, indent=1) + "\n")
         del model

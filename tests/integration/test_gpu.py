@@ -69,6 +69,8 @@ FAMILIES = [
     "granite",
     "ministral3",
     "gpt_neox",
+    "qwen3_moe",
+    "gpt_oss",
 ]
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 WINDOW = 70  # more than the keys that a program looks at together

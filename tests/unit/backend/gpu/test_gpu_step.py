@@ -52,6 +52,8 @@ FAMILIES = [
     "granite",
     "ministral3",
     "gpt_neox",
+    "qwen3_moe",
+    "gpt_oss",
 ]
 BLOCK_S = 16
 TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 3e-3), torch.bfloat16: (3e-2, 2e-2)}
@@ -561,7 +563,7 @@ def test_a_step(
     tiny_model: Callable[..., Decoder], family: str, kind: type[BaseCache], batch: int, generator: torch.Generator
 ) -> None:
     """Rows of different lengths, around a window of 4 and a ring that has wrapped."""
-    layers = 2 if family in ("gemma2", "gemma3", "exaone4") else 1
+    layers = 2 if family in ("gemma2", "gemma3", "exaone4", "qwen3_moe", "gpt_oss") else 1
     sizes = {"hidden_size": 24, "intermediate_size": 13, "vocab_size": 19}
     model = tiny_model(model_type=family, num_hidden_layers=layers, **sizes).to(DEVICE)
     caches = [make_cache(model, kind, 16) for _ in range(batch)]
