@@ -230,6 +230,11 @@ def test_turns_of_a_family(model_type: str) -> None:
     assert render_chat_template(TURNS, model_type=model_type) == RENDERED[model_type]
 
 
+def test_mistral_puts_the_system_message_into_the_last_turn() -> None:
+    chat = [{"role": "system", "content": "S"}, *TURNS]
+    assert render_chat_template(chat, model_type="mistral") == "<s>[INST]a[/INST] Four.</s>[INST]S\n\n b é\n[/INST]"
+
+
 def test_gemma3_calls_the_assistant_model() -> None:
     assert "<start_of_turn>model\nTwo<end_of_turn>" in render_chat_template(CHATS["turns"], model_type="gemma3")
 

@@ -166,6 +166,7 @@ def test_the_version_chooses_the_template(folder: Path, trained: ByteLevelBPETok
         (folder / "tekken.json").write_text(json.dumps(tekken(trained, version=version)))
         ids = Tokenizer(folder).encode_chat(chat)
         assert Tokenizer(folder).decode(ids, skip_special_tokens=False) == expected
+        assert (ids.count(1), ids.count(3), ids.count(4)) == (1, 1, 1)  # <s>, [INST], [/INST]
         assert ids.count(2) == 0  # what looks like a special token is text
 
 
