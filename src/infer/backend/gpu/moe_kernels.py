@@ -40,12 +40,12 @@ def route_rows(
         left, total = own, 0.0
         for _ in tl.static_range(TOP_K):
             top = tl.max(left, 0)
-            best = tl.min(tl.where(left == top, e, BLOCK_E), 0)
+            best = tl.min(tl.where(left == top, e, E - 1), 0)  # of NaN the last, which exists
             total += tl.exp(top - highest)
             left = tl.where(e == best, -float("inf"), left)
     for i in tl.static_range(TOP_K):
         top = tl.max(own, 0)
-        best = tl.min(tl.where(own == top, e, BLOCK_E), 0)
+        best = tl.min(tl.where(own == top, e, E - 1), 0)
         tl.store(experts + row * TOP_K + i, tl.where(position < 0, -1, best))
         tl.store(weights + row * TOP_K + i, tl.exp(top - highest) / total)
         own = tl.where(e == best, -float("inf"), own)
