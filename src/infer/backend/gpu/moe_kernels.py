@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infer.backend.gpu.launch_kernels import let_next_start, wait_for_previous
+from infer.backend.gpu.launch_kernels import let_next_start, prefetch_l2, wait_for_previous
 from infer.backend.gpu.launcher import kernel
 from infer.backend.gpu.row_kernels import activated, tree_sum
 
@@ -28,10 +28,10 @@ def route_rows(
     PDL: tl.constexpr,
 ):
     """The experts of a token, best first, equal ones by number, and the softmax of their logits."""
-    let_next_start(PDL)
     row, e = tl.program_id(0), tl.arange(0, BLOCK_E)
     position = tl.load(positions + row)
     wait_for_previous(PDL)
+    let_next_start(PDL)  # not before: programs of `expert_gemm` that wait would take the place of others
     own = tl.load(logits + row.to(tl.int64) * E + e, e < E, -float("inf")).to(tl.float32)
     highest = tl.max(own, 0)
     powers = tl.exp(own - highest)
@@ -62,10 +62,10 @@ def group_pairs(
     PDL: tl.constexpr,
 ):
     """One program per expert: its pairs, in order. A token chooses an expert at most once."""
-    let_next_start(PDL)
     expert, at = tl.program_id(0), tl.arange(0, BLOCK)
     own = members + expert.to(tl.int64) * (pairs // TOP_K)
     wait_for_previous(PDL)
+    let_next_start(PDL)
     count = 0
     for first in range(0, pairs, BLOCK):
         pair = first + at
@@ -98,13 +98,16 @@ def expert_gemm(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,  # whether blocks divide N and K
     STAGES: tl.constexpr,
+    PREFETCHED: tl.constexpr,  # columns prefetched into the L2 cache before x is ready
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
     MATRICES: tl.constexpr = 2 if GATED else 1
     COLUMNS: tl.constexpr = BLOCK_N // MATRICES
     r = tl.arange(0, BLOCK_B)
-    wait_for_previous(PDL)
+    if SHARED:
+        # The first of the two GEMMs waits for the routes. The second starts only then, and may read them at once.
+        wait_for_previous(PDL)
+    let_next_start(PDL)
     if members is not None:
         tokens = pairs // TOP_K
         blocks = tl.cdiv(tokens, BLOCK_B)
@@ -130,6 +133,9 @@ def expert_gemm(
     place_n = tl.program_id(0) * COLUMNS + line % COLUMNS
     in_matrix = expert.to(tl.int64) * (MATRICES * N) + place_n + line // COLUMNS * N
     lines = weight + in_matrix[:, None] * K + at[None, :]
+    if not SHARED:
+        prefetch_l2(weight + in_matrix[:, None] * K, PREFETCHED, PDL)
+        wait_for_previous(PDL)
     row = pair.to(tl.int64)
     if SHARED:
         row = row // TOP_K
