@@ -56,7 +56,7 @@ def slices_of(linear: Linear) -> int:
 @cache
 def _slices(n: int, k: int) -> int:
     slices = 1 if n >= SLICED_BELOW else next_power(-(-2 * SLICED_BELOW // n))
-    if k > LONG_K and n < 2 * SLICED_BELOW:
+    if (k > LONG_K and n < 2 * SLICED_BELOW) or (k == LONG_K and n < SLICED_BELOW):
         slices *= 2
     slices = min(slices, MAX_SLICES)
     while k % (64 * slices):
