@@ -441,7 +441,10 @@ class TestGemma3:
             ({"hidden_activation": "silu"}, "'silu' is not supported for gemma3.*: only gelu_pytorch_tanh is"),
             ({"hidden_activation": "gelu"}, "'gelu' is not supported"),
             ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
-            ({"rope_parameters": {FULL: {"rope_type": "yarn"}}, "rope_scaling": None}, "yarn RoPE scaling lacks factor"),
+            (
+                {"rope_parameters": {FULL: {"rope_type": "yarn"}}, "rope_scaling": None},
+                "yarn RoPE scaling lacks factor",
+            ),
             ({"rope_parameters": {SLIDING: {"rope_type": "dynamic"}}}, "RoPE scaling 'dynamic' is not supported"),
             ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be a positive .*, not 0"),
             ({"sliding_window_pattern": "6"}, "sliding_window_pattern must be .*, not '6'"),
