@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,8 @@ class TestFromHF:
 
     def test_sliding_layers(self) -> None:
         kinds = ["sliding_attention", "full_attention"] * 8
-        config = config_from_hf(HF | {"layer_types": kinds, "sliding_window": 512})
+        windows = {"use_sliding_window": True, "sliding_window": 512, "layer_types": kinds}
+        config = config_from_hf(HF | windows | {"model_type": "qwen2"})
         assert [config.window(i) for i in range(3)] == [512, None, 512]
 
     @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ class TestFromHF:
     @pytest.mark.parametrize(
         ("keys", "message"),
         [
-            ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "RoPE scaling 'yarn' is not supported"),
+            ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
             ({"rope_scaling": {"type": "linear"}}, "linear RoPE scaling lacks factor"),
             (
                 {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
@@ -274,7 +276,7 @@ class TestFromHF:
             ({"layer_types": ["full_attention"]}, "1 layer_types for 16 layers"),
             ({"layer_types": ["linear_attention"] * 16}, "layer type 'linear_attention' is not supported"),
             ({"layer_types": ["sliding_attention"] * 16}, "need a positive sliding_window, not None"),
-            ({"layer_types": ["sliding_attention"] * 16, "sliding_window": 0}, "positive sliding_window, not 0"),
+            ({"layer_types": ["sliding_attention"] * 16, "sliding_window": 0}, "positive sliding_window, not None"),
         ],
         ids=str,
     )
@@ -338,7 +340,7 @@ class TestQwen3:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn' is not supported"),
+            ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "RoPE scaling 'dynamic' is not supported"),
             ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for qwen3: only silu is"),
             ({"layer_types": [FULL]}, "1 layer_types for 28 layers"),
             ({"layer_types": [SLIDING] * 28}, "need a positive sliding_window, not None"),
@@ -434,13 +436,15 @@ class TestGemma3:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
             ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
             ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
             ({"hidden_activation": "silu"}, "'silu' is not supported for gemma3.*: only gelu_pytorch_tanh is"),
             ({"hidden_activation": "gelu"}, "'gelu' is not supported"),
-            ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "RoPE scaling 'yarn' is not supported"),
-            ({"rope_parameters": {FULL: {"rope_type": "yarn"}}}, "RoPE scaling 'yarn' is not supported"),
+            ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
+            (
+                {"rope_parameters": {FULL: {"rope_type": "yarn"}}, "rope_scaling": None},
+                "yarn RoPE scaling lacks factor",
+            ),
             ({"rope_parameters": {SLIDING: {"rope_type": "dynamic"}}}, "RoPE scaling 'dynamic' is not supported"),
             ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be a positive .*, not 0"),
             ({"sliding_window_pattern": "6"}, "sliding_window_pattern must be .*, not '6'"),
@@ -586,7 +590,7 @@ class TestGPT2:
             "tokenizer.ggml.bos_token_id": 50_256,
             "tokenizer.ggml.eos_token_id": 50_256,
         }
-        tensors = ["blk.0.attn_qkv.bias", "blk.0.ffn_down.bias", "output_norm.bias"]
+        tensors = ["blk.0.attn_qkv.bias", "blk.0.attn_output.bias", "blk.0.ffn_down.bias", "output_norm.bias"]
         config = config_from_gguf(metadata, tensors)
         assert dataclasses.replace(config, head_dim=None) == config_from_hf({"model_type": "gpt2"})
         with pytest.raises(ValueError, match=r"GGUF metadata lacks gpt2\.attention\.layer_norm_epsilon"):
@@ -661,10 +665,62 @@ class TestFromGGUF:
         with pytest.raises(ValueError, match=f"GGUF metadata lacks llama.{key}"):
             config_from_gguf(without(GGUF, f"llama.{key}"), [])
 
+    def test_keys_without_an_effect(self) -> None:
+        more = {
+            "llama.attention.causal": True,
+            "llama.attention.clamp_kqv": 0.0,
+            "llama.expert_count": 0,
+            "llama.pooling_type": 3,
+            "llama.rope.scaling.finetuned": False,
+            "llama.tensor_data_layout": "Meta AI original pth",
+            "quantize.imatrix.entries_count": 7,
+        }
+        assert config_from_gguf(GGUF | more, []) == config_from_gguf(GGUF, [])
+
+    def test_yarn(self) -> None:
+        more = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+        rope = config_from_gguf(GGUF | more, []).rope
+        assert rope == RopeConfig(
+            100000.0, "yarn", 4.0, original_max_position_embeddings=2048, attention_factor=0.1 * math.log(4) + 1
+        )
+        more |= {
+            "llama.rope.scaling.original_context_length": 512,
+            "llama.rope.scaling.yarn_attn_factor": 1.5,
+            "llama.rope.scaling.yarn_beta_fast": 16.0,
+            "llama.rope.scaling.yarn_beta_slow": 2.0,
+            "llama.rope.scaling.attn_factor": 2.0,  # multiplies whatever else there is
+        }
+        rope = config_from_gguf(GGUF | more, []).rope
+        assert rope == RopeConfig(
+            100000.0,
+            "yarn",
+            4.0,
+            original_max_position_embeddings=512,
+            beta_fast=16.0,
+            beta_slow=2.0,
+            attention_factor=3.0,
+        )
+
+    def test_a_scale_under_its_older_name(self) -> None:
+        assert config_from_gguf(GGUF | {"llama.rope.scale_linear": 4.0}, []).rope == RopeConfig(100000.0, "linear", 4.0)
+
     @pytest.mark.parametrize(
         ("more", "message"),
         [
-            ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn' is not supported"),
+            ({"llama.rope.scaling.type": "yarn"}, "lacks llama.rope.scaling.factor"),
+            ({"llama.rope.scaling.type": "longrope"}, "lacks the tensor rope_factors_short.weight"),
+            ({"llama.rope.scaling.type": "dynamic"}, "RoPE scaling 'dynamic' is not supported"),
+            ({"llama.rope.scaling.yarn_ext_factor": 0.0}, "llama.rope.scaling.yarn_ext_factor 0.0 is not supported"),
+            ({"llama.rope.scaling.alpha": 2.0}, "llama.rope.scaling.alpha 2.0 is not supported"),
+            ({"llama.rope.dimension_sections": [16, 24, 24, 0]}, "llama.rope.dimension_sections .* is not supported"),
+            ({"llama.attention.causal": False}, "llama.attention.causal False is not supported"),
+            ({"llama.attention.clamp_kqv": 8.0}, "llama.attention.clamp_kqv 8.0 is not supported"),
+            ({"llama.attention.max_alibi_bias": 8.0}, "llama.attention.max_alibi_bias 8.0 is not supported"),
+            ({"llama.attention.value_length": 32}, "llama.attention.value_length 32 is not supported"),
+            ({"llama.attention.scale": 0.1}, "llama.attention.scale 0.1 is not supported"),
+            ({"llama.attention.sliding_window_pattern": 4}, "sliding_window_pattern 4 is not supported"),
+            ({"llama.nextn_predict_layers": 1}, "llama.nextn_predict_layers 1 is not supported"),
+            ({"llama.logit_scale": 0.1}, "llama.logit_scale 0.1 is not supported"),
             ({"llama.rope.dimension_count": 32}, "RoPE over 32 of 64 dimensions is not supported"),
             ({"llama.attention.head_count_kv": 2}, "9 attention heads must be a multiple of 2"),
             ({"llama.attention.head_count": 0}, "llama.attention.head_count must be"),
@@ -696,6 +752,14 @@ class TestGemma3FromGGUF:
         assert config.local_rope == RopeConfig(5e3)
         assert [i for i in range(18) if config.window(i) is None] == [2, 5, 8, 11, 14, 17]
 
+    def test_without_windows(self) -> None:
+        config = config_from_gguf(GEMMA3_GGUF | {"gemma3.attention.sliding_window": 0}, [])
+        assert (set(config.layer_types), config.local_rope) == ({FULL}, None)
+
+    def test_final_softcap(self) -> None:
+        more = {"gemma3.final_logit_softcapping": 30.0}
+        assert config_from_gguf(GEMMA3_GGUF | more, []).final_logit_softcapping == 30.0
+
     @pytest.mark.parametrize(("layers", "scalar"), [(62, 168), (48, 128)], ids=["27B", "12B"])
     def test_the_27b_scales_otherwise(self, layers: int, scalar: int) -> None:
         more = {
@@ -704,17 +768,16 @@ class TestGemma3FromGGUF:
             "gemma3.attention.head_count": 32,
             "gemma3.attention.head_count_kv": 16,
             "gemma3.attention.key_length": 128,
+            "gemma3.attention.value_length": 128,
         }
         assert config_from_gguf(GEMMA3_GGUF | more, []).attention_scale == pytest.approx(scalar**-0.5)
 
     @pytest.mark.parametrize(
         ("more", "message"),
         [
-            ({"gemma3.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn' is not supported"),
-            ({"gemma3.attention.sliding_window": 0}, "need a positive sliding_window, not None"),
+            ({"gemma3.rope.scaling.type": "dynamic"}, "RoPE scaling 'dynamic' is not supported"),
             ({"gemma3.attention.sliding_window_pattern": 0}, "sliding_window_pattern must be a positive .*, not 0"),
             ({"gemma3.attention.sliding_window_pattern": [True] * 17}, "17 layer_types for 18 layers"),
-            ({"gemma3.final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
             ({"gemma3.attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
         ],
         ids=str,

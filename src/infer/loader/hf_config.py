@@ -29,7 +29,7 @@ REQUIRED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-_COUNT = integer(0, 2**31 - 1)
+_COUNT, _POSITIVE = integer(0, 2**31 - 1), integer(1, 2**31 - 1)
 # Keys of config.json, besides the fields of `ModelConfig`, that are read for any family.
 _KINDS: dict[str, Kind] = {
     "eos_token_id": TOKEN_IDS,
@@ -63,10 +63,10 @@ _FAMILY_KINDS: dict[str, Kind] = {
     "use_sliding_window": FLAG,
     "max_window_layers": _COUNT,
     "sliding_window_pattern": either(_COUNT, TEXT),
-    "_sliding_window_pattern": integer(1, 2**31 - 1),
+    "_sliding_window_pattern": _POSITIVE,
     "scale_attn_weights": FLAG,
-    "original_max_position_embeddings": integer(1, 2**31 - 1),
-    "no_rope_layer_interval": integer(1, 2**31 - 1),
+    "original_max_position_embeddings": _POSITIVE,
+    "no_rope_layer_interval": _POSITIVE,
     "attention_multiplier": ABOVE_0,
     "decoder_sparse_step": _COUNT,
     "mlp_only_layers": CONFIG_KINDS["dense_layers"],
@@ -135,7 +135,7 @@ class Family:
 def _qwen(values: Mapping[str, Any]) -> dict[str, Any]:
     """Windows, if any, from layer max_window_layers on."""
     if not values.get("use_sliding_window") or values["sliding_window"] is None:
-        return {"sliding_window": None, "layer_types": None}
+        return {"sliding_window": None}
     layers = range(values.get("num_hidden_layers", 0))
     windows = [SLIDING_ATTENTION if i >= values["max_window_layers"] else FULL_ATTENTION for i in layers]
     return {"layer_types": values.get("layer_types") or windows}
@@ -175,7 +175,7 @@ def _layer_pattern(pattern: int | str, layers: int) -> tuple[str, ...]:
     """pattern: as for `layer_pattern`; or like LLLG, which repeats, and whose last layer has full attention."""
     if isinstance(pattern, str):
         return layer_pattern([pattern[i % len(pattern)] == "L" and i < layers - 1 for i in range(layers)], layers)
-    integer(1, 2**31 - 1).check("sliding_window_pattern", pattern)
+    _POSITIVE.check("sliding_window_pattern", pattern)
     return layer_pattern(pattern, layers)
 
 
@@ -567,7 +567,7 @@ def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any] | None 
         own_keys = text.keys()
         own = {name: value for name, value in raw.items() if value is not None}
         raw = {**text, **own, "model_type": model_type_of(raw)}
-    family = FAMILIES[str(raw.get("model_type"))]
+    family = FAMILIES.get(str(raw.get("model_type")), FAMILIES["llama"])
     if "num_experts" in family.reads and "num_local_experts" in raw:  # both names are in use
         raw = {"num_experts": raw["num_local_experts"], **raw}
         own_keys = own_keys - {"num_local_experts"}
@@ -602,7 +602,8 @@ def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any] | None 
         raise ValueError(f"hidden_act {short_repr(activation)} is not supported for {values['model_type']}: {only}")
     if family.pattern is not None and not values.get("layer_types"):
         pattern = values.get("sliding_window_pattern", values.get("_sliding_window_pattern", family.pattern))
-        values["layer_types"] = _layer_pattern(pattern, values["num_hidden_layers"])
+        _POSITIVE.check("sliding_window_pattern", pattern)
+        values["layer_types"] = layer_pattern(pattern, values["num_hidden_layers"])
     values |= {
         "num_key_value_heads": values.get("num_key_value_heads") or values["num_attention_heads"],
         "hidden_act": known[activation],

@@ -14,6 +14,7 @@ from infer import KVCache
 from infer.backend import backend_for
 from infer.backend.cpu import ops
 from infer.backend.cpu.backend import CpuBackend
+from infer.backend.parts import HeadParts
 from infer.cache import BaseCache, NoCache
 from infer.models.common import Decoder
 from infer.models.registry import build_model
@@ -119,7 +120,9 @@ class TestHiddenStates:
         hidden = HiddenStates(final=True)
         [logits] = backend_for(model).run([Row(NoCache(1), IDS, ALL, hidden)])
         assert hidden.final is not None
-        assert torch.equal(ops.linear(hidden.final[0], model.lm_head), logits[0])
+        config = model.config
+        head = HeadParts(model.norm, model.lm_head, config.logits_scaling, config.final_logit_softcapping)
+        assert torch.equal(ops.scale_logits(ops.linear(hidden.final[0], model.lm_head), head), logits[0])
         assert torch.equal(logits, model(IDS))
 
     @torch.no_grad()

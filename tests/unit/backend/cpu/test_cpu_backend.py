@@ -911,7 +911,7 @@ def stored_by_kernel(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.T
     block = made_block(1, qkv=qkv, before_attention=before, heads=heads, kv_heads=heads, head_dim=size, **parts)
     cache = KVCache.allocate(1, heads, size, 3, dtype=dtype, device="cpu")
     tables = Table(cache.k.unbind(), cache.v.unbind()).at(1)
-    no_ropes, tokens, selected = np.zeros((1, 2), np.int64), np.array([[0, 1]]), np.array([0])
+    no_ropes, tokens, selected = np.zeros((1, 3), np.int64), np.array([[0, 1]]), np.array([0])
     head, out = head_record(None, parts["down"]), poisoned(1, 1)
     one = torch.ones(1, 1).numpy()
     kernels().run(block, head, one, no_ropes, tables, tokens, kernels().query_blocks([1]), selected, out.numpy())
