@@ -81,7 +81,7 @@ _IGNORED = re.compile(
     r"|finetuning_task|full_attn_mod|gradient_checkpointing|hidden_act|interpolate_factor|is_decoder|is_llama_config"
     r"|max_sequence_length|model_max_length|n_ctx|neftune_noise_alpha|num_logits_to_keep|num_return_sequences"
     r"|predict_special_tokens|prefix|pretraining_tp|problem_type|reorder_and_upcast_attn|task_specific_params"
-    r"|router_(aux_loss_coef|jitter_noise)|experts_per_token|initial_context_length|tokenizer_class"
+    r"|output_router_logits|router_(aux_loss_coef|jitter_noise)|experts_per_token|initial_context_length|tokenizer_class"
     r"|transformers\.js_config|transformers_weights|use_cache|use_flash_attn|use_flash_attention(_2)?"
 )
 _NEVER_FALSE = ("is_causal", "use_rope")
@@ -367,6 +367,7 @@ FAMILIES = {
             "max_position_embeddings": 131_072,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150_000.0,
+            "rope_parameters": _GPT_OSS_ROPE,
             "sliding_window": 128,
             "num_experts": 128,
             "num_experts_per_tok": 4,
@@ -375,9 +376,6 @@ FAMILIES = {
         fixed={"mlp_bias": True, "norm_topk_prob": True, "swiglu_alpha": 1.702, "swiglu_limit": CLAMP},
         reads=(*_EXPERTS, "sliding_window"),
         pattern=2,
-        computed=lambda values: {
-            "rope_scaling": values.get("rope_scaling", values.get("rope_parameters", _GPT_OSS_ROPE))
-        },
     ),
     "gemma2": Family(
         names={"hidden_act": "hidden_activation"},

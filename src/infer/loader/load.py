@@ -77,7 +77,7 @@ def load_model(
     if device.type == "cpu" and weights.dtype is torch.float32:
         # Kernels are compiled now rather than between two tokens.
         if (kernels := cpu.kernels()) is not None:
-            kernels.prepare(weights.bits)
+            kernels.prepare(weights.bits, experts=checkpoint.config.num_experts > 0)
         elif quantize is None:
             weights = WeightDtypes(weights.dtype)
             check_memory(weights.nbytes(model), weights, device)

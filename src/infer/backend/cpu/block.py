@@ -519,10 +519,15 @@ def compile_first() -> None:
     _run.address  # noqa: B018
 
 
-def prepare(bits: set[int], split: bool = False) -> None:
-    """Compiles the kernels for weights of these bits; none: float weights. split: for a tensor-parallel model."""
+def prepare(bits: set[int], split: bool = False, experts: bool = False) -> None:
+    """Compiles the kernels for weights of these bits; none: float weights.
+
+    split: for a tensor-parallel model. experts: for a mixture, whose router has float weights.
+    """
     needed = [gemm_kernel(kind) for kind in bits or {FLOAT32}]
     needed += [look_up] * bool(bits)
+    if experts:
+        needed += [gemm_float, mix_experts]
     if split:
         needed += [attend, before_attention, up_to_attention, before_down, after_down, norm_rows, shm_allgather]
     for each in needed:

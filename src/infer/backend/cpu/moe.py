@@ -15,7 +15,7 @@ from numba import types
 from infer.backend.cpu.activation import activate_row
 from infer.backend.cpu.gemm import WEIGHT, gemm
 from infer.backend.cpu.jit import address, call_at, inline, keep_alive, kernel, records
-from infer.backend.cpu.simd import fma_f32, load_f32, load_i64, store, typed_intrinsic
+from infer.backend.cpu.simd import TILE, fma_f32, load_f32, load_i64, store, typed_intrinsic
 from infer.backend.cpu.threads import parallel_for
 
 # up, down: addresses of a WEIGHT for each expert. A tile of a quantized weight may begin with rows of the expert before
@@ -29,11 +29,14 @@ EXPERTS = np.dtype(
         ("norm_topk", "i8"),  # whether the weights of a token's experts add up to 1
         ("activation", "i8"),
         ("inner", "i8"),  # the size of the activation's output
+        ("threads", "i8"),  # the address of the number of threads
     ]
 )
 WEIGHT_BYTES = WEIGHT.itemsize
 MIX_EXPERTS = types.void(*[types.int64] * 4)
 PARALLEL_ROWS = 16  # from so many rows on, several threads share them
+EXPERTS_PER_THREAD = 4  # from so many on, each thread runs some; few are shared, unless each thread gets as many
+MAX_TOKENS = 1024  # at a time: the outputs of all their experts are held
 NOT_CHOSEN = np.float32(-1)  # in the place of a weight
 
 
@@ -71,80 +74,128 @@ def _route(t: int, logits: int, num_experts: int, top_k: int, norm_topk: int, we
 
 _route_rows = parallel_for(_route)
 
-GATHER, ACTIVATE, ADD = range(3)
+GATHER, ACTIVATE = range(2)
 
 
 @inline
-def _expert_row(
-    i: int, stage: int, experts: int, expert: int, tokens: int, x: int, width: int, weights: int, out: int
-) -> None:
-    """Row i of an expert: gathered from x, or after its first GEMM, or added to the output after its second."""
+def _expert_row(i: int, stage: int, experts: int, tokens: int, x: int, width: int, out: int) -> None:
+    """Row i of an expert: gathered from x, or the output of its first GEMM."""
     mix = records(experts, 1, EXPERTS)[0]
-    t, hidden = load_i64(tokens + i * 8), mix.router.columns
     if stage == GATHER:
-        for j in range(hidden):
-            store(out + (i * hidden + j) * 4, load_f32(x + (t * hidden + j) * 4))
-    elif stage == ACTIVATE:
+        at = x + load_i64(tokens + i * 8) * width * 4
+        for j in range(width):
+            store(out + (i * width + j) * 4, load_f32(at + j * 4))
+    else:
         unused = width - 2 * mix.inner
         activate_row(x + (i * width + unused) * 4, 2 * mix.inner, mix.inner, mix.activation, out + i * mix.inner * 4)
-    else:
-        unused, weight = width - hidden, load_f32(weights + (t * mix.router.rows + expert) * 4)
-        for j in range(hidden):
-            to = out + (t * hidden + j) * 4
-            store(to, fma_f32(load_f32(x + (i * width + unused + j) * 4), weight, load_f32(to)))
 
 
 _expert_rows_parallel = parallel_for(_expert_row)
 
 
 @inline
-def _expert_rows(
-    count: int, stage: int, experts: int, expert: int, tokens: int, x: int, width: int, weights: int, out: int
-) -> None:
+def _expert_rows(count: int, stage: int, experts: int, tokens: int, x: int, width: int, out: int) -> None:
     if count < PARALLEL_ROWS:
         for i in range(count):
-            _expert_row(i, stage, experts, expert, tokens, x, width, weights, out)
+            _expert_row(i, stage, experts, tokens, x, width, out)
     else:
-        _expert_rows_parallel(count, stage, experts, expert, tokens, x, width, weights, out)
+        _expert_rows_parallel(count, stage, experts, tokens, x, width, out)
 
 
 @inline
-def _run_expert(experts: int, expert: int, tokens: int, count: int, x: int, weights: int, out: int) -> None:
-    """Adds an expert's outputs for `count` tokens of x [T, C] to out [T, C]."""
+def _run_expert(i: int, experts: int, used: int, tokens: int, x: int, out: int) -> None:
+    """The outputs of an expert for its tokens. used: the number, the first pair and the end of experts with tokens."""
     mix = records(experts, 1, EXPERTS)[0]
+    expert, first = load_i64(used + i * 24), load_i64(used + i * 24 + 8)
+    count = load_i64(used + i * 24 + 16) - first
     up = records(mix.up + expert * WEIGHT_BYTES, 1, WEIGHT)[0]
     down = records(mix.down + expert * WEIGHT_BYTES, 1, WEIGHT)[0]
     own, raised = np.empty(count * up.columns, np.float32), np.empty(count * up.rows, np.float32)
-    inner, lowered = np.empty(count * mix.inner, np.float32), np.empty(count * down.rows, np.float32)
-    _expert_rows(count, GATHER, experts, expert, tokens, x, up.columns, 0, address(own))
+    inner, at = np.empty(count * mix.inner, np.float32), tokens + first * 8
+    _expert_rows(count, GATHER, experts, at, x, up.columns, address(own))
     gemm(up, address(own), count, address(raised))
-    _expert_rows(count, ACTIVATE, experts, expert, tokens, address(raised), up.rows, 0, address(inner))
-    gemm(down, address(inner), count, address(lowered))
-    _expert_rows(count, ADD, experts, expert, tokens, address(lowered), down.rows, weights, out)
-    keep_alive(own, raised, inner, lowered)
+    _expert_rows(count, ACTIVATE, experts, at, address(raised), up.rows, address(inner))
+    gemm(down, address(inner), count, out + first * _row_bytes(mix))
+    keep_alive(own, raised, inner)
+
+
+_run_experts_parallel = parallel_for(_run_expert)
+
+
+@inline
+def _row_bytes(mix: Any) -> int:
+    """Of an output of an expert, and of what may come before it."""
+    return (mix.router.columns + TILE) * 4
+
+
+@inline
+def _add_outputs(t: int, experts: int, outputs: int, weights: int, out: int) -> None:
+    """out [T, C]: the weighted sum of the outputs of a token's experts, whose addresses are given, in their order."""
+    mix = records(experts, 1, EXPERTS)[0]
+    k, hidden = mix.top_k, mix.router.columns
+    to = out + t * hidden * 4
+    for j in range(hidden):
+        store(to + j * 4, np.float32(0))
+    for i in range(t * k, t * k + k):
+        at, weight = load_i64(outputs + i * 8), load_f32(weights + i * 4)
+        for j in range(hidden):
+            store(to + j * 4, fma_f32(load_f32(at + j * 4), weight, load_f32(to + j * 4)))
+
+
+_add_outputs_parallel = parallel_for(_add_outputs)
+
+
+@inline
+def _mix(experts: int, x: int, count: int, out: int) -> None:
+    mix = records(experts, 1, EXPERTS)[0]
+    num_experts, hidden, k = mix.router.rows, mix.router.columns, mix.top_k
+    logits, routed = np.empty(count * num_experts, np.float32), np.empty(count * num_experts, np.float32)
+    gemm(mix.router, x, count, address(logits))
+    if count < PARALLEL_ROWS:
+        for t in range(count):
+            _route(t, address(logits), num_experts, k, mix.norm_topk, address(routed))
+    else:
+        _route_rows(count, address(logits), num_experts, k, mix.norm_topk, address(routed))
+    # A pair is a token and one of its experts. Pairs are sorted by expert; those of a token then are, too.
+    tokens, used, made = (
+        np.empty(count * k, np.int64),
+        np.empty((num_experts, 3), np.int64),
+        np.empty(count * k * (hidden + TILE), np.float32),
+    )
+    outputs, weights, seen = np.empty(count * k, np.int64), np.empty(count * k, np.float32), np.zeros(count, np.int64)
+    num_used, pair = 0, 0
+    for expert in range(num_experts):
+        first, down = pair, records(mix.down + expert * WEIGHT_BYTES, 1, WEIGHT)[0]
+        for t in range(count):
+            weight = routed[t * num_experts + expert]
+            if weight != NOT_CHOSEN:
+                own = t * k + seen[t]
+                at = address(made) + first * _row_bytes(mix) + (pair - first) * down.rows * 4
+                outputs[own], weights[own] = at + (down.rows - hidden) * 4, weight
+                tokens[pair] = t
+                seen[t] += 1
+                pair += 1
+        if pair > first:
+            used[num_used, 0], used[num_used, 1], used[num_used, 2] = expert, first, pair
+            num_used += 1
+    threads = load_i64(mix.threads)
+    if num_used % threads == 0 or num_used >= EXPERTS_PER_THREAD * threads:
+        _run_experts_parallel(num_used, experts, address(used), address(tokens), x, address(made))
+    else:  # threads share the GEMMs of each expert
+        for i in range(num_used):
+            _run_expert(i, experts, address(used), address(tokens), x, address(made))
+    if count < PARALLEL_ROWS:
+        for t in range(count):
+            _add_outputs(t, experts, address(outputs), address(weights), out)
+    else:
+        _add_outputs_parallel(count, experts, address(outputs), address(weights), out)
+    keep_alive(logits, routed, tokens, used, made, outputs, weights)
 
 
 @kernel(MIX_EXPERTS)
 def mix_experts(experts: int, x: int, count: int, out: int) -> None:
     """out [T, C]: the weighted sum of the experts of each token of x [T, C]. experts: an EXPERTS record."""
-    mix = records(experts, 1, EXPERTS)[0]
-    num_experts, hidden = mix.router.rows, mix.router.columns
-    logits, weights = np.empty(count * num_experts, np.float32), np.empty(count * num_experts, np.float32)
-    tokens = np.empty(count, np.int64)
-    gemm(mix.router, x, count, address(logits))
-    if count < PARALLEL_ROWS:
-        for t in range(count):
-            _route(t, address(logits), num_experts, mix.top_k, mix.norm_topk, address(weights))
-    else:
-        _route_rows(count, address(logits), num_experts, mix.top_k, mix.norm_topk, address(weights))
-    for i in range(count * hidden):
-        store(out + i * 4, np.float32(0))
-    for expert in range(num_experts):
-        own = 0
-        for t in range(count):
-            if weights[t * num_experts + expert] != NOT_CHOSEN:
-                tokens[own] = t
-                own += 1
-        if own > 0:
-            _run_expert(experts, expert, address(tokens), own, x, address(weights), out)
-    keep_alive(logits, weights, tokens)
+    hidden = records(experts, 1, EXPERTS)[0].router.columns
+    for start in range(0, count, MAX_TOKENS):
+        at = start * hidden * 4
+        _mix(experts, x + at, min(MAX_TOKENS, count - start), out + at)

@@ -79,6 +79,7 @@ class ExpertRecords(NamedTuple):
         mix["up"], mix["down"] = up.ctypes.data, down.ctypes.data
         mix["top_k"], mix["norm_topk"] = routing.top_k, routing.norm_topk
         mix["activation"], mix["inner"] = ACTIVATION_CODES[parts.activation], parts.down.in_features
+        mix["threads"] = kernels().threads.COUNT.ctypes.data
         return cls(mix, up, down, biases)
 
 

@@ -17,6 +17,7 @@ import threading
 from functools import partial
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -183,6 +184,7 @@ def thread_pool(what: int, function: int, data: int, count: int) -> None:
 
 
 thread_count = 1  # the caller's thread included
+COUNT = np.ones(1, np.int64)  # the same, for kernels
 
 
 def use_threads(count: int) -> None:
@@ -193,7 +195,7 @@ def use_threads(count: int) -> None:
     thread_pool(SET_COUNT, 0, 0, count)
     for number in range(thread_count, count):
         threading.Thread(target=thread_pool, args=(WORK, 0, 0, number), name="infer kernels", daemon=True).start()
-    thread_count = count
+    thread_count = COUNT[0] = count
 
 
 def parallel_for(function: Any) -> Any:
