@@ -16,14 +16,14 @@ from infer.nn.activation import ACTIVATIONS
 from infer.nn.linear import Embedding, FusedLinear, Linear
 from infer.nn.module import Module
 from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCenteredRMSNorm
-from infer.nn.quantized import QuantizedWeight
+from infer.nn.quantized import QuantizedWeight, StackedWeight
 from infer.nn.rope import Rope
 from infer.nn.sharded import ShardedEmbedding, ShardedLinear
 
 # Classes the kernels implement; a monkeypatched forward disqualifies the class.
 SUPPORTED = (Block, Attention, MLP, UngatedMLP, RMSNorm, ZeroCenteredRMSNorm, LayerNorm, Linear, FusedLinear, Embedding)
 SHARDED = (ShardedLinear, ShardedEmbedding)
-FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in (*SUPPORTED, *SHARDED, QuantizedWeight)}
+FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in (*SUPPORTED, *SHARDED, QuantizedWeight, StackedWeight)}
 METHODS = {name: getattr(Decoder, name) for name in ("forward", "run", "embed")}
 
 

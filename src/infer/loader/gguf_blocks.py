@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from infer.nn.schemes import SCHEMES
+from infer.nn.schemes import FLOAT16, GROUP, SCHEMES, Scheme
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -96,13 +96,8 @@ def _iq4_nl(blocks: Tensor) -> Tensor:
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
-    high = _pairs_of_bits(blocks[..., 2:4])
-    scales = (_nibbles(blocks[..., 4:8], 1) | high << 4).view(torch.int8) - 32
+    scales = (_nibbles(blocks[..., 4:8], 1) | _fields(blocks[..., 2:4], 1, 2) << 4).view(torch.int8) - 32
     return SCHEMES["IQ4_XS"].pack(_nibbles(blocks[..., 8:], 16), scales=scales, scale=_half(blocks, 0))
-
-
-def _pairs_of_bits(packed: Tensor) -> Tensor:
-    return _fields(packed, 1, 2)
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
@@ -127,7 +122,12 @@ BLOCKS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
 }
 
 
-def blocks_of(raw: Tensor, kind: str) -> Tensor:
-    """Rows of a file, uint8 [N, bytes], as blocks of the scheme of the same name."""
-    size, convert = BLOCKS[kind]
+def blocks_of(raw: Tensor, scheme: Scheme) -> Tensor:
+    """Rows of a file, uint8 [N, bytes], as blocks of the scheme of this type."""
+    size, convert = BLOCKS[scheme.name]
     return convert(raw.unflatten(-1, (-1, size)))
+
+
+def fits_int8(scheme: Scheme) -> bool:
+    """Whether int8 has the same codes and scales."""
+    return scheme.columns == GROUP and scheme.scale == FLOAT16 and not scheme.minimum

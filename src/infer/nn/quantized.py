@@ -9,7 +9,7 @@ to int4 or int8, in groups of 32 columns with float16 scales:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +90,7 @@ class QuantizedWeight(Module):
             raise ValueError(f"a tile has 1 row, or a multiple of 4, not {tile_rows}")
         if kind not in SCHEMES:
             raise ValueError(f"weights are stored as one of {', '.join(SCHEMES)}, not as {kind!r}")
-        self.rows, self.columns, self.kind, self.scheme = rows, columns, kind, SCHEMES[kind]
+        self.rows, self.columns, self.kind = rows, columns, kind
         if self.scheme.columns > GROUP and columns % self.scheme.columns:
             raise ValueError(f"rows of {columns} weights cannot be cut into {kind} blocks of {self.scheme.columns}")
         shape = -(-rows // tile_rows), -(-columns // self.scheme.columns), tile_rows * self.scheme.block_bytes
@@ -108,8 +108,8 @@ class QuantizedWeight(Module):
         return (self,)
 
     @property
-    def bits(self) -> int:
-        return self.scheme.bits
+    def scheme(self) -> Scheme:
+        return SCHEMES[self.kind]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -126,6 +126,9 @@ class QuantizedWeight(Module):
     @property
     def tile_rows(self) -> int:
         return self.packed.shape[2] // self.scheme.block_bytes
+
+    def part(self, row: int) -> tuple[QuantizedWeight, int]:
+        return self, row
 
     def set_tile_rows(self, tile_rows: int) -> None:
         """Changes the layout. Only this weight is held twice meanwhile."""
@@ -236,3 +239,13 @@ class StackedWeight(Module):
 
 
 Quantized = QuantizedWeight | StackedWeight
+
+
+def describe_kinds(sizes: Iterable[tuple[str, int]]) -> str:
+    """The kinds that weights are stored as, the one with most weights first. sizes: kinds and numbers of weights."""
+    total: dict[str, int] = {}
+    for kind, size in sizes:
+        total[kind] = total.get(kind, 0) + size
+    if set(total) == {"int4", "int8"}:  # quantize="int4" implies some int8
+        return "int4"
+    return ", ".join(sorted(total, key=lambda kind: -total[kind]))
