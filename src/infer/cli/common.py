@@ -57,8 +57,8 @@ DeviceOption = Annotated[
 QuantizeOption = Annotated[
     str | None,
     typer.Option(
-        help="auto: weights as in the file, with the quantized blocks of a GGUF file on a CPU. int4, int8: quantize to 4 "
-        "or 8 bits, on a CPU. `infer perplexity` measures the loss.",
+        help="auto: weights as in the file, with the quantized blocks of a GGUF file on a CPU. int4, int8: quantize to "
+        "4 or 8 bits, on a CPU. `infer perplexity` measures the loss.",
         metavar="auto|int4|int8",
         show_default="auto",
         autocompletion=completion.QUANTIZE,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from infer.nn.schemes import FLOAT16, GROUP, SCHEMES, Scheme
+from infer.nn.schemes import FLOAT16, GROUP, SCHEMES, Scheme, split_last
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -16,13 +16,13 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 def _nibbles(packed: Tensor, size: int) -> Tensor:
     """Of each `size` bytes the low halves, then the high halves."""
-    packed = packed.unflatten(-1, (-1, size))
+    packed = split_last(packed, -1, size)
     return torch.stack((packed & 15, packed >> 4), -2).flatten(-3)
 
 
 def _fields(packed: Tensor, size: int, bits: int) -> Tensor:
     """Of each `size` bytes the lowest bits, then the next ones, and so on."""
-    packed = packed.unflatten(-1, (-1, size))
+    packed = split_last(packed, -1, size)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (packed[..., None, :] >> shifts & (1 << bits) - 1).flatten(-3)
 
@@ -68,7 +68,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 def _k_scales(blocks: Tensor) -> dict[str, Tensor]:
     """Of Q4_K and Q5_K: eight scales and eight minima of 6 bits, and their float16 factors."""
-    low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    low, high, rest = split_last(blocks[..., 4:16], 3, 4).unbind(-2)
     return {
         "scale": _half(blocks, 0),
         "minimum": -_half(blocks, 2),  # there it is subtracted
@@ -125,7 +125,7 @@ BLOCKS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
 def blocks_of(raw: Tensor, scheme: Scheme) -> Tensor:
     """Rows of a file, uint8 [N, bytes], as blocks of the scheme of this type."""
     size, convert = BLOCKS[scheme.name]
-    return convert(raw.unflatten(-1, (-1, size)))
+    return convert(split_last(raw, -1, size))
 
 
 def fits_int8(scheme: Scheme) -> bool:

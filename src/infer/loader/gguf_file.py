@@ -3,7 +3,7 @@
 The header is parsed here: the reader of the `gguf` package takes seconds for a vocabulary of 50,000 entries, and maps
 the entire file into memory. That package dequantizes.
 
-Types that `nn/schemes.py` lists can stay as they are. Others are dequantized, and then quantized where that is asked for.
+Types that `nn/schemes.py` lists can stay as they are. Others are dequantized, and quantized again with quantize=...
 A model may be split into files NAME-00001-of-0000N.gguf, the first of which has the metadata.
 """
 
@@ -176,8 +176,8 @@ def _read_headers(
         for key, value in expected.items():
             if own.get(key, 1 if key == "split.count" else 0) != value:
                 raise ValueError(
-                    f"{file}: {key} is {short_repr(own.get(key))}, but its name says {value}: parts of a model are named "
-                    f"NAME-00001-of-0000N.gguf"
+                    f"{file}: {key} is {short_repr(own.get(key))}, but by its name it should be {value}: the files of a "
+                    "model are named NAME-00001-of-0000N.gguf"
                 )
         if number and (twice := tensors.keys() & others.keys()):
             raise ValueError(f"{file}: another file of this model has {short_repr(min(twice))} too")

@@ -7,8 +7,8 @@ instruction is slow on many cores, and takes longer at each step than reading tw
 On a CPU, quantized matrices of a GGUF file keep their blocks, unless `dtype` asks for floats. Types that have no scheme
 (`nn/schemes.py`) are rounded to int8. Of matrices that are stacked, all must be quantized; their types may differ.
 
-quantize="int8" stores all matrices in 8 bits. "int4" keeps the blocks of a GGUF file and stores other matrices in 4 bits,
-except in 8 bits:
+quantize="int8" stores all matrices in 8 bits. "int4" keeps the blocks of a GGUF file, and stores other matrices in 4
+bits, except in 8 bits:
 - the embedding and the head, which affect every token;
 - types without a scheme that have more than 4 bits;
 - q, k and v of checkpoints in floats: a tenth of the weights, and half of the error of quantizing all (perplexity of
@@ -62,8 +62,8 @@ def load_model(
     dtype: what the model computes in. With "auto" on a CPU, that is float32, and quantized matrices of a GGUF file stay
     quantized; any other dtype makes them floats. In float32 on a CPU, matrices stored in bfloat16 stay in bfloat16
     (`model.float()` converts them).
-    quantize: "int4" or "int8" stores the matrices in 4 or 8 bits (see `loader/load.py`), on the CPU. "auto", the same as
-    None, keeps what the file has.
+    quantize: "int4" or "int8" stores the matrices in 4 or 8 bits (see `loader/load.py`), on the CPU. "auto", like None,
+    keeps what the file has.
     group: the processes of a tensor-parallel model, each of which loads its shard (see `infer.parallel`).
     """
     device, quantize = resolve_device(device), resolve_quantize(quantize)

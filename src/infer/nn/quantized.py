@@ -1,7 +1,7 @@
 """Quantized weights: how weights are rounded, their layout in memory, and products in plain torch.
 
-`nn/schemes.py` describes the blocks that a row is stored in. Weights of GGUF files keep their blocks. Others are rounded
-to int4 or int8, in groups of 32 columns with float16 scales:
+`nn/schemes.py` describes the blocks that a row is stored in. Weights of GGUF files keep their blocks. Others are
+rounded to int4 or int8, in groups of 32 columns with float16 scales:
 
     int8: w = scale * code, codes -127..127
     int4: w = scale * code + minimum, codes 0..15
@@ -10,13 +10,14 @@ to int4 or int8, in groups of 32 columns with float16 scales:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infer.nn.module import Module
-from infer.nn.schemes import GROUP, SCHEMES, Scheme
+from infer.nn.schemes import GROUP, SCHEMES, Scheme, split_last
 
 BITS = {"int4": 4, "int8": 8}
 AT_ONCE = 1 << 24  # weights that are dequantized at a time
@@ -156,7 +157,8 @@ class QuantizedWeight(Module):
         edges = torch.tensor([*range(first), *range(last, count)])  # of tiles that are filled in part
         rows = start + edges
         for field, tiled in zip(self.scheme.fields.values(), self._fields(packed), strict=True):
-            values = blocks[..., field.start : field.stop].contiguous().view(tiled.dtype)
+            part = blocks[..., field.start : field.stop]
+            values = part.clone(memory_format=torch.contiguous_format).view(tiled.dtype)  # a copy, which is aligned
             # [n, B, count] -> [n / tile_rows, B, count, tile_rows]
             tiled[tiles] = values[first:last].reshape(-1, tile_rows, *values.shape[1:]).movedim(1, -1)
             if len(edges):
@@ -182,7 +184,7 @@ class QuantizedWeight(Module):
         found = []
         for field in self.scheme.fields.values():
             tiled = packed[..., field.start * tile_rows : field.stop * tile_rows].view(ELEMENTS[field.width])
-            found.append(tiled.unflatten(-1, (field.count, tile_rows)))
+            found.append(split_last(tiled, field.count, tile_rows))
         return found
 
     def floats(self, rows: Tensor | slice = slice(None)) -> Tensor:
@@ -208,7 +210,11 @@ class StackedWeight(Module):
 
     def __init__(self, parts: Sequence[QuantizedWeight]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.stacked = nn.ModuleList(parts)
+
+    @property
+    def parts(self) -> tuple[QuantizedWeight, ...]:
+        return tuple(cast(Iterable[QuantizedWeight], self.stacked))
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +25,13 @@ SUPER_BLOCK = 256
 FLOAT16, INT8, NIBBLES, E8M0 = "float16", "int8", "nibbles", "e8m0"  # how scales are stored
 
 
-class Field(NamedTuple):
+def split_last(x: Tensor, *sizes: int) -> Tensor:
+    """[..., n] -> [..., *sizes], a view."""
+    return x.view(*x.shape[:-1], *sizes)
+
+
+@dataclass(frozen=True)
+class Field:
     """Bytes of a block."""
 
     start: int
@@ -44,7 +49,9 @@ class Scheme:
 
     name: str
     planes: tuple[int, ...]  # bits of a code in each plane, the low bits first; one plane of 8 bits: codes are signed
-    scale: str = FLOAT16  # INT8, NIBBLES: integers that multiply a float16 of the block; NIBBLES: 4 bits, 4 of a minimum
+    scale: str = (
+        FLOAT16  # INT8, NIBBLES: integers that multiply a float16 of the block; NIBBLES: 4 bits, 4 of a minimum
+    )
     minimum: bool = False
     part: int = GROUP  # columns that share a scale
     zero: int = 0  # what is subtracted from codes
@@ -84,7 +91,7 @@ class Scheme:
         return -(-columns // self.columns) * self.block_bytes
 
     def pack(self, codes: Tensor, **fields: Tensor) -> Tensor:
-        """Blocks uint8 [N, B, block_bytes] of codes uint8 or int8 [N, B, columns] and the other fields [N, B(, count)]."""
+        """Blocks uint8 [N, B, block_bytes] of codes [N, B, columns], before `zero` and `table`, and of other fields."""
         stored = {name: value.reshape(*codes.shape[:2], -1) for name, value in fields.items()}
         stored["codes"] = self._pack_codes(codes.view(torch.uint8))
         return torch.cat([stored[name].contiguous().view(torch.uint8) for name in self.fields], -1)
@@ -94,7 +101,7 @@ class Scheme:
         for bits in self.planes:
             plane, per_byte = groups if low == 0 else groups >> low, 8 // bits
             plane = plane if self.bits == bits + low else plane & (1 << bits) - 1
-            pieces = plane.unflatten(-1, (per_byte, 4 * bits)).unbind(-2)
+            pieces = split_last(plane, per_byte, 4 * bits).unbind(-2)
             packed = pieces[0]
             for shift in range(1, per_byte):
                 packed = packed | pieces[shift] << bits * shift
@@ -109,7 +116,7 @@ class Scheme:
 
     def codes(self, blocks: Tensor) -> Tensor:
         """What weights are multiples of: int8 [..., columns]."""
-        words = self.field(blocks, "codes").unflatten(-1, (-1, 4 * self.bits))
+        words = split_last(self.field(blocks, "codes"), -1, 4 * self.bits)
         codes, start, low = None, 0, 0
         for bits in self.planes:
             plane = words[..., start : start + 4 * bits]
@@ -147,7 +154,7 @@ class Scheme:
     def floats(self, blocks: Tensor) -> Tensor:
         """Weights float32 [..., B * columns] of blocks [..., B, block_bytes]."""
         scale, minimum = self.scales(blocks)
-        weights = self.codes(blocks).unflatten(-1, (-1, self.part)) * scale[..., None]
+        weights = split_last(self.codes(blocks), -1, self.part) * scale[..., None]
         if minimum is not None:
             weights += minimum[..., None]
         return weights.flatten(-3)

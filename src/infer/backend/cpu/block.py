@@ -22,8 +22,8 @@ from infer.backend.cpu import threads as threads
 from infer.backend.cpu.attention import attend, attend_at, write
 from infer.backend.cpu.attention import attention_weights as attention_weights
 from infer.backend.cpu.gemm import BFLOAT16, WEIGHT, gemm, gemm_float
-from infer.backend.cpu.gemm_int import gemm_int, look_up, part_kernel, tile_kernel
 from infer.backend.cpu.gemm_int import PART as PART
+from infer.backend.cpu.gemm_int import gemm_int, look_up, part_kernel, tile_kernel
 from infer.backend.cpu.gemm_int import part_record as part_record
 from infer.backend.cpu.jit import Kernel, address, inline, keep_alive, kernel, records
 from infer.backend.cpu.simd import TILE as TILE

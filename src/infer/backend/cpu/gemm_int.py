@@ -184,7 +184,7 @@ def _quantize_group(at: int, codes_at: int, scales_at: int) -> None:
         peak = max_u32(peak, abs_bits(load_f32x8(at + i)))
     step = reduce_abs_max(peak) / np.float32(X_LEVELS)
     inverse = splat_x8(np.float32(1) / step if step > MIN_STEP else np.float32(0))
-    total, total_of_highs = 0, 0
+    total, total_of_highs = np.int32(0), np.int32(0)
     for half in range(2):
         sums, high_sums = zeros_i32x8(), zeros_i32x8()
         for i in range(half * GROUP // 2, (half + 1) * GROUP // 2, 8):
@@ -197,12 +197,12 @@ def _quantize_group(at: int, codes_at: int, scales_at: int) -> None:
         some = np.int32(reduce_add_i32(sums) - GROUP // 2 * LOW_MAGIC)
         highs = np.int32(reduce_add_i32(high_sums) - GROUP // 2 * (LOW_MAGIC >> 8))
         _store_sums(scales_at + (1 + half) * SUMS_BYTES, step, some, highs)
-        total, total_of_highs = total + some, total_of_highs + highs
+        total, total_of_highs = np.int32(total + some), np.int32(total_of_highs + highs)
     _store_sums(scales_at, step, total, total_of_highs)
 
 
 @inline(forceinline=True)
-def _store_sums(at: int, step: Any, sum_of_codes: int, sum_of_highs: int) -> None:
+def _store_sums(at: int, step: Any, sum_of_codes: Any, sum_of_highs: Any) -> None:
     store(at, step)
     store(at + 4, np.float32(np.int32(sum_of_codes)) * step)
     store(at + 8, np.int32(sum_of_highs))
@@ -290,7 +290,16 @@ def _emit_start(b: Any, sums: Any, index: int, magic: int, offset: Any) -> Any:
 
 
 def _emit_part(
-    b: Any, so_far: Any, codes: list[Any], first: int, x: Any, sums: Any, scale: Any, minimum: Any, offset: Any, small: bool
+    b: Any,
+    so_far: Any,
+    codes: list[Any],
+    first: int,
+    x: Any,
+    sums: Any,
+    scale: Any,
+    minimum: Any,
+    offset: Any,
+    small: bool,
 ) -> Any:
     """so_far + a part of a group times x. codes: plus an offset, or None. first: the quad of x that they begin with."""
     high = _emit_start(b, sums, 2, HIGH_MAGIC, offset)
@@ -425,7 +434,16 @@ def _part_body(parts: int, has_minimum: bool, small: bool) -> Any:
 
     @inline(forceinline=True)
     def by_fours(
-        at: int, groups: int, bias: int, missing: int, x: int, sums: int, count: int, out: int, out_row: int, offset: int
+        at: int,
+        groups: int,
+        bias: int,
+        missing: int,
+        x: int,
+        sums: int,
+        count: int,
+        out: int,
+        out_row: int,
+        offset: int,
     ) -> None:
         x_row, s_row = groups * X_BYTES, groups * SCALE_BYTES
         for t in range(0, count // 4 * 4, 4):  # four rows of x at once: the codes of W are loaded once for all
@@ -456,7 +474,16 @@ def _part_body(parts: int, has_minimum: bool, small: bool) -> Any:
 
     @inline(forceinline=True)
     def by_amx(
-        at: int, groups: int, bias: int, missing: int, x: int, sums: int, count: int, out: int, out_row: int, offset: int
+        at: int,
+        groups: int,
+        bias: int,
+        missing: int,
+        x: int,
+        sums: int,
+        count: int,
+        out: int,
+        out_row: int,
+        offset: int,
     ) -> None:
         x_row, s_row = groups * X_BYTES, groups * SCALE_BYTES
         scratch = np.empty(64 + AMX_CONFIG_BYTES + 3 * AMX_ROWS * line, np.uint8)
