@@ -176,7 +176,7 @@ def _read_headers(
         for key, value in expected.items():
             if own.get(key, 1 if key == "split.count" else 0) != value:
                 raise ValueError(
-                    f"{file}: {key} is {short_repr(own.get(key))}, but by its name it should be {value}: the files of a "
+                    f"{file}: {key} is {short_repr(own.get(key))}, but by its name it should be {value}: files of one "
                     "model are named NAME-00001-of-0000N.gguf"
                 )
         if number and (twice := tensors.keys() & others.keys()):

@@ -957,7 +957,7 @@ def test_weights_that_are_exchanged(folders: dict[str, Path], quantize: str) -> 
     logits(model)
     for m in (model, reference):
         down = m.layers[0].mlp.down_proj
-        down.weight = QuantizedWeight.of(randn(64, 96) * 0.1, 4)
+        down.weight = QuantizedWeight.of(randn(64, 96) * 0.1, "int4")
     model.layers[1].mlp.down_proj.weight = nn.Parameter(reference.layers[1].mlp.down_proj.weight.floats())
     got, expected = logits(model), reference(random_ids())
     assert (got - expected).abs().max() < 0.1 * expected.std()
