@@ -14,6 +14,7 @@ many rows with a shift and a mask.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +29,15 @@ FLOAT16, INT8, NIBBLES, E8M0 = "float16", "int8", "nibbles", "e8m0"  # how scale
 def split_last(x: Tensor, *sizes: int) -> Tensor:
     """[..., n] -> [..., *sizes], a view."""
     return x.view(*x.shape[:-1], *sizes)
+
+
+def pack_plane(codes: Tensor, bits: int) -> Tensor:
+    """A plane [..., bytes] of codes [..., columns] that have so many bits."""
+    pieces = split_last(codes, -1, 8 // bits, 4 * bits).unbind(-2)
+    packed = pieces[0]
+    for i, piece in enumerate(pieces[1:], 1):
+        packed = packed | piece << bits * i
+    return packed.flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -92,22 +102,18 @@ class Scheme:
 
     def pack(self, codes: Tensor, **fields: Tensor) -> Tensor:
         """Blocks uint8 [N, B, block_bytes] of codes [N, B, columns], before `zero` and `table`, and of other fields."""
-        stored = {name: value.reshape(*codes.shape[:2], -1) for name, value in fields.items()}
-        stored["codes"] = self._pack_codes(codes.view(torch.uint8))
-        return torch.cat([stored[name].contiguous().view(torch.uint8) for name in self.fields], -1)
-
-    def _pack_codes(self, codes: Tensor) -> Tensor:
-        groups, low, words = codes.reshape(*codes.shape[:2], -1, GROUP), 0, []
+        codes, low, planes = codes.view(torch.uint8), 0, []
         for bits in self.planes:
-            plane, per_byte = groups if low == 0 else groups >> low, 8 // bits
-            plane = plane if self.bits == bits + low else plane & (1 << bits) - 1
-            pieces = split_last(plane, per_byte, 4 * bits).unbind(-2)
-            packed = pieces[0]
-            for shift in range(1, per_byte):
-                packed = packed | pieces[shift] << bits * shift
-            words.append(packed)
+            planes.append(pack_plane(codes if self.bits == 8 else codes >> low & (1 << bits) - 1, bits))
             low += bits
-        return (torch.cat(words, -1) if len(words) > 1 else words[0]).flatten(-2)
+        return self.join(planes, **fields)
+
+    def join(self, planes: Sequence[Tensor], **fields: Tensor) -> Tensor:
+        """The same of packed planes [N, B, bytes]."""
+        stored = {name: value.reshape(*planes[0].shape[:2], -1) for name, value in fields.items()}
+        words = [split_last(plane, -1, 4 * bits) for plane, bits in zip(planes, self.planes, strict=True)]
+        stored["codes"] = planes[0] if len(planes) == 1 else torch.cat(words, -1).flatten(-2)
+        return torch.cat([stored[name].contiguous().view(torch.uint8) for name in self.fields], -1)
 
     def field(self, blocks: Tensor, name: str) -> Tensor:
         """The bytes of a field [..., bytes]."""
