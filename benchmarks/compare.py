@@ -284,10 +284,10 @@ def compare(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     cpu.kernels()  # compiled before any load is timed
     models, loads = {}, {}
     for width in args.widths or ["float", *(BITS if device.type == "cpu" else ())]:
-        quantize = width if width in BITS else None
+        quantize, stored = (None, dtype) if width == "float" else (width, "auto")
         name = f"infer {quantize or str(dtype).removeprefix('torch.')}"
         started = time.perf_counter()
-        models[name], _ = load_model(args.model, dtype=dtype, device=device, quantize=quantize)
+        models[name], _ = load_model(args.model, dtype=stored, device=device, quantize=quantize)
         first = Tokenizer(args.model)
         infer_engine(models[name], first)(prompt, 1)
         loads[name] = time.perf_counter() - started
@@ -449,8 +449,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--widths",
         nargs="+",
-        choices=["float", *BITS],
-        help="of infer's weights; float: in --dtype (on a CPU all, else float)",
+        choices=["float", "auto", *BITS],
+        help="of infer's weights; float: in --dtype; auto: as in the file (on a CPU all but auto, else float)",
     )
     parser.add_argument("--prompt-tokens", type=int, default=64, help="length of the prompt (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate, 2 or more (%(default)s)")

@@ -95,7 +95,7 @@ def measure_quantized_gemm(shapes: list[tuple[int, int]], counts: list[int]) -> 
     print(f"{'shape':>13} {'rows':>5} {'int4':>9} {'ratio':>6} {'int8':>9} {'ratio':>6}  bits")
     for rows, columns in shapes:
         weight = torch.randn(rows, columns)
-        four, eight = (QuantizedWeight.of(weight, bits) for bits in (4, 8))
+        four, eight = (QuantizedWeight.of(weight, kind) for kind in ("int4", "int8"))
         for count in counts:
             x, out = torch.randn(count, columns), torch.empty(count, rows)
             torchs = partial(F.linear, x, weight)

@@ -18,7 +18,7 @@ from infer.nn.activation import ACTIVATIONS
 from infer.nn.linear import Embedding, ExpertLinear, FusedLinear, Linear
 from infer.nn.module import Module
 from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCenteredRMSNorm
-from infer.nn.quantized import QuantizedWeight
+from infer.nn.quantized import QuantizedWeight, StackedWeight
 from infer.nn.rope import Rope, query_scales
 from infer.nn.sharded import ShardedEmbedding, ShardedLinear
 
@@ -28,7 +28,7 @@ SUPPORTED = (
     *(Linear, FusedLinear, ExpertLinear, Embedding),
 )
 SHARDED = (ShardedLinear, ShardedEmbedding)
-FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in (*SUPPORTED, *SHARDED, QuantizedWeight)}
+FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in (*SUPPORTED, *SHARDED, QuantizedWeight, StackedWeight)}
 METHODS = {name: getattr(Decoder, name) for name in ("forward", "run", "embed", "query_scales", "scale_logits")}
 
 

@@ -57,9 +57,10 @@ DeviceOption = Annotated[
 QuantizeOption = Annotated[
     str | None,
     typer.Option(
-        help="Quantize the weights to 4 or 8 bits, on a CPU. `infer perplexity` measures the loss.",
-        metavar="int4|int8",
-        show_default="as in the file",
+        help="auto: weights as in the file, with the quantized blocks of a GGUF file on a CPU. int4, int8: quantize to "
+        "4 or 8 bits, on a CPU. `infer perplexity` measures the loss.",
+        metavar="auto|int4|int8",
+        show_default="auto",
         autocompletion=completion.QUANTIZE,
     ),
 ]
@@ -198,8 +199,8 @@ class LoadOptions(OptionGroup):
     tensor_parallel: int = 1  # an option of ParallelLoadOptions
 
     def __post_init__(self) -> None:
-        if self.quantize not in (None, "int4", "int8"):  # before a model is fetched
-            raise ValueError(f"quantize must be one of int4, int8, or left out, not {self.quantize!r}")
+        if self.quantize not in (None, "auto", "int4", "int8"):  # before a model is fetched
+            raise ValueError(f"quantize must be one of auto, int4, int8, not {self.quantize!r}")
 
     def load(
         self, model_name: str, config: "ModelConfig | None" = None, positions: int = 0, cache_dtype: str = "auto"

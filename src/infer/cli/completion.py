@@ -24,6 +24,6 @@ def choices(*values: str) -> Callable[[], list[str]]:
 
 DTYPES = choices("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = choices("auto", "cpu", "cuda", "mps", "xpu")
-QUANTIZE = choices("int4", "int8")
+QUANTIZE = choices("auto", "int4", "int8")
 CACHE_DTYPES = choices("auto", "int8")
 ON_FULL = choices("error", "recompute")

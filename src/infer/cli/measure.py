@@ -171,8 +171,8 @@ def perplexity(
 
 
 def quantize_option(which: str) -> Any:
-    help = f"Quantize the weights of the {which} model to 4 or 8 bits, on a CPU."
-    return typer.Option(help=help, metavar="int4|int8", autocompletion=completion.QUANTIZE)
+    help = f"How the {which} model's weights are stored: auto (as in the file), or in 4 or 8 bits, on a CPU."
+    return typer.Option(help=help, metavar="auto|int4|int8", autocompletion=completion.QUANTIZE)
 
 
 def dtype_option(which: str) -> Any:

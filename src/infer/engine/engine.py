@@ -19,11 +19,20 @@ from infer.cache.pool import OutOfPages
 from infer.cache.traced import TracedCache
 from infer.engine.allocator import PagedAllocator, PerSequenceCaches
 from infer.engine.memory import CacheMemory, pass_tokens
-from infer.engine.model import Model, backend_name, check_mode, model_device, model_dtype, model_name, quantized_bits
+from infer.engine.model import (
+    Model,
+    backend_name,
+    check_mode,
+    model_device,
+    model_dtype,
+    model_name,
+    quantized_weights,
+)
 from infer.engine.params import check_prefill_chunk
 from infer.engine.runner import Runner, StepOutput
 from infer.engine.scheduler import ScheduledTokens, Scheduler
 from infer.engine.sequence import Sequence, Status
+from infer.nn.quantized import BITS, describe_kinds
 from infer.trace.record import Trace
 from infer.version import version
 
@@ -304,14 +313,14 @@ class Engine:
         model, params = self.model, sequence.params
         cache = None if sequence.cache is None else unwrap(sequence.cache)
         dtype = str(model_dtype(model) or torch.float32).removeprefix("torch.")
-        quantize = f"int{min(bits)}" if (bits := quantized_bits(model)) else None
+        kinds = describe_kinds((weight.kind, weight.rows * weight.columns) for weight in quantized_weights(model))
         # JSON has no -inf.
         bias = {str(token): x if math.isfinite(x) else str(x) for token, x in params.logit_bias.items()}
         return {
             "model_type": model.config.model_type,
             "dtype": dtype,
-            "quantize": quantize,
-            "weights": quantize or dtype,
+            "quantize": kinds if kinds in BITS else None,  # otherwise weights are as in their file
+            "weights": kinds or dtype,
             "device": str(model_device(model)),
             "backend": backend_name(model),
             "kv_cache": not isinstance(cache, NoCache),

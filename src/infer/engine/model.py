@@ -268,10 +268,9 @@ def weight_bytes(model: Model) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *buffers))
 
 
-def quantized_bits(model: Model) -> set[int]:
-    """Bits of its quantized weights; with int4, some matrices have 8."""
+def quantized_weights(model: Model) -> list[QuantizedWeight]:
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return {module.bits for module in modules if isinstance(module, QuantizedWeight)}
+    return [module for module in modules if isinstance(module, QuantizedWeight)]
 
 
 def check_mode(model: Model) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from infer.config import ModelConfig
 from infer.engine.generate import generate
-from infer.engine.model import Model, model_device, model_dtype, quantized_bits, weight_bytes
+from infer.engine.model import Model, model_device, model_dtype, quantized_weights, weight_bytes
 from infer.engine.params import SamplingParams, check_prefill_chunk
 from infer.engine.result import GenerationResult
 from infer.engine.sequence import check_sequence
@@ -161,7 +161,7 @@ def run(
 
 def _weight_bits(model: Model) -> list[int]:
     bits = {weight.dtype.itemsize * 8 for weight in model.parameters() if weight.dtype is not model_dtype(model)}
-    return sorted(bits | quantized_bits(model))
+    return sorted(bits | {weight.scheme.bits for weight in quantized_weights(model)})
 
 
 def fixed_prompt(tokenizer: BenchTokenizer, length: int) -> list[int]:

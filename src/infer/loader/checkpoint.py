@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infer.config import ModelConfig
-from infer.nn.quantized import Groups, quantize_rows
+from infer.nn.quantized import quantize_rows
 from infer.nn.rope import file_order
 from infer.values import FLAG, Kind, integer, number
 
@@ -101,11 +101,11 @@ class Checkpoint(Protocol):
         """None: there is no such tensor."""
         return self.tensors[name].dtype if name in self.tensors else None
 
-    def groups(self, name: str, bits: int, rows: range | None = None) -> Iterator[Groups]:
-        """The rows of a matrix in order, quantized."""
+    def quantized(self, name: str, kind: str, rows: range | None = None) -> Iterator[Tensor]:
+        """The rows of a matrix in order, as blocks of a scheme. kind: as for `QuantizedWeight`."""
         for block in self.blocks(name, rows):
             for some in torch.split(block, max(1, (1 << 18) // block.shape[1])):
-                yield quantize_rows(some, bits)
+                yield quantize_rows(some, kind)
 
     def tokenizer_parts(self) -> TokenizerParts: ...
 

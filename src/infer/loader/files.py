@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import re
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ MAX_SETTINGS = 4 * MB
 SAFETENSORS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TEKKEN, SENTENCEPIECE = "tekken.json", "tokenizer.model"  # tokenizers of folders without tokenizer.json
+SPLIT_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+MAX_SPLIT = 4096  # files
 
 
 def is_there(path: Path) -> bool:
@@ -106,3 +109,10 @@ def has_hash(file: Path, sha256: str, *, again: bool = False) -> bool:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(seen)
     return True
+
+
+def split_names(name: str) -> list[str]:
+    """The names of all files of a model, by that of any of them."""
+    if (found := SPLIT_NAME.fullmatch(name)) is None or not 1 <= int(found[2]) <= MAX_SPLIT:
+        return [name]
+    return [f"{found[1]}-{number:05}-of-{found[2]}.gguf" for number in range(1, int(found[2]) + 1)]

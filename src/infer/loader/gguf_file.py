@@ -3,8 +3,8 @@
 The header is parsed here: the reader of the `gguf` package takes seconds for a vocabulary of 50,000 entries, and maps
 the entire file into memory. That package dequantizes.
 
-With quantize=..., blocks that fit our groups of 32 weights are used as they are: 4-bit types become int4, 5- and 8-bit
-types int8. Other types (Q6_K has groups of 16, Q5_1 a minimum) are dequantized, then quantized.
+Types that `nn/schemes.py` lists can stay as they are. Others are dequantized, and quantized again with quantize=...
+A model may be split into files NAME-00001-of-0000N.gguf, the first of which has the metadata.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from infer.loader.checkpoint import FLOATS, Checkpoint, RowOrder, StoredTensor, TokenizerParts
+from infer.loader.files import split_names
+from infer.loader.gguf_blocks import blocks_of, fits_int8
 from infer.loader.gguf_config import LONG_ROPE, architecture_of, config_from_gguf, sampling_from_gguf
 from infer.loader.tensor_names import by_decoder_name, from_gguf
-from infer.nn.quantized import Groups, pack_nibbles
+from infer.nn.schemes import SCHEMES
 from infer.values import integer, short_repr
 
 Bytes = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
@@ -46,6 +48,7 @@ ALIGNMENT = integer(1, 2**20)
 
 @dataclass(frozen=True)
 class TensorInfo:
+    path: Path
     shape: tuple[int, ...]  # slowest dimension first, as in torch
     type: int
     offset: int  # from the start of the file
@@ -90,20 +93,18 @@ class GGUFFile(Checkpoint):
         else:
             yield from self._read(stored.name, rows)
 
-    def groups(self, name: str, bits: int, rows: range | None = None) -> Iterator[Groups]:
-        stored = self.tensors[name]
-        own_bits, convert = GROUPS.get(stored.dtype, (None, None))
-        if convert is None or own_bits != bits:
-            yield from super().groups(name, bits, rows)
+    def quantized(self, name: str, kind: str, rows: range | None = None) -> Iterator[Tensor]:
+        stored, scheme = self.tensors[name], SCHEMES[kind]
+        own = SCHEMES.get(str(stored.dtype))
+        if own is None or not (own is scheme or (kind == "int8" and fits_int8(own))):
+            yield from super().quantized(name, kind, rows)
             return
         placed = RowOrder.of(self.config, name, stored.shape[0], rows, self._interleaved)
-        read = map(convert, self._raw(self._tensors[stored.name], placed.rows if placed else rows))
-        if placed is None:
-            yield from read
-        else:
-            columns = zip(*read, strict=True)
-            parts: list[Any] = [None if part[0] is None else torch.cat(part)[placed.order] for part in columns]
-            yield Groups(*parts)
+        raw = self._raw(self._tensors[stored.name], placed.rows if placed else rows)
+        blocks = (blocks_of(torch.from_numpy(each), own) for each in raw)
+        if own is not scheme:
+            blocks = (scheme.pack(own.codes(each), scale=own.scales(each)[0].half()) for each in blocks)
+        yield from blocks if placed is None else (torch.cat(list(blocks))[placed.order],)
 
     def _read(self, stored: str, rows: range | None = None) -> Iterator[Tensor]:
         """The tensor's rows as float32, a block at a time."""
@@ -122,7 +123,7 @@ class GGUFFile(Checkpoint):
         rows = range(in_all) if rows is None else rows
         row_bytes = tensor.nbytes // in_all
         rows_per_block = max(1, BLOCK_WEIGHTS * in_all // math.prod(tensor.shape))
-        with self.path.open("rb") as file:
+        with tensor.path.open("rb") as file:
             file.seek(tensor.offset + rows.start * row_bytes)
             for start in range(rows.start, rows.stop, rows_per_block):
                 count = min(rows_per_block, rows.stop - start)
@@ -148,12 +149,36 @@ class GGUFFile(Checkpoint):
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """Metadata and tensors. The last result is cached: a model, its tokenizer and its config are read one by one."""
-    stat = path.stat()
-    return _read_header(path, stat.st_size, stat.st_mtime_ns)
+    files = [path.with_name(name) for name in split_names(path.name)]
+    if missing := [file.name for file in files if not file.exists()]:
+        raise FileNotFoundError(f"{path} is one of {len(files)} files, of which {missing[0]} is not beside it")
+    stats = [file.stat() for file in files]
+    return _read_headers(tuple(files), tuple((stat.st_size, stat.st_mtime_ns) for stat in stats))
 
 
 @lru_cache(maxsize=1)
-def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+def _read_headers(
+    files: tuple[Path, ...], stats: tuple[tuple[int, int], ...]
+) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    metadata, tensors = _read_header(files[0], stats[0][0])
+    for number, (file, (size, _)) in enumerate(zip(files, stats, strict=True)):
+        own, others = (metadata, tensors) if number == 0 else _read_header(file, size)
+        expected = {"split.count": len(files), "split.no": number} if len(files) > 1 else {"split.count": 1}
+        for key, value in expected.items():
+            if own.get(key, 1 if key == "split.count" else 0) != value:
+                raise ValueError(
+                    f"{file}: {key} is {short_repr(own.get(key))}, but by its name it should be {value}: files of one "
+                    "model are named NAME-00001-of-0000N.gguf"
+                )
+        if number and (twice := tensors.keys() & others.keys()):
+            raise ValueError(f"{file}: another file of this model has {short_repr(min(twice))} too")
+        tensors |= others
+    if len(files) > 1 and (count := metadata.get("split.tensors.count", len(tensors))) != len(tensors):
+        raise ValueError(f"{files[0]}: the files of this model have {len(tensors):,} tensors, not {short_repr(count)}")
+    return metadata, tensors
+
+
+def _read_header(path: Path, size: int) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     if size < 24:
         raise ValueError(f"{path} is not a GGUF file: it has only {size} bytes")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -163,13 +188,11 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Any], 
         if version not in (2, 3):
             raise ValueError(f"{path} is GGUF version {version} (or big-endian); versions 2 and 3 can be read")
         try:
-            metadata, tensors = _parse(_Reader(data, 8))
+            metadata, tensors = _parse(_Reader(data, 8), path)
         except (struct.error, UnicodeDecodeError, KeyError, OverflowError):
             raise ValueError(f"{path} is damaged or cut short: its header does not end") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    if (parts := metadata.get("split.count", 1)) != 1:
-        raise ValueError(f"{path} is one part of {short_repr(parts)}: join them with llama-gguf-split --merge")
     end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
     if end > size:
         raise ValueError(f"{path} is cut short: its tensors end at byte {end:,}, the file at {size:,}")
@@ -251,7 +274,7 @@ class _Reader:
         return self.scalars("Q", dimensions)[::-1], self.scalar("I"), self.scalar("Q")
 
 
-def _parse(reader: _Reader) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+def _parse(reader: _Reader, path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     tensor_count, metadata_count = reader.scalars("Q", 2)
     metadata = reader.table("metadata key", metadata_count, MAX_KEYS, lambda _: reader.value(reader.scalar("I")))
     infos = reader.table("tensor", tensor_count, MAX_TENSORS, reader.tensor)
@@ -260,7 +283,7 @@ def _parse(reader: _Reader) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     start = -(-reader.offset // alignment) * alignment
     tensors = {}
     for name, (shape, kind, offset) in infos.items():
-        tensors[name] = TensorInfo(shape, kind, start + offset, _nbytes(name, shape, kind))
+        tensors[name] = TensorInfo(path, shape, kind, start + offset, _nbytes(name, shape, kind))
     return metadata, tensors
 
 
@@ -287,60 +310,3 @@ def _quantization(kind: int) -> Any:
     except (ValueError, NotImplementedError):
         raise ValueError(f"tensors of GGUF type {kind} cannot be read by the installed gguf package") from None
     return quantization
-
-
-def _blocks(raw: Bytes, size: int) -> Tensor:
-    """[rows, row bytes] -> [rows, blocks, size]"""
-    return torch.from_numpy(raw).view(len(raw), -1, size)
-
-
-def _half(blocks: Tensor, at: int) -> Tensor:
-    return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
-
-
-def _q4_0(raw: Bytes) -> Groups:
-    blocks = _blocks(raw, 18)
-    scale = _half(blocks, 0)
-    return Groups(blocks[..., 2:], scale, scale * -8)
-
-
-def _q4_1(raw: Bytes) -> Groups:
-    blocks = _blocks(raw, 20)
-    return Groups(blocks[..., 4:], _half(blocks, 0), _half(blocks, 2))
-
-
-def _q4_k(raw: Bytes) -> Groups:
-    """A block has eight groups, whose scales and minima are 6-bit multiples of the block's two floats."""
-    blocks = _blocks(raw, 144)
-    packed = blocks[..., 4:16].reshape(*blocks.shape[:2], 3, 4)
-    low, high, rest = packed.unbind(-2)
-    scales = torch.cat((low & 63, (rest & 15) | (low >> 6) << 4), -1)
-    minima = torch.cat((high & 63, (rest >> 4) | (high >> 6) << 4), -1)
-    codes = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)  # 32 bytes: a group in the low nibbles, one in the high
-    codes = torch.stack((codes & 15, codes >> 4), -2).flatten(1, 3)  # [rows, groups, 32]
-    scale = _half(blocks, 0).float()[..., None] * scales
-    minimum = _half(blocks, 2).float()[..., None] * minima
-    return Groups(pack_nibbles(codes), scale.flatten(1).half(), -minimum.flatten(1).half())
-
-
-def _q5_0(raw: Bytes) -> Groups:
-    """Four bits of each code as in Q4_0, the fifth bits in four bytes of their own."""
-    blocks = _blocks(raw, 22)
-    fifth = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    codes = torch.cat((blocks[..., 6:] & 15, blocks[..., 6:] >> 4), -1) | fifth.flatten(-2) << 4
-    return Groups(codes.to(torch.int8) - 16, _half(blocks, 0), None)
-
-
-def _q8_0(raw: Bytes) -> Groups:
-    blocks = _blocks(raw, 34)
-    return Groups(blocks[..., 2:].contiguous().view(torch.int8), _half(blocks, 0), None)
-
-
-# By type: our bits, and the conversion.
-GROUPS: dict[Any, tuple[int, Callable[[Bytes], Groups]]] = {
-    "Q4_0": (4, _q4_0),
-    "Q4_1": (4, _q4_1),
-    "Q4_K": (4, _q4_k),
-    "Q5_0": (8, _q5_0),
-    "Q8_0": (8, _q8_0),
-}

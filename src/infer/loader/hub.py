@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from infer import progress
-from infer.loader.files import INDEX, SAFETENSORS, SENTENCEPIECE, TEKKEN, has_hash, read_index
+from infer.loader.files import INDEX, SAFETENSORS, SENTENCEPIECE, TEKKEN, has_hash, read_index, split_names
 from infer.loader.hub_names import GATED
 
 # owner/name, /FILE.gguf, @revision
@@ -62,7 +62,8 @@ def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, 
     from huggingface_hub import get_session, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = [file] if file else SETTINGS + WEIGHTS * weights
+    parts = split_names(file) if file else []
+    patterns = parts or SETTINGS + WEIGHTS * weights
 
     def download(files: list[str], *, cached: bool = False, again: bool = False) -> Path:
         options: dict[str, Any] = {"local_files_only": cached, "force_download": again}
@@ -71,7 +72,7 @@ def _snapshot(repo: str, file: str | None, revision: str | None, weights: bool, 
         return Path(str(snapshot_download(repo, revision=revision, allow_patterns=files, **options)))
 
     def is_complete(folder: Path) -> bool:
-        return (folder / file).exists() if file else _is_complete(folder, weights)
+        return all((folder / part).exists() for part in parts) if file else _is_complete(folder, weights)
 
     hooks = get_session().event_hooks["request"]
     if _limit_time not in hooks:

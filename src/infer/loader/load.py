@@ -4,12 +4,13 @@ In float32 on a CPU with kernels, matrices that a checkpoint has in bfloat16 sta
 they multiply, which gives the same numbers and reads half the memory. (float16 is widened when loaded: its conversion
 instruction is slow on many cores, and takes longer at each step than reading twice the bytes.)
 
-On a CPU, quantized matrices of a GGUF file stay quantized, unless `dtype` asks for floats: Q4_0, Q4_1 and Q4_K in 4
-bits, all other types, the embedding and the head in 8. Of matrices that are stacked, all must be quantized.
+On a CPU, quantized matrices of a GGUF file keep their blocks, unless `dtype` asks for floats. Types that have no scheme
+(`nn/schemes.py`) are rounded to int8. Of matrices that are stacked, all must be quantized; their types may differ.
 
-quantize="int8" stores all matrices in 8 bits. "int4" stores them in 4 bits, except in 8 bits:
+quantize="int8" stores all matrices in 8 bits. "int4" keeps the blocks of a GGUF file, and stores other matrices in 4
+bits, except in 8 bits:
 - the embedding and the head, which affect every token;
-- what a GGUF file has in 5 bits or more, because its author found that it needs them;
+- types without a scheme that have more than 4 bits;
 - q, k and v of checkpoints in floats: a tenth of the weights, and half of the error of quantizing all (perplexity of
   Gemma 3 270M with its layers quantized from floats: +17 % with q, k, v in 4 bits, +9 % in 8).
 """
@@ -20,8 +21,10 @@ import math
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +39,12 @@ from infer.models.common import Decoder
 from infer.models.registry import build_model
 from infer.models.sharding import ModelShard
 from infer.nn.linear import FusedLinear, Linear
-from infer.nn.quantized import BITS, QuantizedWeight, packed_bytes
+from infer.nn.quantized import BITS, Quantized, QuantizedWeight, StackedWeight, describe_kinds
+from infer.nn.schemes import SCHEMES, Scheme
 from infer.nn.sharded import Group
 
-FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")  # GGUF types whose blocks become int4 as they are
-ABOVE_4_BITS = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "Q8_K")
+AUTO = "auto"
+ABOVE_4_BITS = ("Q8_1", "Q8_K")  # GGUF types without a scheme
 
 
 def load_model(
@@ -58,10 +62,11 @@ def load_model(
     dtype: what the model computes in. With "auto" on a CPU, that is float32, and quantized matrices of a GGUF file stay
     quantized; any other dtype makes them floats. In float32 on a CPU, matrices stored in bfloat16 stay in bfloat16
     (`model.float()` converts them).
-    quantize: "int4" or "int8" stores the matrices in 4 or 8 bits (see `loader/load.py`), on the CPU.
+    quantize: "int4" or "int8" stores the matrices in 4 or 8 bits (see `loader/load.py`), on the CPU. "auto", like None,
+    keeps what the file has.
     group: the processes of a tensor-parallel model, each of which loads its shard (see `infer.parallel`).
     """
-    device = resolve_device(device)
+    device, quantize = resolve_device(device), resolve_quantize(quantize)
     resolve_weight_dtype(dtype, device, quantize)  # refuses before anything is read
     checkpoint = open_checkpoint(name_or_path)
     shard = None if group is None else ModelShard(checkpoint.config, group)
@@ -77,7 +82,7 @@ def load_model(
     if device.type == "cpu" and weights.dtype is torch.float32:
         # Kernels are compiled now rather than between two tokens.
         if (kernels := cpu.kernels()) is not None:
-            kernels.prepare(weights.bits, experts=checkpoint.config.num_experts > 0)
+            kernels.prepare(weights.schemes, experts=checkpoint.config.num_experts > 0)
         elif quantize is None:
             weights = WeightDtypes(weights.dtype)
             check_memory(weights.nbytes(model), weights, device)
@@ -94,10 +99,16 @@ def load_model(
     return model.eval(), checkpoint.config
 
 
+def resolve_quantize(quantize: str | None) -> str | None:
+    """None: weights stay as the file has them. Refuses what does not exist."""
+    if quantize is not None and quantize not in (AUTO, *BITS):
+        raise ValueError(f"quantize must be one of {', '.join((AUTO, *BITS))}, not {quantize!r}")
+    return None if quantize == AUTO else quantize
+
+
 def resolve_weight_dtype(dtype: torch.dtype | str, device: torch.device, quantize: str | None) -> torch.dtype:
     """The dtype of weights that are not quantized. Refuses a `quantize` that does not exist or fit the device."""
-    if quantize is not None and quantize not in BITS:
-        raise ValueError(f"quantize must be one of {', '.join(BITS)}, or left out, not {quantize!r}")
+    quantize = resolve_quantize(quantize)
     if quantize is not None and device.type != "cpu":
         raise ValueError(f"quantized weights run on the CPU only: use device cpu, or leave {quantize} out on {device}")
     resolved = resolve_dtype(dtype, device)
@@ -105,61 +116,81 @@ def resolve_weight_dtype(dtype: torch.dtype | str, device: torch.device, quantiz
     return resolved
 
 
+class PackedRows(NamedTuple):
+    """Rows of a matrix that are stored in one scheme."""
+
+    rows: int
+    columns: int
+    kind: str  # as for `QuantizedWeight`
+
+
 @dataclass(frozen=True)
 class WeightDtypes:
     """How each parameter is stored: in the model's dtype, unless `stored` says otherwise."""
 
     dtype: torch.dtype  # what the model computes in
-    stored: Mapping[str, int | torch.dtype] = field(default_factory=dict)  # by parameter: bits if quantized, or a dtype
+    stored: Mapping[str, tuple[PackedRows, ...] | torch.dtype] = field(default_factory=dict)  # by parameter
 
     @property
-    def bits(self) -> set[int]:
-        """Of the quantized matrices."""
-        return {stored for stored in self.stored.values() if isinstance(stored, int)}
+    def quantized(self) -> list[PackedRows]:
+        return [rows for stored in self.stored.values() if not isinstance(stored, torch.dtype) for rows in stored]
+
+    @property
+    def schemes(self) -> set[Scheme]:
+        return {SCHEMES[part.kind] for part in self.quantized}
 
     def nbytes(self, model: Decoder) -> int:
-        total = 0
+        total = sum(part.rows * SCHEMES[part.kind].row_bytes(part.columns) for part in self.quantized)
         for name, parameter in model.named_parameters():
             stored = self.stored.get(name, self.dtype)
-            if isinstance(stored, int):
-                total += packed_bytes(parameter.shape[0], parameter.shape[1], stored)
-            else:
-                total += parameter.numel() * stored.itemsize
+            total += parameter.numel() * stored.itemsize if isinstance(stored, torch.dtype) else 0
         return total
 
     def __str__(self) -> str:
-        """What most weights are stored in."""
+        """What most weights are stored in, and all types of those that are quantized."""
         dtype = torch.bfloat16 if torch.bfloat16 in self.stored.values() else self.dtype
-        return f"int{min(self.bits)}" if self.bits else str(dtype).removeprefix("torch.")
+        kinds = describe_kinds((part.kind, part.rows * part.columns) for part in self.quantized)
+        return kinds or str(dtype).removeprefix("torch.")
 
 
 def choose_weight_dtypes(
     model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype | str, device: torch.device, quantize: str | None
 ) -> WeightDtypes:
     """model: of that checkpoint, not yet quantized; it may be on the meta device. Others: as for `load_model`."""
-    stored: dict[str, int | torch.dtype] = {}
-    computed = resolve_weight_dtype(dtype, device, quantize)
+    stored: dict[str, tuple[PackedRows, ...] | torch.dtype] = {}
+    quantize, computed = resolve_quantize(quantize), resolve_weight_dtype(dtype, device, quantize)
     keeps_bfloat16 = device.type == "cpu" and computed is torch.float32 and cpu.expected()
     keeps_blocks = keeps_bfloat16 and dtype == "auto"
-    for name, _ in model.named_parameters() if quantize is not None or keeps_bfloat16 else ():
+    for name, parameter in model.named_parameters() if quantize is not None or keeps_bfloat16 else ():
         module_name, _, kind = name.rpartition(".")
         module = model.get_submodule(module_name)
         if kind != "weight" or not (isinstance(module, Linear) or module is model.embed_tokens):
             continue
-        dtypes = {checkpoint.stored_dtype(each) for each in (name, *part_names(module, module_name, kind))} - {None}
-        quantized = dtypes - set(FLOATS.values())
+        rows, columns = parameter.shape
+        sizes = {name: rows}
+        if isinstance(module, FusedLinear) and checkpoint.stored_dtype(name) is None:
+            sizes = dict(zip(part_names(module, module_name, kind), module.parts.values(), strict=True))
+        dtypes = {checkpoint.stored_dtype(each) for each in sizes} - {None}  # none: of a head that is tied
         is_router = module_name.endswith("router")  # small, and the choice of experts is sensitive to it
-        if is_router or (quantize is None and not (keeps_blocks and quantized and quantized == dtypes)):
+        if is_router or (quantize is None and not (keeps_blocks and dtypes and not dtypes & set(FLOATS.values()))):
             if dtypes == {torch.bfloat16} and keeps_bfloat16:
                 stored[name] = torch.bfloat16
-        elif quantize == "int8" or module is model.embed_tokens or module is model.lm_head:
-            stored[name] = 8
-        elif quantize is None:
-            stored[name] = 4 if dtypes <= set(FOUR_BITS) else 8
-        else:
-            from_floats = 8 if module_name.endswith("qkv_proj") else 4
-            stored[name] = max((8 if each in ABOVE_4_BITS else 4 for each in quantized), default=from_floats)
+            continue
+        is_wide = module is model.embed_tokens or module is model.lm_head
+        kinds = [_kind(checkpoint.stored_dtype(each), quantize, is_wide, module_name) for each in sizes]
+        runs = groupby(zip(kinds, sizes.values(), strict=True), key=itemgetter(0))
+        stored[name] = tuple(PackedRows(sum(size for _, size in run), columns, kind) for kind, run in runs)
     return WeightDtypes(computed, stored)
+
+
+def _kind(stored: torch.dtype | str | None, quantize: str | None, is_wide: bool, module_name: str) -> str:
+    """What a quantized matrix is stored as. stored: its type in the file."""
+    if quantize != "int8" and stored in SCHEMES:
+        return str(stored)
+    from_floats = not isinstance(stored, str)
+    if quantize != "int4" or is_wide or stored in ABOVE_4_BITS or (from_floats and module_name.endswith("qkv_proj")):
+        return "int8"
+    return "int4"
 
 
 def part_names(module: nn.Module, module_name: str, kind: str) -> list[str]:
@@ -257,11 +288,12 @@ def _materialize(model: Decoder, device: torch.device, weights: WeightDtypes) ->
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
         stored = weights.stored.get(name, weights.dtype)
-        if isinstance(stored, int):
-            rows, columns = parameter.shape
-            weight: nn.Parameter | QuantizedWeight = QuantizedWeight(rows, columns, stored, device, cpu.tile_rows())
-        else:
+        weight: nn.Parameter | Quantized
+        if isinstance(stored, torch.dtype):
             weight = nn.Parameter(torch.empty(parameter.shape, dtype=stored, device=device), requires_grad=False)
+        else:
+            parts = [QuantizedWeight(*rows, device, cpu.tile_rows()) for rows in stored]
+            weight = parts[0] if len(parts) == 1 else StackedWeight(parts)
         setattr(model.get_submodule(module_name), leaf, weight)
     model.tie_weights()
 
@@ -270,13 +302,15 @@ def _fill(model: Decoder, checkpoint: Checkpoint, name: str, slot: Slot) -> None
     module_name, _, leaf = slot.parameter.rpartition(".")
     weight, row = getattr(model.get_submodule(module_name), leaf), slot.start
     for rows in slot.rows:
-        if isinstance(weight, QuantizedWeight):
-            for groups in checkpoint.groups(name, weight.bits, rows):
-                for scales in (groups.scale, groups.minimum):
+        if isinstance(weight, Quantized):
+            part, at = weight.part(row)
+            for blocks in checkpoint.quantized(name, part.kind, rows):
+                for scales in part.scheme.block_scales(blocks):
                     if scales is not None:
-                        check_finite(checkpoint, name, scales)
-                weight.fill(row, groups)
-                row += len(groups.codes)
+                        check_finite(checkpoint, name, scales * max(part.scheme.table, default=1))
+                part.fill(at, blocks)
+                at += len(blocks)
+            row += len(rows)
         else:
             for block in checkpoint.blocks(name, rows):
                 check_finite(checkpoint, name, weight.data[row : row + len(block)].copy_(block))

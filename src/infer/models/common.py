@@ -24,7 +24,7 @@ from infer.nn.activation import activated, gated
 from infer.nn.linear import Embedding, FusedLinear, Linear
 from infer.nn.module import Module, is_autocast
 from infer.nn.norm import LayerNorm, Norm, RMSNorm
-from infer.nn.quantized import QuantizedWeight
+from infer.nn.quantized import QuantizedWeight, describe_kinds
 from infer.nn.rope import Rope, apply_rope, query_scales
 from infer.nn.sharded import Group
 from infer.values import value_or_type
@@ -282,7 +282,7 @@ class Decoder(Module):
         count += sum(weight.rows * weight.columns for weight in quantized)
         dtype, stored = _name_of(self.dtype), _name_of(next(self.parameters()).dtype)
         if quantized:
-            stored = f"int{min(weight.bits for weight in quantized)}"
+            stored = describe_kinds((weight.kind, weight.rows * weight.columns) for weight in quantized)
         facts = [
             f"{count / 1e6:,.1f}M parameters" + (f" in {stored}" if stored != dtype else ""),
             f"{dtype} on {self.device}",

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infer.nn.module import Module
-from infer.nn.quantized import QuantizedWeight
+from infer.nn.quantized import Quantized, QuantizedWeight
 
 AT_ONCE = 1 << 22  # weights converted at a time: with fewer, torch's GEMMs take longer
 
@@ -36,7 +36,7 @@ class Embedding(Module):
 class Linear(Module):
     """y = W x (+ b) (+ residual)."""
 
-    weight: nn.Parameter | QuantizedWeight
+    weight: nn.Parameter | Quantized
     bias: Tensor | None
     slices: int | None = None  # split-K of the GPU kernels; None: chosen by the shape
     unsharded_rows: int | None = None  # of the full weight, if this is a shard of it
@@ -67,7 +67,7 @@ class Linear(Module):
         if x.dim() != 2:
             flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
             return self.forward(x.reshape(-1, x.shape[-1]), flat).view(*x.shape[:-1], -1)
-        if isinstance(self.weight, QuantizedWeight):
+        if isinstance(self.weight, Quantized):
             out: Tensor = self.weight(x, self.bias)
         elif x.dtype is self.weight.dtype:
             out = F.linear(x, self.weight, self.bias)

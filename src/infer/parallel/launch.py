@@ -25,6 +25,7 @@ from infer.loader.load import check_shard_memory
 from infer.machine import resolve_device, use_threads
 from infer.models.common import Decoder
 from infer.models.sharding import check_world_size
+from infer.nn.schemes import Scheme
 from infer.parallel.collectives import distributed
 from infer.parallel.group import ProcessGroup, ProcessLost
 from infer.parallel.tensor_parallel import TensorParallelGroup, load_shard, run_worker
@@ -59,14 +60,14 @@ def load_sharded(
     settings = {"name_or_path": str(name_or_path), "dtype": dtype, "quantize": quantize}
     if torchrun_rank():
         run_torchrun_worker()
-    bits: set[int] = set()
+    schemes: set[Scheme] = set()
     if collectives == "gloo":
-        bits = check_shard_memory(name_or_path, dtype, device, quantize, world_size).bits
+        schemes = check_shard_memory(name_or_path, dtype, device, quantize, world_size).schemes
     start = _start_workers if torchrun_rank() is None else _join_torchrun
     group = start(world_size, device, collectives)
     try:
         if device.type == "cpu" and cpu.kernels() is not None:  # compiled by one process, for all
-            cpu.kernels().prepare(bits, split=True)
+            cpu.kernels().prepare(schemes, split=True)
         group.send("load", settings, _share_threads(group))
         return load_shard(group, settings), config
     except BaseException:

@@ -338,7 +338,7 @@ def ropes_replaced(model: Decoder) -> None:
 
 def quantised(model: Decoder) -> None:
     for layer in model.layers:
-        layer.mlp.down_proj.weight = QuantizedWeight.of(layer.mlp.down_proj.weight, 8)
+        layer.mlp.down_proj.weight = QuantizedWeight.of(layer.mlp.down_proj.weight, "int8")
 
 
 # Kernels go on, with what has changed.
@@ -380,9 +380,9 @@ class TestTaken:
         quantised(model)
         weight = model.layers[0].mlp.down_proj.weight
         logits_by_door(model)
-        weight.fill(0, quantize_rows(torch.randn(32, 48), 8))
+        weight.fill(0, quantize_rows(torch.randn(32, 48), "int8"))
         check(model)
-        weight.packed = QuantizedWeight.of(torch.randn(32, 48), 8).packed
+        weight.packed = QuantizedWeight.of(torch.randn(32, 48), "int8").packed
         check(model)
 
     def test_a_weight_across_in_its_own_memory(self, tiny_model: Callable) -> None:
@@ -447,7 +447,7 @@ class TestHooks:
     def test_on_all_modules(self, family: str, tiny_model: Callable) -> None:
         """Of every family, those inside packed weights too: all fire, once for a pass over several rows."""
         model, seen = tiny_model(model_type=family), []
-        model.layers[0].mlp.down_proj.weight = QuantizedWeight.of(model.layers[0].mlp.down_proj.weight, 8)
+        model.layers[0].mlp.down_proj.weight = QuantizedWeight.of(model.layers[0].mlp.down_proj.weight, "int8")
         names = [name for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList)]
         assert "layers.0.mlp.down_proj.weight" in names
         for name in names:

@@ -91,7 +91,7 @@ def make_model(name: str, form: str, **changes: Any) -> Decoder:
     if weights in ("int8", "int4"):
         for module in model.modules():
             if isinstance(module, Linear):
-                module.weight = QuantizedWeight.of(module.weight.float(), int(weights[-1]))
+                module.weight = QuantizedWeight.of(module.weight.float(), weights)
     return model
 
 

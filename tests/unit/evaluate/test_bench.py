@@ -108,13 +108,13 @@ def test_prefill_in_chunks(model: Decoder, measured: list[BenchResult], passes: 
 
 
 def test_quantised_weights_are_said_to_be(model: Decoder) -> None:
-    model.lm_head.weight = QuantizedWeight.of(model.lm_head.weight.data, 8)
+    model.lm_head.weight = QuantizedWeight.of(model.lm_head.weight.data, "int8")
     config = BenchConfig(4, 2, trials=1, warmup=0)
     assert "float32, weights in 8 bits\n" in bench.format_table(
         [bench.run(model, LetterTokenizer(), config)], "", MACHINE
     )
     down = model.layers[0].mlp.down_proj
-    down.weight = QuantizedWeight.of(down.weight.data, 4)
+    down.weight = QuantizedWeight.of(down.weight.data, "int4")
     result = bench.run(model, LetterTokenizer(), config)
     assert "float32, weights in 4 and 8 bits\n" in bench.format_table([result], "", MACHINE)
     assert bench.report([result], "", MACHINE)["results"][0]["weight_bits"] == [4, 8]

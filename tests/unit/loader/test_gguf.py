@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import unicodedata
@@ -52,6 +53,7 @@ from infer.loader.describe import describe
 from infer.loader.gguf_file import GGUFFile, read_header
 from infer.loader.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
 from infer.nn.quantized import QuantizedWeight
+from infer.nn.schemes import SCHEMES
 
 
 def _can(function: Any, quant: Quant) -> bool:
@@ -181,9 +183,14 @@ SCALES_AT = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
     "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
+    "TQ2_0": (64,),  # has no scheme
 }
-EXACT = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 8, "Q8_0": 8}  # types that are taken over as they are, and in how many bits
-FINER = ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")  # what int4 keeps in 8 bits
+FITS_INT8 = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")  # what int8 takes over without rounding
 FLOATS = ("F32", "F16", "BF16")
 
 TypedTensor = tuple[np.ndarray, Quant]
@@ -197,8 +204,10 @@ def random_blocks(rows: int, columns: int, kind: str, seed: int) -> TypedTensor:
     block, block_bytes = gguf.GGML_QUANT_SIZES[quant]
     raw = rng.integers(0, 256, (rows, columns // block, block_bytes), dtype=np.uint8)
     for at in SCALES_AT[kind]:
-        scale = rng.uniform(0.5, 1, raw.shape[:2]) * rng.choice([-1, 1], raw.shape[:2]) * 16.0 ** -(kind[-1] == "K")
+        scale = rng.uniform(0.5, 1, raw.shape[:2]) * rng.choice([-1, 1], raw.shape[:2]) * 16.0 ** -(kind[-1] in "KS")
         raw[..., at : at + 2] = (scale / 100).astype(np.float16)[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        raw[..., 0] = raw[..., 0] % 4 + 120
     return raw.reshape(rows, -1), quant
 
 
@@ -222,25 +231,23 @@ def quantised_parts(model: Any) -> dict[str, tuple[QuantizedWeight, torch.Tensor
     parts = {f"{name}.weight": (module.weight, module.weight.floats()) for name, module in found.items()}
     for module, names in ((attn.qkv_proj, ("attn_q", "attn_k", "attn_v")), (mlp.gate_up_proj, ("ffn_gate", "ffn_up"))):
         rows = module.weight.floats().split(list(module.parts.values()))
-        for name, heads, part in zip(names, (attn.num_heads, attn.num_kv_heads, None), rows, strict=False):
+        starts = itertools.accumulate(module.parts.values(), initial=0)
+        for name, heads, start, part in zip(
+            names, (attn.num_heads, attn.num_kv_heads, None), starts, rows, strict=False
+        ):
             if name in ("attn_q", "attn_k"):
                 part = torch.from_numpy(llama_cpp_order(part.numpy(), heads))
-            parts[f"blk.0.{name}.weight"] = module.weight, part
+            parts[f"blk.0.{name}.weight"] = module.weight.part(start)[0], part
     return parts
 
 
 def assert_taken_over(weight: QuantizedWeight, got: torch.Tensor, expected: np.ndarray, kind: str) -> None:
+    """The file's own numbers, to the last bit, or those nearest to them."""
     floats = torch.from_numpy(expected)
-    if EXACT.get(kind) == weight.bits:
+    if weight.kind == kind or (weight.kind == "int8" and kind in FITS_INT8):
         assert torch.equal(got, floats)
-    elif kind == "Q4_K" and weight.bits == 4:
-        # Its scales and minima are products, which float16 rounds: of codes up to 15.
-        groups = floats.unflatten(1, (-1, 32))
-        size = groups.amax(2) - groups.amin(2) + groups.abs().amax(2)
-        assert (got - floats).abs().max() > 0
-        assert ((got - floats).abs() <= size.repeat_interleave(32, 1) * 2**-10 + 2**-20).all()
     else:
-        assert torch.equal(got, QuantizedWeight.of(floats, weight.bits).floats())
+        assert torch.equal(got, QuantizedWeight.of(floats, weight.kind).floats())
 
 
 @pairs(
@@ -251,71 +258,142 @@ def assert_taken_over(weight: QuantizedWeight, got: torch.Tensor, expected: np.n
 def test_types_kept_quantised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, quantize: str, block_weights: int
 ) -> None:
-    """The file's own weights where its groups are ours, and those nearest to them elsewhere; read in any pieces."""
+    """int4 keeps blocks; floats and int8 have the weights nearest to the file's. Read in any pieces."""
     monkeypatch.setattr(gguf_file, "BLOCK_WEIGHTS", block_weights)
     path, floats = save_blocks(tmp_path / "m.gguf", {}, kind)
     model = load(path, quantize)
     for name, (weight, got) in quantised_parts(model).items():
-        wide = quantize == "int8" or name in ("token_embd.weight", "output.weight") or kind in FINER
+        wide = quantize == "int8" or name in ("token_embd.weight", "output.weight")
         wide = wide or (kind in FLOATS and ".attn_" in name and "output" not in name)
-        assert weight.bits == (8 if wide else 4)
+        keeps = quantize == "int4" and kind in SCHEMES
+        assert weight.kind == (kind if keeps else "int8" if wide else "int4")
         assert_taken_over(weight, got, floats[name], kind)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "default", "wide"),
+    ("kinds", "default", "shown"),
     [
-        ({"attn_v": "Q8_0"}, "Q4_0", {"qkv"}),
-        ({"attn_q": "Q6_K"}, "Q4_1", {"qkv"}),
-        ({"ffn_up": "Q5_0", "ffn_down": "Q6_K"}, "Q4_K", {"gate_up", "down"}),
-        ({"attn_k": "F16", "ffn_gate": "F32"}, "Q4_0", set()),
-        ({"attn_k": "F16"}, "Q8_0", {"qkv", "o", "gate_up", "down"}),
-        ({"token_embd": "Q4_0", "output": "Q6_K"}, "Q4_1", set()),
+        ({}, "Q4_1", "Q4_1"),
+        ({"attn_v": "Q6_K", "token_embd": "Q6_K"}, "Q4_K", "Q4_K, Q6_K"),
+        ({"attn_k": "Q8_0", "ffn_down": "Q6_K"}, "Q5_0", "Q5_0, Q6_K, Q8_0"),
+        ({"attn_q": "IQ4_XS", "ffn_up": "MXFP4", "ffn_down": "Q2_K", "output": "Q3_K"}, "Q5_1", None),
+        ({"attn_v": "TQ2_0"}, "Q4_0", "Q4_0, int8"),
     ],
 )
-def test_files_of_several_types(tmp_path: Path, kinds: dict[str, str], default: str, wide: set[str]) -> None:
-    """What is multiplied at once has one width: that of its finest part."""
-    path, floats = save_blocks(tmp_path / "m.gguf", kinds, default)
-    model = load(path, "int4")
-    layer = model.layers[0]
-    modules = {
-        "qkv": layer.self_attn.qkv_proj,
-        "o": layer.self_attn.o_proj,
-        "gate_up": layer.mlp.gate_up_proj,
-        "down": layer.mlp.down_proj,
-    }
-    assert {name for name, module in modules.items() if module.weight.bits == 8} == wide
-    assert model.embed_tokens.weight.bits == model.lm_head.weight.bits == 8
-    for name, (weight, got) in quantised_parts(model).items():
-        kind = kinds.get(name.split(".")[-2], default)
-        assert_taken_over(weight, got, floats[name], kind)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "default", "bits"),
-    [
-        ({}, "Q4_1", {"qkv": 4, "o": 4, "gate_up": 4, "down": 4, "embedding": 8, "head": 8}),
-        ({"attn_v": "Q6_K"}, "Q4_K", {"qkv": 8, "o": 4, "gate_up": 4, "down": 4, "embedding": 8, "head": 8}),
-        ({"ffn_down": "Q6_K"}, "Q5_0", {"qkv": 8, "o": 8, "gate_up": 8, "down": 8, "embedding": 8, "head": 8}),
-        ({"attn_k": "F16", "ffn_up": "BF16"}, "Q4_0", {"o": 4, "down": 4, "embedding": 8, "head": 8}),
-        ({"token_embd": "F16", "ffn_down": "BF16"}, "Q8_0", {"qkv": 8, "o": 8, "gate_up": 8, "head": 8}),
-    ],
-)
-def test_quantized_files_stay_quantized(
-    tmp_path: Path, kinds: dict[str, str], default: str, bits: dict[str, int]
+def test_quantized_files_keep_their_blocks(
+    tmp_path: Path, kinds: dict[str, str], default: str, shown: str | None
 ) -> None:
-    """Without a dtype; matrices that are floats in the file, or stacked with such, are floats."""
+    """Without a dtype, or with quantize="auto": every tensor in its own type, if that has a scheme."""
     path, floats = save_blocks(tmp_path / "m.gguf", kinds, default)
+    for quantize in (None, "auto"):
+        model = load_model(path, device="cpu", quantize=quantize)[0]
+        for name, (weight, got) in quantised_parts(model).items():
+            kind = kinds.get(name.split(".")[-2], default)
+            assert weight.kind == (kind if kind in SCHEMES else "int8")
+            assert_taken_over(weight, got, floats[name], kind)
+        facts = describe(str(path), device="cpu", quantize=quantize)
+        assert facts["weight_bytes"] < facts["parameters"] * 1.2
+        if shown is not None:
+            assert facts["weights"] == shown
+            assert f"in {shown}" in model.summary()
+    ids = random_ids()
+    with torch.inference_mode():
+        expected, got = load(path)(ids), kernel_logits(model, NoCache(len(ids)), ids)
+    if default != "Q4_0":  # one of its tensors is rounded
+        assert (got - expected).square().mean().sqrt() < 2e-3 * expected.std()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "default", "kept"),
+    [
+        ({"attn_k": "F16", "ffn_up": "BF16"}, "Q4_0", {"o", "down", "embedding", "head"}),
+        ({"token_embd": "F16", "ffn_down": "BF16"}, "Q8_0", {"qkv", "o", "gate_up", "head"}),
+    ],
+)
+def test_matrices_stacked_with_floats(tmp_path: Path, kinds: dict[str, str], default: str, kept: set[str]) -> None:
+    """Are floats, as those that are floats in the file."""
+    path, _ = save_blocks(tmp_path / "m.gguf", kinds, default)
     model = load_model(path, device="cpu")[0]
     attn, mlp = model.layers[0].self_attn, model.layers[0].mlp
     modules = {"qkv": attn.qkv_proj, "o": attn.o_proj, "gate_up": mlp.gate_up_proj, "down": mlp.down_proj}
     modules |= {"embedding": model.embed_tokens, "head": model.lm_head}
-    assert {name: m.weight.bits for name, m in modules.items() if isinstance(m.weight, QuantizedWeight)} == bits
-    assert_taken_over(attn.o_proj.weight, attn.o_proj.weight.floats(), floats["blk.0.attn_output.weight"], default)
-    assert describe(str(path), device="cpu")["weights"] == f"int{min(bits.values())}"
+    assert {name for name, module in modules.items() if isinstance(module.weight, QuantizedWeight)} == kept
     for dtype in ("float32", torch.float32):
         model = load_model(path, dtype=dtype, device="cpu")[0]
         assert not any(isinstance(m, QuantizedWeight) for m in model.modules())
+
+
+def test_scales_that_are_not_finite(tmp_path: Path) -> None:
+    path, _ = save_blocks(tmp_path / "m.gguf", {}, "Q4_K")
+    info = read_header(path)[1]["blk.0.ffn_down.weight"]
+    with path.open("r+b") as file:
+        file.seek(info.offset)
+        file.write(b"\x00\x7c")
+    with pytest.raises(ValueError, match=r"down_proj.weight holds a NaN, an infinity, or a number too large"):
+        load_model(path, device="cpu")
+
+
+# Split files
+
+
+def save_split(folder: Path, files: int) -> tuple[Path, list[Path]]:
+    """A file, and the same in several."""
+    whole, _ = save_blocks(folder / "m.gguf", {"ffn_down": "Q8_0"}, "Q4_1")
+    metadata, tensors = read_header(whole)
+    names, parts = list(tensors), []
+    for number in range(files):
+        part = folder / f"split-{number + 1:05}-of-{files:05}.gguf"
+        writer = gguf.GGUFWriter(part, "llama", use_temp_file=False)
+        for key, value in metadata.items() if number == 0 else ():
+            if key == "general.architecture":
+                continue
+            if isinstance(value, str):
+                writer.add_string(key, value)
+            elif isinstance(value, bool):
+                writer.add_bool(key, value)
+            elif isinstance(value, int):
+                writer.add_uint32(key, value)
+            elif isinstance(value, float):
+                writer.add_float32(key, value)
+            else:
+                writer.add_array(key, list(value))
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", files)
+        writer.add_int32("split.tensors.count", len(names))
+        for name in names[number::files]:
+            info = tensors[name]
+            raw = np.frombuffer(whole.read_bytes(), np.uint8, info.nbytes, info.offset)
+            if Quant(info.type) is Quant.F32:
+                writer.add_tensor(name, raw.view(np.float32).reshape(info.shape))
+            else:
+                writer.add_tensor(name, raw.reshape(info.shape[0], -1), raw_dtype=Quant(info.type))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        parts.append(part)
+    return whole, parts
+
+
+def test_split_files(tmp_path: Path) -> None:
+    """Any of them stands for the model; a missing one is named."""
+    whole, parts = save_split(tmp_path, 3)
+    ids = random_ids()
+    with torch.inference_mode():
+        expected = load_model(whole, device="cpu")[0](ids)
+        for part in (parts[0], parts[2]):
+            assert torch.equal(load_model(part, device="cpu")[0](ids), expected)
+    assert Tokenizer(str(parts[1])).encode("abc") == Tokenizer(str(whole)).encode("abc")
+    renamed = tmp_path / "single.gguf"
+    renamed.write_bytes(parts[0].read_bytes())
+    with pytest.raises(ValueError, match=r"single.gguf: split.count is 3, but by its name it should be 1"):
+        GGUFFile(renamed)
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ValueError, match=r"split-00002-of-00003.gguf: split.no is 2, but by its name it should be 1"):
+        GGUFFile(parts[0])
+    parts[1].unlink()
+    with pytest.raises(FileNotFoundError, match=r"is one of 3 files, of which split-00002-of-00003.gguf is not beside"):
+        GGUFFile(parts[0])
 
 
 def test_quantized_files_become_floats_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,7 +588,7 @@ def test_missing_metadata(tmp_path: Path, parts: Parts, key: str) -> None:
         ({"llama.rope.scaling.type": "yarn"}, "'yarn' is not supported"),
         ({"llama.rope.dimension_count": 8}, "RoPE over 8 of 16"),
         ({"llama.attention.head_count": 0}, "head"),
-        ({"split.count": 3}, "one part of 3"),
+        ({"split.count": 3}, "split.count is 3, but by its name it should be 1"),
     ],
 )
 def test_unsupported_settings(tmp_path: Path, parts: Parts, changes: dict[str, Any], message: str) -> None:

@@ -42,7 +42,7 @@ def test_shapes_on_the_meta_device() -> None:
 def test_quantized_weights_cannot_be_trained(tiny_model: Callable[..., Decoder]) -> None:
     model = tiny_model()
     linear = model.layers[0].mlp.down_proj
-    linear.weight = QuantizedWeight.of(linear.weight, 8)
+    linear.weight = QuantizedWeight.of(linear.weight, "int8")
     with pytest.raises(ValueError, match='dtype="float32"'):
         model.requires_grad_(True)
     assert not any(weight.requires_grad for weight in model.requires_grad_(False).parameters())

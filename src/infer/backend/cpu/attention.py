@@ -61,7 +61,7 @@ from infer.backend.cpu.tile import (
     pv_tile,
 )
 from infer.cache.table import BITS, COLUMNS, PAGE_BYTES, PAGE_TABLE, SLOTS, STRIDE, K, V
-from infer.nn.quantized import GROUP
+from infer.nn.schemes import GROUP
 
 KEY_BLOCK = 256  # positions of a block of keys
 SCORES_ROW = (KEY_BLOCK + 16) * 4  # bytes: the scores of a block, padded to a multiple of 16

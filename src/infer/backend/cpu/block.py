@@ -11,7 +11,7 @@ a third of a step is Python and operators between the GEMMs; compiled by numba i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,8 +22,10 @@ from infer.backend.cpu import threads as threads
 from infer.backend.cpu.activation import activate_row
 from infer.backend.cpu.attention import attend, attend_at, cap_scores, write
 from infer.backend.cpu.attention import attention_weights as attention_weights
-from infer.backend.cpu.gemm import FLOAT32, INT4, INT8, WEIGHT, gemm, gemm_float
-from infer.backend.cpu.gemm_int import gemm_int4, gemm_int8, look_up
+from infer.backend.cpu.gemm import BFLOAT16, WEIGHT, gemm, gemm_float
+from infer.backend.cpu.gemm_int import PART as PART
+from infer.backend.cpu.gemm_int import gemm_int, look_up, part_kernel, tile_kernel
+from infer.backend.cpu.gemm_int import part_record as part_record
 from infer.backend.cpu.jit import Kernel, address, inline, keep_alive, kernel, records
 from infer.backend.cpu.moe import EXPERTS as EXPERTS
 from infer.backend.cpu.moe import mix_experts as mix_experts
@@ -45,6 +47,7 @@ from infer.backend.cpu.threads import parallel_for, shm_allgather
 from infer.backend.cpu.threads import use_threads as use_threads
 from infer.backend.cpu.tile import X_ROWS
 from infer.cache.table import COLUMNS
+from infer.nn.schemes import Scheme
 
 # The records that kernels read. An address is 0 if there is no such weight. centered: a LayerNorm.
 NORM = np.dtype([("weight", "i8"), ("bias", "i8"), ("eps", "f8"), ("offset", "f8"), ("centered", "i8")])
@@ -491,7 +494,7 @@ def linear(weight: tuple[int, ...], x: Any, out: Any) -> None:
 
 def gemm_kernel(kind: int) -> Kernel:
     """The kernel for a kind of weight."""
-    return {INT4: gemm_int4, INT8: gemm_int8}.get(kind, gemm_float)
+    return gemm_int if kind < BFLOAT16 else gemm_float
 
 
 def query_blocks(counts: Sequence[int]) -> Any:
@@ -519,13 +522,13 @@ def compile_first() -> None:
     _run.address  # noqa: B018
 
 
-def prepare(bits: set[int], split: bool = False, experts: bool = False) -> None:
-    """Compiles the kernels for weights of these bits; none: float weights.
+def prepare(schemes: Iterable[Scheme], split: bool = False, experts: bool = False) -> None:
+    """Compiles the kernels for weights of these schemes; none: float weights.
 
     split: for a tensor-parallel model. experts: for a mixture, whose router has float weights.
     """
-    needed = [gemm_kernel(kind) for kind in bits or {FLOAT32}]
-    needed += [look_up] * bool(bits)
+    needed = [kernel for scheme in schemes for kernel in (tile_kernel(scheme), part_kernel(scheme))]
+    needed += [gemm_int, look_up] if needed else [gemm_float]
     if experts:
         needed += [gemm_float, mix_experts]
     if split:

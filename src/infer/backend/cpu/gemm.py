@@ -36,9 +36,10 @@ from infer.backend.cpu.simd import (
 from infer.backend.cpu.threads import parallel_for
 from infer.backend.cpu.tile import LANES, PREFETCH_BYTES, W_ROWS, X_ROWS, gemm_tile, panel_rows
 
-# kind: one of the next line. code: the address of the kernel. at, bias: addresses; bias may be 0.
+# kind: one of the next line; of a quantized weight, how many parts are at `at` (`gemm_int.py`). code: the address of
+# the kernel. at, bias: addresses; bias may be 0.
 WEIGHT = np.dtype([(name, np.int64) for name in ("code", "kind", "at", "bias", "rows", "columns")])
-INT4, INT8, BFLOAT16, FLOAT32, FLOAT16 = 4, 8, 16, 32, 116
+BFLOAT16, FLOAT32, FLOAT16 = 16, 32, 116
 GEMM = types.void(*[types.int64] * 8)
 L1_BYTES, L2_BYTES = 32768, 262144  # fit into the L1 and L2 caches of most cores, beside other data
 PACK_ROWS = 256  # from so many rows of x on, packing W pays

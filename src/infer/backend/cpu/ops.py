@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, Unpack
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from infer.cache.table import Table
 from infer.nn.activation import CLAMPED_SWIGLU
 from infer.nn.linear import Embedding, Linear
 from infer.nn.norm import Norm
-from infer.nn.quantized import QuantizedWeight
+from infer.nn.quantized import Quantized, QuantizedWeight
 from infer.nn.sharded import ShardedEmbedding
 
 Record = np.ndarray[Any, Any]
@@ -31,6 +32,7 @@ WEIGHT_KINDS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 116}  # th
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, CLAMPED_SWIGLU: 3}  # of activation.py
 empty = partial(torch.empty, dtype=torch.float32, device="cpu")
 _tiling = Lock()  # a plan has the address of a tiled weight: no second thread may tile it again
+_part_records: WeakKeyDictionary[Quantized, Record] = WeakKeyDictionary()  # a plan has their addresses
 
 
 def is_readable(weight: Tensor) -> bool:
@@ -107,20 +109,30 @@ def head_record(norm: Norm | None, linear: Linear | None, divisor: float = 1.0, 
     return made
 
 
-def weight_record(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> tuple[int, ...]:
+def weight_record(weight: Tensor | Quantized, bias: Tensor | None) -> tuple[int, ...]:
     """Compiles the GEMM kernel for such a weight if this has not been done before."""
-    if isinstance(weight, QuantizedWeight):
-        kind, stored = weight.bits, _tiled(weight)
+    if isinstance(weight, Quantized):
+        parts = _parts(weight)
+        kind, at = len(parts), parts.ctypes.data
     else:
-        kind, stored = WEIGHT_KINDS[weight.dtype], weight
-    return kernels().gemm_kernel(kind).address, kind, stored.data_ptr(), _address(bias), *weight.shape
+        kind, at = WEIGHT_KINDS[weight.dtype], weight.data_ptr()
+    return kernels().gemm_kernel(kind).address, kind, at, _address(bias), *weight.shape
 
 
-def _tiled(weight: QuantizedWeight) -> Tensor:
-    """The weight in tiles of as many rows as a register has lanes. The loader makes it so; others change here, once."""
+def _parts(weight: Quantized) -> Record:
+    """The parts of a weight, in tiles of as many rows as a register has lanes. The loader makes it so; others change
+    here, once."""
     with _tiling:
         weight.set_tile_rows(tile_rows())
-    return weight.packed
+        found = np.array([_part(part) for part in weight.parts], kernels().PART)
+        if weight not in _part_records or not np.array_equal(_part_records[weight], found):
+            _part_records[weight] = found
+        return _part_records[weight]
+
+
+def _part(weight: QuantizedWeight) -> tuple[int, ...]:
+    packed = weight.packed
+    return kernels().part_record(weight.scheme, packed.data_ptr(), weight.rows, packed[0].nbytes)  # type: ignore[no-any-return]
 
 
 def norm_record(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[int, int, float, float, bool]:
@@ -179,7 +191,7 @@ def embedding(part: Embedding) -> Callable[[Tensor], Tensor]:
     weight = part.weight
     if not isinstance(weight, QuantizedWeight):
         return part.forward if isinstance(part, ShardedEmbedding) else partial(F.embedding, weight=weight)
-    _tiled(weight)
+    _parts(weight)
     return partial(_sharded_look_up, part, weight) if isinstance(part, ShardedEmbedding) else partial(look_up, weight)
 
 
@@ -193,7 +205,7 @@ def look_up(weight: QuantizedWeight, ids: Tensor) -> Tensor:
     ids, out = ids.long().contiguous(), empty(len(ids), weight.columns)
     if not all(0 <= row < weight.rows for row in ids.tolist()):
         raise IndexError(f"a row id is outside 0..{weight.rows - 1}")
-    kernels().look_up(weight.bits, _tiled(weight), *weight.shape, ids, len(ids), out)
+    kernels().look_up(_parts(weight), weight.columns, ids, len(ids), out)
     return out
 
 

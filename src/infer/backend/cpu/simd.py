@@ -8,7 +8,9 @@ x86 cores with VNNI, and a few elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import platform
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,9 +51,24 @@ def _dot_instruction() -> str | None:
     return SDOT if TILE == 4 and core != "generic" and torch.cpu.get_capabilities().get("dot") else None
 
 
+def _shuffle_instruction() -> str | None:
+    features = cpu_target.target_context.codegen().magic_tuple()[2]
+    if TILE == 4 and platform.machine() in ("aarch64", "arm64"):
+        return "llvm.aarch64.neon.tbl1.v16i8"
+    names = {
+        16: ("+avx512bw", "llvm.x86.avx512.pshuf.b.512"),
+        8: ("+avx2", "llvm.x86.avx2.pshuf.b"),
+        4: ("+ssse3", "llvm.x86.ssse3.pshuf.b.128"),
+    }
+    feature, name = names[TILE]
+    return name if feature in features else None
+
+
 SDOT, VNNI = "llvm.aarch64.neon.sdot.v4i32.v16i8", f"llvm.x86.avx512.vpdpbusd.{32 * TILE}"
 MADD = "llvm.x86.avx2.pmadd.ub.sw"
 DOT = _dot_instruction()
+# LLVM's name for the instruction that looks up bytes in a table of sixteen.
+SHUFFLE = _shuffle_instruction()
 # The first factor of x86's instruction is unsigned: an offset is added to it, and its products subtracted again.
 UNSIGNED_OFFSET = 128 if DOT == VNNI else 0
 # Sums of bytes start at the bits of a float whose last place is worth 1, or 256: adding n to the bits adds n, or 256 n,
@@ -95,15 +112,14 @@ def operation(result: Any, emit: Callable[..., Any], arity: int) -> Any:
         value = emit(builder, *args)
         return context.get_dummy_value() if result is types.void else value
 
+    def definition(context: Any, *arguments: Any) -> Any:
+        return result(*arguments), codegen
+
     # numba counts the parameters of an intrinsic.
-    functions = {
-        0: lambda context: (result(), codegen),
-        1: lambda context, x: (result(x), codegen),
-        2: lambda context, x, y: (result(x, y), codegen),
-        3: lambda context, x, y, z: (result(x, y, z), codegen),
-        4: lambda context, w, x, y, z: (result(w, x, y, z), codegen),
-    }
-    return intrinsic(functions[arity])
+    names = ["context", *(f"argument_{i}" for i in range(arity))]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    definition.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return intrinsic(definition)
 
 
 def elementwise(emit: Callable[..., Any], arity: int) -> Any:
@@ -183,10 +199,19 @@ def _clamp(builder: Any, x: Any, low: Any, high: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, high), high, x)
 
 
-def _combine_bytes(builder: Any, high: Any, low: Any) -> Any:
+def emit_combined(builder: Any, high: Any, low: Any) -> Any:
     """256 high + low, both counted from their magic numbers. Only the last operation rounds."""
     high, low = (builder.bitcast(each, TILE_FLOATS) for each in (high, low))
     return builder.fadd(builder.fsub(high, constant(TILE_FLOATS, 257 * MAGIC)), low)
+
+
+def _load_exponents(builder: Any, at: Any) -> Any:
+    """Bytes n, as 2^(n - 128). The two smallest are denormal."""
+    n = builder.zext(emit_load(builder, at, ir.VectorType(INT8, TILE)), TILE_INTS)
+    denormal = builder.icmp_unsigned("<", n, constant(TILE_INTS, 2))
+    small = builder.shl(constant(TILE_INTS, 0x00200000), builder.and_(n, constant(TILE_INTS, 1)))
+    normal = builder.shl(builder.sub(n, constant(TILE_INTS, 1)), constant(TILE_INTS, 23))
+    return builder.bitcast(builder.select(denormal, small, normal), TILE_FLOATS)
 
 
 def _emit_exp2(builder: Any, x: Any) -> Any:
@@ -214,19 +239,16 @@ prefetch = operation(types.void, emit_prefetch, 1)  # of any address, mapped or 
 store_i8 = operation(types.void, lambda b, at, x: emit_store(b, at, b.trunc(x, INT8)), 2)
 
 # The same for a tile.
-load_tile_codes = operation(tile_codes, lambda b, at: emit_load(b, at, TILE_CODES), 1)
 load_tile_ints = operation(tile_ints, lambda b, at: emit_load(b, at, TILE_INTS), 1)
 load_tile_floats = operation(tile_floats, lambda b, at: emit_load(b, at, TILE_FLOATS), 1)
 load_tile_halves = operation(
     tile_floats, lambda b, at: b.fpext(emit_load(b, at, ir.VectorType(HALF, TILE)), TILE_FLOATS), 1
 )
-load_int_for_tile = operation(tile_ints, lambda b, at: emit_splat(b, emit_load(b, at, INT32), TILE), 1)
+load_tile_exponents = operation(tile_floats, _load_exponents, 1)
 
 # Arithmetic.
 zeros_i32x8 = operation(int32x8, lambda b: constant(INT32X8, 0), 0)
 zeros_x16 = operation(floatx16, lambda b: constant(FLOATX16, 0.0), 0)
-high_magic_tile = operation(tile_ints, lambda b: constant(TILE_INTS, HIGH_MAGIC), 0)
-low_magic_tile = operation(tile_ints, lambda b: constant(TILE_INTS, LOW_MAGIC), 0)
 zeros_tile = operation(tile_floats, lambda b: constant(TILE_FLOATS, 0.0), 0)
 zeros_x8 = operation(floatx8, lambda b: constant(FLOATX8, 0.0), 0)
 add = elementwise(lambda b, x, y: b.fadd(x, y), 2)
@@ -247,7 +269,6 @@ reduce_add = operation(types.float32, _reduce_add, 1)
 reduce_add_x8 = operation(types.float32, _reduce_add_x8, 1)
 clamp = elementwise(_clamp, 3)
 to_tile_floats = operation(tile_floats, lambda b, v: b.sitofp(v, TILE_FLOATS), 1)
-combine_bytes = operation(tile_floats, _combine_bytes, 2)
 # The nearest integer, counted from LOW_MAGIC: its last bytes are those of the integer. NaN and infinity give any.
 round_to_int = operation(int32x8, lambda b, x: b.bitcast(b.fadd(x, constant(FLOATX8, MAGIC)), INT32X8), 1)
 times_256 = elementwise(lambda b, v: b.shl(v, constant(v.type, 8)), 1)
@@ -255,8 +276,6 @@ add_ints = elementwise(lambda b, x, y: b.add(x, y), 2)
 # The high byte of a 16-bit code, rounded so that the low byte is from -128 to 127.
 high_byte = elementwise(lambda b, v: b.ashr(b.add(v, constant(v.type, 128)), constant(v.type, 8)), 1)
 reduce_add_i32 = operation(types.int32, lambda b, v: call_llvm(b, "llvm.vector.reduce.add.v8i32", INT32, v), 1)
-low_nibbles = elementwise(lambda b, v: b.and_(v, constant(TILE_CODES, 15)), 1)
-high_nibbles = elementwise(lambda b, v: b.lshr(v, constant(TILE_CODES, 4)), 1)
 # 2^n of integers n, given MAGIC + n, by the bits of the exponent.
 _exp2 = elementwise(_emit_exp2, 1)
 
@@ -279,57 +298,45 @@ def lane(context: Any, vector: Any, index: Any) -> Any:
     return types.float32(vector, index), lambda c, b, s, args: b.extract_element(args[0], INT32(at))
 
 
-@typed_intrinsic
-def load_for_tile(context: Any, at: Any, index: Any) -> Any:
-    """One of four floats, in every lane."""
-    chosen = _literal(index)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if DOT == SDOT:  # whose core multiplies by any lane of a register
-            return shuffle(builder, emit_load(builder, args[0], ir.VectorType(FLOAT, 4)), [chosen] * TILE)
-        return emit_splat(builder, emit_load(builder, builder.add(args[0], args[0].type(chosen * 4)), FLOAT), TILE)
-
-    return tile_floats(at, index), codegen
+def emit_for_tile(builder: Any, at: Any, index: int) -> Any:
+    """One of four floats at an address, in every lane."""
+    if DOT == SDOT:  # whose core multiplies by any lane of a register
+        return shuffle(builder, emit_load(builder, at, ir.VectorType(FLOAT, 4)), [index] * TILE)
+    return emit_splat(builder, emit_load(builder, builder.add(at, at.type(index * 4)), FLOAT), TILE)
 
 
-@typed_intrinsic
-def dot(context: Any, sums: Any, codes: Any, x: Any, quad: Any) -> Any:
+def emit_dot(builder: Any, sums: Any, codes: Any, x: Any, quad: int, *, small: bool) -> Any:
     """sums[r] + codes[4 r ..] . x[4 quad ..]: four bytes of each row of a tile with the same four bytes at address x.
 
-    Codes have passed `to_unsigned`; with VNNI, which adds 128 to them, the initial sums make up for it.
+    small: codes are from 0 to 127. Otherwise they are signed; with VNNI they are unsigned.
     """
-    return tile_ints(sums, codes, x, quad), _dot(_literal(quad), signed=True)
+    if DOT == SDOT:  # which takes four bytes from any lane of a register
+        sixteen = emit_load(builder, builder.add(x, x.type(quad // 4 * 16)), INT32X4)
+        four = shuffle(builder, sixteen, [quad % 4] * TILE)
+    else:
+        four = emit_splat(builder, emit_load(builder, builder.add(x, x.type(quad * 4)), INT32), TILE)
+    return _dot_quads(builder, sums, codes, builder.bitcast(four, TILE_CODES), small)
 
 
-@typed_intrinsic
-def dot_unsigned(context: Any, sums: Any, codes: Any, x: Any, quad: Any) -> Any:
-    """The same for codes from 0 to 127."""
-    return tile_ints(sums, codes, x, quad), _dot(_literal(quad), signed=False)
+def emit_look_up(builder: Any, codes: Any, table: Sequence[int]) -> Any:
+    """The bytes of a table of sixteen that codes from 0 to 15 stand for."""
+    repeated = ir.Constant(TILE_CODES, [value % 256 for value in table] * (TILE // 4))
+    if SHUFFLE is not None:
+        return call_llvm(builder, SHUFFLE, TILE_CODES, repeated, codes)
+    found = constant(TILE_CODES, table[0] % 256)
+    for code in range(1, 16):
+        is_code = builder.icmp_unsigned("==", codes, constant(TILE_CODES, code))
+        found = builder.select(is_code, constant(TILE_CODES, table[code] % 256), found)
+    return found
 
 
-to_unsigned = elementwise(lambda b, codes: b.xor(codes, constant(TILE_CODES, -128)) if UNSIGNED_OFFSET else codes, 1)
-
-
-def _dot(quad: int, signed: bool) -> Callable[..., Any]:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums, codes, at, _ = args
-        if DOT == SDOT:  # which takes four bytes from any lane of a register
-            sixteen = emit_load(builder, builder.add(at, at.type(quad // 4 * 16)), INT32X4)
-            x = shuffle(builder, sixteen, [quad % 4] * TILE)
-        else:
-            x = emit_splat(builder, emit_load(builder, builder.add(at, at.type(quad * 4)), INT32), TILE)
-        return _dot_quads(builder, sums, codes, builder.bitcast(x, TILE_CODES), signed)
-
-    return codegen
-
-
-def _dot_quads(builder: Any, sums: Any, codes: Any, x: Any, signed: bool) -> Any:
+def _dot_quads(builder: Any, sums: Any, codes: Any, x: Any, small: bool) -> Any:
     if DOT == SDOT:
         return call_llvm(builder, SDOT, TILE_INTS, sums, codes, x)
     if DOT == VNNI:
         # They are bytes, but LLVM before version 21 types them as words; later versions take both.
         return call_llvm(builder, VNNI, TILE_INTS, sums, *(builder.bitcast(factor, TILE_INTS) for factor in (codes, x)))
-    if DOT == MADD and not signed:
+    if DOT == MADD and small:
         pairs = call_llvm(builder, MADD, ir.VectorType(INT16, 16), codes, x)
         ones = constant(ir.VectorType(INT16, 16), 1)
         return builder.add(sums, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", TILE_INTS, pairs, ones))
