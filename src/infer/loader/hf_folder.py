@@ -26,6 +26,7 @@ from infer.machine import DTYPES
 from infer.models.registry import check_supported
 from infer.values import TEXT
 
+MXFP4 = "MXFP4"
 BLOCK_WEIGHTS = 1 << 20  # read at a time: at most 4 MB
 MAX_HEADER = 16 << 20  # bytes of a safetensors header; real ones have at most 1 MB
 
@@ -74,15 +75,14 @@ class HFFolder(Checkpoint):
                         raise ValueError(f"{path} lacks {stored}, which {INDEX} says it holds")
                     weights = file.get_slice(stored)
                     dtype, shape = weights.get_dtype(), tuple(weights.get_shape())
-                    if self._scales_of(stored) and dtype == "U8":
-                        dtype = "BF16"
-                    if dtype not in FLOATS:
+                    is_mxfp4 = dtype == "U8" and self._scales_of(stored) is not None
+                    if dtype not in FLOATS and not is_mxfp4:
                         raise ValueError(f"{path}: {stored} is in {dtype}, which is not a float dtype")
                     if is_stacked(name):
                         shape = stacked_shape(shape, stored, self.config.model_type)
                     elif self._is_transposed(name):
                         shape = shape[::-1]
-                    tensors[name] = StoredTensor(stored, shape, FLOATS[dtype])
+                    tensors[name] = StoredTensor(stored, shape, MXFP4 if is_mxfp4 else FLOATS[dtype])
         return tensors
 
     def stored_dtype(self, name: str) -> torch.dtype | str | None:
@@ -101,14 +101,22 @@ class HFFolder(Checkpoint):
         else:
             yield from self._read(name, rows)
 
-    def _read_experts(self, stored: str) -> Iterator[Tensor]:
+    def quantized(self, name: str, kind: str, rows: range | None = None) -> Iterator[Tensor]:
+        stored = self.tensors[name]
+        if kind == stored.dtype == MXFP4:
+            yield from self._read_experts(stored.name, packed=True)
+        else:
+            yield from super().quantized(name, kind, rows)
+
+    def _read_experts(self, stored: str, *, packed: bool = False) -> Iterator[Tensor]:
         with ExitStack() as files:
 
             def weights(name: str) -> Any:
                 return files.enter_context(open_safetensors(self._files[name])).get_slice(name)
 
             scales = self._scales_of(stored)
-            yield from read_stacked(weights(stored), scales and weights(scales), stored, self.config.model_type)
+            scales_of = scales and weights(scales)
+            yield from read_stacked(weights(stored), scales_of, stored, self.config.model_type, packed=packed)
 
     def _scales_of(self, stored: str) -> str | None:
         """The name of the scales of an MXFP4 tensor."""

@@ -116,7 +116,7 @@ class ExpertLinear(FusedLinear):
         size = self.out_features // self.num_experts
         rows = slice(expert * size, (expert + 1) * size)
         bias = None if self.bias is None else self.bias[rows]
-        if isinstance(self.weight, QuantizedWeight):
+        if isinstance(self.weight, Quantized):
             return self.weight(x, bias, rows)  # type: ignore[no-any-return]
         weight = self.weight[rows]
         return F.linear(x, weight, bias) if x.dtype is weight.dtype else _converted(x, weight, bias)

@@ -243,8 +243,15 @@ class StackedWeight(Module):
     def floats(self) -> Tensor:
         return torch.cat([part.floats() for part in self.parts])
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = torch.cat([part(x) for part in self.parts], -1)
+    def forward(self, x: Tensor, bias: Tensor | None = None, rows: slice = slice(None)) -> Tensor:
+        first, last, _ = rows.indices(self.shape[0])
+        pieces, start = [], 0
+        for part in self.parts:
+            low, high = max(first - start, 0), min(last - start, part.rows)
+            if low < high:
+                pieces.append(part(x, None, slice(low, high)))
+            start += part.rows
+        out = torch.cat(pieces, -1)
         return out if bias is None else out + bias
 
 

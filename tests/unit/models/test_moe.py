@@ -57,7 +57,7 @@ def mixture(form: str = "float32", **changes: Any) -> Callable[[Tensor], Tensor]
     assert isinstance(moe, MoE)
     for linear in (moe.experts.gate_up_proj, moe.experts.down_proj):
         if form.startswith("int"):
-            linear.weight = QuantizedWeight.of(linear.weight, int(form[3:]))
+            linear.weight = QuantizedWeight.of(linear.weight, form)
         else:
             linear.weight.data = linear.weight.to(getattr(torch, form))
     if kernels() is None:
@@ -165,9 +165,9 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
     check_logits(load(tmp_path), random_ids(), reference(random_ids()).logits)
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_mxfp4(tmp_path: Path, quantize: str | None) -> None:
-    """As published: the experts in blocks of 4 bits, everything else in bfloat16."""
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", None), ("auto", None), ("auto", "int8")], ids=str)
+def test_mxfp4(tmp_path: Path, dtype: str, quantize: str | None) -> None:
+    """As published: the experts in blocks of 4 bits, everything else in bfloat16. "auto" keeps them."""
     expected = reference_model("gpt_oss", intermediate_size=64)
     for weight in expected.parameters():
         weight.copy_(weight.bfloat16())
@@ -190,12 +190,14 @@ def test_mxfp4(tmp_path: Path, quantize: str | None) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model, _ = load_model(tmp_path, dtype="float32", device="cpu", quantize=quantize)
+    model, _ = load_model(tmp_path, dtype=dtype, device="cpu", quantize=quantize)
     ids = random_ids(1, 40)
-    logits = expected(ids).logits
-    if quantize is None:
+    logits, weight = expected(ids).logits, model.layers[0].mlp.experts.down_proj.weight
+    if dtype == "float32":
         check_logits(model, ids, logits)
-        assert kernels() is None or model.layers[0].mlp.experts.down_proj.weight.dtype is torch.bfloat16
+    elif quantize is None:
+        assert kernels() is None or (isinstance(weight, QuantizedWeight) and weight.kind == "MXFP4")
+        check_logits(model, ids, logits, 0.05)  # activations are rounded
     else:
         assert (
             torch.nn.functional.cosine_similarity(kernel_logits(model, NoCache(), ids), logits, dim=-1).median() > 0.99

@@ -65,8 +65,9 @@ class ExpertRecords(NamedTuple):
     """A mixture of experts, and what its record has addresses of."""
 
     mix: Record
-    up: Record
-    down: Record
+    experts: Sequence[
+        tuple[Record, Any]
+    ]  # of up and of down: a WEIGHT of each expert, and the parts that these refer to
     biases: Sequence[Tensor | None]  # in float32
 
     @classmethod
@@ -76,27 +77,45 @@ class ExpertRecords(NamedTuple):
         mix = np.zeros(1, kernels().EXPERTS)
         linears = routing.router, parts.up, parts.down
         biases = [None if part.bias is None else _floats(part.bias) for part in linears]
-        up, down = (_per_expert(*each, routing.num_experts) for each in zip(linears[1:], biases[1:], strict=True))
+        experts = [_per_expert(*each, routing.num_experts) for each in zip(linears[1:], biases[1:], strict=True)]
         mix["router"] = weight_record(routing.router.weight, biases[0])
-        mix["up"], mix["down"] = up.ctypes.data, down.ctypes.data
+        mix["up"], mix["down"] = (records.ctypes.data for records, _ in experts)
         mix["top_k"], mix["norm_topk"] = routing.top_k, routing.norm_topk
         mix["activation"], mix["inner"] = ACTIVATION_CODES[parts.activation], parts.down.in_features
         mix["threads"] = kernels().threads.COUNT.ctypes.data
-        return cls(mix, up, down, biases)
+        return cls(mix, experts, biases)
 
 
-def _per_expert(part: Linear, bias: Tensor | None, count: int) -> Record:
-    """A WEIGHT of each expert of a stack, from the tile on in which its rows begin."""
-    weight = part.weight
-    made = np.zeros(count, kernels().WEIGHT)
+def _per_expert(part: Linear, bias: Tensor | None, count: int) -> tuple[Record, Any]:
+    """A WEIGHT of each expert of a stack, from the tile on in which its rows begin; and the parts of all."""
+    weight, size = part.weight, part.weight.shape[0] // count
+    made, parts = np.zeros(count, kernels().WEIGHT), []
     made[:] = weight_record(weight, bias)
-    tile, stored = (weight.tile_rows, weight.packed) if isinstance(weight, QuantizedWeight) else (1, weight)
-    first, size = np.arange(count) * (weight.shape[0] // count), weight.shape[0] // count
-    made["at"] += first // tile * stored[0].nbytes
-    if bias is not None:
-        made["bias"] += first // tile * tile * 4
-    made["rows"] = first % tile + size
-    return made
+    for expert in range(count):
+        first, unused = expert * size, 0
+        if isinstance(weight, Quantized):
+            of_expert, unused = _parts_from(weight, first, size)
+            made[expert]["kind"], made[expert]["at"] = len(of_expert), of_expert.ctypes.data
+            parts.append(of_expert)
+        else:
+            made[expert]["at"] += first * weight[0].nbytes
+        made[expert]["rows"] = unused + size
+        if bias is not None:
+            made[expert]["bias"] += (first - unused) * 4
+    return made, parts
+
+
+def _parts_from(weight: Quantized, first: int, count: int) -> tuple[Record, int]:
+    """The parts of `count` rows from `first` on, and how many rows before them their first tile has."""
+    found, unused, row = [], 0, first
+    while row < first + count:
+        stored, at = weight.part(row)
+        tile, own = at // stored.tile_rows, min(stored.rows - at, first + count - row)
+        before = at - tile * stored.tile_rows  # only the first part of the weight can begin within a tile
+        unused += before
+        found.append(_part(stored, tile, before + own))
+        row += own
+    return np.array(found, kernels().PART), unused
 
 
 def head_record(norm: Norm | None, linear: Linear | None, divisor: float = 1.0, softcap: float | None = None) -> Record:
@@ -130,9 +149,11 @@ def _parts(weight: Quantized) -> Record:
         return _part_records[weight]
 
 
-def _part(weight: QuantizedWeight) -> tuple[int, ...]:
-    packed = weight.packed
-    return kernels().part_record(weight.scheme, packed.data_ptr(), weight.rows, packed[0].nbytes)  # type: ignore[no-any-return]
+def _part(weight: QuantizedWeight, tile: int = 0, rows: int | None = None) -> tuple[int, ...]:
+    """rows: how many, from a tile on; None: all."""
+    tile_bytes, count = weight.packed[0].nbytes, weight.rows if rows is None else rows
+    at = weight.packed.data_ptr() + tile * tile_bytes
+    return kernels().part_record(weight.scheme, at, count, tile_bytes)  # type: ignore[no-any-return]
 
 
 def norm_record(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[int, int, float, float, bool]:
