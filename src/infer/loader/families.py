@@ -34,10 +34,10 @@ FAMILIES = {  # by model_type
     "stablelm": Family("StableLM", gguf=True),
     "gpt_neox": Family("GPT-NeoX, Pythia", gguf=True, gpu=True),
     "mixtral": Family("Mixtral"),
-    "qwen3_moe": Family("Qwen 3, mixture of experts"),
+    "qwen3_moe": Family("Qwen 3, mixture of experts", gpu=True),
     "olmoe": Family("OLMoE"),
     "granitemoe": Family("Granite 3, mixture of experts"),
-    "gpt_oss": Family("gpt-oss"),
+    "gpt_oss": Family("gpt-oss", gpu=True),
     "gpt2": Family("GPT-2", gguf=True, gpu=True),
     "rope_gpt": Family("nanoGPT, and a small GPT with RoPE", gpu=True, random=False),
 }

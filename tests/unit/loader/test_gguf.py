@@ -403,7 +403,7 @@ def test_quantized_files_become_floats_without_kernels(tmp_path: Path, monkeypat
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3", "gemma3", "glm4", "gpt_neox", "gpt2"])
 @pytest.mark.parametrize(("kind", "quantize"), [("Q4_1", "int4"), ("Q8_0", "int8")])
 def test_families_kept_quantised(tmp_path: Path, family: str, kind: str, quantize: str) -> None:
     """Near what the dequantised file computes: only the embedding is rounded again, and by kernels the activations."""
@@ -585,7 +585,7 @@ def test_missing_metadata(tmp_path: Path, parts: Parts, key: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "'yarn' is not supported"),
+        ({"llama.rope.scaling.type": "yarn"}, "lacks llama.rope.scaling.factor"),
         ({"llama.rope.dimension_count": 8}, "RoPE over 8 of 16"),
         ({"llama.attention.head_count": 0}, "head"),
         ({"split.count": 3}, "split.count is 3, but by its name it should be 1"),
@@ -598,8 +598,8 @@ def test_unsupported_settings(tmp_path: Path, parts: Parts, changes: dict[str, A
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen3", {"rope.scaling.type": "yarn"}, "'yarn' is not supported"),
-        ("gemma3", {"attention.sliding_window": 0}, "need a positive sliding_window"),
+        ("qwen3", {"rope.scaling.type": "yarn"}, "lacks qwen3.rope.scaling.factor"),
+        ("gemma3", {"attention.sliding_window_pattern": 0}, "sliding_window_pattern must be"),
         (
             "gemma3",
             {"attention.sliding_window_pattern": 0},

@@ -276,7 +276,7 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, visi
     size, out = k.shape[3], torch.full(q.shape, torch.nan)
     queries = kernels().query_blocks([len(q)])
     table, rows = Table([k], [v]).at(0), q.contiguous()
-    shape = heads, k.shape[1], size, size**-0.5
+    shape = heads, k.shape[1], size, size**-0.5, 0.0, 0
     kernels().attend(*shape, rows, q.shape[1] * 4, table, queries, len(queries), visible, out)
     return out
 
