@@ -334,6 +334,9 @@ GGUF_ARCHS = {
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
     "gpt_neox": "gptneox",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
 }
 
 
@@ -363,18 +366,39 @@ def llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
     return np.array(divisors, dtype=np.float32)
 
 
+def split_experts(name: str, tensor: torch.Tensor, model_type: str) -> dict[str, torch.Tensor]:
+    """A parameter of a mixture of experts as llama.cpp's converter names it, gate and up apart."""
+    name = name.replace("block_sparse_moe", "mlp")
+    stem, _, part = name.rpartition(".")
+    if part == "sinks":
+        return {f"{name}.weight": tensor}
+    if not stem.endswith(".experts"):
+        return {name: tensor}
+    kind, part = "bias" if part.endswith("_bias") else "weight", part.removesuffix("_bias")
+    is_gpt_oss = model_type == "gpt_oss"
+    if is_gpt_oss and kind == "weight":
+        tensor = tensor.transpose(1, 2)
+    if part == "down_proj":
+        return {f"{stem}.down_proj.{kind}": tensor.contiguous()}
+    gate, up = (tensor[:, ::2], tensor[:, 1::2]) if is_gpt_oss else tensor.chunk(2, 1)
+    return {f"{stem}.gate_proj.{kind}": gate.contiguous(), f"{stem}.up_proj.{kind}": up.contiguous()}
+
+
 def gguf_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
     """The model's tensors under their GGUF names, in float32, as llama.cpp's converter changes them."""
     config, arch = model.config, gguf_arch(model)
     heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", None)}
     names = _names(next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), config.num_hidden_layers)
     tensors = {}
+    parameters: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():  # a tied head comes once, as the embedding
+        parameters |= split_experts(name, parameter, config.model_type)
+    for name, parameter in parameters.items():
         stored, tensor = names.get_name(name, (".weight", ".bias")), parameter.numpy()
         part = stored.split(".")[-2]
         if arch == "gpt2" and name.endswith(CONV1D):
             tensor = np.ascontiguousarray(tensor.T)
-        elif part in heads and arch in ("llama", "mistral3", "granite", "smollm3"):
+        elif part in heads and arch in ("llama", "mistral3", "granite", "granitemoe", "smollm3"):
             tensor = llama_cpp_order(tensor, heads[part])
         elif arch == "gptneox" and part == "attn_qkv":  # stored head by head
             by_head = tensor.reshape(heads["attn_q"], 3, -1, *tensor.shape[1:])
@@ -421,17 +445,21 @@ def gguf_metadata(model: PreTrainedModel) -> dict[str, Any]:
     }
     if arch not in ("gemma2", "stablelm", "gptneox"):
         metadata["rope.freq_base"] = rope["rope_theta"]
-    if arch in ("llama", "mistral3", "granite", "smollm3", "exaone4"):
+    if arch in ("llama", "mistral3", "granite", "granitemoe", "smollm3", "exaone4"):
         metadata["vocab_size"] = config.vocab_size
-    if arch in ("llama", "mistral3", "granite", "smollm3", "glm4", "phi3", "stablelm", "gptneox"):
+    if arch in ("llama", "mistral3", "granite", "granitemoe", "smollm3", "glm4", "phi3", "stablelm", "gptneox"):
         metadata["rope.dimension_count"] = rotated
-    if arch in ("gemma2", "gemma3", "phi3") or (arch in ("olmo2", "exaone4") and window is not None):
+    if arch in ("gemma2", "gemma3", "phi3", "gpt-oss") or (arch in ("olmo2", "exaone4") and window is not None):
         metadata["attention.sliding_window"] = window or 0
     if arch in ("olmo2", "exaone4") and window is not None:
         pattern = [kind == "sliding_attention" for kind in config.layer_types]
         metadata["attention.sliding_window_pattern"] = pattern
     if arch == "olmo2" and window is not None:
         metadata["rope.freq_base_swa"] = config.rope_parameters["sliding_attention"]["rope_theta"]
+    if experts := getattr(config, "num_local_experts", None):
+        metadata |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
+    if arch in ("qwen3moe", "gpt-oss"):
+        metadata["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", config.intermediate_size)
     if rope["rope_type"] in ("linear", "yarn"):
         metadata |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
@@ -454,7 +482,7 @@ def gguf_metadata(model: PreTrainedModel) -> dict[str, Any]:
         case "gemma2":
             metadata["attn_logit_softcapping"] = config.attn_logit_softcapping
             metadata["final_logit_softcapping"] = config.final_logit_softcapping
-        case "granite":
+        case "granite" | "granitemoe":
             metadata["attention.scale"] = config.attention_multiplier
             metadata["embedding_scale"] = config.embedding_multiplier
             metadata["residual_scale"] = config.residual_multiplier

@@ -362,6 +362,15 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {"sliding_window": None, "tie_word_embeddings": True}, {}),
     "stablelm": ("stablelm", {}, {}),
     "gpt-neox": ("gpt_neox", {}, {}),
+    "mixtral": ("mixtral", {}, {}),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
+    "olmoe": ("olmoe", {"num_key_value_heads": 1}, {}),
+    "granite-moe": (
+        "granitemoe",
+        {"attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 0.75},
+        {},
+    ),
+    "gpt-oss": ("gpt_oss", {}, {}),
     "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}, {}),
     "gemma3-pattern-list": (
         "gemma3",
@@ -376,6 +385,7 @@ def as_gguf_says(config: ModelConfig) -> dict[str, Any]:
     values = vars(config) | {"scale": config.attention_scale, "head_dim": config.computed_head_dim}
     values.pop("query_pre_attn_scalar")  # only the scale counts
     values["model_type"] = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
+    values["moe_intermediate_size"] = config.moe_intermediate_size or config.intermediate_size
     if config.attention_output_bias == config.attention_bias:
         values["attention_output_bias"] = None
     values["rms_norm_eps"] = torch.tensor(config.rms_norm_eps).item()

@@ -148,14 +148,42 @@ def _exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
 
 _WINDOW = {"sliding_window": "attention.sliding_window"}
 _WINDOW_READS = "attention.sliding_window_pattern", "rope.freq_base_swa"
+_EXPERTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_EXPERT_SIZE = {"moe_intermediate_size": "expert_feed_forward_length"}
 _LAYER_NORM = {"rms_norm_eps": "attention.layer_norm_epsilon"}
 _FINAL_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_GRANITE = Architecture(
+    "granite",
+    names={
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    },
+    reads=("attention.scale",),
+    only={"rope.scaling.finetuned": True},  # false: no RoPE
+    interleaved=True,
+)
 ARCHITECTURES = {
-    "llama": Architecture("llama", names=_WINDOW, interleaved=True),
+    "llama": Architecture(
+        "llama",
+        names=_WINDOW | _EXPERTS,
+        interleaved=True,
+        computed=lambda values: {"model_type": "mixtral", "norm_topk_prob": True} if values.get("num_experts") else {},
+    ),
     "mistral3": Architecture("ministral3", reads=("attention.temperature_scale",), interleaved=True),
     "phi3": Architecture("phi3", names=_WINDOW, partial_rope=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture("qwen3_moe", names=_EXPERTS | _EXPERT_SIZE, values={"norm_topk_prob": True}),
+    "olmoe": Architecture("olmoe", names=_EXPERTS),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        names=_EXPERTS | _EXPERT_SIZE | _WINDOW,
+        reads=_WINDOW_READS,
+        values={"norm_topk_prob": True},
+        pattern=2,
+        computed=lambda values: {"rope": replace(values["rope"], truncate=False)},  # which is not stored
+    ),
     "gemma2": Architecture(
         "gemma2",
         names=_WINDOW | _FINAL_CAP | {"attn_logit_softcapping": "attn_logit_softcapping"},
@@ -185,16 +213,12 @@ ARCHITECTURES = {
         interleaved=True,
         computed=lambda values: {"no_rope_layers": tuple(range(3, values["num_hidden_layers"], 4))},
     ),
-    "granite": Architecture(
-        "granite",
-        names={
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
-        reads=("attention.scale",),
-        only={"rope.scaling.finetuned": True},  # false: no RoPE
-        interleaved=True,
+    "granite": _GRANITE,
+    "granitemoe": replace(
+        _GRANITE,
+        model_type="granitemoe",
+        names={**_GRANITE.names, **_EXPERTS},
+        values={"norm_topk_prob": True},
     ),
     "glm4": Architecture("glm4", interleaved=True, partial_rope=True),
     "exaone4": Architecture("exaone4", names=_WINDOW, reads=_WINDOW_READS, pattern=4, computed=_exaone4),
@@ -244,7 +268,9 @@ def config_from_gguf(
     window = values.get("sliding_window") or None
     pattern = get("attention.sliding_window_pattern", family.pattern or layers + 1)
     biases = {
-        name for name in ("attn_q", "attn_qkv", "attn_output", "ffn_down") if f"blk.0.{name}.bias" in tensor_names
+        name
+        for name in ("attn_q", "attn_qkv", "attn_output", "ffn_down", "ffn_down_exps")
+        if f"blk.0.{name}.bias" in tensor_names
     }
     attention_bias, output_bias = not biases.isdisjoint(("attn_q", "attn_qkv")), "attn_output" in biases
     values |= {
@@ -254,7 +280,7 @@ def config_from_gguf(
         "layer_types": layer_pattern(pattern, layers) if window else (FULL_ATTENTION,) * layers,
         "attention_bias": attention_bias,
         "attention_output_bias": None if output_bias == attention_bias else output_bias,
-        "mlp_bias": "ffn_down" in biases,
+        "mlp_bias": not biases.isdisjoint(("ffn_down", "ffn_down_exps")),
         "norm_bias": "output_norm.bias" in tensor_names,
         "tie_word_embeddings": "output.weight" not in tensor_names,
         "bos_token_id": vocabulary.get(f"{TOKENIZER}bos_token_id"),

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ MAX_TENSORS, MAX_KEYS, MAX_STRINGS, MAX_STRING = 2**16, 2**16, 2**20, 2**24
 MAX_DIMENSIONS = 4  # ggml has no more
 MAX_LISTED = 4096  # numbers in an array that becomes a list; longer ones stay numpy arrays, of the size on disk
 
+_STACKED = re.compile(r"(blk\.\d+\.ffn_(gate|up|gate_up|down))_exps\.(weight|bias)")
 ROPE_TENSORS = ("rope_freqs.weight", LONG_ROPE, "rope_factors_long.weight")  # which are part of the config
 ALIGNMENT = integer(1, 2**20)
 
@@ -64,6 +66,7 @@ class GGUFFile(Checkpoint):
             self.config = config_from_gguf(self.metadata, self._tensors.keys(), self._rope_divisors())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+        self._tensors = by_expert(self._tensors, self.config.num_experts)
         weights, arch = (
             (name for name in self._tensors if name not in ROPE_TENSORS),
             self.metadata["general.architecture"],
@@ -145,6 +148,24 @@ class GGUFFile(Checkpoint):
 
     def sampling(self) -> tuple[str, dict[str, Any]]:
         return self.path.name, sampling_from_gguf(self.metadata)
+
+
+def by_expert(tensors: Mapping[str, TensorInfo], experts: int) -> dict[str, TensorInfo]:
+    """Tensors of all experts as `ExpertLinear` stacks them: gate and up of each apart, the others as one matrix."""
+    found = {}
+    for name, tensor in tensors.items():
+        stack = _STACKED.fullmatch(name)
+        if stack is None or tensor.shape[0] != experts or len(tensor.shape) == 1:
+            found[name] = tensor
+        elif stack[2] in ("gate", "up"):
+            size = tensor.nbytes // experts
+            for i in range(experts):
+                found[f"{stack[1]}.{i}.{stack[3]}"] = replace(
+                    tensor, shape=tensor.shape[1:], offset=tensor.offset + i * size, nbytes=size
+                )
+        else:
+            found[name] = replace(tensor, shape=(experts * tensor.shape[1], *tensor.shape[2:]))
+    return found
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:

@@ -26,7 +26,11 @@ _GGUF_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
+_GGUF_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")
 # Names that differ in a family, by its architecture.
 _GGUF_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GGUF_GATE_UP = {"ffn_up": "mlp.gate_up_proj"}
@@ -35,6 +39,7 @@ _GGUF_FAMILIES = {
     "gemma3": _GGUF_POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"},
     "olmo2": _GGUF_POST_NORMS,
     "exaone4": _GGUF_POST_NORMS,
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},
     "phi3": _GGUF_GATE_UP,
     "glm4": _GGUF_GATE_UP | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
 }
@@ -115,6 +120,10 @@ def from_gguf(stored: str, architecture: str) -> str:
         return f"{_GGUF[stem]}.{kind}"
     prefix, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
+    if prefix == "blk" and part == "attn_sinks":
+        return f"layers.{layer}.self_attn.sinks"
+    if prefix == "blk" and (expert := _GGUF_EXPERT.fullmatch(part)):
+        return f"layers.{layer}.mlp.experts.{expert[2]}.{expert[1]}_proj.{kind}"
     known = _GGUF_LAYER | _GGUF_FAMILIES.get(architecture, {})
     return f"layers.{layer}.{known[part]}.{kind}" if prefix == "blk" and part in known else stored
 

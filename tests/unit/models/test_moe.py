@@ -9,18 +9,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import (
     TOLERANCE,
+    byte_tokenizer_metadata,
     check_logits,
     difference,
+    gguf_metadata,
+    gguf_tensors,
     kernel_logits,
     load,
     random_ids,
     reference_model,
     save_folder,
+    save_gguf,
+    write_gguf,
 )
+from gguf import GGMLQuantizationType as Quant
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny_config, make_tiny_model
 from torch import Tensor
@@ -323,3 +330,31 @@ def test_refused_configs(base: dict[str, Any], changes: dict[str, Any], message:
 def test_shards_are_refused() -> None:
     with pytest.raises(ValueError, match="a mixture of experts cannot be split into 2 shards: run it in one process"):
         check_world_size(make_tiny_config(model_type="qwen3_moe"), 2)
+
+
+def test_gguf_of_gate_and_up_in_one_tensor(tmp_path: Path) -> None:
+    """As newer converters write it on request."""
+    reference = reference_model("mixtral")
+    tensors = gguf_tensors(reference)
+    for i in range(reference.config.num_hidden_layers):
+        pair = [tensors.pop(f"blk.{i}.ffn_{part}_exps.weight") for part in ("gate", "up")]
+        tensors[f"blk.{i}.ffn_gate_up_exps.weight"] = np.concatenate(pair, 1)
+    metadata = gguf_metadata(reference) | byte_tokenizer_metadata()
+    model = load(write_gguf(tmp_path / "m.gguf", metadata, tensors))
+    check_logits(model, random_ids(), reference(random_ids()).logits)
+
+
+@pytest.mark.parametrize("quant", [Quant.Q4_0, Quant.Q8_0])
+def test_gguf_blocks_are_kept(tmp_path: Path, quant: Quant) -> None:
+    reference = reference_model("gpt_oss")
+    path = save_gguf(reference, tmp_path / "m.gguf", quant, byte_tokenizer_metadata())
+    model = load_model(path, device="cpu")[0]
+    floats = load_model(path, device="cpu", dtype="float32")[0]
+    for linear, expected in zip(
+        (model.layers[1].mlp.experts.gate_up_proj, model.layers[1].mlp.experts.down_proj),
+        (floats.layers[1].mlp.experts.gate_up_proj, floats.layers[1].mlp.experts.down_proj),
+        strict=True,
+    ):
+        if kernels() is not None:
+            assert isinstance(linear.weight, QuantizedWeight)
+            assert torch.equal(linear.weight.floats(), expected.weight)
