@@ -9,7 +9,7 @@ rounded to int4 or int8, in groups of 32 columns with float16 scales:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -249,6 +249,15 @@ class StackedWeight(Module):
 
 
 Quantized = QuantizedWeight | StackedWeight
+
+
+def pieces_of(weight: Quantized, start: int, stop: int) -> Iterator[tuple[QuantizedWeight, slice]]:
+    """The parts that have rows from `start` to `stop` of a weight, and which of their rows these are."""
+    while start < stop:
+        part, at = weight.part(start)
+        end = min(part.rows, at + stop - start)
+        yield part, slice(at, end)
+        start += end - at
 
 
 def describe_kinds(sizes: Iterable[tuple[str, int]]) -> str:
