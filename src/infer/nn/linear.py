@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infer.nn.module import Module
-from infer.nn.quantized import Quantized, QuantizedWeight
+from infer.nn.quantized import Quantized, QuantizedWeight, pieces_of
 
 AT_ONCE = 1 << 22  # weights converted at a time: with fewer, torch's GEMMs take longer
 
@@ -117,6 +117,8 @@ class ExpertLinear(FusedLinear):
         rows = slice(expert * size, (expert + 1) * size)
         bias = None if self.bias is None else self.bias[rows]
         if isinstance(self.weight, Quantized):
-            return self.weight(x, bias, rows)  # type: ignore[no-any-return]
+            pieces = pieces_of(self.weight, rows.start, rows.stop)
+            out = torch.cat([part(x, rows=own) for part, own in pieces], -1)
+            return out if bias is None else out + bias
         weight = self.weight[rows]
         return F.linear(x, weight, bias) if x.dtype is weight.dtype else _converted(x, weight, bias)

@@ -9,7 +9,7 @@ rounded to int4 or int8, in groups of 32 columns with float16 scales:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -243,19 +243,21 @@ class StackedWeight(Module):
     def floats(self) -> Tensor:
         return torch.cat([part.floats() for part in self.parts])
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, rows: slice = slice(None)) -> Tensor:
-        first, last, _ = rows.indices(self.shape[0])
-        pieces, start = [], 0
-        for part in self.parts:
-            low, high = max(first - start, 0), min(last - start, part.rows)
-            if low < high:
-                pieces.append(part(x, None, slice(low, high)))
-            start += part.rows
-        out = torch.cat(pieces, -1)
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = torch.cat([part(x) for part in self.parts], -1)
         return out if bias is None else out + bias
 
 
 Quantized = QuantizedWeight | StackedWeight
+
+
+def pieces_of(weight: Quantized, start: int, stop: int) -> Iterator[tuple[QuantizedWeight, slice]]:
+    """The parts that have rows from `start` to `stop` of a weight, and which of their rows these are."""
+    while start < stop:
+        part, at = weight.part(start)
+        end = min(part.rows, at + stop - start)
+        yield part, slice(at, end)
+        start += end - at
 
 
 def describe_kinds(sizes: Iterable[tuple[str, int]]) -> str:

@@ -23,7 +23,7 @@ from infer.cache.table import Table
 from infer.nn.activation import CLAMPED_SWIGLU
 from infer.nn.linear import Embedding, Linear
 from infer.nn.norm import Norm
-from infer.nn.quantized import Quantized, QuantizedWeight
+from infer.nn.quantized import Quantized, QuantizedWeight, pieces_of
 from infer.nn.sharded import ShardedEmbedding
 
 Record = np.ndarray[Any, Any]
@@ -65,9 +65,8 @@ class ExpertRecords(NamedTuple):
     """A mixture of experts, and what its record has addresses of."""
 
     mix: Record
-    experts: Sequence[
-        tuple[Record, Any]
-    ]  # of up and of down: a WEIGHT of each expert, and the parts that these refer to
+    up: tuple[Record, Record | None]
+    down: tuple[Record, Record | None]
     biases: Sequence[Tensor | None]  # in float32
 
     @classmethod
@@ -77,45 +76,40 @@ class ExpertRecords(NamedTuple):
         mix = np.zeros(1, kernels().EXPERTS)
         linears = routing.router, parts.up, parts.down
         biases = [None if part.bias is None else _floats(part.bias) for part in linears]
-        experts = [_per_expert(*each, routing.num_experts) for each in zip(linears[1:], biases[1:], strict=True)]
+        up = _per_expert(parts.up.weight, biases[1], routing.num_experts)
+        down = _per_expert(parts.down.weight, biases[2], routing.num_experts)
         mix["router"] = weight_record(routing.router.weight, biases[0])
-        mix["up"], mix["down"] = (records.ctypes.data for records, _ in experts)
+        mix["up"], mix["down"] = up[0].ctypes.data, down[0].ctypes.data
         mix["top_k"], mix["norm_topk"] = routing.top_k, routing.norm_topk
         mix["activation"], mix["inner"] = ACTIVATION_CODES[parts.activation], parts.down.in_features
         mix["threads"] = kernels().threads.COUNT.ctypes.data
-        return cls(mix, experts, biases)
+        return cls(mix, up, down, biases)
 
 
-def _per_expert(part: Linear, bias: Tensor | None, count: int) -> tuple[Record, Any]:
-    """A WEIGHT of each expert of a stack, from the tile on in which its rows begin; and the parts of all."""
-    weight, size = part.weight, part.weight.shape[0] // count
-    made, parts = np.zeros(count, kernels().WEIGHT), []
-    made[:] = weight_record(weight, bias)
-    for expert in range(count):
-        first, unused = expert * size, 0
-        if isinstance(weight, Quantized):
-            of_expert, unused = _parts_from(weight, first, size)
-            made[expert]["kind"], made[expert]["at"] = len(of_expert), of_expert.ctypes.data
-            parts.append(of_expert)
-        else:
-            made[expert]["at"] += first * weight[0].nbytes
-        made[expert]["rows"] = unused + size
-        if bias is not None:
-            made[expert]["bias"] += (first - unused) * 4
+def _per_expert(weight: Tensor | Quantized, bias: Tensor | None, count: int) -> tuple[Record, Record | None]:
+    """A WEIGHT of each expert of a stack, and the PARTs that these have addresses of.
+
+    A PART begins with a tile: the first of an expert may have rows of the expert before it.
+    """
+    made, size = np.zeros(count, kernels().WEIGHT), weight.shape[0] // count
+    made[:], first = weight_record(weight, bias), np.arange(count) * size
+    if isinstance(weight, Quantized):
+        found, counts, leads = [], [], []
+        for start in first.tolist():
+            pieces = [*pieces_of(weight, start, start + size)]
+            found += [_part(part, rows.start // part.tile_rows, rows.stop) for part, rows in pieces]
+            counts.append(len(pieces))
+            leads.append(pieces[0][1].start % pieces[0][0].tile_rows)
+        parts = np.array(found, kernels().PART)
+        made["kind"], made["rows"] = counts, np.array(leads) + size
+        made["at"] = parts.ctypes.data + (np.cumsum(counts) - counts) * parts.itemsize
+        first -= leads
+    else:
+        parts = None
+        made["at"], made["rows"] = made["at"] + first * weight[0].nbytes, size
+    if bias is not None:
+        made["bias"] += first * 4
     return made, parts
-
-
-def _parts_from(weight: Quantized, first: int, count: int) -> tuple[Record, int]:
-    """The parts of `count` rows from `first` on, and how many rows before them their first tile has."""
-    found, unused, row = [], 0, first
-    while row < first + count:
-        stored, at = weight.part(row)
-        tile, own = at // stored.tile_rows, min(stored.rows - at, first + count - row)
-        before = at - tile * stored.tile_rows  # only the first part of the weight can begin within a tile
-        unused += before
-        found.append(_part(stored, tile, before + own))
-        row += own
-    return np.array(found, kernels().PART), unused
 
 
 def head_record(norm: Norm | None, linear: Linear | None, divisor: float = 1.0, softcap: float | None = None) -> Record:
@@ -149,11 +143,11 @@ def _parts(weight: Quantized) -> Record:
         return _part_records[weight]
 
 
-def _part(weight: QuantizedWeight, tile: int = 0, rows: int | None = None) -> tuple[int, ...]:
-    """rows: how many, from a tile on; None: all."""
-    tile_bytes, count = weight.packed[0].nbytes, weight.rows if rows is None else rows
-    at = weight.packed.data_ptr() + tile * tile_bytes
-    return kernels().part_record(weight.scheme, at, count, tile_bytes)  # type: ignore[no-any-return]
+def _part(weight: QuantizedWeight, tile: int = 0, stop: int | None = None) -> tuple[int, ...]:
+    """The PART of a weight from a tile on, up to row `stop`."""
+    packed, rows = weight.packed, (weight.rows if stop is None else stop) - tile * weight.tile_rows
+    tile_bytes = packed[0].nbytes
+    return kernels().part_record(weight.scheme, packed.data_ptr() + tile * tile_bytes, rows, tile_bytes)  # type: ignore[no-any-return]
 
 
 def norm_record(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[int, int, float, float, bool]:
