@@ -33,22 +33,29 @@ def route_rows(
     wait_for_previous(PDL)
     let_next_start(PDL)  # not before: programs of `expert_gemm` that wait would take the place of others
     own = tl.load(logits + row.to(tl.int64) * E + e, e < E, -float("inf")).to(tl.float32)
+    own = tl.where(own == own, own, -float("inf"))  # even a token of NaNs has TOP_K different experts
     highest = tl.max(own, 0)
     powers = tl.exp(own - highest)
     total = tl.sum(tree_sum(tl.reshape(powers, (BLOCK_E, 1))), 0)
     if NORM:
-        left, total = own, 0.0
+        free, total = e < E, 0.0
         for _ in tl.static_range(TOP_K):
-            top = tl.max(left, 0)
-            best = tl.min(tl.where(left == top, e, E - 1), 0)  # of NaN the last, which exists
+            best, top = best_expert(own, free, e, BLOCK_E)
+            free = free & (e != best)
             total += tl.exp(top - highest)
-            left = tl.where(e == best, -float("inf"), left)
+    free = e < E
     for i in tl.static_range(TOP_K):
-        top = tl.max(own, 0)
-        best = tl.min(tl.where(own == top, e, E - 1), 0)
+        best, top = best_expert(own, free, e, BLOCK_E)
+        free = free & (e != best)
         tl.store(experts + row * TOP_K + i, tl.where(position < 0, -1, best))
         tl.store(weights + row * TOP_K + i, tl.exp(top - highest) / total)
-        own = tl.where(e == best, -float("inf"), own)
+
+
+@triton.jit
+def best_expert(logits, free, e, BLOCK_E: tl.constexpr):
+    """The first of the free experts with the highest logit, and that logit."""
+    top = tl.max(tl.where(free, logits, -float("inf")), 0)
+    return tl.min(tl.where(free & (logits == top), e, BLOCK_E), 0), top
 
 
 @kernel(do_not_specialize=["pairs"])
