@@ -369,7 +369,7 @@ def test_gguf_of_gate_and_up_in_one_tensor(tmp_path: Path) -> None:
     check_logits(model, random_ids(), reference(random_ids()).logits)
 
 
-@pytest.mark.parametrize("quant", [Quant.Q4_0, Quant.Q8_0])
+@pytest.mark.parametrize("quant", [Quant.Q4_0, Quant.Q8_0, Quant.MXFP4])
 def test_gguf_blocks_are_kept(tmp_path: Path, quant: Quant) -> None:
     reference = reference_model("gpt_oss")
     path = save_gguf(reference, tmp_path / "m.gguf", quant, byte_tokenizer_metadata())
