@@ -546,7 +546,9 @@ def save_gguf(
 ) -> Path:
     """A GGUF file as llama.cpp's converter writes it: matrices in the given type, vectors in float32."""
     tensors = {
-        name: (quants.quantize(tensor, quant), quant) if tensor.ndim > 1 else tensor
+        name: (quants.quantize(tensor, quant), quant)
+        if tensor.ndim > 1 and not name.endswith((".bias", "ffn_gate_inp.weight"))
+        else tensor
         for name, tensor in gguf_tensors(model).items()
     }
     extra = byte_tokenizer_metadata() if metadata is None else metadata

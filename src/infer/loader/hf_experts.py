@@ -19,7 +19,7 @@ from infer.nn.schemes import SCHEMES
 
 BLOCKS, SCALES = "_blocks", "_scales"  # the ends of the names of the two tensors of an MXFP4 weight
 _STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj\.(weight|bias)")
-_MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+MXFP4 = SCHEMES["MXFP4"]
 
 
 def is_stacked(name: str) -> bool:
@@ -37,34 +37,21 @@ def stacked_shape(shape: Sequence[int], stored: str, model_type: str) -> tuple[i
     return (experts * columns, rows) if model_type == "gpt_oss" else (experts * rows, columns)
 
 
-def read_stacked(weights: Any, scales: Any, stored: str, model_type: str, *, packed: bool = False) -> Iterator[Tensor]:
+def read_stacked(
+    weights: Any, scales: Any, stored: str, model_type: str, *, as_blocks: bool = False
+) -> Iterator[Tensor]:
     """The rows of one expert after the other. weights, scales: slices of a file; scales: of MXFP4, or None.
 
-    packed: as blocks of that scheme, not as floats.
+    as_blocks: of MXFP4, as blocks of that scheme.
     """
     if scales is not None and scales.get_shape() != weights.get_shape()[:-1]:
         raise ValueError(f"{stored} has no scale for each of its groups of codes")
     for i in range(weights.get_shape()[0]):
         rows = weights[i : i + 1][0]
         if scales is not None:
-            rows = (mxfp4_blocks if packed else from_mxfp4)(rows, scales[i : i + 1][0])
+            codes = torch.stack((rows & 15, rows >> 4), -1).flatten(2)  # [R, G, 32]
+            blocks = MXFP4.pack(codes, scale=scales[i : i + 1][0])
+            rows = blocks if as_blocks else MXFP4.floats(blocks)
         elif model_type == "gpt_oss" and rows.dim() == 2:
             rows = rows.T
         yield torch.cat((rows[::2], rows[1::2])) if model_type == "gpt_oss" and "gate_up_proj" in stored else rows
-
-
-def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """uint8 [R, G, 16] and [R, G] -> float32 [R, 32 G]; bfloat16 has all these numbers, too."""
-    codes = _mxfp4_codes(blocks)
-    values = _MXFP4[(codes & 7).long()] * torch.where(codes < 8, 1.0, -1.0)
-    return torch.ldexp(values, scales[..., None].int() - 127).flatten(1)
-
-
-def mxfp4_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The same as blocks of our scheme, uint8 [R, G, bytes]."""
-    return SCHEMES["MXFP4"].pack(_mxfp4_codes(blocks), scale=scales)
-
-
-def _mxfp4_codes(blocks: Tensor) -> Tensor:
-    """[R, G, 32]"""
-    return torch.stack((blocks & 15, blocks >> 4), -1).flatten(2)

@@ -18,7 +18,7 @@ from infer.loader.chat import TEMPLATES
 from infer.loader.checkpoint import FLOATS, Checkpoint, RowOrder, StoredTensor, TokenizerParts
 from infer.loader.files import INDEX, SAFETENSORS, SENTENCEPIECE, TEKKEN, is_there, read_index, read_json, read_text
 from infer.loader.hf_config import FAMILIES, config_from_hf, model_type_of
-from infer.loader.hf_experts import BLOCKS, SCALES, is_stacked, read_stacked, stacked_shape
+from infer.loader.hf_experts import BLOCKS, MXFP4, SCALES, is_stacked, read_stacked, stacked_shape
 from infer.loader.tensor_names import GPT2_MATRICES, by_decoder_name, from_gpt2, from_hf
 from infer.loader.text_tokenizers import gpt2_tokenizer, read_tokenizer
 from infer.loader.tokenizer_files import read_sentencepiece, read_tekken
@@ -26,7 +26,6 @@ from infer.machine import DTYPES
 from infer.models.registry import check_supported
 from infer.values import TEXT
 
-MXFP4 = "MXFP4"
 BLOCK_WEIGHTS = 1 << 20  # read at a time: at most 4 MB
 MAX_HEADER = 16 << 20  # bytes of a safetensors header; real ones have at most 1 MB
 
@@ -75,14 +74,14 @@ class HFFolder(Checkpoint):
                         raise ValueError(f"{path} lacks {stored}, which {INDEX} says it holds")
                     weights = file.get_slice(stored)
                     dtype, shape = weights.get_dtype(), tuple(weights.get_shape())
-                    is_mxfp4 = dtype == "U8" and self._scales_of(stored) is not None
+                    is_mxfp4 = self._scales_of(stored) is not None and dtype == "U8"
                     if dtype not in FLOATS and not is_mxfp4:
                         raise ValueError(f"{path}: {stored} is in {dtype}, which is not a float dtype")
                     if is_stacked(name):
                         shape = stacked_shape(shape, stored, self.config.model_type)
                     elif self._is_transposed(name):
                         shape = shape[::-1]
-                    tensors[name] = StoredTensor(stored, shape, MXFP4 if is_mxfp4 else FLOATS[dtype])
+                    tensors[name] = StoredTensor(stored, shape, MXFP4.name if is_mxfp4 else FLOATS[dtype])
         return tensors
 
     def stored_dtype(self, name: str) -> torch.dtype | str | None:
@@ -102,21 +101,19 @@ class HFFolder(Checkpoint):
             yield from self._read(name, rows)
 
     def quantized(self, name: str, kind: str, rows: range | None = None) -> Iterator[Tensor]:
-        stored = self.tensors[name]
-        if kind == stored.dtype == MXFP4:
-            yield from self._read_experts(stored.name, packed=True)
-        else:
-            yield from super().quantized(name, kind, rows)
+        if kind == self.tensors[name].dtype:
+            return self._read_experts(self.tensors[name].name, as_blocks=True)
+        return super().quantized(name, kind, rows)
 
-    def _read_experts(self, stored: str, *, packed: bool = False) -> Iterator[Tensor]:
+    def _read_experts(self, stored: str, *, as_blocks: bool = False) -> Iterator[Tensor]:
         with ExitStack() as files:
 
             def weights(name: str) -> Any:
                 return files.enter_context(open_safetensors(self._files[name])).get_slice(name)
 
             scales = self._scales_of(stored)
-            scales_of = scales and weights(scales)
-            yield from read_stacked(weights(stored), scales_of, stored, self.config.model_type, packed=packed)
+            slices = weights(stored), scales and weights(scales)
+            yield from read_stacked(*slices, stored, self.config.model_type, as_blocks=as_blocks)
 
     def _scales_of(self, stored: str) -> str | None:
         """The name of the scales of an MXFP4 tensor."""

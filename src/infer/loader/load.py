@@ -44,6 +44,7 @@ from infer.nn.schemes import SCHEMES, Scheme
 from infer.nn.sharded import Group
 
 AUTO = "auto"
+EXACT_IN_BFLOAT16 = {torch.bfloat16, "MXFP4"}
 ABOVE_4_BITS = ("Q8_1", "Q8_K")  # GGUF types without a scheme
 
 
@@ -173,7 +174,7 @@ def choose_weight_dtypes(
         dtypes = {checkpoint.stored_dtype(each) for each in sizes} - {None}  # none: of a head that is tied
         is_router = module_name.endswith("router")  # small, and the choice of experts is sensitive to it
         if is_router or (quantize is None and not (keeps_blocks and dtypes and not dtypes & set(FLOATS.values()))):
-            if dtypes == {torch.bfloat16} and keeps_bfloat16:
+            if dtypes and dtypes <= EXACT_IN_BFLOAT16 and keeps_bfloat16:
                 stored[name] = torch.bfloat16
             continue
         is_wide = module is model.embed_tokens or module is model.lm_head
