@@ -644,7 +644,8 @@ def test_tiles_of_other_machines(lanes: int, core: dict[str, str], tmp_path: Pat
     given = {name: random_weight(name, 37, 256) for name in GENERIC}
     torch.save({name: made.blocks() for name, made in given.items()}, tmp_path / "given")
     program = [sys.executable, "-c", OTHER_TILES, str(lanes), str(tmp_path / "given")]
-    subprocess.run(program, check=True, timeout=600, env=os.environ | core)
+    folder = {"NUMBA_CACHE_DIR": str(tmp_path)}  # kernels for other tiles
+    subprocess.run(program, check=True, timeout=600, env=os.environ | core | folder)
     for name, made in given.items():
         assert torch.equal(torch.load(tmp_path / f"given.{name}"), by_kernel(made, randn(6, 256)))
 
@@ -948,7 +949,7 @@ def test_weights_that_change_in_place(folders: dict[str, Path], quantize: str) -
     """What the kernels remember of a model is where its weights are, not what they are."""
     model = load(folders["llama"], quantize)
     before = logits(model)
-    model.layers[0].mlp.down_proj.weight.fill(0, quantize_rows(torch.zeros(64, 96), BITS[quantize]))
+    model.layers[0].mlp.down_proj.weight.fill(0, quantize_rows(torch.zeros(64, 96), quantize))
     assert not torch.equal(logits(model), before)
 
 

@@ -302,12 +302,18 @@ def _emit_part(
     small: bool,
 ) -> Any:
     """so_far + a part of a group times x. codes: plus an offset, or None. first: the quad of x that they begin with."""
-    high = _emit_start(b, sums, 2, HIGH_MAGIC, offset)
-    low = _emit_start(b, sums, 3, LOW_MAGIC, offset)
-    low_x = b.add(x, x.type(GROUP))
-    for quad, code in enumerate(codes, first):
-        high = emit_dot(b, high, code, x, quad, small=small)
-        low = emit_dot(b, low, code, low_x, quad, small=small)
+    byte_sums = []
+    for start, x_bytes in (
+        (_emit_start(b, sums, 2, HIGH_MAGIC, offset), x),
+        (_emit_start(b, sums, 3, LOW_MAGIC, offset), b.add(x, x.type(GROUP))),
+    ):
+        # Two chains of instructions, each of which waits for the one before it: adding integers is exact.
+        chains = [start, constant(TILE_INTS, 0)]
+        for i, code in enumerate(codes):
+            chain = i * 2 // len(codes)
+            chains[chain] = emit_dot(b, chains[chain], code, x_bytes, first + i, small=small)
+        byte_sums.append(b.add(*chains))
+    high, low = byte_sums
     return _emit_scaled(b, so_far, emit_combined(b, high, low), sums, scale, minimum)
 
 
