@@ -64,7 +64,7 @@ class ScoreOptions(TypedDict, total=False):
     """How scores q·k become weights."""
 
     scale: Required[float]
-    window: Required[int | None]
+    window: int | None
     softcap: float  # see `softmax_attention`
     sinks: Tensor
 
@@ -274,7 +274,7 @@ class BaseCache(ABC):
         **options: Unpack[ScoreOptions],
     ) -> Tensor:
         """Store k and v, then attend from q [B, Hq, n, D] to all visible keys. kernel: None for plain torch."""
-        window = options.setdefault("window", None)
+        window = options.get("window")
         self._check_window(layer_idx, window)
         keys, values = self._store(layer_idx, k, v)
         if self.quantized and (kernel is None or not kernel.takes_int8):

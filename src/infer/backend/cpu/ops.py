@@ -231,7 +231,7 @@ class CpuAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, end: int, **options: Unpack[ScoreOptions]) -> Tensor:
         batch, heads, n, head_dim = q.shape
-        window = options["window"]
+        window = options.get("window")
         if window is not None and k.shape[2] > n + window - 1:  # no query sees the keys before the first one's window
             k, v = k[:, :, 1 - n - window :], v[:, :, 1 - n - window :]
         k, v = _contiguous(k, v)
@@ -263,7 +263,7 @@ def _arguments(
     first: int = 0,
     *,
     scale: float,
-    window: int | None,
+    window: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Any, ...]:

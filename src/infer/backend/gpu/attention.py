@@ -268,7 +268,7 @@ def attend_rows(
     *,
     kv_heads: int,
     scale: float,
-    window: int | None,
+    window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     pdl: bool = False,
@@ -297,7 +297,7 @@ def _attend_by_row(
     pdl: bool,
     *,
     scale: float,
-    window: int | None,
+    window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -414,7 +414,7 @@ def _attend_one(
     dtype: torch.dtype | None = None,
     *,
     scale: float,
-    window: int | None,
+    window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
