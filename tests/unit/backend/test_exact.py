@@ -419,7 +419,7 @@ def test_rings_are_read_as_spans(head_dim: int) -> None:
             keys, values = ring_span(k, first, first + count), ring_span(v, first, first + count)
             expected = CpuAttention()(q, keys, values, scale=0.3, window=None, end=count)
             visible, queries = np.array([[first, count]]), kernels().query_blocks([1])
-            kernels().attend(4, 2, head_dim, 0.3, q, 0, table, queries, 1, visible, got)
+            kernels().attend(4, 2, head_dim, 0.3, 0.0, 0, q, 0, table, queries, 1, visible, got)
             assert torch.equal(got, expected.view(1, -1))
 
 
