@@ -17,6 +17,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: GPU kernels then run on the CPU
 
+from amount import ALL
 from tiny import make_tiny_config, make_tiny_model
 
 from infer import ModelConfig, Tokenizer, load_model
@@ -54,10 +55,11 @@ def load_kernels() -> None:
 
 
 def pull_models() -> None:
-    """Those whose weights tests use. If they cannot be had, these tests say so."""
+    """Those whose weights tests use. If they cannot be had, these tests say so. The large ones: in `make test-all`."""
     with suppress(OSError, ValueError):
         for model in BUILTIN.values():
-            pull(model)
+            if ALL or model.nbytes < 3e8:
+                pull(model)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from amount import ALL
 from checkpoints import read_once
 from npm import json_files
 from transformers import AutoModelForCausalLM
@@ -22,9 +23,12 @@ from infer.loader.chat import TEMPLATES, render_chat_template
 from infer.models.common import Decoder
 from infer.server.chat_template import Chat, ChatTemplate, for_template
 
-pytestmark = pytest.mark.slow
-
 SMALL, LARGE = "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"
+CACHED = all(BUILTIN[name].path.exists() for name in (SMALL, LARGE))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not ALL and not CACHED, reason="1.6 GB: fetched by make test-all, or infer pull NAME"),
+]
 PROMPTS = ["def fibonacci(n):\n", "The capital of France is", "水は"]
 CLOSE, NEW_TOKENS = 2e-3, 8
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, temperature=0)
