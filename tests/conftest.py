@@ -58,7 +58,7 @@ def pull_models() -> None:
     """Those whose weights tests use. If they cannot be had, these tests say so. The large ones: in `make test-all`."""
     with suppress(OSError, ValueError):
         for model in BUILTIN.values():
-            if ALL or model.nbytes < 3e8:
+            if ALL or model.size < 3e8:
                 pull(model)
 
 

@@ -24,7 +24,7 @@ from infer.models.common import Decoder
 from infer.server.chat_template import Chat, ChatTemplate, for_template
 
 SMALL, LARGE = "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"
-CACHED = all(BUILTIN[name].path.exists() for name in (SMALL, LARGE))
+CACHED = all(BUILTIN[name].is_cached for name in (SMALL, LARGE))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not ALL and not CACHED, reason="1.6 GB: fetched by make test-all, or infer pull NAME"),
