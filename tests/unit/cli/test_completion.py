@@ -37,7 +37,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         ("rm ", ["gpt2", "someone/tiny"]),
         ("score --dtype fl", ["float32", "float16", "float64"]),
         ("serve --device c", ["cpu", "cuda"]),
-        ("bench --quantize ", ["int4", "int8"]),
+        ("bench --quantize ", ["auto", "int4", "int8"]),
         ("info --cache-dtype ", ["auto", "int8"]),
         ("verify ./", []),
     ],
