@@ -140,6 +140,8 @@ def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
                 block.kv_heads,
                 block.head_dim,
                 block.scale,
+                block.softcap,
+                block.sinks,
                 address(q),
                 q.strides[0],
                 table,

@@ -63,7 +63,9 @@ def windowed(folder: Path) -> Path:
     path = folder.with_name("windowed")
     shutil.copytree(folder, path)
     config = json.loads((path / "config.json").read_text())
-    config |= {"layer_types": WINDOWED_LAYERS, "sliding_window": WINDOW}
+    # SmolLM 3 is Llama with windows, if all layers have RoPE.
+    config |= {"model_type": "smollm3", "layer_types": WINDOWED_LAYERS, "sliding_window": WINDOW}
+    config |= {"no_rope_layers": [1] * len(WINDOWED_LAYERS)}
     (path / "config.json").write_text(json.dumps(config))
     return path
 

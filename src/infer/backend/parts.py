@@ -102,7 +102,7 @@ class BlockParts(NamedTuple):
         )
 
     def score_options(self) -> ScoreOptions:
-        options = ScoreOptions(scale=self.scale, window=self.window)
+        options: ScoreOptions = {"scale": self.scale, "window": self.window}
         if self.softcap is not None:
             options["softcap"] = self.softcap
         if self.sinks is not None:

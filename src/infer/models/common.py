@@ -89,7 +89,7 @@ class Attention(Module):
         q, k = qk.split_with_sizes([self.num_heads, self.num_kv_heads], 1)
         if forward_pass.query_scales is not None:
             q = (q * forward_pass.query_scales[:, None, None]).to(q.dtype)
-        options = AttendOptions(scale=self.scale, window=self.window)
+        options: AttendOptions = {"scale": self.scale, "window": self.window}
         if self.softcap is not None:
             options["softcap"] = self.softcap
         if self.sinks is not None:

@@ -418,7 +418,7 @@ class TestFrom:
             ({"params": {"warmth": 1, "logit_bias": {}}}, "unexpected keyword argument 'warmth'"),
             ({"model": 5}, "model is 5"),
             ({"chat": "yes"}, "chat is 'yes'"),
-            ({"quantize": "int3"}, "quantize must be one of int4, int8"),
+            ({"quantize": "int3"}, "quantize must be one of auto, int4, int8"),
             ({"top_k": None}, "top_k is None"),
         ],
     )

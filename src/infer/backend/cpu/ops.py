@@ -42,7 +42,7 @@ def is_readable(weight: Tensor) -> bool:
     )
 
 
-def block_record(parts: BlockParts, experts: ExpertRecords | None) -> Record:
+def block_record(parts: BlockParts, experts: ExpertRecords | None = None) -> Record:
     made = np.zeros(1, kernels().BLOCK)
     for name, part in parts._asdict().items():
         if isinstance(part, Linear):

@@ -31,6 +31,7 @@ from infer.backend.gpu.moe import mixture
 from infer.backend.gpu.tuned import BLOCK_N
 from infer.backend.parts import BlockParts, EmbeddingParts, HeadParts, ModelParts, UnsupportedByKernels
 from infer.config import ModelConfig
+from infer.nn.activation import CLAMPED_SWIGLU
 from infer.nn.linear import Linear
 from infer.nn.norm import Norm
 
@@ -58,6 +59,8 @@ def plan_of(parts: ModelParts) -> Plan:
     modules = [*embedded, *head[:2], *(part for block in blocks for part in block if isinstance(part, Linear | Norm))]
     if dtype not in DTYPES or any(part.weight.dtype is not dtype for part in modules):
         raise UnsupportedByKernels("its weights have several dtypes, or one without kernels")
+    if any(block.activation == CLAMPED_SWIGLU and block.routing is None for block in blocks):
+        raise UnsupportedByKernels("the clamped SwiGLU is there for experts only")
     if not _norms_agree(blocks, head):
         raise UnsupportedByKernels("no kernel computes its norms")
     ropes = {kind: (tuple(rope.inv_freq.tolist()), rope.attention_factor) for kind, rope in parts.ropes.items()}

@@ -34,6 +34,7 @@ from infer.engine.model import all_logits, step
 from infer.models.common import Decoder
 from infer.models.rows import ALL, LAST, NONE
 from infer.nn.activation import ACTIVATIONS
+from infer.nn.activation import gated as multiplied
 from infer.nn.linear import Linear
 from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCenteredRMSNorm
 from infer.nn.rope import Rope, apply_rope
@@ -226,7 +227,9 @@ def test_the_far_ends_of_an_activation(activation: str, gated: bool) -> None:
         parts["down"].weight.zero_()
         parts["down"].weight[0, i] = 1.0
         got = run_after_attention(block, randn(1, 4), torch.zeros(1, 1))
-        torch.testing.assert_close(got[0], ACTIVATIONS[activation](gates[i : i + 1]), atol=1e-6, rtol=1e-5)
+        gate = gates[i : i + 1]
+        expected = multiplied(torch.cat((gate, torch.ones(1))), activation) if gated else ACTIVATIONS[activation](gate)
+        torch.testing.assert_close(got[0], expected, atol=1e-6, rtol=1e-5)
 
 
 @pairs(head_dim=[2, 6, 64], turned=[True, False], kind=[None, *NORMS], rows=ROWS)
@@ -240,7 +243,7 @@ def test_before_attention(head_dim: int, turned: bool, kind: Any, rows: int) -> 
         9, qkv=qkv, before_attention=before, q_norm=q_norm, k_norm=k_norm, heads=3, kv_heads=2, head_dim=head_dim
     )
     got = poisoned(rows, 7 * head_dim)
-    addresses = np.array([(0, 0) if table is None else [each.data_ptr() for each in table]], np.int64)
+    addresses = np.array([[0] * 3 if table is None else [*(each.data_ptr() for each in table), 0]], np.int64)
     tokens = torch.stack((torch.zeros_like(positions), positions), 1)
     kernels().before_attention(block, x, rows, addresses, tokens, got)
     heads = qkv(before(x)).view(rows, 7, head_dim)

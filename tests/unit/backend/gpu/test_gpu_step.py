@@ -649,7 +649,7 @@ def test_head_norms_that_differ_have_no_plan(tiny_model: Callable[..., Decoder])
     refuse(model, "norms")
 
 
-@pytest.mark.parametrize("activation", ["", *ACTIVATIONS])
+@pytest.mark.parametrize("activation", ["", "silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("gated", [False, True])
 @torch.inference_mode()
 def test_what_becomes_of_a_product_of_many_rows(
