@@ -34,7 +34,7 @@ from infer.engine.model import all_logits, step
 from infer.models.common import Decoder
 from infer.models.rows import ALL, LAST, NONE
 from infer.nn.activation import ACTIVATIONS
-from infer.nn.activation import gated as multiplied
+from infer.nn.activation import gated as gated_by
 from infer.nn.linear import Linear
 from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCenteredRMSNorm
 from infer.nn.rope import Rope, apply_rope
@@ -228,7 +228,7 @@ def test_the_far_ends_of_an_activation(activation: str, gated: bool) -> None:
         parts["down"].weight[0, i] = 1.0
         got = run_after_attention(block, randn(1, 4), torch.zeros(1, 1))
         gate = gates[i : i + 1]
-        expected = multiplied(torch.cat((gate, torch.ones(1))), activation) if gated else ACTIVATIONS[activation](gate)
+        expected = gated_by(torch.cat((gate, torch.ones(1))), activation) if gated else ACTIVATIONS[activation](gate)
         torch.testing.assert_close(got[0], expected, atol=1e-6, rtol=1e-5)
 
 
