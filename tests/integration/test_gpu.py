@@ -24,6 +24,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tiny import FAMILIES
 from torch import Tensor
 
 from infer import LLM, KVCache, SamplingParams, SlidingCache, generate, generate_batch, load_model, stream
@@ -57,21 +58,6 @@ from infer.backend.gpu.tuned import ROWS_COMPILED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-FAMILIES = [
-    "llama",
-    "qwen3",
-    "gemma3",
-    "gpt2",
-    "rope_gpt",
-    "gemma2",
-    "olmo2",
-    "exaone4",
-    "granite",
-    "ministral3",
-    "gpt_neox",
-    "qwen3_moe",
-    "gpt_oss",
-]
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 WINDOW = 70  # more than the keys that a program looks at together
 VOCAB = 211

@@ -82,9 +82,9 @@ class RowOrder(NamedTuple):
             if by_head:
                 heads = heads % kv_heads * 3 + heads // kv_heads
             order = heads * size + torch.where(values, torch.arange(size), dims)
-        wanted = order.flatten() if rows is None else order.flatten()[rows.start : rows.stop]
-        first = int(wanted.min())
-        return cls(range(first, int(wanted.max()) + 1), wanted - first)
+        selected = order.flatten() if rows is None else order.flatten()[rows.start : rows.stop]
+        first = int(selected.min())
+        return cls(range(first, int(selected.max()) + 1), selected - first)
 
 
 class Checkpoint(Protocol):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """A row of `infer models`. tests/unit/loader/test_families.py finds the test behind each claim."""
+    """A row of `infer models`. tests/unit/loader/test_model_families.py finds the test behind each claim."""
 
     models: str
     weights: str | None = None  # the short name of a model whose published weights are compared with transformers

@@ -129,6 +129,7 @@ class Family:
     activations: Mapping[str, str | None] = field(default_factory=lambda: {"silu": None})
     pattern: int | None = None  # without layer_types: every so many layers full attention, else a sliding window
     interleaved: bool = False  # RoPE rotates adjacent dimensions together
+    qkv_by_head: bool = False  # q, k and v are one matrix, head by head
     computed: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
 
 
@@ -249,7 +250,6 @@ _GPT_OSS_ROPE = {
     "original_max_position_embeddings": 4096,
 }
 _EXPERTS = "num_experts", "num_experts_per_tok"
-_LAYER_NORM = {"norm_bias": True, "mlp_bias": True}
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(
@@ -509,6 +509,7 @@ FAMILIES = {
         fixed={"num_key_value_heads": None, "head_dim": None, "norm_bias": True, "mlp_bias": True},
         reads=("parallel_residual",),
         ignores=("rope_theta", "partial_rotary_factor"),  # written beside rotary_emb_base and rotary_pct
+        qkv_by_head=True,
         activations=_GELUS,
     ),
     "rope_gpt": Family(activations=_GELUS),

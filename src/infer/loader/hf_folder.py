@@ -92,8 +92,7 @@ class HFFolder(Checkpoint):
 
     def blocks(self, name: str, rows: range | None = None) -> Iterator[Tensor]:
         shape, family = self.tensors[name].shape, FAMILIES[self.config.model_type]
-        by_head = self.config.model_type == "gpt_neox"
-        if placed := RowOrder.of(self.config, name, shape[0], rows, family.interleaved, by_head):
+        if placed := RowOrder.of(self.config, name, shape[0], rows, family.interleaved, family.qkv_by_head):
             yield torch.cat([*self._read(name, placed.rows)])[placed.order]
         elif is_stacked(name):
             yield from self._read_experts(self.tensors[name].name)

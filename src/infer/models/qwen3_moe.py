@@ -3,7 +3,7 @@
     x ─► RMSNorm ─► q, k, v ─► norm(q, k) ─► RoPE(q, k) ─► cache.attend ─► o_proj ─► + ─► RMSNorm ─► experts ─► + ─►
       └────────────────────────────────────────────────────────────────────────────┘ └────────────────────────┘
 
-Differs from Qwen 3 by experts in the place of the MLP, in all layers or in those that its config names.
+Differs from Qwen 3 by experts in the place of the MLP, in all layers, or in the layers that its config names.
 """
 
 from __future__ import annotations

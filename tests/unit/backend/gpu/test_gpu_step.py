@@ -19,6 +19,7 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is there on L
 
 from amount import amount, once  # noqa: E402
 from interpreted import hurried, matrix_units, poison  # noqa: E402
+from tiny import FAMILIES  # noqa: E402
 
 from infer.backend import gpu  # noqa: E402
 from infer.backend.gpu import attention, device_check, gemm, launch_kernels, step  # noqa: E402
@@ -40,21 +41,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU, or TRITON_INTERPRET=1"
 )
-FAMILIES = [
-    "llama",
-    "qwen3",
-    "gemma3",
-    "gpt2",
-    "rope_gpt",
-    "gemma2",
-    "olmo2",
-    "exaone4",
-    "granite",
-    "ministral3",
-    "gpt_neox",
-    "qwen3_moe",
-    "gpt_oss",
-]
 BLOCK_S = 16
 TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 3e-3), torch.bfloat16: (3e-2, 2e-2)}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
