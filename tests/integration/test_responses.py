@@ -77,16 +77,15 @@ BEGIN = ["response.created", "response.in_progress"]
 
 
 @pytest.fixture(scope="module")
-def tool_user(folder: Path) -> Iterator[Running]:  # noqa: F811
+def tool_user(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:  # noqa: F811
     """A model whose template knows tools and reasoning."""
-    path = with_template(folder, "tool-user", TOOLS_TEMPLATE)
+    path = with_template(folder, tmp_path_factory.mktemp("templates") / "tool-user", TOOLS_TEMPLATE)
     with running(lambda: LLM(path, cache_memory=10**7)) as found:
         yield found
         until(found.idle)
 
 
-def with_template(folder: Path, name: str, template: str) -> Path:  # noqa: F811
-    path = folder.with_name(name)
+def with_template(folder: Path, path: Path, template: str) -> Path:  # noqa: F811
     shutil.copytree(folder, path)
     (path / "chat_template.jinja").write_text(template)
     return path
@@ -372,10 +371,10 @@ class TestTools:
         assert [each["logprob"] for each in part["logprobs"]] == [-2.0, -3.0, -4.0, -5.0]
 
     @pytest.mark.skipif(not CONSTRAINED, reason="the engine knows no constraints")
-    def test_required(self, folder: Path) -> None:  # noqa: F811
+    def test_required(self, folder: Path, tmp_path: Path) -> None:  # noqa: F811
         # As Llama writes it: this model has no token for the line breaks around Qwen's calls.
         template = '{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}<s>' + TEMPLATE
-        path = with_template(folder, "llama-tools", template)
+        path = with_template(folder, tmp_path / "llama-tools", template)
         body = ASK | {"tools": [TOOL, TOOL | {"name": "tides"}], "parallel_tool_calls": False}
         named = [({"type": "function", "name": name}, [name]) for name in ("weather", "tides")]
         with running(lambda: LLM(path, cache_memory=10**7)) as server:
