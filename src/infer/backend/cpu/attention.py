@@ -48,7 +48,7 @@ from infer.backend.cpu.threads import parallel_for
 from infer.backend.cpu.tile import (
     LANES,
     PANELS,
-    PREFETCH_BYTES,
+    PREFETCH_KEYS_BYTES,
     PV_COLUMNS,
     PV_FEW_COLUMNS,
     PV_FEW_ROWS,
@@ -155,9 +155,9 @@ def _score_contiguous(
                     store(out + t * SCORES_ROW + i * 4, np.float32(0))
         elif keys >= W_ROWS:  # the last tile may overlap the one before it
             at = min(j, keys - W_ROWS)
-            if PREFETCH_BYTES > 0:
+            if PREFETCH_KEYS_BYTES > 0:
                 for line in range(0, W_ROWS * row, 64):
-                    prefetch(k + at * row + PREFETCH_BYTES + line)
+                    prefetch(k + at * row + PREFETCH_KEYS_BYTES + line)
             gemm_tile(rows, k + at * row, row, 32, panel, steps, 0, 1, 1, out + at * 4, SCORES_ROW)
         else:
             spare = np.empty(X_ROWS * W_ROWS, np.float32)

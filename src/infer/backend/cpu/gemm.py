@@ -34,7 +34,7 @@ from infer.backend.cpu.simd import (
     zeros_x8,
 )
 from infer.backend.cpu.threads import parallel_for
-from infer.backend.cpu.tile import LANES, PREFETCH_BYTES, W_ROWS, X_ROWS, gemm_tile, panel_rows
+from infer.backend.cpu.tile import LANES, PREFETCH_WEIGHTS_BYTES, W_ROWS, X_ROWS, gemm_tile, panel_rows
 
 # kind: one of the next line; of a quantized weight, how many parts are at `at` (`gemm_int.py`). code: the address of
 # the kernel. at, bias: addresses; bias may be 0.
@@ -69,9 +69,9 @@ def _dot_row(load: Any, load_one: Any, size: int) -> Any:
         many = full // 32 * 32
         for i in range(0, many, 32):
             at, to = w + i * size, x + i * 4
-            if PREFETCH_BYTES > 0:
+            if PREFETCH_WEIGHTS_BYTES > 0:
                 for line in range(0, 32 * size, 64):
-                    prefetch(at + 3 * PREFETCH_BYTES + line)
+                    prefetch(at + PREFETCH_WEIGHTS_BYTES + line)
             sums = fma(load(at), load_f32x8(to), sums)
             sums = fma(load(at + 8 * size), load_f32x8(to + 32), sums)
             sums = fma(load(at + 16 * size), load_f32x8(to + 64), sums)

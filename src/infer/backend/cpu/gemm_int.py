@@ -81,7 +81,7 @@ from infer.backend.cpu.simd import (
     zeros_tile,
 )
 from infer.backend.cpu.threads import parallel_for
-from infer.backend.cpu.tile import PREFETCH_BYTES
+from infer.backend.cpu.tile import PREFETCH_WEIGHTS_BYTES
 from infer.machine import allows_amx
 from infer.nn.schemes import E8M0, GROUP, NIBBLES, Scheme
 
@@ -385,9 +385,9 @@ def _tile_body(scheme: Scheme) -> Any:
                 block = at + first // groups_of_block * block_bytes
                 scale, minimum = load_scale(block), load_tile_halves(block + minimum_at)
                 for g in range(groups_of_block):
-                    if PREFETCH_BYTES > 0:
+                    if PREFETCH_WEIGHTS_BYTES > 0:
                         for line in range(0, line_bytes, 64):
-                            prefetch(block + g * line_bytes + PREFETCH_BYTES + line)
+                            prefetch(block + g * line_bytes + PREFETCH_WEIGHTS_BYTES + line)
                     x_at = x + (t * groups + first + g) * X_BYTES
                     s_at = sums + (t * groups + first + g) * SCALE_BYTES
                     so_far = add_group(so_far, block, g, scale, minimum, x_at, s_at)

@@ -47,8 +47,12 @@ def _shape() -> tuple[int, int, int]:
 WIDTH, W_ROWS, X_ROWS = _shape()
 # Rows of x are cut into panels: as many as possible of the largest size, then smaller ones.
 PANELS = (X_ROWS, *(rows for rows in ((3, 2, 1) if WIDTH == 4 else (8, 4, 2, 1)) if rows < X_ROWS))
-# Prefetch distance, where that helps: of GEMM and scores, and of the values of attention.
-PREFETCH_BYTES, PREFETCH_VALUES_BYTES = {16: (1024, 1024), 8: (0, 0), 4: (0, 4096)}[WIDTH]
+# Prefetch distances, where that helps: of weights, and of the keys and values of attention.
+PREFETCH_WEIGHTS_BYTES, PREFETCH_KEYS_BYTES, PREFETCH_VALUES_BYTES = {
+    16: (6144, 1024, 1024),
+    8: (0, 0, 0),
+    4: (0, 0, 4096),
+}[WIDTH]
 # Columns that `pv_tile` sums in registers, for all rows of a panel: with up to PV_FEW_ROWS rows, or with more.
 PV_FEW_ROWS, PV_FEW_COLUMNS, PV_COLUMNS, PV_LAST_COLUMNS = 4, 64 if WIDTH == 16 else 16, 32 if WIDTH == 16 else 16, 16
 
