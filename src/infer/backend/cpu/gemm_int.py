@@ -85,7 +85,6 @@ from infer.backend.cpu.tile import PREFETCH_WEIGHTS_BYTES
 from infer.machine import allows_amx
 from infer.nn.schemes import E8M0, GROUP, NIBBLES, Scheme
 
-L2_BYTES = 262144  # fit into the L2 cache of most cores, beside other data
 PARALLEL_ROWS = 16  # from so many rows of x on, several threads quantize them
 FEW_ROWS = 3  # of x, which are multiplied one by one
 # Of a group of x: its codes; and for the group, its first half and its second half the scale, the sum of its values,
@@ -100,6 +99,7 @@ AMX_CONFIG_BYTES = 64
 X_HIGH, X_LOW, CODES, HIGH, LOW = range(5)  # the AMX registers
 # LLVM may know an instruction that the system does not allow, and the other way round.
 AMX = TILE == 16 and allows_amx() and "+amx-int8" in cpu_target.target_context.codegen().magic_tuple()[2]
+L2_BYTES = 1048576 if AMX else 262144  # fit into the L2 cache of most such cores, beside other data
 # Consecutive rows of a weight that have one scheme. code, gemm: kernels that multiply a tile, and an unpacked tile.
 # offset: of unpacked codes; halves: parts of a group. Any range of rows that begins with a tile can be a part.
 PART = np.dtype(
@@ -371,12 +371,19 @@ def _tile_body(scheme: Scheme) -> Any:
     unpacked = _unpacked_bytes(scheme)
 
     @inline(forceinline=True)
+    def fetch(at: int) -> None:
+        if PREFETCH_WEIGHTS_BYTES > 0:
+            for line in range(0, line_bytes, 64):
+                prefetch(at + PREFETCH_WEIGHTS_BYTES + line)
+
+    @inline(forceinline=True)
     def body(
         at: int, groups: int, bias: int, missing: int, x: int, sums: int, count: int, out: int, out_row: int, to: int
     ) -> None:
         if count == 0:
             for g in range(groups):
                 block = at + g // groups_of_block * block_bytes
+                fetch(block + g % groups_of_block * line_bytes)
                 scale, minimum = load_scale(block), load_tile_halves(block + minimum_at)
                 unpack_group(block, g % groups_of_block, scale, minimum, to + g * unpacked)
         for t in range(count):
@@ -385,9 +392,7 @@ def _tile_body(scheme: Scheme) -> Any:
                 block = at + first // groups_of_block * block_bytes
                 scale, minimum = load_scale(block), load_tile_halves(block + minimum_at)
                 for g in range(groups_of_block):
-                    if PREFETCH_WEIGHTS_BYTES > 0:
-                        for line in range(0, line_bytes, 64):
-                            prefetch(block + g * line_bytes + PREFETCH_WEIGHTS_BYTES + line)
+                    fetch(block + g * line_bytes)
                     x_at = x + (t * groups + first + g) * X_BYTES
                     s_at = sums + (t * groups + first + g) * SCALE_BYTES
                     so_far = add_group(so_far, block, g, scale, minimum, x_at, s_at)
