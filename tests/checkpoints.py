@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,10 @@ import torch
 from amount import ALL
 from gguf import GGMLQuantizationType as Quant
 from gguf import quants
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from infer import GrowingCache, KVCache, SlidingCache, load_model
 from infer.backend import backend_for
@@ -272,6 +275,32 @@ def save_folder(model: PreTrainedModel, folder: Path, **settings: Any) -> Path:
     model.save_pretrained(folder, **settings)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def save_mxfp4(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
+    """A gpt-oss as published: random experts, which the model then has too, in MXFP4. Returns the tensors saved."""
+    for weight in model.parameters():
+        weight.copy_(weight.bfloat16())
+    save_folder(copy.deepcopy(model).bfloat16(), folder)
+    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(path).items():
+        if not name.endswith(("gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 125, (experts, rows, columns // 32), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        model.get_submodule(name.rpartition(".")[0]).register_parameter(
+            name.rpartition(".")[2], torch.nn.Parameter(values, requires_grad=False)
+        )
+    save_file(tensors, path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
 
 
 def quantised(model: PreTrainedModel, quant: Quant) -> PreTrainedModel:

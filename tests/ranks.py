@@ -40,7 +40,7 @@ class ThreadGroup:
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         assert x.shape[-1] == sizes[self.rank]
-        return torch.cat(self._meeting.exchange(self.rank, x), -1)
+        return torch.cat(self._meeting.exchange(self.rank, x.clone()), -1)  # x may change once this returns
 
     def combine(self, x: Tensor, own: Tensor) -> Tensor:
         given = self._meeting.exchange(self.rank, (x.clone(), own))

@@ -129,9 +129,18 @@ class TestSameTexts:
             assert llm.stats().preemptions > 0
         assert [each.token_ids for each in found] == [each.token_ids for each in one.generate(texts, params)]
 
+    def test_experts_and_norms_of_all_heads(self, tmp_path: Path) -> None:
+        """In three processes, two of which have the same key/value head."""
+        path = save_folder(reference_model("olmoe"), tmp_path)
+        found = []
+        for count in (1, 3):
+            with make(path, count) as llm:
+                found.append([(each.token_ids, each.logprobs) for each in llm.generate(PROMPTS, PARAMS)])
+        assert found[0] == found[1]
+
     @pytest.mark.skipif(not ALL, reason="starts many processes: a part of make test-all")
     @pytest.mark.parametrize("count", [2, 4])
-    @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
+    @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "olmo2", "olmoe", "gpt_oss"])
     @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantize": "int4"}], ids=str)
     def test_families(self, tmp_path: Path, family: str, options: dict[str, str], count: int) -> None:
         path = save_folder(reference_model(family), tmp_path)
@@ -371,7 +380,16 @@ class TestMemory:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 class TestGPU:
-    @pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("gemma3", "float32"), ("gpt2", "bfloat16")])
+    @pytest.mark.parametrize(
+        ("family", "dtype"),
+        [
+            ("llama", "bfloat16"),
+            ("gemma3", "float32"),
+            ("gpt2", "bfloat16"),
+            ("olmoe", "bfloat16"),
+            ("gpt_oss", "float32"),
+        ],
+    )
     def test_processes_that_share_a_gpu(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
     ) -> None:

@@ -20,14 +20,14 @@ from infer.nn.module import Module
 from infer.nn.norm import LayerNorm, Norm, RMSNorm, ZeroCenteredRMSNorm
 from infer.nn.quantized import QuantizedWeight, StackedWeight
 from infer.nn.rope import Rope, query_scales
-from infer.nn.sharded import ShardedEmbedding, ShardedLinear
+from infer.nn.sharded import ShardedEmbedding, ShardedExpertLinear, ShardedLinear, ShardedRMSNorm
 
 # Classes the kernels implement; a monkeypatched forward disqualifies the class.
 SUPPORTED = (
     *(Block, Attention, MLP, UngatedMLP, MoE, Experts, RMSNorm, ZeroCenteredRMSNorm, LayerNorm),
     *(Linear, FusedLinear, ExpertLinear, Embedding),
 )
-SHARDED = (ShardedLinear, ShardedEmbedding)
+SHARDED = (ShardedLinear, ShardedExpertLinear, ShardedRMSNorm, ShardedEmbedding)
 FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in (*SUPPORTED, *SHARDED, QuantizedWeight, StackedWeight)}
 METHODS = {name: getattr(Decoder, name) for name in ("forward", "run", "embed", "query_scales", "scale_logits")}
 
@@ -337,4 +337,6 @@ def _linear_fits(linear: Linear, rows: int, columns: int) -> bool:
 
 
 def _norm_fits(norm: Norm | None, size: int) -> bool:
+    if isinstance(norm, ShardedRMSNorm) and len(norm.own) == size:
+        size = sum(norm.sizes)
     return norm is None or (norm.weight.shape == (size,) and (norm.bias is None or norm.bias.shape == (size,)))

@@ -38,20 +38,26 @@ def stacked_shape(shape: Sequence[int], stored: str, model_type: str) -> tuple[i
 
 
 def read_stacked(
-    weights: Any, scales: Any, stored: str, model_type: str, *, as_blocks: bool = False
+    weights: Any, scales: Any, stored: str, model_type: str, rows: range, count: int, *, as_blocks: bool = False
 ) -> Iterator[Tensor]:
-    """The rows of one expert after the other. weights, scales: slices of a file; scales: of MXFP4, or None.
+    """Rows of one expert after the other. weights, scales: slices of a file; scales: of MXFP4, or None.
 
-    as_blocks: of MXFP4, as blocks of that scheme.
+    rows: in `Decoder`, of `count`. as_blocks: of MXFP4, as blocks of that scheme.
     """
     if scales is not None and scales.get_shape() != weights.get_shape()[:-1]:
         raise ValueError(f"{stored} has no scale for each of its groups of codes")
-    for i in range(weights.get_shape()[0]):
-        rows = weights[i : i + 1][0]
+    size = count // weights.get_shape()[0]
+    alternate = model_type == "gpt_oss" and "gate_up_proj" in stored
+    transposed = model_type == "gpt_oss" and scales is None and len(weights.get_shape()) == 3
+    for i in range(rows.start // size, -(-rows.stop // size)):
+        own = range(size)[max(0, rows.start - i * size) : rows.stop - i * size]
+        order = torch.arange(size).view(-1, 2).T.flatten()[own.start : own.stop] if alternate else None
+        if order is not None:
+            own = range(int(order.min()), int(order.max()) + 1)
+        one, read = slice(i, i + 1), slice(own.start, own.stop)
+        found = weights[one, :, read][0].T if transposed else weights[one, read][0]
         if scales is not None:
-            codes = torch.stack((rows & 15, rows >> 4), -1).flatten(2)  # [R, G, 32]
-            blocks = MXFP4.pack(codes, scale=scales[i : i + 1][0])
-            rows = blocks if as_blocks else MXFP4.floats(blocks)
-        elif model_type == "gpt_oss" and rows.dim() == 2:
-            rows = rows.T
-        yield torch.cat((rows[::2], rows[1::2])) if model_type == "gpt_oss" and "gate_up_proj" in stored else rows
+            codes = torch.stack((found & 15, found >> 4), -1).flatten(2)  # [R, G, 32]
+            blocks = MXFP4.pack(codes, scale=scales[one, read][0])
+            found = blocks if as_blocks else MXFP4.floats(blocks)
+        yield found if order is None else found[order - own.start]

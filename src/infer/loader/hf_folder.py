@@ -95,16 +95,17 @@ class HFFolder(Checkpoint):
         if placed := RowOrder.of(self.config, name, shape[0], rows, family.interleaved, family.qkv_by_head):
             yield torch.cat([*self._read(name, placed.rows)])[placed.order]
         elif is_stacked(name):
-            yield from self._read_experts(self.tensors[name].name)
+            yield from self._read_experts(name, rows)
         else:
             yield from self._read(name, rows)
 
     def quantized(self, name: str, kind: str, rows: range | None = None) -> Iterator[Tensor]:
         if kind == self.tensors[name].dtype:
-            return self._read_experts(self.tensors[name].name, as_blocks=True)
+            return self._read_experts(name, rows, as_blocks=True)
         return super().quantized(name, kind, rows)
 
-    def _read_experts(self, stored: str, *, as_blocks: bool = False) -> Iterator[Tensor]:
+    def _read_experts(self, name: str, rows: range | None, *, as_blocks: bool = False) -> Iterator[Tensor]:
+        stored, shape, _ = self.tensors[name]
         with ExitStack() as files:
 
             def weights(name: str) -> Any:
@@ -112,7 +113,8 @@ class HFFolder(Checkpoint):
 
             scales = self._scales_of(stored)
             slices = weights(stored), scales and weights(scales)
-            yield from read_stacked(*slices, stored, self.config.model_type, as_blocks=as_blocks)
+            rows = range(shape[0]) if rows is None else rows
+            yield from read_stacked(*slices, stored, self.config.model_type, rows, shape[0], as_blocks=as_blocks)
 
     def _scales_of(self, stored: str) -> str | None:
         """The name of the scales of an MXFP4 tensor."""

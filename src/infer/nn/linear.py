@@ -113,7 +113,7 @@ class ExpertLinear(FusedLinear):
 
     def forward(self, x: Tensor, expert: int) -> Tensor:  # type: ignore[override]
         """x [T, in] -> [T, out] of one expert, whose weights alone are read."""
-        size = self.out_features // self.num_experts
+        size = self.weight.shape[0] // self.num_experts
         rows = slice(expert * size, (expert + 1) * size)
         bias = None if self.bias is None else self.bias[rows]
         if isinstance(self.weight, Quantized):

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from infer.nn.linear import Embedding, Linear
+from infer.nn.linear import Embedding, ExpertLinear, Linear
+from infer.nn.norm import RMSNorm
 
 
 class Group(Protocol):
@@ -70,6 +71,45 @@ class ShardedLinear(Linear):
 
     def output(self, own: Tensor) -> Tensor:
         return self.group.all_gather(own, self.outputs)
+
+
+class ShardedExpertLinear(ShardedLinear, ExpertLinear):
+    """This rank's output rows of the down projection of each expert."""
+
+    def __init__(
+        self, group: Group, num_experts: int, inputs: Sequence[int], outputs: Sequence[int], *, bias: bool = False
+    ) -> None:
+        """inputs, outputs: of one expert, by rank."""
+        rows, columns = outputs[group.rank], sum(inputs)
+        ExpertLinear.__init__(self, columns, num_experts, {"down_proj": rows}, bias=bias)
+        self.group, self.inputs, self.outputs, self.shard_shape = group, inputs, outputs, (num_experts * rows, columns)
+
+    @property
+    def out_features(self) -> int:
+        return self.num_experts * sum(self.outputs)
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:  # type: ignore[override]
+        return self.output(ExpertLinear.forward(self, self.input(x), expert))
+
+
+class ShardedRMSNorm(RMSNorm):
+    """Normalizes the heads of all ranks together. They are gathered: squares are then added as in one process."""
+
+    def __init__(self, group: Group, norm: RMSNorm, features: Sequence[range]) -> None:
+        """norm: of this rank's features alone. features: of each rank, some of which may have the same."""
+        super().__init__(features[-1].stop, norm.eps)
+        self.group, self.offset, self.own = group, norm.offset, features[group.rank]
+        # Of ranks with the same features, the first one gives them.
+        self.sizes = [0 if each in features[:rank] else len(each) for rank, each in enumerate(features)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(super().forward(self.input(x)))
+
+    def input(self, own: Tensor) -> Tensor:
+        return self.group.all_gather(own[..., : self.sizes[self.group.rank]], self.sizes)
+
+    def output(self, x: Tensor) -> Tensor:
+        return x[..., self.own.start : self.own.stop]
 
 
 class ShardedEmbedding(Embedding):

@@ -100,7 +100,7 @@ class ProcessGroup:
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """x [..., sizes[rank]] of each rank -> [..., sum(sizes)]"""
         with self._naming_lost_rank():
-            gathered: Tensor = self._data.all_gather(x.reshape(-1, x.shape[-1]), sizes)
+            gathered: Tensor = self._data.all_gather(x.flatten(0, -2), sizes)
         return gathered.view(*x.shape[:-1], gathered.shape[1])
 
     def combine(self, x: Tensor, own: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def load_sharded(
     group = start(world_size, device, collectives)
     try:
         if device.type == "cpu" and cpu.kernels() is not None:  # compiled by one process, for all
-            cpu.kernels().prepare(schemes, split=True)
+            cpu.kernels().prepare(schemes, split=True, experts=config.num_experts > 0)
         group.send("load", settings, _share_threads(group))
         return load_shard(group, settings), config
     except BaseException:

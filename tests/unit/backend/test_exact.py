@@ -502,7 +502,7 @@ def test_an_operation_that_looks_at_the_batch_is_found(
         check(model, ids, caches, in_one_pass(model, ids)[0])
 
 
-@pytest.mark.parametrize("kernel", ["run", "before_attention", "after_attention", "head"])
+@pytest.mark.parametrize("kernel", ["run", "qkv_proj", "after_attention", "head"])
 def test_a_kernel_that_looks_at_the_batch_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama", "float32")
     ids, compute = tokens(model, 14), getattr(kernels(), kernel)

@@ -1072,7 +1072,7 @@ class TestInterrupted:
 
             return interrupted
 
-        for name in ("run", "before_attention"):
+        for name in ("run", "qkv_proj"):
             monkeypatch.setattr(made, name, interrupting(getattr(made, name)))
         with pytest.raises(KeyboardInterrupt):
             all_logits(model, cache, random_ids(1, n, seed=1))

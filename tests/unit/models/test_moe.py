@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,13 +24,13 @@ from checkpoints import (
     reference_model,
     save_folder,
     save_gguf,
+    save_mxfp4,
     write_gguf,
 )
 from gguf import GGMLQuantizationType as Quant
 from safetensors.torch import load_file, save_file
-from tiny import make_tiny_config, make_tiny_model
+from tiny import make_tiny_model
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from infer import load_model
 from infer.backend import backend_for
@@ -44,7 +42,6 @@ from infer.loader.hf_config import config_from_hf
 from infer.models.common import Decoder
 from infer.models.moe import MoE
 from infer.models.rows import ALL, Row
-from infer.models.sharding import check_world_size
 from infer.nn.quantized import QuantizedWeight, StackedWeight
 
 MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss"]
@@ -192,27 +189,7 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
 def test_mxfp4(tmp_path: Path, dtype: str, quantize: str | None) -> None:
     """As published: the experts in blocks of 4 bits, everything else in bfloat16."""
     expected = reference_model("gpt_oss", intermediate_size=64)
-    for weight in expected.parameters():
-        weight.copy_(weight.bfloat16())
-    save_folder(copy.deepcopy(expected).bfloat16(), tmp_path)
-    path, generator = tmp_path / "model.safetensors", torch.Generator().manual_seed(0)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in load_file(path).items():
-        if not name.endswith(("gate_up_proj", "experts.down_proj")):
-            tensors[name] = tensor
-            continue
-        experts, columns, rows = tensor.shape
-        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(122, 125, (experts, rows, columns // 32), generator=generator, dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-        expected.get_submodule(name.rpartition(".")[0]).register_parameter(
-            name.rpartition(".")[2], torch.nn.Parameter(values, requires_grad=False)
-        )
-    save_file(tensors, path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = save_mxfp4(expected, tmp_path)
     model, _ = load_model(tmp_path, dtype=dtype, device="cpu", quantize=quantize)
     ids = random_ids(1, 40)
     logits = expected(ids).logits
@@ -235,7 +212,7 @@ def test_mxfp4(tmp_path: Path, dtype: str, quantize: str | None) -> None:
             torch.nn.functional.cosine_similarity(kernel_logits(model, NoCache(), ids), logits, dim=-1).median() > 0.99
         )
     del tensors[next(name for name in tensors if name.endswith("_scales"))]
-    save_file(tensors, path)
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="U8, which is not a float dtype"):
         load(tmp_path)
 
@@ -350,11 +327,6 @@ def test_published_configs() -> None:
 def test_refused_configs(base: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_hf(base | changes)
-
-
-def test_shards_are_refused() -> None:
-    with pytest.raises(ValueError, match="a mixture of experts cannot be split into 2 shards: run it in one process"):
-        check_world_size(make_tiny_config(model_type="qwen3_moe"), 2)
 
 
 def test_gguf_of_gate_and_up_in_one_tensor(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from amount import amount
-from checkpoints import Quant, random_ids, reference_model, save_folder, save_gguf, save_nanogpt
+from checkpoints import Quant, random_ids, reference_model, save_folder, save_gguf, save_mxfp4, save_nanogpt
 from ranks import ThreadGroup, on_ranks
 from tiny import make_tiny_config
 
 from infer.backend import Row, backend_for
 from infer.cache import KVCache, PagedCache
 from infer.config import ModelConfig
+from infer.loader.hf_experts import read_stacked
 from infer.loader.load import load_model
 from infer.models.common import Block, Decoder
 from infer.models.registry import MODELS, build_model
@@ -57,6 +58,8 @@ class TestShares:
         for count, match in [(5, "4 attention heads cannot be split into 5"), (0, "not 0"), (2.0, "an integer")]:
             with pytest.raises(ValueError, match=match):
                 check_world_size(config, count)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="3 MLP columns cannot be split into 4"):
+            check_world_size(make_tiny_config(model_type="qwen3_moe", moe_intermediate_size=3), 4)
 
 
 class NoOutputBias(Decoder):
@@ -118,7 +121,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-FAMILIES = ("llama", "qwen3", "gemma3", "gpt2")
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "olmo2", "olmoe", "qwen3_moe", "mixtral", "granitemoe", "gpt_oss")
 # Each family with each number of processes and each kind of weights, in pairs.
 PAIRS = [
     ("llama", 2, "int4"),
@@ -130,6 +133,16 @@ PAIRS = [
     ("gemma3", 4, "bfloat16"),
     ("gpt2", 3, "float32"),
     ("gpt2", 4, "int8"),
+    ("olmo2", 2, "float32"),
+    ("olmo2", 4, "bfloat16"),
+    ("olmoe", 2, "bfloat16"),
+    ("olmoe", 3, "float32"),
+    ("qwen3_moe", 2, "int4"),
+    ("qwen3_moe", 4, "float32"),
+    ("mixtral", 2, "bfloat16"),
+    ("granitemoe", 3, "int8"),
+    ("gpt_oss", 2, "float32"),
+    ("gpt_oss", 4, "int4"),
 ]
 
 
@@ -138,13 +151,15 @@ class TestSameBits:
     def test_families(self, folders: Callable[[str], Path], family: str, count: int, weights: str) -> None:
         check_same(folders(family), count, **WEIGHTS[weights])
 
-    def test_without_a_table(self, folders: Callable[[str], Path]) -> None:
+    @pytest.mark.parametrize("family", ["llama", "olmoe"])
+    def test_without_a_table(self, folders: Callable[[str], Path], family: str) -> None:
         """A cache that is asked to attend: a page of another size than kernels take on a GPU, and KVCache."""
-        check_same(folders("llama"), 3, contiguous)
+        check_same(folders(family), 3, contiguous)
 
-    def test_plain_torch(self, folders: Callable[[str], Path]) -> None:
+    @pytest.mark.parametrize("family", ["qwen3", "olmoe", "gpt_oss"])
+    def test_plain_torch(self, folders: Callable[[str], Path], family: str) -> None:
         """Within rounding: torch's products depend on shapes."""
-        path = folders("qwen3")
+        path = folders(family)
         whole = load_model(path, device="cpu")[0]
         ids = random_ids(1, 12)
         with torch.no_grad():
@@ -172,17 +187,50 @@ class TestFormats:
         path = save_gguf(reference_model("llama"), tmp_path / "model.gguf", Quant.Q4_1)
         check_same(path, 4, quantize="int4")
 
+    def test_gguf_of_experts(self, tmp_path: Path) -> None:
+        path = save_gguf(reference_model("gpt_oss", intermediate_size=64), tmp_path / "model.gguf", Quant.Q8_0)
+        check_same(path, 3)
+
+    def test_mxfp4(self, tmp_path: Path) -> None:
+        """Blocks as published, where gate and up are alternate rows, and shares that do not begin with a tile."""
+        save_mxfp4(reference_model("gpt_oss", intermediate_size=64), tmp_path)
+        check_same(tmp_path, 3)
+
+    @pytest.mark.parametrize(
+        ("family", "most"), [("granitemoe", 1), ("gpt_oss", 2)]
+    )  # of two alternate rows, one is used
+    def test_other_rows_of_experts_are_not_read(self, family: str, most: int) -> None:
+        class File:
+            def __init__(self, stored: torch.Tensor) -> None:
+                self.stored, self.read = stored, 0
+
+            def get_shape(self) -> list[int]:
+                return [*self.stored.shape]
+
+            def __getitem__(self, at: Any) -> torch.Tensor:
+                self.read += self.stored[at].numel()
+                return self.stored[at]
+
+        stored = torch.arange(3 * 10 * 4).view(3, 4, 10) if family == "gpt_oss" else torch.arange(120).view(3, 10, 4)
+        whole = torch.cat([*read_stacked(File(stored), None, "gate_up_proj", family, range(30), 30)])
+        for rows in (range(11, 14), range(16, 20), range(8, 23)):
+            file = File(stored)
+            found = torch.cat([*read_stacked(file, None, "gate_up_proj", family, rows, 30)])
+            assert torch.equal(found, whole[rows.start : rows.stop])
+            assert file.read <= most * len(rows) * 4
+
     def test_nanogpt(self, tmp_path: Path) -> None:
         check_same(save_nanogpt(reference_model("gpt2", n_inner=None), tmp_path / "ckpt.pt"), 3)
 
-    def test_a_part_is_small(self, folders: Callable[[str], Path]) -> None:
+    @pytest.mark.parametrize("family", ["qwen3", "olmoe", "gpt_oss"])
+    def test_a_part_is_small(self, folders: Callable[[str], Path], family: str) -> None:
         """Of all that is split, each process has its share."""
-        path = folders("qwen3")
+        path = folders(family)
         whole = load_model(path, device="cpu")[0]
         parts = on_ranks(4, lambda group: load_model(path, device="cpu", group=group)[0])
         for name, weight in whole.named_parameters():
             sizes = [dict(part.named_parameters())[name].numel() for part in parts]
-            if "norm" in name:
+            if "norm" in name or "router" in name:
                 assert sizes == [weight.numel()] * 4
             elif "qkv_proj" in name:  # of two key/value heads, each is in two processes
                 assert max(sizes) < weight.numel() / 2

@@ -37,7 +37,7 @@ from infer.backend.parts import BlockParts, ModelParts, UnsupportedByKernels
 from infer.models.rows import PackedBatch, Row, pack
 from infer.nn.norm import Norm
 from infer.nn.rope import apply_rope
-from infer.nn.sharded import ShardedLinear
+from infer.nn.sharded import ShardedLinear, ShardedRMSNorm
 
 CPU = torch.device("cpu")
 MAX_SINGLE_CALL = 16  # below so many tokens all blocks are one call; a longer call could not be interrupted
@@ -176,14 +176,20 @@ class CpuBackend:
         return self._ropes, tokens, self._kernels.query_blocks(counts)
 
     def _by_cache(self, packed: PackedBatch, x: Tensor, selected: Record) -> Tensor:
-        """Each block in two calls around the caches, which store keys and attend."""
+        """Each block in three calls around the caches, which store keys and attend."""
         ropes, tokens, _ = self._places(packed)
         for i, block in enumerate(self.parts.blocks):
-            heads, one = empty(len(x), block.qkv.weight.shape[0]), slice(i, i + 1)
-            self._kernels.before_attention(self.blocks[one], x, len(x), ropes.addresses[one], tokens, heads)
+            heads = self._projected(i, x)
+            self._kernels.rotate(self.blocks[i : i + 1], heads, len(x), ropes.addresses[i : i + 1], tokens)
             x = self._after_attention(i, _attend(packed, i, block, heads).contiguous(), x)
             packed.return_layer(i, x)
         return self._outputs(packed, x, selected)
+
+    def _projected(self, layer_idx: int, x: Tensor) -> Tensor:
+        """x [T, C] -> q, k and v [T, (Hq + 2 Hkv) D], before norm and RoPE"""
+        heads = empty(len(x), self.parts.blocks[layer_idx].qkv.weight.shape[0])
+        self._kernels.qkv_proj(self.blocks[layer_idx : layer_idx + 1], x, len(x), heads)
+        return heads
 
     def _after_attention(self, layer_idx: int, attended: Tensor, x: Tensor) -> Tensor:
         """attended [T, Hq D] and the residual x -> [T, C]"""
@@ -238,16 +244,26 @@ class ShardedCpuBackend(CpuBackend):
         for i, block in enumerate(self.parts.blocks):
             attended, one = empty(len(x), block.o.in_features), slice(i, i + 1)
             places = ropes.addresses[one], tables[one], tokens, queries, len(queries)
-            self._kernels.up_to_attention(self.blocks[one], x, len(x), *places, attended)
+            self._kernels.attention(self.blocks[one], self._projected(i, x), len(x), *places, attended)
             x = self._after_attention(i, attended, x)
             packed.return_layer(i, x)
         return self._outputs(packed, x, selected)
 
+    def _projected(self, layer_idx: int, x: Tensor) -> Tensor:
+        """Norms of all heads together are applied here, as they need the heads of all processes."""
+        heads, block = super()._projected(layer_idx, x), self.parts.blocks[layer_idx]
+        q, k, _ = heads.split_with_sizes([n * block.head_dim for n in (block.heads, block.kv_heads, block.kv_heads)], 1)
+        for each, part in ((q, block.q_norm), (k, block.k_norm)):
+            if isinstance(part, ShardedRMSNorm):
+                each.copy_(norm(each, part))
+        return heads
+
     def _after_attention(self, layer_idx: int, attended: Tensor, x: Tensor) -> Tensor:
         block, record = self.parts.blocks[layer_idx], self.blocks[layer_idx : layer_idx + 1]
-        added, inner = linear(attended, block.o), empty(len(x), block.down.in_features)
+        added, mixed = linear(attended, block.o), block.routing is not None
+        inner = empty(len(x), x.shape[1] if mixed else block.down.in_features)
         self._kernels.before_down(record, added, x, len(x), inner)  # `added` becomes x + norm(added)
-        done = linear(inner, block.down)
+        done = mix_experts(inner, block, self._experts[layer_idx]) if mixed else linear(inner, block.down)
         self._kernels.after_down(record, done, added, *done.shape)
         return done
 

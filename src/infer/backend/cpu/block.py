@@ -27,7 +27,10 @@ from infer.backend.cpu.gemm_int import PART as PART
 from infer.backend.cpu.gemm_int import gemm_int, look_up, part_kernel, tile_kernel
 from infer.backend.cpu.gemm_int import part_record as part_record
 from infer.backend.cpu.jit import Kernel, address, inline, keep_alive, kernel, records
+from infer.backend.cpu.moe import DOWN as DOWN
 from infer.backend.cpu.moe import EXPERTS as EXPERTS
+from infer.backend.cpu.moe import MAX_TOKENS as MAX_TOKENS
+from infer.backend.cpu.moe import UP as UP
 from infer.backend.cpu.moe import mix_experts as mix_experts
 from infer.backend.cpu.moe import mix_experts_at
 from infer.backend.cpu.simd import TILE as TILE
@@ -239,14 +242,13 @@ def _row_stages(
 
 
 @inline
-def _qkv_proj(blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, visible: int, out: int) -> None:
-    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], after norm and RoPE; with a table, k and v are stored."""
+def _qkv_proj(blocks: int, x: int, count: int, out: int) -> None:
+    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C]"""
     block = records(blocks, 1, BLOCK)[0]
     width = block.qkv.columns
     normed = np.empty(count * width, np.float32)
     _row_stages(count, BEFORE_QKV, blocks, x, width, address(normed), 0, 0, 0, 0, 0)
     gemm(block.qkv, address(normed), count, out)
-    _row_stages(count, AFTER_QKV, blocks, out, block.qkv.rows, 0, 0, ropes, table, tokens, visible)
     keep_alive(normed)
 
 
@@ -264,7 +266,7 @@ def _o_proj_and_mlp(blocks: int, attended: int, residual: int, count: int, out: 
     if block.mix_experts != 0:
         normed = np.empty(count * width, np.float32)
         _row_stages(count, AFTER_O_PROJ, blocks, address(x), width, address(normed), residual, 0, 0, 0, 0)
-        mix_experts_at(block.mix_experts, block.experts, address(normed), count, out)
+        mix_experts_at(block.mix_experts, block.experts, UP | DOWN, address(normed), count, 0, 0, out)
         keep_alive(normed)
     else:
         inner = np.empty(count * block.inner, np.float32)
@@ -301,20 +303,22 @@ def _block(
 ) -> None:
     """A block, x [T, C] -> out [T, C]. tokens: the row of the table and the position of each."""
     block = records(blocks, 1, BLOCK)[0]
+    heads = np.empty(count * block.qkv.rows, np.float32)
     attended = np.empty(count * block.o.columns, np.float32)
-    _attention(blocks, x, count, ropes, table, tokens, queries, num_queries, address(attended))
+    _qkv_proj(blocks, x, count, address(heads))
+    _attention(blocks, address(heads), count, ropes, table, tokens, queries, num_queries, address(attended))
     _o_proj_and_mlp(blocks, address(attended), x, count, out)
-    keep_alive(attended)
+    keep_alive(heads, attended)
 
 
 @inline
 def _attention(
-    blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, queries: int, num_queries: int, out: int
+    blocks: int, heads: int, count: int, ropes: int, table: int, tokens: int, queries: int, num_queries: int, out: int
 ) -> None:
-    """out [T, Hq D]: the attention of all heads, before O."""
+    """out [T, Hq D]: the attention of all heads, before O. heads: q, k and v, to which norm and RoPE are applied."""
     block = records(blocks, 1, BLOCK)[0]
-    projected, visible = np.empty(count * block.qkv.rows, np.float32), np.empty(count * 2, np.int64)
-    _qkv_proj(blocks, x, count, ropes, table, tokens, address(visible), address(projected))
+    visible = np.empty(count * 2, np.int64)
+    _row_stages(count, AFTER_QKV, blocks, heads, block.qkv.rows, 0, 0, ropes, table, tokens, address(visible))
     attend_at(
         block.attend,
         block.heads,
@@ -323,7 +327,7 @@ def _attention(
         block.scale,
         block.softcap,
         block.sinks,
-        address(projected),
+        heads,
         block.qkv.rows * 4,
         table,
         queries,
@@ -331,7 +335,7 @@ def _attention(
         address(visible),
         out,
     )
-    keep_alive(visible, projected)
+    keep_alive(visible)
 
 
 @kernel(types.void(*[types.int64] * 15))
@@ -410,10 +414,17 @@ def _scale_logits(row: int, logits: int, size: int, divisor: Any, softcap: Any) 
 # Kernels are called with arrays and tensors for addresses. `blocks` and `head` are records.
 
 
-@kernel(types.void(*[types.int64] * 6))
-def before_attention(blocks: int, x: int, count: int, ropes: int, tokens: int, out: int) -> None:
-    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], after norm and RoPE; ropes and tokens as for `run`."""
-    _qkv_proj(blocks, x, count, ropes, 0, tokens, 0, out)
+@kernel(types.void(*[types.int64] * 4))
+def qkv_proj(blocks: int, x: int, count: int, out: int) -> None:
+    """out [T, (Hq + 2 Hkv) D] = q, k and v of x [T, C], before norm and RoPE."""
+    _qkv_proj(blocks, x, count, out)
+
+
+@kernel(types.void(*[types.int64] * 5))
+def rotate(blocks: int, heads: int, count: int, ropes: int, tokens: int) -> None:
+    """Norm and RoPE in place on heads, the output of `qkv_proj`; ropes and tokens as for `run`."""
+    width = records(blocks, 1, BLOCK)[0].qkv.rows
+    _row_stages(count, AFTER_QKV, blocks, heads, width, 0, 0, ropes, 0, tokens, 0)
 
 
 @kernel(types.void(*[types.int64] * 5))
@@ -422,21 +433,25 @@ def after_attention(blocks: int, attended: int, x: int, count: int, out: int) ->
     _o_proj_and_mlp(blocks, attended, x, count, out)
 
 
-# A tensor-parallel block, in pieces: between them, `attended` and `inner` are gathered from all processes.
+# The other pieces of a tensor-parallel block: between them, outputs of all processes are gathered.
 
 
 @kernel(types.void(*[types.int64] * 9))
-def up_to_attention(
-    blocks: int, x: int, count: int, ropes: int, table: int, tokens: int, queries: int, num_queries: int, out: int
+def attention(
+    blocks: int, heads: int, count: int, ropes: int, table: int, tokens: int, queries: int, num_queries: int, out: int
 ) -> None:
-    """out [T, Hq D] of x [T, C]; other arguments as for `run`."""
-    _attention(blocks, x, count, ropes, table, tokens, queries, num_queries, out)
+    """out [T, Hq D] of heads, the output of `qkv_proj`; other arguments as for `run`."""
+    _attention(blocks, heads, count, ropes, table, tokens, queries, num_queries, out)
 
 
 @kernel(types.void(*[types.int64] * 5))
 def before_down(blocks: int, x: int, residual: int, count: int, inner: int) -> None:
-    """x [T, C], the output of O, becomes residual + norm(x); inner [T, I] is the input of Down."""
-    _gate_up_proj(blocks, x, residual, count, inner)
+    """x [T, C], the output of O, becomes residual + norm(x); inner is the input of Down [T, I] or of experts [T, C]."""
+    block = records(blocks, 1, BLOCK)[0]
+    if block.experts != 0:
+        _row_stages(count, AFTER_O_PROJ, blocks, x, block.up.columns, inner, residual, 0, 0, 0, 0)
+    else:
+        _gate_up_proj(blocks, x, residual, count, inner)
 
 
 @kernel(types.void(*[types.int64] * 5))
@@ -532,7 +547,7 @@ def prepare(schemes: Iterable[Scheme], split: bool = False, experts: bool = Fals
     if experts:
         needed += [gemm_float, mix_experts]
     if split:
-        needed += [attend, before_attention, up_to_attention, before_down, after_down, norm_rows, shm_allgather]
+        needed += [attend, qkv_proj, rotate, attention, before_down, after_down, norm_rows, shm_allgather]
     for each in needed:
         each.address  # noqa: B018
 

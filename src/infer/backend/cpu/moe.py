@@ -28,20 +28,24 @@ EXPERTS = np.dtype(
         ("top_k", "i8"),
         ("norm_topk", "i8"),  # whether the weights of a token's experts add up to 1
         ("activation", "i8"),
-        ("inner", "i8"),  # the size of the activation's output
+        ("inner", "i8"),  # the size of the activation's output, of which a shard has a part
+        ("outer", "i8"),  # the size of an expert's output, of which a shard has a part
         ("threads", "i8"),  # the address of the number of threads
     ]
 )
 WEIGHT_BYTES = WEIGHT.itemsize
-MIX_EXPERTS = types.void(*[types.int64] * 4)
+MIX_EXPERTS = types.void(*[types.int64] * 7)
 PARALLEL_ROWS = 16  # from so many rows on, several threads share them
 EXPERTS_PER_THREAD = 4  # from so many on, each thread runs some; few are shared, unless each thread gets as many
 MAX_TOKENS = 1024  # at a time: the outputs of all their experts are held
 NOT_CHOSEN = np.float32(-1)  # in the place of a weight
+UP, DOWN = 1, 2  # stages; a tensor-parallel mixture gathers `inner` between them
 
 
 @typed_intrinsic
-def mix_experts_at(context: Any, code: Any, experts: Any, x: Any, count: Any, out: Any) -> Any:
+def mix_experts_at(
+    context: Any, code: Any, experts: Any, stages: Any, x: Any, count: Any, routed: Any, inner: Any, out: Any
+) -> Any:
     """Calls the kernel `mix_experts` at an address."""
     return types.void(types.int64, *MIX_EXPERTS.args), call_at
 
@@ -103,20 +107,22 @@ def _expert_rows(count: int, stage: int, experts: int, tokens: int, x: int, widt
 
 
 @inline
-def _run_expert(i: int, experts: int, used: int, tokens: int, x: int, out: int) -> None:
+def _run_expert(i: int, experts: int, stages: int, used: int, tokens: int, x: int, inner: int, out: int) -> None:
     """The outputs of an expert for its tokens. used: the number, the first pair and the end of experts with tokens."""
     mix = records(experts, 1, EXPERTS)[0]
     expert, first = load_i64(used + i * 24), load_i64(used + i * 24 + 8)
     count = load_i64(used + i * 24 + 16) - first
     up = records(mix.up + expert * WEIGHT_BYTES, 1, WEIGHT)[0]
     down = records(mix.down + expert * WEIGHT_BYTES, 1, WEIGHT)[0]
-    own, raised = np.empty(count * up.columns, np.float32), np.empty(count * up.rows, np.float32)
-    inner, at = np.empty(count * mix.inner, np.float32), tokens + first * 8
-    _expert_rows(count, GATHER, experts, at, x, up.columns, address(own))
-    gemm(up, address(own), count, address(raised))
-    _expert_rows(count, ACTIVATE, experts, at, address(raised), up.rows, address(inner))
-    gemm(down, address(inner), count, out + first * _row_bytes(mix))
-    keep_alive(own, raised, inner)
+    if stages & UP != 0:
+        own, raised = np.empty(count * up.columns, np.float32), np.empty(count * up.rows, np.float32)
+        at = tokens + first * 8
+        _expert_rows(count, GATHER, experts, at, x, up.columns, address(own))
+        gemm(up, address(own), count, address(raised))
+        _expert_rows(count, ACTIVATE, experts, at, address(raised), up.rows, inner + first * mix.inner * 4)
+        keep_alive(own, raised)
+    if stages & DOWN != 0:
+        gemm(down, inner + first * down.columns * 4, count, out + first * _row_bytes(mix))
 
 
 _run_experts_parallel = parallel_for(_run_expert)
@@ -125,14 +131,14 @@ _run_experts_parallel = parallel_for(_run_expert)
 @inline
 def _row_bytes(mix: Any) -> Any:
     """Of an output of an expert, and of what may come before it."""
-    return (mix.router.columns + TILE) * 4
+    return (mix.outer + TILE) * 4
 
 
 @inline
 def _add_outputs(t: int, experts: int, outputs: int, weights: int, out: int) -> None:
     """out [T, C]: the weighted sum of the outputs of a token's experts, whose addresses are given, in their order."""
     mix = records(experts, 1, EXPERTS)[0]
-    k, hidden = mix.top_k, mix.router.columns
+    k, hidden = mix.top_k, mix.outer
     to = out + t * hidden * 4
     for j in range(hidden):
         store(to + j * 4, np.float32(0))
@@ -146,16 +152,18 @@ _add_outputs_parallel = parallel_for(_add_outputs)
 
 
 @inline
-def _mix(experts: int, x: int, count: int, out: int) -> None:
+def _mix(experts: int, stages: int, x: int, count: int, routed: int, inner: int, out: int) -> None:
     mix = records(experts, 1, EXPERTS)[0]
-    num_experts, hidden, k = mix.router.rows, mix.router.columns, mix.top_k
-    logits, routed = np.empty(count * num_experts, np.float32), np.empty(count * num_experts, np.float32)
-    gemm(mix.router, x, count, address(logits))
-    if count < PARALLEL_ROWS:
-        for t in range(count):
-            _route(t, address(logits), num_experts, k, mix.norm_topk, address(routed))
-    else:
-        _route_rows(count, address(logits), num_experts, k, mix.norm_topk, address(routed))
+    num_experts, hidden, k = mix.router.rows, mix.outer, mix.top_k
+    if stages & UP != 0:
+        logits = np.empty(count * num_experts, np.float32)
+        gemm(mix.router, x, count, address(logits))
+        if count < PARALLEL_ROWS:
+            for t in range(count):
+                _route(t, address(logits), num_experts, k, mix.norm_topk, routed)
+        else:
+            _route_rows(count, address(logits), num_experts, k, mix.norm_topk, routed)
+        keep_alive(logits)
     # A pair is a token and one of its experts. Pairs are sorted by expert; those of a token then are, too.
     tokens, used, made = (
         np.empty(count * k, np.int64),
@@ -167,7 +175,7 @@ def _mix(experts: int, x: int, count: int, out: int) -> None:
     for expert in range(num_experts):
         first, down = pair, records(mix.down + expert * WEIGHT_BYTES, 1, WEIGHT)[0]
         for t in range(count):
-            weight = routed[t * num_experts + expert]
+            weight = load_f32(routed + (t * num_experts + expert) * 4)
             if weight != NOT_CHOSEN:
                 own = t * k + seen[t]
                 at = address(made) + first * _row_bytes(mix) + (pair - first) * down.rows * 4
@@ -180,22 +188,33 @@ def _mix(experts: int, x: int, count: int, out: int) -> None:
             num_used += 1
     threads = load_i64(mix.threads)
     if num_used % threads == 0 or num_used >= EXPERTS_PER_THREAD * threads:
-        _run_experts_parallel(num_used, experts, address(used), address(tokens), x, address(made))
+        _run_experts_parallel(num_used, experts, stages, address(used), address(tokens), x, inner, address(made))
     else:  # threads share the GEMMs of each expert
         for i in range(num_used):
-            _run_expert(i, experts, address(used), address(tokens), x, address(made))
-    if count < PARALLEL_ROWS:
-        for t in range(count):
-            _add_outputs(t, experts, address(outputs), address(weights), out)
-    else:
-        _add_outputs_parallel(count, experts, address(outputs), address(weights), out)
-    keep_alive(logits, routed, tokens, used, made, outputs, weights)
+            _run_expert(i, experts, stages, address(used), address(tokens), x, inner, address(made))
+    if stages & DOWN != 0:
+        if count < PARALLEL_ROWS:
+            for t in range(count):
+                _add_outputs(t, experts, address(outputs), address(weights), out)
+        else:
+            _add_outputs_parallel(count, experts, address(outputs), address(weights), out)
+    keep_alive(tokens, used, made, outputs, weights)
 
 
 @kernel(MIX_EXPERTS)
-def mix_experts(experts: int, x: int, count: int, out: int) -> None:
-    """out [T, C]: the weighted sum of the experts of each token of x [T, C]. experts: an EXPERTS record."""
-    hidden = records(experts, 1, EXPERTS)[0].router.columns
+def mix_experts(experts: int, stages: int, x: int, count: int, routed: int, inner: int, out: int) -> None:
+    """out [T, C]: the weighted sum of the experts of each token of x [T, C]. experts: an EXPERTS record.
+
+    stages: UP writes the weights routed [T, E] and the activations inner [T k, I] of at most MAX_TOKENS tokens, and
+    DOWN reads them. For both at once, of any number of tokens, routed and inner are 0.
+    """
+    mix = records(experts, 1, EXPERTS)[0]
+    held = min(count, MAX_TOKENS) if routed == 0 else 0
+    weights = np.empty(held * mix.router.rows, np.float32)
+    activations = np.empty(held * mix.top_k * mix.inner, np.float32)
+    if routed == 0:
+        routed, inner = address(weights), address(activations)
     for start in range(0, count, MAX_TOKENS):
-        at = start * hidden * 4
-        _mix(experts, x + at, min(MAX_TOKENS, count - start), out + at)
+        at, some = start * 4, min(MAX_TOKENS, count - start)
+        _mix(experts, stages, x + at * mix.router.columns, some, routed, inner, out + at * mix.outer)
+    keep_alive(weights, activations)

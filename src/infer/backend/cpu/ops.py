@@ -24,7 +24,7 @@ from infer.nn.activation import CLAMPED_SWIGLU
 from infer.nn.linear import Embedding, Linear
 from infer.nn.norm import Norm
 from infer.nn.quantized import Quantized, QuantizedWeight, pieces_of
-from infer.nn.sharded import ShardedEmbedding
+from infer.nn.sharded import ShardedEmbedding, ShardedRMSNorm
 
 Record = np.ndarray[Any, Any]
 
@@ -47,7 +47,7 @@ def block_record(parts: BlockParts, experts: ExpertRecords | None = None) -> Rec
     for name, part in parts._asdict().items():
         if isinstance(part, Linear):
             made[name] = weight_record(part.weight, part.bias)
-        elif isinstance(part, Norm):
+        elif isinstance(part, Norm) and not isinstance(part, ShardedRMSNorm):  # needs the other ranks
             made[name] = norm_record(part, part.weight, part.bias)
     made["heads"], made["kv_heads"], made["head_dim"] = parts.heads, parts.kv_heads, parts.head_dim
     made["attend"] = kernels().attend.address
@@ -82,6 +82,7 @@ class ExpertRecords(NamedTuple):
         mix["up"], mix["down"] = up[0].ctypes.data, down[0].ctypes.data
         mix["top_k"], mix["norm_topk"] = routing.top_k, routing.norm_topk
         mix["activation"], mix["inner"] = ACTIVATION_CODES[parts.activation], parts.down.in_features
+        mix["outer"] = parts.down.weight.shape[0] // routing.num_experts
         mix["threads"] = kernels().threads.COUNT.ctypes.data
         return cls(mix, up, down, biases)
 
@@ -166,23 +167,34 @@ def linear(x: Tensor, part: Linear) -> Tensor:
     return part.output(out.to(x.dtype))
 
 
-def mix_experts(x: Tensor, parts: BlockParts) -> Tensor:
+def mix_experts(x: Tensor, parts: BlockParts, experts: ExpertRecords | None = None) -> Tensor:
     """x [T, C] -> [T, C]: the weighted sum of the experts of each token."""
-    experts, out = ExpertRecords.of(parts), empty(*x.shape)
+    made, routing, down, found = running(), parts.routing, parts.down, []
+    experts = experts or ExpertRecords.of(parts)
+    assert routing is not None
     assert experts is not None
-    running().mix_experts(experts.mix, _floats(x), len(x), out)
-    return out.to(x.dtype)
+    for some in torch.split(_floats(x), made.MAX_TOKENS):
+        routed = empty(len(some), routing.num_experts)
+        inner = empty(len(some) * routing.top_k, down.in_features)
+        made.mix_experts(experts.mix, made.UP, some, len(some), routed, inner, 0)
+        inner, out = down.input(inner), empty(len(some), down.weight.shape[0] // routing.num_experts)
+        made.mix_experts(experts.mix, made.DOWN, some, len(some), routed, inner, out)
+        found.append(down.output(out))
+    return torch.cat(found).to(x.dtype)
 
 
 def norm(x: Tensor, part: Norm) -> Tensor:
     """Normalizes each vector of x [..., C]."""
     made = running()
+    if isinstance(part, ShardedRMSNorm):
+        x = part.input(x)
     weight, bias = _floats(part.weight), None if part.bias is None else _floats(part.bias)
     rows = _floats(x.reshape(-1, x.shape[-1]))
     head, out = np.zeros(1, made.HEAD), empty(*rows.shape)
     head["norm"] = norm_record(part, weight, bias)
     made.norm_rows(head, rows, *rows.shape, out)
-    return out.view(x.shape).to(x.dtype)
+    normed = out.view(x.shape).to(x.dtype)
+    return part.output(normed) if isinstance(part, ShardedRMSNorm) else normed
 
 
 def scale_logits(logits: Tensor, head: HeadParts) -> Tensor:

@@ -36,6 +36,7 @@ from infer.cache.base import ScoreOptions
 from infer.cache.table import Table, alignment
 from infer.config import ModelConfig
 from infer.machine import to_device
+from infer.nn.sharded import ShardedRMSNorm
 
 
 def attend_step(
@@ -150,9 +151,15 @@ def prepare_projections_of(
     )
     if (norm is None and not beta) or not len(qkv):
         return
+    q_norm, k_norm, heads = block.q_norm, block.k_norm, qkv
     q_size, k_size = block.heads * block.head_dim, block.kv_heads * block.head_dim
+    q, k, _ = qkv.split_with_sizes([q_size, k_size, k_size], 1)
+    if isinstance(q_norm, ShardedRMSNorm) and isinstance(k_norm, ShardedRMSNorm):
+        keys = k_norm.input(k)
+        heads = torch.cat((q_norm.input(q), keys, keys), 1)  # the kernel expects v there, and does not read it
+        q_size, k_size = q_norm.weight.shape[0], k_norm.weight.shape[0]
     prepare_projections[(len(qkv), 1 if norm is None else 2)](
-        qkv,
+        heads,
         positions,
         None if norm is None else norm.weight,
         None if norm is None or block.k_norm is None else block.k_norm.weight,
@@ -166,6 +173,9 @@ def prepare_projections_of(
         CONTEXT=1 if config.rope is None else config.rope.original_max_position_embeddings,
         **launch_options(pdl),
     )
+    if isinstance(q_norm, ShardedRMSNorm) and isinstance(k_norm, ShardedRMSNorm):
+        q.copy_(q_norm.output(heads[:, :q_size]))
+        k.copy_(k_norm.output(heads[:, q_size:]))
 
 
 @cache

@@ -38,7 +38,7 @@ def mixture(
     assert block.routing is not None
     pairs = _route(block.routing, x, positions, split_counters, pdl)
     inner = _expert_gemm(block.up, x, pairs, block.routing, gated=block.gated, activation=block.activation, pdl=pdl)
-    return _expert_gemm(block.down, inner, pairs, block.routing, pdl=pdl)
+    return block.down.output(_expert_gemm(block.down, block.down.input(inner), pairs, block.routing, pdl=pdl))
 
 
 def _route(routing: Routing, x: Tensor, positions: Tensor, split_counters: Tensor | None, pdl: bool) -> Pairs:

@@ -233,7 +233,7 @@ def test_the_far_ends_of_an_activation(activation: str, gated: bool) -> None:
 
 
 @pairs(head_dim=[2, 6, 64], turned=[True, False], kind=[None, *NORMS], rows=ROWS)
-def test_before_attention(head_dim: int, turned: bool, kind: Any, rows: int) -> None:
+def test_qkv_proj_and_rotate(head_dim: int, turned: bool, kind: Any, rows: int) -> None:
     """Heads of q and of k are normed, each with its own norm, and turned; those of v are not."""
     x, qkv, before = randn(rows, 9, std=3), linear(9, 7 * head_dim, True), norm(9)
     q_norm, k_norm = (None, None) if kind is None else (norm(head_dim, kind), norm(head_dim, kind))
@@ -245,7 +245,8 @@ def test_before_attention(head_dim: int, turned: bool, kind: Any, rows: int) -> 
     got = poisoned(rows, 7 * head_dim)
     addresses = np.array([[0] * 3 if table is None else [*(each.data_ptr() for each in table), 0]], np.int64)
     tokens = torch.stack((torch.zeros_like(positions), positions), 1)
-    kernels().before_attention(block, x, rows, addresses, tokens, got)
+    kernels().qkv_proj(block, x, rows, got)
+    kernels().rotate(block, got, rows, addresses, tokens)
     heads = qkv(before(x)).view(rows, 7, head_dim)
     parts = heads[:, :3], heads[:, 3:5]
     if q_norm is not None:
@@ -334,7 +335,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"model_type": "rope_gpt"},
     {"model_type": "rope_gpt", "attention_bias": True, "mlp_bias": True, "norm_bias": False, "hidden_act": "gelu_tanh"},
 ]
-KERNELS = ("run", "before_attention", "after_attention", "attend", "head")
+KERNELS = ("run", "qkv_proj", "rotate", "after_attention", "attend", "head")
 # Logits [B, V] after the last of tokens [B, n] that are fed behind what a cache holds.
 Pass = Callable[[Decoder, Cache, torch.Tensor], torch.Tensor]
 
