@@ -163,8 +163,8 @@ def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def load(path: Path) -> Decoder:
-    return load_model(path, dtype="float32", device="cpu")[0]
+def load(path: Path, context: int | None = None) -> Decoder:
+    return load_model(path, dtype="float32", device="cpu", context=context)[0]
 
 
 def random_ids(rows: int = 2, length: int = 60) -> torch.Tensor:

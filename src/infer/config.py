@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from infer.values import ABOVE_0, FLAG, TEXT, TOKEN_ID, Kind, checked, integer, list_of, number, short_repr
@@ -59,6 +59,9 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5  # of LayerNorm too
     rope: RopeConfig | None = field(default_factory=RopeConfig)  # None: learned positions
     local_rope: RopeConfig | None = None  # of the sliding layers, if different
+    # LongRoPE's beyond the original context, which is max_position_embeddings until `with_context` chooses this one.
+    long_rope: RopeConfig | None = None
+    long_context: int | None = None  # with long_rope
     query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None: head_dim
     layer_types: tuple[str, ...] = ()  # one per layer; empty: full attention in all
     sliding_window: int | None = None
@@ -161,12 +164,30 @@ class ModelConfig:
         scales = 2 * -(-head_dim // INT8_GROUP) if element_size == 1 else 0
         return 2 * self.num_hidden_layers * self.num_key_value_heads * (head_dim * element_size + scales)
 
+    @property
+    def longest_context(self) -> int:
+        """The most that `with_context` takes."""
+        return max(self.max_position_embeddings, self.long_context or 0)
+
+    def with_context(self, context: int | None) -> ModelConfig:
+        """The same model for sequences of at most so many positions; None: as it is.
+
+        LongRoPE's factors are chosen here, once: chosen by the length of a sequence, they would change the keys of all
+        its positions when it grows beyond the original context.
+        """
+        if context is None:
+            return self
+        if type(context) is not int or not 1 <= context <= self.longest_context:
+            raise ValueError(f"context must be from 1 to the model's {self.longest_context}, not {context!r}")
+        rope = self.long_rope if context > self.max_position_embeddings else self.rope
+        return replace(self, max_position_embeddings=context, rope=rope, long_rope=None, long_context=None)
+
     @classmethod
-    def from_pretrained(cls, name_or_path: str) -> ModelConfig:
-        """Read a checkpoint's config without reading its weights."""
+    def from_pretrained(cls, name_or_path: str, context: int | None = None) -> ModelConfig:
+        """Read a checkpoint's config without reading its weights. context: see `load_model`."""
         if cls.reader is None:
             raise RuntimeError("no checkpoint reader is installed: use infer.ModelConfig, or import infer.loader.find")
-        return cls.reader(name_or_path)
+        return cls.reader(name_or_path).with_context(context)
 
 
 # Far more than any model has, and few enough that building one on the meta device is cheap.

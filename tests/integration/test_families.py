@@ -16,11 +16,13 @@ from checkpoints import (
     LONGROPE,
     TOLERANCE,
     YARN,
+    byte_tokenizer,
     byte_tokenizer_metadata,
     check_every_way,
     check_logits,
     difference,
     greedy,
+    kernel_logits,
     load,
     logits_in_chunks,
     random_ids,
@@ -40,6 +42,8 @@ from transformers import (
 )
 
 from infer import ModelConfig, SamplingParams, SlidingCache, Tokenizer, generate
+from infer.backend.fingerprint import fingerprint
+from infer.cache import NoCache
 from infer.config import RopeConfig
 from infer.models.common import Decoder
 
@@ -390,7 +394,11 @@ def as_gguf_says(config: ModelConfig) -> dict[str, Any]:
         values["attention_output_bias"] = None
     values["rms_norm_eps"] = torch.tensor(config.rms_norm_eps).item()
     if config.rope is not None:  # float32 in the file
-        values["rope"] = replace(config.rope, attention_factor=round(config.rope.attention_factor, 5))
+        values |= {
+            name: replace(rope, attention_factor=round(rope.attention_factor, 5))
+            for name in ("rope", "long_rope")
+            if (rope := values[name]) is not None
+        }
     return values
 
 
@@ -404,6 +412,49 @@ def test_gguf(tmp_path: Path, name: str) -> None:
     assert as_gguf_says(model.config) == as_gguf_says(from_folder.config)
     ids = random_ids(2, 2 * W + 3)
     check_logits(model, ids, reference(ids).logits)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+def test_longrope(tmp_path: Path, form: str) -> None:
+    """Beyond the original context of 80, transformers has the long factors; here, a model loaded for a longer one."""
+    reference, ids = reference_model("phi3"), random_ids(2, 100)
+    path = save_folder(reference, tmp_path / "m")
+    if form == "gguf":
+        path = save_gguf(reference, tmp_path / "m.gguf", metadata=byte_tokenizer_metadata())
+    short, long = load(path), load(path, context=120)
+    check_logits(short, ids[:, :80], reference(ids[:, :80]).logits)
+    check_every_way(reference, long, 100, (7, 81))
+    prompt, params = ids[0].tolist(), SamplingParams(max_new_tokens=20)
+    assert generate(long, byte_tokenizer(), prompt, params).token_ids == greedy(reference, ids[:1], 20)[0]
+    with pytest.raises(ValueError, match=r"model's context of 80: .* longer context, up to 160 \(--context\)$"):
+        generate(short, byte_tokenizer(), prompt, params)
+    with pytest.raises(ValueError, match=r"model's context of 120: shorten the prompt or lower max_new_tokens$"):
+        generate(long, byte_tokenizer(), [*prompt, 3], params)
+    assert difference(load(path, context=80)(ids[:, :50]), short(ids[:, :50])) == 0
+    assert difference(long(ids[:, :50]), short(ids[:, :50])) > 0.1
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_shorter_context(tmp_path: Path, family: str) -> None:
+    """It changes no number; of learned positions only the first are loaded."""
+    save_folder(reference_model(family), tmp_path)
+    whole, short = load(tmp_path), load(tmp_path, context=40)
+    ids = random_ids(1, 40)
+    assert torch.equal(kernel_logits(short, NoCache(), ids), kernel_logits(whole, NoCache(), ids))
+    with pytest.raises(ValueError, match="model's context of 40"):
+        generate(short, byte_tokenizer(), ids[0].tolist(), SamplingParams(max_new_tokens=1))
+    for context in (0, 129, True):
+        with pytest.raises(ValueError, match=f"context must be from 1 to the model's 128, not {context}"):
+            load(tmp_path, context=context)
+
+
+def test_keys_and_values_are_of_the_factors_not_of_the_context(tmp_path: Path) -> None:
+    """In files of keys and values."""
+    save_folder(reference_model("phi3"), tmp_path)
+    names = [fingerprint(load(tmp_path, context)) for context in (None, 30, 80, 81, 160)]
+    assert names[0] == names[1] == names[2] != names[3] == names[4]
 
 
 # What transformers reads of GGUF files; sizes that it does not read have its defaults.

@@ -47,16 +47,20 @@ LAST_TURNS, MESSAGE_LENGTH, ANSWER_LENGTH = 3, 160, 800  # what /load shows; len
 REPLY_SHARE = 0.25  # old turns are dropped until this fraction of the context is free for a reply
 
 
+@dataclass(frozen=True)
+class ChatLoadOptions(ParallelLoadOptions):
+    context: Annotated[
+        int | None,
+        typer.Option(help="Maximum positions of a conversation.", show_default="4096, or the model's context"),
+    ] = None
+
+
 def chat(
     *,
     chosen: ModelChoice,
     system: SystemOption = None,
     thinking: ThinkingOption = None,
     allow_special_tokens: AllowSpecialTokensOption = False,
-    context: Annotated[
-        int | None,
-        typer.Option(help="Maximum positions of a conversation.", show_default="4096, or the model's context"),
-    ] = None,
     on_full: Annotated[
         str,
         typer.Option(
@@ -67,12 +71,12 @@ def chat(
         ),
     ] = "drop",
     caches: PrefixCacheOptions,
-    load: ParallelLoadOptions,
+    load: ChatLoadOptions,
     params: Annotated[Settings, sampling_options(fallbacks=CHAT)],
 ) -> None:
     """Talk to a model. The cache is kept between turns: only new tokens are prefilled. /help lists commands."""
     from infer import LLM, ModelConfig, Tokenizer
-    from infer.engine.sequence import CacheExceeded, check_sequence
+    from infer.engine.sequence import CacheExceeded, ContextExceeded, check_sequence
     from infer.engine.session import CONTEXT
     from infer.folders import cache_folder
 
@@ -82,15 +86,13 @@ def chat(
     tokenizer = Tokenizer(chosen.name, allow_special_tokens=allow_special_tokens)
     encode = functools.partial(encode_chat, tokenizer, thinking)
     settings = resolve(chosen.name, params, CHAT, "chat defaults")
-    config = ModelConfig.from_pretrained(chosen.name)
-    capacity = min(CONTEXT, config.max_position_embeddings) if context is None else context
-    if not 1 <= capacity <= config.max_position_embeddings:
-        raise ValueError(f"context must be from 1 to the model's {config.max_position_embeddings}, not {context}")
+    config = ModelConfig.from_pretrained(chosen.name, load.context)
+    capacity = load.context or min(CONTEXT, config.max_position_embeddings)
     # Before the weights are read: is there a chat template, and does a short turn fit into the context?
     try:
         least = replace(settings.params, max_new_tokens=min(settings.params.max_new_tokens, max(1, capacity // 4)))
         check_sequence(config, encode([{"role": "user", "content": "hello"}]), least, capacity)
-    except CacheExceeded as error:
+    except (CacheExceeded, ContextExceeded) as error:
         raise ValueError(f"--context {capacity} is too short for a turn: {error}") from None
     model = load.load(chosen.name, config, capacity, caches.cache_dtype)
     with LLM(model, tokenizer, **caches.for_llm()) as llm:

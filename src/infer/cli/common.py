@@ -28,7 +28,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Arguments": (),
     "Options": (),
     "Model": (
-        *("model_name", "model_option", "dtype", "device", "quantize", "threads", "tensor_parallel"),
+        *("model_name", "model_option", "dtype", "device", "quantize", "context", "threads", "tensor_parallel"),
         *("quantize_a", "quantize_b", "dtype_a", "dtype_b"),
     ),
     SAMPLING: (),  # see `sampling_options`
@@ -71,6 +71,14 @@ ThreadsOption = Annotated[
         "-t",
         help="Number of CPU threads.",
         show_default="OMP_NUM_THREADS, or the number of usable cores",
+    ),
+]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Maximum positions of a sequence. Beyond the original context of a model with LongRoPE, its long factors "
+        "are used.",
+        show_default="the model's context",
     ),
 ]
 CacheDtypeOption = Annotated[
@@ -196,6 +204,7 @@ class LoadOptions(OptionGroup):
     device: DeviceOption = "auto"
     quantize: QuantizeOption = None
     threads: ThreadsOption = None
+    context: ContextOption = None
     tensor_parallel: int = 1  # an option of ParallelLoadOptions
 
     def __post_init__(self) -> None:
@@ -219,7 +228,7 @@ class LoadOptions(OptionGroup):
             dtype = resolve_weight_dtype(self.dtype, resolve_device(self.device), self.quantize)
             positions = min(positions, config.max_position_embeddings)
             needed = cache_bytes(config, positions, resolve_cache_dtype(cache_dtype, dtype))
-        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "quantize": self.quantize}
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("dtype", "device", "quantize", "context")}
         with reserved(needed // self.tensor_parallel):
             if self.tensor_parallel > 1:
                 from infer.parallel.launch import load_sharded

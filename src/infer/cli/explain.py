@@ -45,7 +45,7 @@ def explain(
     from infer.trace.text import token_texts
 
     text = read_prompt(prompt)
-    tokenizer, config = Tokenizer(model_name), ModelConfig.from_pretrained(model_name)
+    tokenizer, config = Tokenizer(model_name), ModelConfig.from_pretrained(model_name, load.context)
     prompt_ids = tokenizer.encode(text)
     explaining.check(config, prompt_ids, max_new_tokens)  # before the weights are read
     model = load.load(model_name)

@@ -74,9 +74,9 @@ def generate(
     chosen = settings.params
     if compare and chosen.seed is None:
         chosen = replace(chosen, seed=secrets.randbits(63))  # the same draws in both runs
-    run = Run(model_name, prompt, chosen, sequence, caches)
+    run = Run(model_name, prompt, chosen, sequence, caches, load)
     say_settings(settings)
-    run.load(load)
+    run.load()
     result = run.generate(quiet=as_json)
     output = {"model": model_name, **as_dict(result)}
     notes = f" · {result.num_cached_tokens:,} prompt tokens reused" if caches.is_paged else ""
@@ -131,8 +131,9 @@ def generate_many(
     settings = resolve(model_name, chosen)
     lines = [line._replace(params=replace(settings.params, **line.settings)) for line in lines]
     tokenizer = Tokenizer(model_name, allow_special_tokens=sequence.allow_special_tokens)
+    config = ModelConfig.from_pretrained(model_name, load.context)
     for constrained in {line.params.constraint: line.params for line in lines if line.params.constraint}.values():
-        guide_for(constrained, tokenizer, ModelConfig.from_pretrained(model_name))  # before the weights are read
+        guide_for(constrained, tokenizer, config)  # before the weights are read
     say_settings(settings)
     with LLM(load.load(model_name), tokenizer, **caches.for_llm()) as llm:
         if asyncio.run(_print_all(llm, lines, functools.partial(sequence.encode, tokenizer))):

@@ -34,6 +34,7 @@ from infer.cli.status import shown
 from infer.cli.streams import counted, on_stdout, print_table, say
 
 if TYPE_CHECKING:
+    from infer.config import ModelConfig
     from infer.engine.result import Score
 
 
@@ -81,7 +82,7 @@ def bench(
     for path in (plot, report):
         if path is not None:
             check_writable(path)
-    model_config = ModelConfig.from_pretrained(chosen.name)
+    model_config = ModelConfig.from_pretrained(chosen.name, load.context)
     for config in configs:
         try:
             bencher.check(model_config, config)
@@ -105,14 +106,21 @@ def bench(
         say(f"wrote {plot}")
 
 
+WindowOption = Annotated[
+    int | None, typer.Option(help="Tokens per window.", show_default="1024, or the model's context")
+]
+
+
+@dataclass(frozen=True)
+class WindowLoadOptions(ParallelLoadOptions):
+    context: WindowOption = None
+
+
 @dataclass(frozen=True)
 class TextOptions(OptionGroup):
     """A text file, and the windows to score it in."""
 
     text: Annotated[Path, typer.Option(help="A UTF-8 text file.")]
-    context: Annotated[
-        int | None, typer.Option(help="Tokens per window.", show_default="1024, or the model's context")
-    ] = None
     stride: Annotated[
         int | None, typer.Option(help="Tokens between the starts of two windows.", show_default="half a window")
     ] = None
@@ -124,23 +132,23 @@ def perplexity(
     text: TextOptions,
     cache_dtype: CacheDtypeOption = "auto",
     as_json: JsonOption = False,
-    load: ParallelLoadOptions,
+    load: WindowLoadOptions,
 ) -> None:
     """Measure how well a model predicts a text, e.g. the loss from quantized weights or caches.
 
     Each token is scored once, given the tokens before it in its window.
     """
-    from infer import ModelConfig, Tokenizer
+    from infer import Tokenizer
     from infer.evaluate.perplexity import perplexity as measure
     from infer.evaluate.perplexity import plan
 
     check_cache_dtype(cache_dtype)
     contents = read_utf8(text.text)
     size = len(contents.encode())
-    tokenizer, config = Tokenizer(chosen.name), ModelConfig.from_pretrained(chosen.name)
+    tokenizer, config = Tokenizer(chosen.name), window_config(chosen.name, load.context)
     token_ids = tokenizer.encode(contents, add_special_tokens=False)
     prefix = tokenizer.encode("")  # BOS, where the tokenizer adds one
-    windows = plan(config, token_ids, context=text.context, stride=text.stride, prefix=prefix)
+    windows = plan(config, token_ids, context=load.context, stride=text.stride, prefix=prefix)
     model = load.load(chosen.name)
     say(f"{windows.tokens:,} tokens to score, in windows of {windows.context:,} that advance by {windows.stride:,}")
     started = time.perf_counter()
@@ -168,6 +176,14 @@ def perplexity(
         ("tokens scored", f"{found.tokens:,} in {found.windows:,} windows of {found.context:,}"),
         ("time", f"{seconds:.1f} s, {found.tokens / seconds:,.0f} tok/s"),
     )
+
+
+def window_config(model_name: str, context: int | None) -> "ModelConfig":
+    """The config of a model that is loaded for windows of so many tokens. `plan` refuses a window that is too short."""
+    from infer import ModelConfig
+
+    config = ModelConfig.from_pretrained(model_name)
+    return config.with_context(context) if (context or 0) > config.max_position_embeddings else config
 
 
 def quantize_option(which: str) -> Any:
@@ -198,16 +214,18 @@ def compare(
     dtype_a: Annotated[str, dtype_option("first")] = "auto",
     dtype_b: Annotated[str, dtype_option("second")] = "auto",
     device: DeviceOption = "auto",
+    context: WindowOption = None,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare the predictions of two models at each token of a text: KL divergence and top-1 agreement."""
-    from infer import ModelConfig, Tokenizer
+    from infer import Tokenizer
     from infer.evaluate.perplexity import compare as measure
     from infer.evaluate.perplexity import plan
 
     names = (model_a, model_b or model_a)
-    loads = LoadOptions(dtype_a, device, quantize_a, threads), LoadOptions(dtype_b, device, quantize_b, threads)
+    kinds = (dtype_a, device, quantize_a), (dtype_b, device, quantize_b)
+    loads = [LoadOptions(*kind, threads, context) for kind in kinds]
     contents = read_utf8(text.text)
     tokenizer, other = map(Tokenizer, names)
     token_ids, prefix = tokenizer.encode(contents, add_special_tokens=False), tokenizer.encode("")
@@ -215,8 +233,8 @@ def compare(
         raise ValueError(
             "the two models split the text into different tokens: only models with one vocabulary can be compared"
         )
-    where: dict[str, Any] = {"context": text.context, "stride": text.stride, "prefix": prefix}
-    windows = [plan(ModelConfig.from_pretrained(name), token_ids, **where) for name in names]
+    where: dict[str, Any] = {"context": context, "stride": text.stride, "prefix": prefix}
+    windows = [plan(window_config(name, context), token_ids, **where) for name in names]
     models = loads[0].load(names[0]), loads[1].load(names[1])
     with shown(progress.SCORING):
         found = measure(*models, token_ids, **where, progress=scoring(windows[0].tokens, "{:.6f} nats"))
@@ -254,7 +272,7 @@ def score(
     from infer import LLM, ModelConfig, Tokenizer
 
     text = read_prompt(text, what="text")
-    tokenizer, config = Tokenizer(model_name), ModelConfig.from_pretrained(model_name)
+    tokenizer, config = Tokenizer(model_name), ModelConfig.from_pretrained(model_name, load.context)
     ids = tokenizer.encode(text)
     if len(ids) < 2:
         raise ValueError("the text is too short: it needs two tokens, as the first is not scored")

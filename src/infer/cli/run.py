@@ -92,6 +92,7 @@ class Run:
         params: SamplingParams,
         sequence: SequenceOptions,
         caches: PrefixCacheOptions,
+        load: LoadOptions,
     ) -> None:
         """prompt: text, or tokens that are encoded already."""
         from infer import ModelConfig, Tokenizer
@@ -101,9 +102,10 @@ class Run:
         sequence.check()
         caches.check(sequence.kv_cache)
         self.model_name, self.params, self.sequence, self.caches = model_name, params, sequence, caches
+        self.options = load
         self.tokenizer = Tokenizer(model_name, allow_special_tokens=sequence.allow_special_tokens)
         self.prompt_ids = prompt if isinstance(prompt, list) else sequence.encode(self.tokenizer, prompt)
-        self.config = ModelConfig.from_pretrained(model_name)
+        self.config = ModelConfig.from_pretrained(model_name, load.context)
         try:
             check_sequence(self.config, self.prompt_ids, params, on_full=sequence.on_full)
         except ContextExceeded as error:
@@ -111,9 +113,9 @@ class Run:
         guide_for(params, self.tokenizer, self.config)
         self.positions = len(self.prompt_ids) + params.max_new_tokens
 
-    def load(self, options: LoadOptions) -> None:
+    def load(self) -> None:
         config = self.config if self.sequence.kv_cache else None
-        self.model = options.load(self.model_name, config, self.positions, self.caches.cache_dtype)
+        self.model = self.options.load(self.model_name, config, self.positions, self.caches.cache_dtype)
 
     def generate(self, *, quiet: bool, trace: "Trace | None" = None) -> "GenerationResult":
         """Generate and print the text as it comes. Ctrl-C stops it; before the first token, it ends the command."""

@@ -105,7 +105,7 @@ def serve(
             **server.settings(allowed_hosts(listening, server.host, server.allowed_host or ())),
         )
         tokenizer = Tokenizer(chosen.name, allow_special_tokens=server.allow_special_tokens)
-        config = ModelConfig.from_pretrained(chosen.name)
+        config = ModelConfig.from_pretrained(chosen.name, load.context)
         model = load.load(chosen.name, config, CONVERSATION_LENGTH, caches.cache_dtype)
 
         def engine() -> LLM:
@@ -191,6 +191,7 @@ def deploy(
                 "dtype": load.dtype,
                 "device": load.device,
                 "quantize": load.quantize,
+                "context": load.context,
                 "prefix_store": None if store is None else str(store.absolute()),
                 "max_rows": max_rows,
                 "host": server.host,
@@ -201,7 +202,7 @@ def deploy(
         raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
     # A model that cannot be loaded is reported here, once for all replicas.
     Tokenizer(chosen.name)
-    check_world_size(ModelConfig.from_pretrained(chosen.name), tensor_parallel)
+    check_world_size(ModelConfig.from_pretrained(chosen.name, load.context), tensor_parallel)
     if not os.environ.get("RAY_ADDRESS"):
         resolve_device(load.device)
     with deployed(options), signalled() as stopped:

@@ -33,16 +33,18 @@ DEFAULT_LAYERS = 4
 MAX_ALTERNATIVES = 2**31
 NEUTRAL = {"layers", "heads", "alternatives", "prompt_rows"}  # options that change no token
 ENCODING = ("prompt", "chat", "system", "thinking")  # options that change how the prompt is encoded
+LOADING = ("dtype", "device", "quantize", "context")
 # Settings of a page: names shared with options; values of missing ones; types where no option checks them.
 SAME_NAMES = (
     *(*ENCODING, "kv_cache", "on_full", "prefill_chunk", "cache_dtype", "prompt_rows"),
-    *("dtype", "device", "quantize"),
+    *LOADING,
 )
-MISSING_SETTINGS: dict[str, Any] = dict.fromkeys(("model", *ENCODING)) | {"chat": False}
+MISSING_SETTINGS: dict[str, Any] = dict.fromkeys(("model", "context", *ENCODING)) | {"chat": False}
 KINDS = {
     **dict.fromkeys(("model", "prompt", "system"), str | None),
     **dict.fromkeys(("chat", "kv_cache"), bool),
     **dict.fromkeys(("top_k", "prompt_rows"), int),
+    "context": int | None,
     "thinking": bool | None,
 }
 
@@ -64,7 +66,7 @@ class RecordOptions(OptionGroup):
 
 def trace(
     *,
-    context: typer.Context,
+    command: typer.Context,
     from_page: Annotated[
         Path | None,
         typer.Option(
@@ -116,7 +118,7 @@ def trace(
     saved, saved_ids, is_changed = None, None, False
     if from_page is not None:
         saved = read_page(from_page)
-        sources = {name: context.get_parameter_source(name) for name in context.params}
+        sources = {name: command.get_parameter_source(name) for name in command.params}
         given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
         values = saved_options(saved, from_page, given)
         is_changed = bool(given & values.keys() - NEUTRAL)
@@ -134,7 +136,7 @@ def trace(
     heads = parse_numbers("--heads", record.heads)
 
     prompt_or_ids = sequence.prompt or "" if saved_ids is None else saved_ids
-    run = Run(model_name, prompt_or_ids, params, sequence, caches)
+    run = Run(model_name, prompt_or_ids, params, sequence, caches, load)
     config = run.config
     if record.layers is None:
         layers = spread(config.num_hidden_layers, DEFAULT_LAYERS) + ([] if show_layer is None else [show_layer])
@@ -145,11 +147,11 @@ def trace(
     head = traced("head", show_head, config.num_attention_heads, trace.heads)
     if from_page is not None:
         say(f"repeating {from_page} with {model_name}")
-    run.load(load)
+    run.load()
     prints_text = not as_json and (html is None or table)
     result = run.generate(quiet=not prints_text, trace=trace)
     del trace.steps[result.generated_tokens :]  # a step that was interrupted before it was printed
-    trace.settings |= {"model": model_name, "device": load.device, "dtype": load.dtype, "quantize": load.quantize}
+    trace.settings |= {"model": model_name} | {name: getattr(load, name) for name in LOADING}
     trace.settings |= {name: getattr(sequence, name) for name in ENCODING}
     unsaved = save_all(trace, files)  # first: the reader of the output may close it early
     same, verdict = True, ""

@@ -70,7 +70,7 @@ def verify(
     texts = [] if prompts is None else [line for line in read_utf8(prompts).splitlines() if line.strip()]
     if prompts is not None and not texts:
         raise ValueError(f"{prompts} holds no prompts")
-    tokenizer, config = Tokenizer(chosen.name), ModelConfig.from_pretrained(chosen.name)
+    tokenizer, config = Tokenizer(chosen.name), ModelConfig.from_pretrained(chosen.name, load.context)
     if prompts is None:
         texts, prompt_ids = built_in_prompts(config, tokenizer, max_new_tokens)
     else:

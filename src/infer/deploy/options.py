@@ -29,6 +29,7 @@ class DeployOptions(BaseModel):
     dtype: str = "auto"
     device: str = "auto"  # auto: GPUs if the cluster has any
     quantize: str | None = None
+    context: Positive | None = None
     cache_memory: Positive | None = None  # bytes per replica; None: its share of half the free memory
     cache_dtype: str = "auto"
     prefix_store: str | None = None

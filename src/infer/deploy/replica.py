@@ -47,6 +47,7 @@ class Replica:
                     dtype=options.dtype,
                     device=options.device,
                     quantize=options.quantize,
+                    context=options.context,
                     tensor_parallel=options.tensor_parallel,
                     cache_memory=options.cache_memory,
                     cache_dtype=options.cache_dtype,

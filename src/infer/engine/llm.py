@@ -67,6 +67,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         quantize: str | None = None,
+        context: int | None = None,
         tensor_parallel: int = 1,
         cache_memory: int | None = None,
         cache_dtype: str = "auto",
@@ -77,6 +78,7 @@ class LLM:
     ) -> None:
         """model: a name, a folder, a file or a hub id; or a loaded model, with its tokenizer.
 
+        dtype, device, quantize, context: see `load_model`.
         tensor_parallel: number of processes to shard the model over, on GPUs one GPU each; texts stay the same to the
         bit. cache_memory: bytes for all caches, in each process; None: half of the free memory, which processes on one
         device share. memory: an existing CacheMemory to use instead.
@@ -89,10 +91,11 @@ class LLM:
             from infer.parallel.launch import load_sharded
 
             tokenizer = Tokenizer(model) if tokenizer is None else tokenizer
+            options: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize, "context": context}
             if tensor_parallel == 1:
-                model = load_model(model, dtype=dtype, device=device, quantize=quantize)[0]
+                model = load_model(model, **options)[0]
             else:
-                model = load_sharded(model, tensor_parallel, dtype=dtype, device=device, quantize=quantize)[0]
+                model = load_sharded(model, tensor_parallel, **options)[0]
                 group = model.group
         elif tensor_parallel != 1:
             raise TypeError("a loaded model cannot be sharded: give its name, and LLM loads a shard in each process")

@@ -413,7 +413,9 @@ def check_sequence(
         (CacheExceeded, "cache's capacity", capacity),
     ):
         if limit is not None and needed > limit:
+            longer = f", or load the model with a longer context, up to {config.longest_context} (--context)"
+            hint = longer if kind is ContextExceeded and limit < config.longest_context else ""
             raise kind(
                 f"{len(tokens)} prompt tokens + {params.max_new_tokens} new tokens = {needed} positions exceed the "
-                f"{what} of {limit}: shorten the prompt or lower max_new_tokens"
+                f"{what} of {limit}: shorten the prompt or lower max_new_tokens{hint}"
             )

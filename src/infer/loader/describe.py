@@ -43,16 +43,14 @@ def describe(
     computed = resolve_weight_dtype(dtype, target, quantize)
     cached = resolve_cache_dtype(cache_dtype, computed)
     checkpoint = open_checkpoint(name_or_path, weights=False)
-    config = checkpoint.config
-    positions = config.max_position_embeddings if context is None else context
-    if not 1 <= positions <= config.max_position_embeddings:
-        raise ValueError(f"context must be from 1 to the model's {config.max_position_embeddings}, not {context}")
+    config = checkpoint.config.with_context(context)
+    positions = config.max_position_embeddings
     with torch.device("meta"):
         model = build_model(config)
     weights = choose_weight_dtypes(model, checkpoint, dtype, target, quantize)
     weight_bytes = weights.nbytes(model)
     free = available_memory(target)
-    largest, conversations = config.max_position_embeddings, None
+    largest, conversations = checkpoint.config.longest_context, None
     if free is not None:
         for_cache = max(0, free - weight_bytes)
         largest = bisect_right(range(1, largest + 1), for_cache, key=lambda n: cache_bytes(config, n, cached))
@@ -79,6 +77,7 @@ def describe(
         "cache_dtype": str(cached).removeprefix("torch."),
         "cache_bytes_per_token": config.cache_bytes_per_token(cached.itemsize),  # over all layers
         "context": positions,
+        "longest_context": config.longest_context,  # beyond `context`: by LongRoPE, if --context asks for it
         "cache_bytes": cache_bytes(config, positions, cached),  # of the default cache, for this context
         # If every layer kept all positions.
         "contiguous_cache_bytes": positions * config.cache_bytes_per_token(cached.itemsize),
@@ -113,6 +112,8 @@ def lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     context = f"{info.context:,} positions, {_size(info.cache_bytes)} of cache"
     if info.sliding_layers:
         context += f"; {_size(info.contiguous_cache_bytes)} if every layer kept all positions"
+    if info.longest_context > info.context:
+        context += f"; up to {info.longest_context:,} with --context"
     yield "context", context
     if info.free_bytes is not None:
         fits = f"{info.largest_context:,} positions"

@@ -19,7 +19,7 @@ from infer.config import (
     layer_pattern,
     read_fields,
 )
-from infer.loader.hf_config import unique_ids, yarn_factor
+from infer.loader.hf_config import long_rope_fields, unique_ids, yarn_factor
 from infer.values import ABOVE_0, FLAG, TEXT, TOKEN_ID, TOKEN_IDS, Kind, checked, either, integer, list_of, short_repr
 
 # Fields of `ModelConfig` -> the metadata, after the prefix of the architecture.
@@ -60,7 +60,7 @@ _FAMILY_KINDS: dict[str, Kind] = {
 _ONLY = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0}  # values that are supported
 # Without an effect on what a model computes; any other unknown key of the architecture that is set is refused.
 _IGNORED = re.compile(r"tensor_data_layout|pooling_type|use_parallel_residual|rope\.scaling\.finetuned")
-LONG_ROPE = "rope_factors_short.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # of LongRoPE
 
 TOKENIZER = "tokenizer.ggml."
 _END_TOKENS = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
@@ -243,9 +243,15 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
 
 
 def config_from_gguf(
-    metadata: Mapping[str, Any], tensor_names: Collection[str], rope_divisors: tuple[float, ...] = ()
+    metadata: Mapping[str, Any],
+    tensor_names: Collection[str],
+    rope_divisors: tuple[float, ...] = (),
+    long_divisors: tuple[float, ...] = (),
 ) -> ModelConfig:
-    """From the metadata and, for biases and an untied head, from the names of the tensors."""
+    """From the metadata and, for biases and an untied head, from the names of the tensors.
+
+    rope_divisors: of the tensor for llama3 scaling, or LongRoPE's for its original context; long_divisors: beyond it.
+    """
     family, arch = architecture_of(metadata), metadata["general.architecture"]
     names = {ours: f"{arch}.{theirs}" for ours, theirs in (_NAMES | dict(family.names)).items()}
     kinds = {f"{arch}.{key}": kind for key, kind in _OTHER_KINDS.items()}
@@ -289,11 +295,13 @@ def config_from_gguf(
     if (scale := get("attention.scale")) is not None:
         values["query_pre_attn_scalar"] = 1 / scale**2
     if "rope" not in values:
-        is_long = LONG_ROPE in tensor_names
+        is_long = SHORT_FACTORS in tensor_names
         values["rope"] = rope = _rope(family, arch, values, get, rope_divisors, is_long)
         values["local_rope"] = family.local_rope(rope, get("rope.freq_base_swa")) if window else None
-        if is_long:  # positions beyond the original context would need the long factors, for all before them, too
-            values["max_position_embeddings"] = _original_context(values, get)
+        if is_long:
+            long = replace(rope, divisors=long_divisors)
+            context = values["max_position_embeddings"] if long_divisors else 0
+            values |= long_rope_fields(rope, long, _original_context(values, get), context)
     return ModelConfig(**values | family.computed(values))
 
 
@@ -327,7 +335,7 @@ def _rope(
     if scaling in ("linear", "yarn") and factor is None:
         raise ValueError(f"GGUF metadata lacks {arch}.rope.scaling.factor")
     if scaling == "longrope" and not is_long:
-        raise ValueError(f"longrope RoPE scaling lacks the tensor {LONG_ROPE}")
+        raise ValueError(f"longrope RoPE scaling lacks the tensor {SHORT_FACTORS}")
     dim = get("rope.dimension_count", head_dim)
     if dim > head_dim or (dim < head_dim and not family.partial_rope):
         raise ValueError(f"RoPE over {dim} of {head_dim} dimensions is not supported for {arch}")

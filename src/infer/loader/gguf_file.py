@@ -26,7 +26,7 @@ from torch import Tensor
 from infer.loader.checkpoint import FLOATS, Checkpoint, RowOrder, StoredTensor, TokenizerParts
 from infer.loader.files import split_names
 from infer.loader.gguf_blocks import blocks_of, fits_int8
-from infer.loader.gguf_config import LONG_ROPE, architecture_of, config_from_gguf, sampling_from_gguf
+from infer.loader.gguf_config import LONG_FACTORS, SHORT_FACTORS, architecture_of, config_from_gguf, sampling_from_gguf
 from infer.loader.tensor_names import by_decoder_name, from_gguf
 from infer.nn.schemes import SCHEMES
 from infer.values import integer, short_repr
@@ -44,7 +44,7 @@ MAX_DIMENSIONS = 4  # ggml has no more
 MAX_LISTED = 4096  # numbers in an array that becomes a list; longer ones stay numpy arrays, of the size on disk
 
 _STACKED = re.compile(r"(blk\.\d+\.ffn_(gate|up|gate_up|down))_exps\.(weight|bias)")
-ROPE_TENSORS = ("rope_freqs.weight", LONG_ROPE, "rope_factors_long.weight")  # which are part of the config
+ROPE_TENSORS = ("rope_freqs.weight", SHORT_FACTORS, LONG_FACTORS)  # which are part of the config
 ALIGNMENT = integer(1, 2**20)
 
 
@@ -63,7 +63,8 @@ class GGUFFile(Checkpoint):
         self.metadata, self._tensors = read_header(path)
         try:
             self._interleaved = architecture_of(self.metadata).interleaved
-            self.config = config_from_gguf(self.metadata, self._tensors.keys(), self._rope_divisors())
+            divisors = self._rope_divisors(*ROPE_TENSORS[:2]), self._rope_divisors(LONG_FACTORS)
+            self.config = config_from_gguf(self.metadata, self._tensors.keys(), *divisors)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         self._tensors = by_expert(self._tensors, self.config.num_experts)
@@ -74,8 +75,9 @@ class GGUFFile(Checkpoint):
         names = by_decoder_name(weights, lambda name: from_gguf(name, arch), path)
         self.tensors = {name: self._stored_tensor(stored) for name, stored in names.items()}
 
-    def _rope_divisors(self) -> tuple[float, ...]:
-        name = next((name for name in ROPE_TENSORS[:2] if name in self._tensors), None)
+    def _rope_divisors(self, *names: str) -> tuple[float, ...]:
+        """Those of the first of these tensors that is there."""
+        name = next((name for name in names if name in self._tensors), None)
         if name is None:
             return ()
         shape = self._tensors[name].shape

@@ -102,6 +102,8 @@ _ROPE_KINDS: dict[str, Kind] = ROPE_KINDS | {
     "mscale_all_dim": number("from 0 to 100", lambda value: 0 <= value <= 100),
     "short_factor": ROPE_KINDS["divisors"],
     "long_factor": ROPE_KINDS["divisors"],
+    "short_mscale": ABOVE_0,
+    "long_mscale": ABOVE_0,
     "llama_4_scaling_beta": ROPE_KINDS["query_beta"],
     "max_position_embeddings": CONFIG_KINDS["max_position_embeddings"],
     "finetuned": FLAG,
@@ -622,16 +624,15 @@ def _ropes(values: Mapping[str, Any]) -> dict[str, Any]:
     settings, scaling = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
     by_type = checked(settings, {FULL_ATTENTION: OBJECT, SLIDING_ATTENTION: OBJECT})
     settings = {**by_type.get(FULL_ATTENTION, {}), **scaling} if by_type else scaling or settings
-    rope, context = rope_from_hf(settings, values)
-    found = {"rope": rope, "max_position_embeddings": context}
+    found = rope_from_hf(settings, values)
     if (theta := values.get("rope_local_base_freq")) is not None:
         local = by_type.get(SLIDING_ATTENTION) or {}
-        found["local_rope"] = rope_from_hf(local, {**values, "rope_theta": theta})[0]
+        found["local_rope"] = rope_from_hf(local, {**values, "rope_theta": theta})["rope"]
     return found
 
 
-def rope_from_hf(settings: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[RopeConfig, int]:
-    """From `rope_parameters`, or the older `rope_scaling`; and the context. values: of `config_from_hf`."""
+def rope_from_hf(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `ModelConfig`, from `rope_parameters` or the older `rope_scaling`. values: of `config_from_hf`."""
     unknown = [key for key in settings if settings[key] and key not in _ROPE_KINDS]
     settings = checked(settings, _ROPE_KINDS)
     scaling, context = settings.get("rope_type", settings.get("type", "default")), values["max_position_embeddings"]
@@ -660,13 +661,25 @@ def rope_from_hf(settings: Mapping[str, Any], values: Mapping[str, Any]) -> tupl
         given |= {name: settings[name] for name in ("beta_fast", "beta_slow", "truncate") if name in settings}
         given["attention_factor"] = settings.get("attention_factor", yarn_factor(settings))
     elif scaling == "longrope":
-        # Positions beyond the original context would need the long factors, for all positions before them, too.
         factor = settings.get("factor", context / original)
         spread = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-        given["attention_factor"] = settings.get("attention_factor", spread)
-        given["divisors"] = tuple(settings["short_factor"])
-        scaling, context = "default", original
-    return RopeConfig(scaling=scaling, **given), context
+        spread = settings.get("attention_factor", spread)
+        short, long = (
+            RopeConfig(
+                **given,
+                attention_factor=settings.get(f"{kind}_mscale", spread),
+                divisors=tuple(settings[f"{kind}_factor"]),
+            )
+            for kind in ("short", "long")
+        )
+        return long_rope_fields(short, long, original, context)
+    return {"rope": RopeConfig(scaling=scaling, **given)}
+
+
+def long_rope_fields(short: RopeConfig, long: RopeConfig, original: int, context: int) -> dict[str, Any]:
+    """Fields of `ModelConfig` for LongRoPE. original, context: positions of the short and of the long factors."""
+    extended = {"long_rope": long, "long_context": context} if context > original else {}
+    return {"rope": short, "max_position_embeddings": original, **extended}
 
 
 def yarn_factor(settings: Mapping[str, Any]) -> float:

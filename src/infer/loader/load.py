@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -54,6 +54,7 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "auto",
     quantize: str | None = None,
+    context: int | None = None,
     group: Group | None = None,
 ) -> tuple[Decoder, ModelConfig]:
     """Load a model for inference.
@@ -65,16 +66,21 @@ def load_model(
     (`model.float()` converts them).
     quantize: "int4" or "int8" stores the matrices in 4 or 8 bits (see `loader/load.py`), on the CPU. "auto", like None,
     keeps what the file has.
+    context: the most positions of a sequence; None: the model's context, which for LongRoPE is the original one. Beyond
+    that, LongRoPE's long factors are used.
     group: the processes of a tensor-parallel model, each of which loads its shard (see `infer.parallel`).
     """
     device, quantize = resolve_device(device), resolve_quantize(quantize)
     resolve_weight_dtype(dtype, device, quantize)  # refuses before anything is read
     checkpoint = open_checkpoint(name_or_path)
-    shard = None if group is None else ModelShard(checkpoint.config, group)
+    config = checkpoint.config.with_context(context)
+    shard = None if group is None else ModelShard(config, group)
     with torch.device("meta"):
-        full = build_model(checkpoint.config)
+        full = build_model(config)
         model = full if shard is None else shard.build()
     slots = checkpoint_slots(full, checkpoint.tensors, shard)
+    if learned := slots.get(name := "embed_positions.weight"):  # of which only the first rows are loaded
+        slots[name] = replace(learned, shape=(checkpoint.config.max_position_embeddings, *learned.shape[1:]))
     check_tensors(checkpoint, slots)
     weights = choose_weight_dtypes(model, checkpoint, dtype, device, quantize)
     check_memory(weights.nbytes(model), weights, device)
@@ -97,7 +103,7 @@ def load_model(
         _fill(model, checkpoint, name, slot)
     progress.report(progress.LOADING, nbytes, nbytes)
     model.name = str(name_or_path)
-    return model.eval(), checkpoint.config
+    return model.eval(), config
 
 
 def resolve_quantize(quantize: str | None) -> str | None:

@@ -45,19 +45,20 @@ def load_sharded(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "auto",
     quantize: str | None = None,
+    context: int | None = None,
 ) -> tuple[Decoder, ModelConfig]:
     """Like `load_model`, in `world_size` processes: this one is the driver, and it starts the workers.
 
     The model is the driver's shard, and runs on all ranks; `model.group.close()` ends the workers. Under torchrun,
     which has started all processes, only rank 0 returns: the others run as workers, and then exit.
     """
-    config = ModelConfig.from_pretrained(str(name_or_path))
+    config = ModelConfig.from_pretrained(str(name_or_path), context)
     check_world_size(config, world_size)
     if ":" in str(device):
         raise ValueError(f"each process uses a GPU of its own, starting from the first: {device} cannot be chosen")
     device = resolve_device(device)
     collectives = _choose_collectives(device, world_size)
-    settings = {"name_or_path": str(name_or_path), "dtype": dtype, "quantize": quantize}
+    settings = {"name_or_path": str(name_or_path), "dtype": dtype, "quantize": quantize, "context": context}
     if torchrun_rank():
         run_torchrun_worker()
     schemes: set[Scheme] = set()

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import huggingface_hub.constants
 import pytest
 import torch
-from checkpoints import reference_model, save_gguf
+from checkpoints import reference_model, save_folder, save_gguf
 from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, WINDOW, Done, Run, assert_refused, chat_ids
 from matplotlib.image import imread
 
@@ -72,6 +72,24 @@ class TestGenerate:
         options = [] if system is None else ["--system", system]
         done = run("generate", "hello", "--chat", *options, "--json", "--max-new-tokens", "4")
         assert json.loads(done.out)["prompt_token_ids"] == chat_ids(folder, *messages, ("user", "hello"))
+
+    def test_context(self, run: Run, tmp_path: Path) -> None:
+        """Beyond the original context of a model with LongRoPE, which is 80."""
+        model, prompt = save_folder(reference_model("phi3"), tmp_path / "phi3"), "a" * 90
+        line = next(line for line in run("info", model=model).out.splitlines() if line.startswith("context"))
+        assert line.endswith("; up to 160 with --context")
+        assert " 80 positions, " in line
+        args = ("generate", prompt, "--json", "--max-new-tokens", "4")
+        assert_refused(run(*args, model=model), "or load the model with a longer context, up to 160 (--context), or")
+        tokenizer = Tokenizer(model)
+        long = load_model(model, context=100)[0]
+        expected = generate_tokens(long, tokenizer, tokenizer.encode(prompt), SamplingParams(max_new_tokens=4))
+        assert json.loads(run(*args, "--context", "100", model=model).out)["token_ids"] == expected.token_ids
+        assert json.loads(run("info", "--context", "100", "--json", model=model).out)["context"] == 100
+        text = tmp_path / "text.txt"
+        text.write_text(prompt * 2)
+        scored = json.loads(run("perplexity", "--text", text, "--context", "120", "--json", model=model).out)
+        assert scored["context"] == 120
 
     @pytest.mark.parametrize("dash", [["-"], []], ids=["-", "nothing"])
     def test_stdin(self, run: Run, folder: Path, dash: list[str]) -> None:
@@ -309,15 +327,15 @@ class TestLoadingOptions:
 
     @pytest.mark.parametrize("command", LOADING)
     def test_reach_the_loader(self, run: Run, asked: dict[str, Any], command: str) -> None:
-        options = ("--dtype", "bfloat16", "--device", "cpu", "--quantize", "int4", "--threads", "1")
+        options = ("--dtype", "bfloat16", "--device", "cpu", "--quantize", "int4", "--threads", "1", "--context", "240")
         assert_refused(run(command, *LOADING[command], *options), "enough")
-        assert asked == {"dtype": "bfloat16", "device": "cpu", "quantize": "int4", "threads": 1}
+        assert asked == {"dtype": "bfloat16", "device": "cpu", "quantize": "int4", "threads": 1, "context": 240}
 
     @pytest.mark.parametrize("command", LOADING)
     def test_defaults(self, run: Run, asked: dict[str, Any], command: str) -> None:
         """Without --threads it is up to `load_model`."""
         assert_refused(run(command, *LOADING[command]), "enough")
-        assert asked == {"dtype": "auto", "device": "auto", "quantize": None}
+        assert asked == {"dtype": "auto", "device": "auto", "quantize": None, "context": None}
 
     def test_threads(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         used: list[int] = []
@@ -906,6 +924,7 @@ class TestInfo:
             "cache_dtype": "float32",
             "cache_bytes_per_token": CACHE_BYTES_PER_TOKEN,
             "context": CONTEXT,
+            "longest_context": CONTEXT,
             "cache_bytes": CONTEXT * CACHE_BYTES_PER_TOKEN,
             "contiguous_cache_bytes": CONTEXT * CACHE_BYTES_PER_TOKEN,
             "free_bytes": weights + 100 * CACHE_BYTES_PER_TOKEN + 1,

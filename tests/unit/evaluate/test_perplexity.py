@@ -395,7 +395,7 @@ class TestCommand:
             (b"fine\xff\xfe", [], "text.txt is not UTF-8 text: "),
             ("", [], "the text is too short: 0 token(s)"),
             (TEXT, ["--context", "1"], "context must be from 2 to the model's 256, not 1"),
-            (TEXT, ["--context", "257"], "context must be from 2 to the model's 256, not 257"),
+            (TEXT, ["--context", "257"], "context must be from 1 to the model's 256, not 257"),
             (TEXT, ["--stride", "0"], "stride must be from 1 to the window's 255, not 0"),
             (TEXT, ["--context", "9", "--stride", "9"], "stride must be from 1 to the window's 8, not 9"),
             (TEXT, ["--cache-dtype", "int3"], "--cache-dtype must be auto or int8, not 'int3'"),

@@ -267,7 +267,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "rope.divisors": (1.5,) * 48,
             "rope.attention_factor": pytest.approx(1.1902380),
-            "max_position_embeddings": 4096,  # beyond, the long factors would count for all positions
+            "max_position_embeddings": 4096,
+            "long_rope.divisors": (2.0,) * 48,
+            "long_rope.attention_factor": pytest.approx(1.1902380),
+            "long_context": 131_072,
         },
     ),
     "Phi-4": (
@@ -685,6 +688,13 @@ def test_saved_again_by_transformers(name: str) -> None:
     configs = [config_from_hf(each) for each in (saved, raw)]
     first, second = (replace(config, head_dim=config.computed_head_dim) for config in configs)
     assert first == second
+
+
+def test_longrope_with_its_own_attention_factors() -> None:
+    raw = USUAL | PUBLISHED["Phi-3-mini-128k"][0]
+    raw["rope_scaling"] = raw["rope_scaling"] | {"short_mscale": 1.5, "long_mscale": 1.25}
+    config = config_from_hf(raw)
+    assert (config.rope.attention_factor, config.long_rope.attention_factor) == (1.5, 1.25)
 
 
 def test_every_family_is_published_or_tested_elsewhere() -> None:
