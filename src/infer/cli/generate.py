@@ -122,7 +122,7 @@ def generate_many(
     load: ParallelLoadOptions,
 ) -> None:
     """`infer generate --prompts`: all prompts at once, printed as they finish."""
-    from infer import LLM, ModelConfig, Tokenizer
+    from infer import LLM, ModelConfig
     from infer.engine.guide import guide_for
 
     lines = read_lines(source, chosen.params)
@@ -130,7 +130,7 @@ def generate_many(
     caches.check()
     settings = resolve(model_name, chosen)
     lines = [line._replace(params=replace(settings.params, **line.settings)) for line in lines]
-    tokenizer = Tokenizer(model_name, allow_special_tokens=sequence.allow_special_tokens)
+    tokenizer = sequence.tokenizer(model_name)
     config = ModelConfig.from_pretrained(model_name, load.context)
     for constrained in {line.params.constraint: line.params for line in lines if line.params.constraint}.values():
         guide_for(constrained, tokenizer, config)  # before the weights are read

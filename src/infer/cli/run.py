@@ -10,6 +10,7 @@ import typer
 from infer import progress
 from infer.cli.common import (
     AllowSpecialTokensOption,
+    ChatTemplateOption,
     LoadOptions,
     OnFullOption,
     OptionGroup,
@@ -42,6 +43,7 @@ class SequenceOptions(OptionGroup):
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")] = False
     system: SystemOption = None
     thinking: ThinkingOption = None
+    chat_template: ChatTemplateOption = None
     allow_special_tokens: AllowSpecialTokensOption = False
     kv_cache: Annotated[bool, typer.Option(help="Without the cache, every step recomputes the sequence.")] = True
     on_full: OnFullOption = "error"
@@ -49,6 +51,11 @@ class SequenceOptions(OptionGroup):
     def check(self) -> None:
         if not self.chat and (self.system is not None or self.thinking is not None):
             raise ValueError("--system and --thinking need --chat: a raw prompt has neither")
+
+    def tokenizer(self, model_name: str) -> "Tokenizer":
+        from infer import Tokenizer
+
+        return Tokenizer(model_name, chat_template=self.chat_template, allow_special_tokens=self.allow_special_tokens)
 
     def encode(self, tokenizer: "Tokenizer", prompt: str | list[dict[str, Any]]) -> list[int]:
         """prompt: text or chat messages."""
@@ -95,15 +102,17 @@ class Run:
         load: LoadOptions,
     ) -> None:
         """prompt: text, or tokens that are encoded already."""
-        from infer import ModelConfig, Tokenizer
+        from infer import ModelConfig
         from infer.engine.guide import guide_for
         from infer.engine.sequence import ContextExceeded, check_sequence
 
         sequence.check()
+        if sequence.chat_template is not None and not sequence.chat:
+            raise ValueError("--chat-template needs --chat: a raw prompt has no template")
         caches.check(sequence.kv_cache)
         self.model_name, self.params, self.sequence, self.caches = model_name, params, sequence, caches
         self.options = load
-        self.tokenizer = Tokenizer(model_name, allow_special_tokens=sequence.allow_special_tokens)
+        self.tokenizer = sequence.tokenizer(model_name)
         self.prompt_ids = prompt if isinstance(prompt, list) else sequence.encode(self.tokenizer, prompt)
         self.config = ModelConfig.from_pretrained(model_name, load.context)
         try:

@@ -9,6 +9,7 @@ import typer
 
 from infer.cli.common import (
     AllowSpecialTokensOption,
+    ChatTemplateOption,
     LoadOptions,
     ModelChoice,
     OptionGroup,
@@ -47,6 +48,7 @@ class ServerOptions(OptionGroup):
             help="Share cached prompts between API keys. A client can then find out what others have sent.",
         ),
     ] = False
+    chat_template: ChatTemplateOption = None
     allow_special_tokens: AllowSpecialTokensOption = False
     max_waiting: Annotated[
         int, typer.Option(help="Maximum number of waiting sequences; more are refused with 429.", min=0)
@@ -104,7 +106,9 @@ def serve(
             model_id=server.name or chosen.name.rstrip("/").rsplit("/")[-1],
             **server.settings(allowed_hosts(listening, server.host, server.allowed_host or ())),
         )
-        tokenizer = Tokenizer(chosen.name, allow_special_tokens=server.allow_special_tokens)
+        tokenizer = Tokenizer(
+            chosen.name, chat_template=server.chat_template, allow_special_tokens=server.allow_special_tokens
+        )
         config = ModelConfig.from_pretrained(chosen.name, load.context)
         model = load.load(chosen.name, config, CONVERSATION_LENGTH, caches.cache_dtype)
 
@@ -172,14 +176,14 @@ def deploy(
     with listen(server.host, server.port) as listening:  # a port in use is reported before anything is started
         port = listening.getsockname()[1]
         settings = server.settings(allowed_hosts(listening, server.host, server.allowed_host or ()))
-    path = Path(chosen.name)
     store = caches.prefix_store
     try:
         options = DeployOptions.model_validate(
             {
                 **settings,
                 **caches.for_llm(),
-                "model": str(path.absolute()) if path.exists() else chosen.name,  # replicas run in other folders
+                "model": absolute(chosen.name),
+                "chat_template": server.chat_template and absolute(server.chat_template),
                 "name": server.name,
                 "allow_special_tokens": server.allow_special_tokens,
                 "replicas": replicas,
@@ -201,7 +205,7 @@ def deploy(
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
     # A model that cannot be loaded is reported here, once for all replicas.
-    Tokenizer(chosen.name)
+    Tokenizer(chosen.name, chat_template=server.chat_template)
     check_world_size(ModelConfig.from_pretrained(chosen.name, load.context), tensor_parallel)
     if not os.environ.get("RAY_ADDRESS"):
         resolve_device(load.device)
@@ -209,6 +213,11 @@ def deploy(
         url = server.url(port)
         say(f"{options.model_id} at {url}/v1, from {counted(replicas, 'replica')}: curl {url}/v1/models")
         stopped.wait()
+
+
+def absolute(name: str) -> str:
+    """Of a path, for replicas, which run in other folders."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def read_keys(given: list[str], file: Path | None, variable: str) -> frozenset[str]:

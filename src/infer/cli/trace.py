@@ -32,7 +32,7 @@ PIPED_WIDTH = 100
 DEFAULT_LAYERS = 4
 MAX_ALTERNATIVES = 2**31
 NEUTRAL = {"layers", "heads", "alternatives", "prompt_rows"}  # options that change no token
-ENCODING = ("prompt", "chat", "system", "thinking")  # options that change how the prompt is encoded
+ENCODING = ("prompt", "chat", "system", "thinking", "chat_template")  # options that change how the prompt is encoded
 LOADING = ("dtype", "device", "quantize", "context")
 # Settings of a page: names shared with options; values of missing ones; types where no option checks them.
 SAME_NAMES = (
@@ -41,7 +41,7 @@ SAME_NAMES = (
 )
 MISSING_SETTINGS: dict[str, Any] = dict.fromkeys(("model", "context", *ENCODING)) | {"chat": False}
 KINDS = {
-    **dict.fromkeys(("model", "prompt", "system"), str | None),
+    **dict.fromkeys(("model", "prompt", "system", "chat_template"), str | None),
     **dict.fromkeys(("chat", "kv_cache"), bool),
     **dict.fromkeys(("top_k", "prompt_rows"), int),
     "context": int | None,

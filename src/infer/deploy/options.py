@@ -42,6 +42,7 @@ class DeployOptions(BaseModel):
     share_prefixes: bool = False  # between keys
     cors: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = None
+    chat_template: str | None = None  # a name or a Jinja file
     allow_special_tokens: bool = False  # in messages
     max_waiting: Annotated[int, Field(ge=0)] = 512  # requests in the queue; further ones are refused with 429
     drain_seconds: Annotated[float, Field(gt=0)] = 30.0  # for running requests to finish, when a replica stops

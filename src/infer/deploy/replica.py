@@ -43,7 +43,11 @@ class Replica:
             with reserved(free - free // neighbors):
                 return LLM(
                     options.model,
-                    Tokenizer(options.model, allow_special_tokens=options.allow_special_tokens),
+                    Tokenizer(
+                        options.model,
+                        chat_template=options.chat_template,
+                        allow_special_tokens=options.allow_special_tokens,
+                    ),
                     dtype=options.dtype,
                     device=options.device,
                     quantize=options.quantize,

@@ -68,6 +68,7 @@ class LLM:
         device: str = "auto",
         quantize: str | None = None,
         context: int | None = None,
+        chat_template: str | Path | None = None,
         tensor_parallel: int = 1,
         cache_memory: int | None = None,
         cache_dtype: str = "auto",
@@ -78,19 +79,22 @@ class LLM:
     ) -> None:
         """model: a name, a folder, a file or a hub id; or a loaded model, with its tokenizer.
 
-        dtype, device, quantize, context: see `load_model`.
+        dtype, device, quantize, context: see `load_model`. chat_template: see `Tokenizer`.
         tensor_parallel: number of processes to shard the model over, on GPUs one GPU each; texts stay the same to the
         bit. cache_memory: bytes for all caches, in each process; None: half of the free memory, which processes on one
         device share. memory: an existing CacheMemory to use instead.
         max_rows: sequences that run at once. prefill_chunk: prompt tokens of one step, beside sequences that decode.
         """
         group = None
+        if tokenizer is not None and chat_template is not None:
+            raise TypeError("the tokenizer has its chat template: Tokenizer(name, chat_template=...)")
         if isinstance(model, str | Path):
             from infer.loader.load import load_model
             from infer.loader.tokenizer import Tokenizer
             from infer.parallel.launch import load_sharded
 
-            tokenizer = Tokenizer(model) if tokenizer is None else tokenizer
+            if tokenizer is None:
+                tokenizer = Tokenizer(model, chat_template=chat_template)
             options: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize, "context": context}
             if tensor_parallel == 1:
                 model = load_model(model, **options)[0]

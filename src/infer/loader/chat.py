@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infer.loader.files import read_text
 from infer.loader.limited_process import LimitedProcess, ProcessEnded
 from infer.values import MESSAGES, takes
 
@@ -22,8 +23,8 @@ _MISTRAL = (
     f"{{{{ raise_exception('After the optional system message, {_ALTERNATE}') }}}}{{% endif %}}"
     "{% if m.role == 'user' %}[INST]WITHIN{{ m.content }}[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
 )
-# A family's template, for use without a tokenizer. Without tools, they equal the models' own templates, except for the
-# system turns with today's date that Llama 3.1 and later, Mistral Small and gpt-oss put first.
+# By family, and by the names that the field has for them. Without tools, they equal the models' own templates, except
+# for the system turns with today's date that Llama 3.1 and later, Mistral Small and gpt-oss put first.
 TEMPLATES = {
     "llama": (
         "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
@@ -84,7 +85,27 @@ TEMPLATES = {
     ),
 }
 _NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-TEMPLATES["gemma2"] = _NO_SYSTEM + TEMPLATES["gemma3"]
+TEMPLATES |= {
+    "chatml": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "llama3": TEMPLATES["llama"],
+    "gemma": TEMPLATES["gemma3"],
+    "gemma2": _NO_SYSTEM + TEMPLATES["gemma3"],
+}
+
+
+def read_chat_template(name_or_file: str | Path) -> str:
+    """One of `TEMPLATES`, or the contents of a Jinja file."""
+    if (name := str(name_or_file)) in TEMPLATES:
+        return TEMPLATES[name]
+    try:
+        template = read_text(Path(name))
+        _render(template, None)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"a chat template is a Jinja file or one of {', '.join(TEMPLATES)}: {error}") from None
+    return template
 
 
 @takes(messages=MESSAGES)
@@ -110,7 +131,8 @@ def render_chat_template(
     if tokenizer is not None:
         if tokenizer.chat_template is None:
             raise ValueError(
-                "this model has no chat template: it completes raw prompts, as `infer generate` without --chat does"
+                "this model has no chat template: it completes raw prompts, as `infer generate` without --chat does; "
+                "--chat-template gives it one"
             )
         template = tokenizer.chat_template
         special = {"bos_token": tokenizer.bos_token or "", "eos_token": tokenizer.eos_token or ""}
@@ -125,8 +147,8 @@ def render_chat_template(
 _process = LimitedProcess(Path(__file__).with_name("template_process.py"))
 
 
-def _render(template: str, variables: dict[str, Any]) -> str:
-    """Render in the process of `template_process.py`, within its limits."""
+def _render(template: str, variables: dict[str, Any] | None) -> str:
+    """Render in the process of `template_process.py`, within its limits. None: only compile."""
     try:
         request = f"{json.dumps(template)}\n{json.dumps(variables, default=_as_json)}".encode()
     except (TypeError, ValueError, RecursionError) as error:

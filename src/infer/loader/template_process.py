@@ -57,13 +57,13 @@ def compiled(template: str) -> jinja2.Template:
     return environment.from_string(template)
 
 
-def answer(template: str, variables: dict[str, Any], most: int) -> dict[str, str]:
-    """The prompt, of at most `most` characters, as "text"; or a message, as "error"."""
+def answer(template: str, variables: dict[str, Any] | None, most: int) -> dict[str, str]:
+    """The prompt, of at most `most` characters, as "text"; or a message, as "error". No variables: only compile."""
     failure = "cannot be read"
     try:
         program = compiled(template)
         failure = "refuses these messages"
-        text = program.render(variables)
+        text = "" if variables is None else program.render(variables)
         if len(text) <= most:
             return {"text": text}
         failure, reason = "was stopped", f"its prompt has {len(text):,} characters, of at most {most:,}"

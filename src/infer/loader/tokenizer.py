@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from infer.loader.chat import render_chat_template
+from infer.loader.chat import read_chat_template, render_chat_template
 from infer.loader.control_tokens import ControlTokens, strings
 from infer.loader.find import open_checkpoint
 from infer.loader.text_tokenizers import bytes_of, rust_calls
@@ -28,13 +28,18 @@ class TooManyTokens(ValueError):
 class Tokenizer:
     """The tokenizer of a checkpoint: a folder, a GGUF file, nanoGPT's ckpt.pt, a built-in short name, or a hub id.
 
+    chat_template: used instead of the checkpoint's own: a name (chatml, llama3, mistral, gemma, phi3, ...) or a Jinja
+    file.
     allow_special_tokens: `encode_chat` encodes control tokens in messages as such. By default they are plain text.
     """
 
-    def __init__(self, name_or_path: str | Path, *, allow_special_tokens: bool = False) -> None:
+    def __init__(
+        self, name_or_path: str | Path, *, chat_template: str | Path | None = None, allow_special_tokens: bool = False
+    ) -> None:
+        template = None if chat_template is None else read_chat_template(chat_template)
         parts = open_checkpoint(name_or_path, weights=False).tokenizer_parts()
         self._backend = parts.backend
-        self.chat_template = parts.chat_template
+        self.chat_template = parts.chat_template if template is None else template
         self.bos_token = parts.bos_token
         self.eos_token = parts.eos_token
         self.allow_special_tokens = allow_special_tokens

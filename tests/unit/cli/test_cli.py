@@ -73,6 +73,17 @@ class TestGenerate:
         done = run("generate", "hello", "--chat", *options, "--json", "--max-new-tokens", "4")
         assert json.loads(done.out)["prompt_token_ids"] == chat_ids(folder, *messages, ("user", "hello"))
 
+    def test_chat_template(self, run: Run, plain: Path, tmp_path: Path) -> None:
+        """Given for a model without one; a page repeats its run with it."""
+        args, page = ("hello", "--chat", "--json", "--max-new-tokens", "4"), tmp_path / "page.html"
+        expected = Tokenizer(plain, chat_template="phi3").encode_chat([{"role": "user", "content": "hello"}])
+        for command in (("generate",), ("trace", "--html", page)):
+            output = json.loads(run(*command, *args, "--chat-template", "phi3", model=plain).out)
+            assert output["prompt_token_ids"] == expected
+        done = run("trace", "--from", page, "--system", "be kind", "hello", "--json", model=plain)
+        assert len(json.loads(done.out)["prompt_token_ids"]) > len(expected)
+        assert run("chat", "--chat-template", "chatml", *GREEDY, model=plain, stdin="hello\n").status == 0
+
     def test_context(self, run: Run, tmp_path: Path) -> None:
         """Beyond the original context of a model with LongRoPE, which is 80."""
         model, prompt = save_folder(reference_model("phi3"), tmp_path / "phi3"), "a" * 90
@@ -86,6 +97,7 @@ class TestGenerate:
         expected = generate_tokens(long, tokenizer, tokenizer.encode(prompt), SamplingParams(max_new_tokens=4))
         assert json.loads(run(*args, "--context", "100", model=model).out)["token_ids"] == expected.token_ids
         assert json.loads(run("info", "--context", "100", "--json", model=model).out)["context"] == 100
+        assert "100 positions" in run("chat", "--context", "100", "--chat-template", "phi3", model=model, stdin="").err
         text = tmp_path / "text.txt"
         text.write_text(prompt * 2)
         scored = json.loads(run("perplexity", "--text", text, "--context", "120", "--json", model=model).out)
@@ -1379,6 +1391,15 @@ class TestRefused:
         file = tmp_path / "prompts.txt"
         file.write_bytes(b"\xff\xfe\x00")
         assert_refused(run("verify", "--prompts", file), "decode")
+
+    @pytest.mark.parametrize("args", [["chat"], ["generate", "hi", "--chat"], ["serve"]])
+    def test_unknown_chat_template(self, run: Run, plain: Path, args: list[str]) -> None:
+        done = run(*args, "--chat-template", "chatmll", model=plain)
+        assert_refused(done, "a chat template is a Jinja file or one of llama, ")
+
+    def test_chat_template_without_chat(self, run: Run, plain: Path) -> None:
+        done = run("generate", "hi", "--chat-template", "chatml", model=plain)
+        assert_refused(done, "--chat-template needs --chat")
 
     @pytest.mark.parametrize("args", [["chat"], ["generate", "hi", "--chat"]])
     def test_no_chat_template(self, run: Run, plain: Path, args: list[str]) -> None:

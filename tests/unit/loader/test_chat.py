@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import byte_tokenizer
+from checkpoints import byte_tokenizer, byte_tokenizer_metadata, reference_model, save_folder, save_gguf
 from transformers import PreTrainedTokenizerFast
 
+import infer
 from infer import render_chat_template
 from infer.loader import chat as chat_module
 from infer.loader import limited_process
@@ -140,6 +141,7 @@ EXPECTED = {
         "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     ),
     "qwen3": "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "chatml": "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
     "gemma3": "<bos><start_of_turn>user\n Be brief. \n\nHi<end_of_turn>\n<start_of_turn>model\n",
     "qwen2": "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
     "mistral": "<s>[INST] Be brief. \n\nHi[/INST]",
@@ -152,6 +154,9 @@ EXPECTED = {
         " Be brief. \n\n<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant"
     ),
 }
+
+
+EXPECTED |= {"llama3": EXPECTED["llama"], "gemma": EXPECTED["gemma3"]}
 
 
 @pytest.mark.parametrize("model_type", TEMPLATES)
@@ -282,6 +287,49 @@ def test_no_template() -> None:
 def test_broken_and_hostile_templates(template: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         render(template, CHATS["user"])
+
+
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+def test_given_by_name_or_file(tmp_path: Path, form: str) -> None:
+    """Instead of the checkpoint's own, and for one without any."""
+    path, file, own = save_folder(reference_model(), tmp_path / "m"), tmp_path / "x.jinja", "{{ messages[0].role }}"
+    (path / "chat_template.jinja").write_text(own)
+    if form == "gguf":
+        metadata = byte_tokenizer_metadata() | {"tokenizer.chat_template": own}
+        path = save_gguf(reference_model(), tmp_path / "m.gguf", metadata=metadata)
+    file.write_text(CHATML)
+    assert infer.Tokenizer(path).chat_template == own
+    assert infer.Tokenizer(path, chat_template="chatml").chat_template == TEMPLATES["chatml"]
+    given = infer.Tokenizer(path, chat_template=file)
+    assert given.chat_template == CHATML
+    assert given.encode_chat(CHATS["user"]) == given.encode(render(CHATML, CHATS["user"]), add_special_tokens=False)
+    with infer.LLM(path, chat_template="phi3", cache_memory=10**6) as llm:
+        assert llm.tokenizer.chat_template == TEMPLATES["phi3"]
+        with pytest.raises(TypeError, match=r"Tokenizer\(name, chat_template=...\)"):
+            infer.LLM(llm.model, given, chat_template="phi3")
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (None, "there is no file"),
+        (b"{% for %}", "the chat template cannot be read: "),
+        (b"\xff", "is not UTF-8 text"),
+        (b"{{ 'a' " + b"(" * 5000, "the chat template cannot be read: "),
+    ],
+)
+def test_given_templates_that_are_none(tmp_path: Path, contents: bytes | None, message: str) -> None:
+    """Refused before the checkpoint is looked for, with the names that there are."""
+    if contents is not None:
+        (tmp_path / "x").write_bytes(contents)
+    with pytest.raises(ValueError, match=f"a Jinja file or one of llama, .*, chatml, llama3, .*: .*{message}"):
+        infer.Tokenizer(tmp_path / "missing", chat_template=tmp_path / "x")
+
+
+def test_a_given_template_is_not_rendered_when_it_is_read(tmp_path: Path) -> None:
+    """It may refuse whatever messages there are at that time."""
+    (tmp_path / "x").write_text("{{ raise_exception('no') }}")
+    assert chat_module.read_chat_template(tmp_path / "x") == "{{ raise_exception('no') }}"
 
 
 # The process that renders
