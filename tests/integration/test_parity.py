@@ -27,10 +27,11 @@ from checkpoints import (
     single_threaded,
 )
 from mocks import CACHES
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cosine_similarity
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from infer import KVCache, SamplingParams, generate, load_model
+from infer import KVCache, SamplingParams, generate, generate_batch, load_model
 from infer.backend.cpu import kernels
 from infer.cache import NoCache
 from infer.models.common import Decoder
@@ -47,10 +48,12 @@ LLAMA: dict[str, dict[str, Any]] = {
     "gqa8": {"num_attention_heads": 8, "num_key_value_heads": 1},
     "llama3-rope": {"rope_parameters": LLAMA3_ROPE},
     "linear-rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    "dynamic-rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
     "rope-theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "head-dim": {"head_dim": 32},
     "attention-bias": {"attention_bias": True},
     "mlp-bias": {"mlp_bias": True},
+    "gelu": {"hidden_act": "gelu"},
     "rms-eps": {"rms_norm_eps": 0.1},
     "all": {
         "tie_word_embeddings": True,
@@ -84,6 +87,7 @@ GEMMA3: dict[str, dict[str, Any]] = {
     "windows-only": {"layer_types": ["sliding_attention"] * 3},
     "no-windows": {"layer_types": ["full_attention"] * 3},
     "attention-bias": {"attention_bias": True},
+    "silu": {"hidden_activation": "silu"},
     "rms-eps": {"rms_norm_eps": 0.1},
 }
 GPT2: dict[str, dict[str, Any]] = {
@@ -120,7 +124,12 @@ OWN_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "some-dense": {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
         "windows": {"use_sliding_window": True, "sliding_window": 8},
     },
-    "mixtral": {"plain": {}, "top-1": {"num_experts_per_tok": 1, "num_local_experts": 3}, "window": WINDOW},
+    "mixtral": {
+        "plain": {},
+        "top-1": {"num_experts_per_tok": 1, "num_local_experts": 3},
+        "window": WINDOW,
+        "gelu": {"hidden_act": "gelu_new"},
+    },
     "olmoe": {"plain": {}, "norm": {"norm_topk_prob": True, "num_key_value_heads": 1}},
     "gpt_oss": {"plain": {}, "top-4": {"num_experts_per_tok": 4, "num_local_experts": 6, "num_hidden_layers": 2}},
     "gemma2": {"caps": {}, "no-caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None}},
@@ -170,10 +179,33 @@ def test_logits_with_cache(pair: Pair) -> None:
 
 def test_greedy_tokens(pair: Pair) -> None:
     reference, model = pair
-    prompts, params = random_ids(3, 12), SamplingParams(max_new_tokens=20)
-    expected = greedy(reference, prompts, 20)
-    assert [generate(model, byte_tokenizer(), ids, params).token_ids for ids in prompts.tolist()] == expected
-    assert generate(model, byte_tokenizer(), prompts[0].tolist(), params, use_kv_cache=False).token_ids == expected[0]
+    ids, params = random_ids(3, 17), SamplingParams(max_new_tokens=20)
+    rows = [ids[i : i + 1, :length] for i, length in enumerate((12, 5, 17))]
+    expected = [greedy(reference, row, 20)[0] for row in rows]
+    prompts = [row[0].tolist() for row in rows]
+    assert [generate(model, byte_tokenizer(), prompt, params).token_ids for prompt in prompts] == expected
+    assert generate(model, byte_tokenizer(), prompts[0], params, use_kv_cache=False).token_ids == expected[0]
+    results = generate_batch(model, byte_tokenizer(), prompts, params)
+    assert [result.token_ids for result in results] == expected
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("same", [True, False], ids=["same", "other"])
+def test_a_head_beside_a_tied_embedding(tmp_path: Path, family: str, same: bool) -> None:
+    """The config says that they are one; the file has both."""
+    save_folder(reference_model(family, tie_word_embeddings=False), tmp_path)
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    if same:
+        stored = load_file(weights)
+        [embedding] = [
+            tensor for name, tensor in stored.items() if name.endswith(("embed_tokens.weight", "wte.weight"))
+        ]
+        save_file(stored | {"lm_head.weight": embedding.clone()}, weights, {"format": "pt"})
+    reference, model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), load(tmp_path)
+    assert (model.lm_head.weight is model.embed_tokens.weight) == same
+    check_logits(model, random_ids(), reference(random_ids()).logits)
 
 
 @torch.inference_mode()

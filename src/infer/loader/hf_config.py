@@ -112,9 +112,18 @@ _PARTIAL_ROPE = ("phi3", "glm4", "stablelm", "gpt_neox")  # families that rotate
 _ROPE_REQUIRED = {  # of each kind of scaling
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
+}
+
+_ACTIVATIONS: dict[str, str | None] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"), "gelu_tanh"),
 }
 
 
@@ -128,7 +137,7 @@ class Family:
     reads: tuple[str, ...] = ()  # keys of `_FAMILY_KINDS`; others are refused
     ignores: tuple[str, ...] = ()  # as `_IGNORED`
     # Names of activations -> ours; None: that of the family's `Block`.
-    activations: Mapping[str, str | None] = field(default_factory=lambda: {"silu": None})
+    activations: Mapping[str, str | None] = field(default_factory=lambda: _ACTIVATIONS | {"silu": None})
     pattern: int | None = None  # without layer_types: every so many layers full attention, else a sliding window
     interleaved: bool = False  # RoPE rotates adjacent dimensions together
     qkv_by_head: bool = False  # q, k and v are one matrix, head by head
@@ -204,7 +213,6 @@ def _granite(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": 1 / values["attention_multiplier"] ** 2}
 
 
-_GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu"}
 _QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
 _QWEN_READS = "sliding_window", "use_sliding_window", "max_window_layers"
 _GEMMA3 = Family(
@@ -231,7 +239,7 @@ _GEMMA3 = Family(
         "sliding_window_pattern",
         "final_logit_softcapping",
     ),
-    activations={"gelu_pytorch_tanh": None},
+    activations=_ACTIVATIONS | {"gelu_pytorch_tanh": None},
     pattern=6,
 )
 _GRANITE = Family(
@@ -328,6 +336,7 @@ FAMILIES = {
             "mlp_only_layers",
             *_QWEN_READS,
         ),
+        ignores=("use_qk_norm",),  # which it always does
         computed=_qwen3_moe,
     ),
     "mixtral": Family(
@@ -377,6 +386,7 @@ FAMILIES = {
         },
         fixed={"mlp_bias": True, "norm_topk_prob": True, "swiglu_alpha": 1.702, "swiglu_limit": CLAMP},
         reads=(*_EXPERTS, "sliding_window"),
+        activations={"silu": None},
         pattern=2,
     ),
     "gemma2": Family(
@@ -397,7 +407,7 @@ FAMILIES = {
         },
         reads=("query_pre_attn_scalar", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
         ignores=("sliding_window_size",),
-        activations={"gelu_pytorch_tanh": None},
+        activations=_ACTIVATIONS | {"gelu_pytorch_tanh": None},
         pattern=2,
     ),
     "gemma3": _GEMMA3,
@@ -477,7 +487,7 @@ FAMILIES = {
             "scale_attention_softmax_in_fp32",
             "scale_attn_weights",
         ),
-        activations=_GELUS,
+        activations=_ACTIVATIONS,
         computed=lambda values: _window_everywhere(values) | {"mlp_bias": values["attention_bias"]},
     ),
     "stablelm": Family(
@@ -510,11 +520,15 @@ FAMILIES = {
         },
         fixed={"num_key_value_heads": None, "head_dim": None, "norm_bias": True, "mlp_bias": True},
         reads=("parallel_residual",),
-        ignores=("rope_theta", "partial_rotary_factor"),  # written beside rotary_emb_base and rotary_pct
+        ignores=(
+            "rope_theta",
+            "partial_rotary_factor",
+            "num_steps",
+        ),  # the first two beside rotary_emb_base, rotary_pct
         qkv_by_head=True,
-        activations=_GELUS,
+        activations=_ACTIVATIONS,
     ),
-    "rope_gpt": Family(activations=_GELUS),
+    "rope_gpt": Family(activations=_ACTIVATIONS),
     "gpt2": Family(
         names={
             "hidden_size": "n_embd",
@@ -547,7 +561,7 @@ FAMILIES = {
             "norm_bias": True,
         },
         reads=("scale_attn_weights",),
-        activations=_GELUS,
+        activations=_ACTIVATIONS,
         computed=_gpt2,
     ),
 }
@@ -599,8 +613,8 @@ def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any] | None 
         )
     activation, known = values["hidden_act"], family.activations
     if activation not in known:
-        only = f"only {' and '.join(known)} {'is' if len(known) == 1 else 'are'}"
-        raise ValueError(f"hidden_act {short_repr(activation)} is not supported for {values['model_type']}: {only}")
+        of_family = f"is not supported for {values['model_type']}"
+        raise ValueError(f"hidden_act {short_repr(activation)} {of_family}, which takes {', '.join(known)}")
     if family.pattern is not None and not values.get("layer_types"):
         pattern = values.get("sliding_window_pattern", values.get("_sliding_window_pattern", family.pattern))
         _POSITIVE.check("sliding_window_pattern", pattern)
@@ -640,6 +654,8 @@ def rope_from_hf(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict
         raise ValueError(f"RoPE scaling {short_repr(scaling)} is not supported: only {', '.join(_ROPE_REQUIRED)} are")
     if missing := [name for name in _ROPE_REQUIRED[scaling] if name not in settings]:
         raise ValueError(f"{scaling} RoPE scaling lacks {', '.join(missing)}")
+    if scaling == "dynamic":  # the same up to max_position_embeddings, beyond which theta would grow with the text
+        scaling = "default"
     if (beta := settings.get("llama_4_scaling_beta")) and values["model_type"] != "ministral3":
         unknown.append("llama_4_scaling_beta")
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]

@@ -44,6 +44,8 @@ class HFFolder(Checkpoint):
         text = raw.get("text_config")
         settings = raw | text if isinstance(text, dict) else raw
         self._declared = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
+        if self.config.tie_word_embeddings and self._has_own_head():
+            self.config = replace(self.config, tie_word_embeddings=False)
 
     @cached_property
     def _files(self) -> dict[str, Path]:
@@ -59,6 +61,18 @@ class HFFolder(Checkpoint):
         for missing in sorted({file for file in files.values() if not is_there(file)}):
             raise FileNotFoundError(f"{missing} is missing, but {INDEX} names it")
         return files
+
+    def _has_own_head(self) -> bool:
+        """Whether there is a head that differs from the embedding. transformers, too, leaves such a head untied."""
+        try:
+            if not any(name.endswith("lm_head.weight") for name in self._files):
+                return False
+            head, embedding = self.tensors["lm_head.weight"], self.tensors["embed_tokens.weight"]
+        except (FileNotFoundError, ValueError, KeyError):  # said when the weights are loaded
+            return False
+        if head[1:] != embedding[1:]:
+            return True
+        return not all(map(torch.equal, self.blocks("lm_head.weight"), self.blocks("embed_tokens.weight")))
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:  # type: ignore[override]
