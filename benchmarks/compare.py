@@ -2,7 +2,7 @@
 
 Prints the time of the prompt and of a decode step for each engine, and how close it comes to the time of one read of
 the weights from memory, the limit at batch 1. infer runs with each weight dtype of --widths, and measures its cost:
-perplexity on a text, and greedy tokens that differ from those of the first dtype. llama.cpp is included if
+perplexity on a text, and greedy tokens that differ from those of the first. llama.cpp is included if
 llama-cpp-python is installed and the model is a GGUF file: as it is, and in 8 bits, converted by its own quantizer; so
 are batches of sequences. Ratios within one run are reliable, figures of two runs are not comparable. Run it on an idle
 machine.
@@ -41,6 +41,7 @@ from engines import (
     transformers_engine,
 )
 from gpu_shapes import synchronize
+from torch import Tensor
 
 from infer import KVCache, SamplingParams, Tokenizer, load_model, perplexity
 from infer.backend import backend_for, cpu
@@ -81,12 +82,12 @@ def transformers_bytes(model: Any) -> int:
 
 
 @torch.inference_mode()
-def bytes_per_second(model: Any) -> float:
-    """Memory bandwidth when a model's weights are only summed; best of three."""
-    weights = [weight.flatten() for weight in model.parameters()]
-    if model.device.type == "cpu":  # converting 16 bits takes longer than reading them
+def bytes_per_second(weights: list[Tensor]) -> float:
+    """Memory bandwidth when weights are only summed; best of three."""
+    device, weights = weights[0].device, [weight.flatten() for weight in weights]
+    if device.type == "cpu":  # converting 16 bits takes longer than reading them
         weights = [weight[: weight.nbytes // 4 * 4 // weight.itemsize].view(torch.float32) for weight in weights]
-    seconds = min(_seconds(lambda: [weight.sum() for weight in weights], model.device) for _ in range(3))
+    seconds = min(_seconds(lambda: [weight.sum() for weight in weights], device) for _ in range(3))
     return sum(weight.nbytes for weight in weights) / seconds
 
 
@@ -294,8 +295,12 @@ def compare(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         infer_engine(models[name], first)(prompt, 1)
         loads[name] = time.perf_counter() - started
     engines: dict[str, Engine] = {name: infer_engine(model, tokenizer) for name, model in models.items()}
-    reference = load_transformers(checkpoint.path, dtype, device)
-    engines[TRANSFORMERS] = transformers_engine(reference)
+    if args.no_transformers:
+        summed = [torch.ones(1 << 27, device=device)]
+    else:
+        reference = load_transformers(checkpoint.path, dtype, device)
+        engines[TRANSFORMERS] = transformers_engine(reference)
+        summed = list(reference.parameters())
     if args.no_cache:
         engines[NO_CACHE] = transformers_engine(reference, use_cache=False)
     version = llama_cpp_version()
@@ -311,8 +316,9 @@ def compare(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     for _ in range(args.trials):
         for name, engine in engines.items():
             trials[name].append(engine(prompt, args.new_tokens))
-        speed = max(speed, bytes_per_second(reference))
-    tokens = trials[TRANSFORMERS][0].tokens
+        speed = max(speed, bytes_per_second(summed))
+    compared_with = next(iter(models)) if args.no_transformers else TRANSFORMERS
+    tokens = trials[compared_with][0].tokens
     results = [summarize(name, done, args.prompt_tokens, tokens) for name, done in trials.items()]
     by_name = {result["engine"]: result for result in results}
     for result in results:
@@ -342,6 +348,7 @@ def compare(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "trials": args.trials,
         "bytes_per_second": speed,
         "engines": results,
+        "compared_with": compared_with,
         "parts": {name: time_parts(model, tokenizer, args.positions, args.steps) for name, model in models.items()},
         "rows": args.rows,
         "batches": compare_batches(models, tokenizer, checkpoint.path if LLAMA_CPP in engines else None, args),
@@ -379,8 +386,8 @@ def format_comparison(report: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"Read limit: the weights of a step at {report['bytes_per_second'] / 1e9:.1f} GB/s, at which memory gave "
-        "transformers' weights to a sum; the best pass of the run.",
+        f"Read limit: the weights of a step at {report['bytes_per_second'] / 1e9:.1f} GB/s, at which memory gave as "
+        "much to a sum; the best pass of the run.",
     ]
     spread = max(max(r["trials_step_ms"]) / min(r["trials_step_ms"]) for r in report["engines"]) - 1
     if spread > 0.15:
@@ -392,11 +399,11 @@ def format_comparison(report: dict[str, Any]) -> str:
             )
     lines.append("")
     for result in report["engines"]:
-        if result["engine"] != TRANSFORMERS:
+        if result["engine"] != report["compared_with"]:
             at = result["first_difference"]
             same = f"the same {report['new_tokens']} tokens as"
             says = same if at is None else f"other tokens, from new token {at} on, than"
-            lines.append(f"{result['engine']} generated {says} {TRANSFORMERS}.")
+            lines.append(f"{result['engine']} generated {says} {report['compared_with']}.")
     lines += ["", f"{'one step at position':<32}{'ms/step':>9}{'products':>10}{'attention':>11}{'the rest':>10}"]
     for name, rows in report["parts"].items():
         for row in rows:
@@ -458,7 +465,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate, 2 or more (%(default)s)")
     parser.add_argument("--rows", type=int, default=16, help="sequences decoded together (%(default)s)")
     parser.add_argument("--trials", type=int, default=3, help="trials of each engine (%(default)s)")
-    parser.add_argument("--no-cache", action="store_true", help="also run transformers without its cache")
+    reference = parser.add_mutually_exclusive_group()
+    reference.add_argument("--no-cache", action="store_true", help="also run transformers without its cache")
+    reference.add_argument("--no-transformers", action="store_true", help="for models that are too large for it")
     parser.add_argument("--dtype", default="float32", help="(%(default)s)")
     parser.add_argument("--device", default="auto", help="(%(default)s)")
     parser.add_argument(
@@ -482,7 +491,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
     if min(args.positions) < 1 or min(args.agreement) < 1:
         parser.error("--positions and --agreement must be at least 1")
-    if args.widths and args.widths[0] != "float":
+    if args.widths and args.widths[0] != "float" and not args.no_transformers:
         parser.error("--widths must begin with float, which the others are measured against")
     if not args.no_quality and not args.text.is_file():
         parser.error(f"there is no text {args.text}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -303,6 +304,10 @@ def test_compare_with_transformers(
     printed = capsys.readouterr()
     assert "infer float32 generated the same 10 tokens as transformers." in printed.out
     assert printed.err == ""
+    compare.main(["--model", str(tiny_folder), *sizes, "--no-quality", "--no-transformers", "--widths", "int8", "auto"])
+    printed = capsys.readouterr()
+    assert re.search(r"infer auto generated (the same 10 tokens as|.* than) infer int8\.", printed.out)
+    assert "generated" not in printed.out.split("infer auto generated")[1]
     with pytest.raises(SystemExit, match="2"):
         compare.main(["--model", str(tiny_folder), "--positions", "64"])
     assert "exceed the model's context of 64" in capsys.readouterr().err
