@@ -130,6 +130,7 @@ def test_published_config(tmp_path: Path) -> None:
         "n_head": 4,
         "n_layer": 3,
         "n_positions": 128,
+        "output_past": True,  # gpt2-xl
         "resid_pdrop": 0.1,
         "summary_activation": None,
         "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},

@@ -75,7 +75,7 @@ _FAMILY_KINDS: dict[str, Kind] = {
 _IGNORED = re.compile(
     r"_.*|.*(dropout|dropout_prob|pdrop|_version|_token_id|_beams|_beam_groups|_labels?|label2id|id2label|_penalty"
     r"|_ngram_size)|(torch_)?dtype|(initializer|summary|unsloth|return)_.*"
-    r"|output_(attentions|hidden_states|scores|router_logits)"
+    r"|output_(attentions|hidden_states|past|scores|router_logits)"
     r"|(typical|top)_[pk]|(min|max)_length|temperature|activation(_function)?|architectures|(auto|device)_map"
     r"|attn_implementation|cache_implementation|chunk_size_feed_forward|custom_pipelines|do_sample|early_stopping"
     r"|finetuning_task|full_attn_mod|gradient_checkpointing|hidden_act|interpolate_factor|is_decoder|is_llama_config"
