@@ -69,6 +69,7 @@ _FAMILY_KINDS: dict[str, Kind] = {
     "no_rope_layer_interval": _POSITIVE,
     "attention_multiplier": ABOVE_0,
     "decoder_sparse_step": _COUNT,
+    "dual_chunk_attention_config": OBJECT,
     "mlp_only_layers": CONFIG_KINDS["dense_layers"],
 }
 # Keys without an effect on what a model computes; any other unknown key that is set is refused.
@@ -151,6 +152,13 @@ def _qwen(values: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(values.get("num_hidden_layers", 0))
     windows = [SLIDING_ATTENTION if i >= values["max_window_layers"] else FULL_ATTENTION for i in layers]
     return {"layer_types": values.get("layer_types") or windows}
+
+
+def _qwen2(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dual chunk attention is plain attention up to the size of a chunk, beyond which it is not supported."""
+    context = values.get("max_position_embeddings", 0)
+    chunk = checked(values.get("dual_chunk_attention_config", {}), {"chunk_size": _POSITIVE}).get("chunk_size", context)
+    return _qwen(values) | {"max_position_embeddings": min(context, chunk) or None}
 
 
 def _gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,8 +320,8 @@ FAMILIES = {
     "qwen2": Family(
         defaults=_QWEN_WINDOWS,
         fixed={"attention_bias": True, "attention_output_bias": False, "mlp_bias": False},
-        reads=_QWEN_READS,
-        computed=_qwen,
+        reads=(*_QWEN_READS, "dual_chunk_attention_config"),
+        computed=_qwen2,
     ),
     "qwen3": Family(defaults={"head_dim": 128} | _QWEN_WINDOWS, reads=_QWEN_READS, computed=_qwen),
     "qwen3_moe": Family(

@@ -140,6 +140,25 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "layer_types": (FULL,) * 24,
         },
     ),
+    "Qwen2.5-7B-1M": (
+        {
+            "model_type": "qwen2",
+            **shape(3584, 18_944, 28, 28, 4, 152_064, 1_010_000),
+            "bos_token_id": 151_643,
+            "dual_chunk_attention_config": {
+                "chunk_size": 262_144,
+                "local_size": 8192,
+                "original_max_position_embeddings": 262_144,
+            },
+            "eos_token_id": 151_645,
+            "max_window_layers": 28,
+            "rope_theta": 10_000_000.0,
+            "sliding_window": 32_768,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+        },
+        {"max_position_embeddings": 262_144, "rope.theta": 1e7, "layer_types": (FULL,) * 28},
+    ),
     "Mistral-7B-v0.1": (
         {
             "model_type": "mistral",
