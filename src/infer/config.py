@@ -63,6 +63,7 @@ class ModelConfig:
     long_rope: RopeConfig | None = None
     long_context: int | None = None  # with long_rope
     query_pre_attn_scalar: float | None = None  # scores are divided by its square root; None: head_dim
+    scale_attn_by_inverse_layer_idx: bool = False  # scores of layer i are also divided by i + 1
     layer_types: tuple[str, ...] = ()  # one per layer; empty: full attention in all
     sliding_window: int | None = None
     attention_bias: bool = False  # of q, k and v
@@ -204,6 +205,7 @@ CONFIG_KINDS: dict[str, Kind] = {
     "head_dim": integer(1, 2**16),
     "rms_norm_eps": number("from 0 to 1", lambda value: 0 <= value <= 1),
     "query_pre_attn_scalar": ABOVE_0,
+    "scale_attn_by_inverse_layer_idx": FLAG,
     "layer_types": list_of(TEXT, MAX_LAYERS),
     "sliding_window": integer(0, 2**31 - 1),
     "attention_bias": FLAG,

@@ -100,6 +100,7 @@ GPT2: dict[str, dict[str, Any]] = {
     "gelu": {"activation_function": "gelu"},
     "gelu-tanh": {"activation_function": "gelu_pytorch_tanh"},
     "unscaled": {"scale_attn_weights": False},
+    "by-layer": {"scale_attn_by_inverse_layer_idx": True},
     "upcast": {"reorder_and_upcast_attn": True},
     "eps": {"layer_norm_epsilon": 0.1},
     "all": {

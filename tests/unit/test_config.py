@@ -539,7 +539,6 @@ class TestGPT2:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is not supported"),
             ({"add_cross_attention": True}, "add_cross_attention True is not supported"),
             ({"activation_function": "relu"}, "'relu' is not supported for gpt2: only gelu_new and"),
             ({"n_head": 5}, "hidden_size 768 is not divisible by 5 heads"),

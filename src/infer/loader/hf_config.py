@@ -45,6 +45,7 @@ _FAMILY_KINDS: dict[str, Kind] = {
         name: CONFIG_KINDS[name]
         for name in (
             "query_pre_attn_scalar",
+            "scale_attn_by_inverse_layer_idx",
             "sliding_window",
             "attn_logit_softcapping",
             "final_logit_softcapping",
@@ -568,7 +569,7 @@ FAMILIES = {
             "mlp_bias": True,
             "norm_bias": True,
         },
-        reads=("scale_attn_weights",),
+        reads=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
         activations=_ACTIVATIONS,
         computed=_gpt2,
     ),

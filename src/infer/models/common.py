@@ -62,7 +62,7 @@ class Attention(Module):
         self.head_dim = config.computed_head_dim
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
-        self.scale = config.attention_scale
+        self.scale = config.attention_scale / (layer_idx + 1 if config.scale_attn_by_inverse_layer_idx else 1)
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv_proj = FusedLinear(
             config.hidden_size,

@@ -143,7 +143,7 @@ def test_unusable_configs(folder: Path, refuse: Refuse, changes: dict[str, Any],
     [
         ("qwen3", {"rope_parameters": {"rope_type": "su", "factor": 2.0}}, "'su' is not supported"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "need a positive sliding_window, not None"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is not supported"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention True is not supported"),
         ("gpt2", {"activation_function": "relu"}, "'relu' is not supported for gpt2"),
         ("gpt2", {"n_head": 5}, "hidden_size 64 is not divisible by 5 heads"),
         ("gemma3", {"final_logit_softcapping": 0.0}, "final_logit_softcapping must be above 0"),
