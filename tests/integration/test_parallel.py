@@ -192,6 +192,7 @@ class TestRefusals:
             two.model.to(torch.bfloat16)  # type: ignore[attr-defined]
 
     def test_more_memory_than_all_have(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("infer.machine.lazy_allocations", set())  # caches of other tests
         monkeypatch.setattr("infer.machine._system_memory", lambda: 10_000_000)
         with pytest.raises(ValueError, match="in each of 2 processes"):
             LLM(folder, device="cpu", tensor_parallel=2, cache_memory=6_000_000)

@@ -25,6 +25,7 @@ from infer.engine.text import SupportsDecode
 from infer.values import MODEL, takes
 
 NEW, REPEATED, REUSED, NOT_YET, DROPPED = "new", "repeated", "reused", "not yet", "dropped"
+MAX_CONTEXTS = 4  # of the model, which the tokens may be as long as
 TRIALS = 2  # of each run; the faster time of each step counts, because the machine runs other processes too
 
 
@@ -142,6 +143,11 @@ def check(config: ModelConfig, prompt_token_ids: Sequence[int], max_new_tokens: 
             "the prompt, and only the next one can reuse anything"
         )
     _params(max_new_tokens)
+    if len(prompt_token_ids) + max_new_tokens > MAX_CONTEXTS * config.max_position_embeddings:
+        raise ValueError(
+            f"{len(prompt_token_ids)} prompt tokens + {max_new_tokens} new tokens are more than {MAX_CONTEXTS} times "
+            f"the model's context of {config.max_position_embeddings}, which is as far as explain goes"
+        )
     check_sequence(config, prompt_token_ids, _params(1))  # the first step that reuses anything has to fit
 
 

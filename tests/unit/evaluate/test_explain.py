@@ -257,6 +257,8 @@ class TestExplain:
             ([1], 0, "max_new_tokens must be at least 2, not 0"),
             ([1] * 256, 7, "256 prompt tokens [+] 1 new tokens = 257 positions exceed the model's context of 256"),
             ([1], 2.5, "max_new_tokens must be"),
+            ([1], 1024, "1 prompt tokens [+] 1024 new tokens are more than 4 times the model's context of 256"),
+            ([1], 2**64, "as far as explain goes"),
             ([64], 5, "token id 64 in the prompt"),
         ],
     )

@@ -179,8 +179,8 @@ def test_after_attention(
     }
     got = run_after_attention(made_block(hidden, activation=activation, **parts), attended, residual)
     x = residual + (parts["after_attention"] or nn.Identity())(parts["o"](attended))
-    gate, up = parts["up"](parts["before_mlp"](x)).chunk(2, -1)
-    expected = x + (parts["after_mlp"] or nn.Identity())(parts["down"](ACTIVATIONS[activation](gate) * up))
+    inner = gated_by(parts["up"](parts["before_mlp"](x)), activation)
+    expected = x + (parts["after_mlp"] or nn.Identity())(parts["down"](inner))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
     assert torch.equal(attended, before[0])
     assert torch.equal(residual, before[1])
