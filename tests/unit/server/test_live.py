@@ -181,13 +181,15 @@ class TestRequests:
             assert viewer.stats["finished"] == 2
             assert viewer.stats["running"] == viewer.stats["waiting"] == 0
 
-    def test_preempted(self, tiny_model: Callable[..., Decoder]) -> None:
+    def test_preempted(self, tiny_model: Callable[..., Decoder], gate: Gate) -> None:
         """Two that fit alone, but not together."""
         with engine(tiny_model(), 12) as llm:
             seen: list[Any] = []
 
             async def script(viewer: Viewer) -> None:
                 handles = [llm.submit(prompt, max_new_tokens=28) for prompt in ("HELLO, WORLD", "OTHER THINGS")]
+                await viewer.until(lambda: viewer.state(0) == viewer.state(1) == "waiting")
+                gate.let(1000)
                 while not viewer.state(1) == viewer.state(0) == "ended":
                     seen.extend((await viewer.next()).get("preempted", []))
                 assert all(handle.done for handle in handles)
