@@ -119,7 +119,7 @@ def test_completion(edit: Callable[..., Editor], tmp_path: Path) -> None:
         assert editor.sent(f"/se{TAB} te{TAB} 1") == "/set temperature 1"
         # Completions are listed above the message: keys are read once that is shown again.
         assert editor.sent(f"/set t{TAB}", "temperature top_k", "", "> /set t", "op_p") == "/set top_p"
-        assert editor.sent(f"/set to{TAB}{TAB}", "> /set top_", f"{CTRL_C}kept") == "kept"
+        assert editor.sent(f"/set to{TAB}{TAB}", "top_k top_p", "", "> /set top_", f"{CTRL_C}kept") == "kept"
         assert editor.sent(f"/load {few}/{TAB}{TAB}", "file4", "", "> /load", "3") == f"/load {few}/file3"
         listed = (f"/load {many}/{TAB}{TAB}", "(1,000 possibilities: ", "", "> /load")
         assert editor.sent(*listed, f"{CTRL_C}kept") == "kept"
