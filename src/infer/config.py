@@ -82,7 +82,7 @@ class ModelConfig:
     moe_intermediate_size: int | None = None  # of an expert; None: intermediate_size
     dense_layers: tuple[int, ...] = ()  # numbers of the layers of a mixture without experts
     norm_bias: bool = False
-    hidden_act: str | None = None  # "gelu" | "gelu_tanh" for families with a choice; None: the family's
+    hidden_act: str | None = None  # "silu" | "gelu" | "gelu_tanh"; None: the family's
     tie_word_embeddings: bool = False
     dropout: float = 0.0  # in training
     bos_token_id: int | None = None

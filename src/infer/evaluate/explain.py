@@ -25,7 +25,7 @@ from infer.engine.text import SupportsDecode
 from infer.values import MODEL, takes
 
 NEW, REPEATED, REUSED, NOT_YET, DROPPED = "new", "repeated", "reused", "not yet", "dropped"
-MAX_CONTEXTS = 4  # of the model, which the tokens may be as long as
+MAX_CONTEXTS = 4  # the prompt and the tokens after it are at most so many times the model's context
 TRIALS = 2  # of each run; the faster time of each step counts, because the machine runs other processes too
 
 

@@ -529,11 +529,8 @@ FAMILIES = {
         },
         fixed={"num_key_value_heads": None, "head_dim": None, "norm_bias": True, "mlp_bias": True},
         reads=("parallel_residual",),
-        ignores=(
-            "rope_theta",
-            "partial_rotary_factor",
-            "num_steps",
-        ),  # the first two beside rotary_emb_base, rotary_pct
+        # The first two are written beside rotary_emb_base and rotary_pct.
+        ignores=("rope_theta", "partial_rotary_factor", "num_steps"),
         qkv_by_head=True,
         activations=_ACTIVATIONS,
     ),
