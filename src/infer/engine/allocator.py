@@ -50,8 +50,7 @@ class BaseAllocator:
         """Let a sequence continue after the tokens that the cache holds."""
         sequence.cache, sequence.num_computed_tokens = sequence.wrap(cache), cache.seq_len
         sequence.capacity = min(cache.capacity, self._context)
-        # The last token joins the sequences that decode, where their steps are captured.
-        sequence.num_prefill_tokens = sequence.num_tokens - self._runner.captures(sequence)
+        sequence.num_prefill_tokens = sequence.num_tokens
 
     def _reserve(self, sequence: Sequence, cache: Cache, n: int) -> None:
         self._runner.sync(sequence)

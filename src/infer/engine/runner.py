@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from infer.backend.parts import STEPS_AHEAD
 from infer.engine.model import Model, model_device
 from infer.engine.scheduler import ScheduledTokens
 from infer.engine.sequence import Sequence
+from infer.models.rows import NONE
 from infer.nn.module import Module
 
 PASS_TOKENS = 8192  # tokens of prompts that are packed into one pass
@@ -52,21 +55,36 @@ class Runner:
     def run(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
         """Compute the scheduled tokens. A sequence that enters a captured step may get its token in the next step."""
         backend = self._choose_backend()
-        rows = []
-        for each in scheduled:
-            sequence = each.sequence
-            if sequence.is_captured and each.num_tokens > 1:  # drafts are verified in a pass
+        passes: list[ScheduledTokens] = []  # that return logits
+        prompts: list[ScheduledTokens] = []  # that fill caches beside captured steps
+        num_captured = 0
+        for sequence, n in scheduled:
+            if sequence.is_captured and n > 1:  # drafts are verified in a pass
                 self._captured.remove(sequence)
-            if not (sequence.is_captured or self._capture(sequence)):
-                rows.append(each)
+            last = not sequence.is_captured and self._capture(sequence, n)  # which computes the last token
+            num_captured += sequence.is_captured
+            if n > last and (last or not sequence.is_captured):
+                fills = self._captured is not None and self._only_fills_cache(sequence, n - last)
+                (prompts if fills else passes).append(ScheduledTokens(sequence, n - last))
         self.started_at = time.perf_counter()
-        passes = [(inputs, self._run_pass(backend, inputs)) for inputs in _passes(rows)]
+        computed = [(inputs, self._run_pass(backend, inputs)) for inputs in _passes(passes)]
+        outputs = []
+        *before, beside = [*_passes(prompts)] or [[]]
+        for inputs in before:
+            self._run_pass(backend, inputs)
         # Captured steps are launched after the passes; only their tokens are waited for.
-        outputs = self._run_captured() if len(rows) < len(scheduled) else []
-        for inputs, logits in passes:
+        if num_captured:
+            with _reported(beside):
+                outputs = self._run_captured([*map(self._row, beside)])
+        elif beside:
+            self._run_pass(backend, beside)
+        filled = [
+            StepOutput(sequence, start, len(tokens), _NO_LOGITS) for sequence, tokens, start in chain(*before, beside)
+        ]
+        for inputs, logits in computed:
             for (sequence, tokens, start), of_row in zip(inputs, logits, strict=True):
                 outputs.append(StepOutput(sequence, start, len(tokens), of_row[0]))
-        return outputs
+        return filled + outputs
 
     def captures(self, sequence: Sequence) -> bool:
         """Whether it will decode in captured steps. With a guide, the host decides which tokens may follow."""
@@ -109,43 +127,59 @@ class Runner:
                 self._captured = self._backend.captured_decoder()
         return self._backend
 
-    def _capture(self, sequence: Sequence) -> bool:
-        """Let a sequence with one token to compute enter the captured step."""
+    def _capture(self, sequence: Sequence, n: int) -> bool:
+        """Let a sequence enter the captured step, if the last of its next n tokens is the last of all."""
         if (
             self._captured is None
-            or sequence.num_computed_tokens + 1 != len(sequence.token_ids)
+            or sequence.num_computed_tokens + n != len(sequence.token_ids)
             or sequence.finish_reason is not None
             or sequence.recompute_tokens
             or sequence.draft_token_ids
-            or sequence.num_scored_prompt_tokens is not None
+            or len(sequence.token_ids) == sequence.max_len  # nothing is generated: the prompt is scored
             or not self.captures(sequence)
         ):
             return False
         self._captured.add(sequence)
+        sequence.num_prefill_tokens = min(sequence.num_prefill_tokens, len(sequence.token_ids) - 1)
         return True
 
-    def _run_captured(self) -> list[StepOutput]:
+    def _only_fills_cache(self, sequence: Sequence, n: int) -> bool:
+        start = sequence.num_computed_tokens
+        return not sequence.recompute_tokens and sequence.logits_slice(start, start + n) == NONE
+
+    def _run_captured(self, prompts: list[Row]) -> list[StepOutput]:
         self._captured.admit()  # kernels that are compiled here are not a token's time
         self.started_at = time.perf_counter()
-        return [StepOutput(sequence, 0, 1, None, token, terms) for sequence, token, terms in self._captured.step()]
+        return [
+            StepOutput(sequence, 0, 1, None, token, terms) for sequence, token, terms in self._captured.step(prompts)
+        ]
 
     def _run_pass(self, backend: Backend, inputs: list[_PassInput]) -> list[Tensor]:
-        rows = []
-        for sequence, tokens, start in inputs:
-            assert sequence.cache is not None
-            rows.append(Row(sequence.cache, tokens, sequence.logits_slice(start, start + len(tokens))))
-        first = next((each for each in inputs if each[0].num_tokens == each[0].prompt_len), None)
-        if first is None or not progress.has_listeners():
-            return backend.run(rows)
-        sequence, tokens, start = first
-        done, total = start + len(tokens), sequence.num_tokens
-        progress.report(progress.PREFILL, start, total, under_way=len(tokens))
-        logits = backend.run(rows)
-        progress.report(progress.PREFILL, total if done == total - 1 else done, total)  # a captured step has the last
-        return logits
+        with _reported(inputs):
+            return backend.run([*map(self._row, inputs)])
+
+    def _row(self, each: _PassInput) -> Row:
+        sequence, tokens, start = each
+        assert sequence.cache is not None
+        return Row(sequence.cache, tokens, sequence.logits_slice(start, start + len(tokens)))
 
 
 _PassInput = tuple[Sequence, list[int], int]  # a sequence, its tokens to compute, and the position of the first
+_NO_LOGITS = torch.empty(0, 0)
+
+
+@contextmanager
+def _reported(inputs: list[_PassInput]) -> Iterator[None]:
+    """Report the progress of the first prompt of a pass."""
+    first = next((each for each in inputs if each[0].num_tokens == each[0].prompt_len), None)
+    if first is None or not progress.has_listeners():
+        yield
+        return
+    sequence, tokens, start = first
+    done, total = start + len(tokens), sequence.num_tokens
+    progress.report(progress.PREFILL, start, total, under_way=len(tokens))
+    yield
+    progress.report(progress.PREFILL, total if done == total - 1 else done, total)  # a captured step has the last
 
 
 def _passes(scheduled: list[ScheduledTokens]) -> Iterator[list[_PassInput]]:

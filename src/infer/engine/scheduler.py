@@ -42,14 +42,48 @@ class KVAllocator(Protocol):
         """Free its cache."""
 
 
+class _Budget:
+    """The prompt tokens that are left for a step."""
+
+    def __init__(self, tokens: int, rows: int | None) -> None:
+        """rows: that decode in the same pass, whose tokens are part of it; None: they are not."""
+        self._tokens, self._rows = tokens, rows
+
+    @property
+    def left(self) -> int:
+        return self._left(0)
+
+    def chunk(self, remaining: int) -> int:
+        """How many of the remaining tokens of a prompt to compute. After the last one, it decodes."""
+        if self._rows is None:
+            return max(0, min(remaining, self._tokens))
+        if remaining - 1 <= self._left(1):
+            return remaining
+        return max(0, min(remaining - 1, self._left(0)))
+
+    def spend(self, n: int, sequence: Sequence) -> None:
+        if self._rows is not None and n and sequence.num_computed_tokens + n >= sequence.num_prefill_tokens:
+            self._rows += 1
+            n -= 1
+        self._tokens -= n
+
+    def _left(self, entering: int) -> int:
+        """If so many more rows decode. Captured steps have a power of two of rows."""
+        rows = 0 if self._rows is None else self._rows + entering
+        return self._tokens - (1 << (rows - 1).bit_length() if rows else 0)
+
+
 class Scheduler:
     """The waiting and the running sequences. Call `schedule` for each step."""
 
-    def __init__(self, allocator: KVAllocator, *, max_rows: int, prefill_chunk: int) -> None:
-        """max_rows: sequences that run at once. prefill_chunk: prompt tokens of one step, of all prompts together."""
+    def __init__(self, allocator: KVAllocator, *, max_rows: int, prefill_chunk: int, shared: bool = False) -> None:
+        """max_rows: sequences that run at once. prefill_chunk: prompt tokens of one step, of all prompts together.
+
+        shared: this includes the tokens of sequences that decode, whose number is rounded up to a power of two.
+        """
         if type(max_rows) is not int or max_rows < 1:
             raise ValueError(f"max_rows must be an integer, 1 or more, not {max_rows!r}")
-        self.allocator, self.max_rows, self.prefill_chunk = allocator, max_rows, prefill_chunk
+        self.allocator, self.max_rows, self.prefill_chunk, self._shared = allocator, max_rows, prefill_chunk, shared
         self.waiting: list[Sequence] = []  # both lists are ordered by `sort_key`
         self.running: list[Sequence] = []
         self.num_steps = self.num_preemptions = 0
@@ -80,7 +114,7 @@ class Scheduler:
         self.num_steps += 1
         self.admitted, self.preempted, self.unschedulable = [], [], None
         scheduled: dict[Sequence, int] = {}
-        budget, lookahead = self.prefill_chunk, 1 + self.allocator.num_lookahead_slots
+        lookahead = 1 + self.allocator.num_lookahead_slots
         growing: list[Sequence] = []
         prefilling: list[Sequence] = []
         for sequence in self.running:
@@ -97,25 +131,26 @@ class Scheduler:
         for sequence in growing:
             del sequence.draft_token_ids[max(0, sequence.capacity - sequence.num_computed_tokens - 1) :]
             self._schedule(scheduled, sequence, sequence.num_recompute_tokens or 1 + len(sequence.draft_token_ids))
+        budget = _Budget(self.prefill_chunk, len(scheduled) if self._shared else None)
         for sequence in prefilling:
-            budget -= self._schedule(scheduled, sequence, self._chunk(sequence, budget))
+            budget.spend(self._schedule(scheduled, sequence, self._chunk(sequence, budget)), sequence)
         for sequence in [] if self.preempted else list(self.waiting):
-            if budget <= 0 or len(self.running) >= self.max_rows:
+            if budget.left <= 0 or len(self.running) >= self.max_rows:
                 break
             if not self.allocator.allocate(sequence):
                 continue  # the sequences after it may run
             if not self._admit(sequence, budget):
                 break
-            budget -= self._schedule(scheduled, sequence, self._chunk(sequence, budget))
+            budget.spend(self._schedule(scheduled, sequence, self._chunk(sequence, budget)), sequence)
         return [ScheduledTokens(sequence, n) for sequence, n in scheduled.items()]
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
+    def _chunk(self, sequence: Sequence, budget: _Budget) -> int:
         """How many tokens it computes next, without drafts."""
         if not sequence.is_prefill:
             return sequence.num_recompute_tokens or 1
-        return max(0, min(sequence.num_prefill_tokens - sequence.num_computed_tokens, budget))
+        return budget.chunk(sequence.num_prefill_tokens - sequence.num_computed_tokens)
 
-    def _admit(self, sequence: Sequence, budget: int) -> bool:
+    def _admit(self, sequence: Sequence, budget: _Budget) -> bool:
         """Let a sequence run if there is memory for its first tokens; otherwise the sequences after it wait, too."""
         fits = self._reserve(sequence, self._chunk(sequence, budget))
         if fits and (not self.running or self.allocator.can_grow(len(self.running))):

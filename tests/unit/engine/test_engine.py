@@ -344,7 +344,7 @@ class TestSharing:
         """As soon as one has computed the prompt: also where all but one of its tokens is a chunk of one."""
         engine = Engine(model, memory_of(model, 100, page=64))
         monkeypatch.setattr(engine.runner, "captures", lambda _: True)  # the last token is computed alone, as on a GPU
-        monkeypatch.setattr(engine.runner, "_capture", lambda _: False)
+        monkeypatch.setattr(engine.runner, "_capture", lambda *_: False)
         prompt = [i % 64 for i in range(length)]
         sequences = [sequence_of(model, prompt, max_new_tokens=20) for _ in range(4)]
         for sequence in sequences:

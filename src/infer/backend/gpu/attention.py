@@ -47,20 +47,22 @@ def attend_step(
     split_counters: Tensor,
     rope_cos_sin: Tensor | None,
     *,
+    out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Store the new keys and values in the cache, and attend: qkv [B, (Hq + 2 Hkv) D] -> [B, Hq D]."""
+    """Store the new keys and values in the cache, and attend: qkv [B, (Hq + 2 Hkv) D] -> out [B, Hq D]."""
     batch, size, group = qkv.shape[0], block.head_dim, next_power(block.heads // block.kv_heads)
     shape = _shape(block.heads, block.kv_heads, size, qkv.dtype, qkv.device)
     # With so many rows, one program per KV head and row saturates the GPU.
     by_row = batch * block.kv_heads * size >= MIN_BY_ROW and qkv.element_size() == 2 and block.window is None
+    if out is None:
+        out = torch.empty(batch, block.heads * size, dtype=qkv.dtype, device=qkv.device)
     if by_row or not _by_warps(shape, qkv, block.window):
         rows = _in_order(batch, qkv.device)
         q, _, _ = prepare(block, qkv, positions, rope_cos_sin, table, rows, pdl=pdl)
         if by_row:
-            return _attend_by_row(q, table, positions, block.kv_heads, pdl, **block.score_options())
-        return _attend_one(q, table, positions, split_counters, block.kv_heads, pdl, **block.score_options())
-    out = torch.empty(batch, block.heads * size, dtype=qkv.dtype, device=qkv.device)
+            return _attend_by_row(q, out, table, positions, block.kv_heads, pdl, **block.score_options())
+        return _attend_one(q, out, table, positions, split_counters, block.kv_heads, pdl, **block.score_options())
     norm = block.q_norm if block.norms_heads_apart else None
     attend_by_warps[(_programs(batch * block.kv_heads), block.kv_heads, batch)](
         qkv,
@@ -282,14 +284,11 @@ def attend_rows(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     pdl: bool = False,
-    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """q [T, Hq, D] -> [T, Hq D]. The cache already holds the keys and values of these tokens.
-
-    dtype: of the result; None: q's.
-    """
+    """q [T, Hq, D] -> out [T, Hq D]. The cache already holds the keys and values of these tokens."""
     count, heads, size = q.shape
-    out = empty_rows(count, heads * size, q) if dtype is None else q.new_empty(count, heads * size, dtype=dtype)
+    out = empty_rows(count, heads * size, q) if out is None else out
     shape = _shape(heads, kv_heads, size, q.dtype, q.device)
     single = _blocks(tiles.end, window, shape["BLOCK"]) <= GROUPS
     wraps = 0 if window is None else 1 if window >= shape["BLOCK"] else 2
@@ -301,6 +300,7 @@ def attend_rows(
 
 def _attend_by_row(
     q: Tensor,
+    out: Tensor,
     table: Tensor,
     positions: Tensor,
     kv_heads: int,
@@ -314,7 +314,6 @@ def _attend_by_row(
     """Like `_attend_one` without a window, with one program for all keys of a row's KV head."""
     assert window is None
     batch, heads, size = q.shape
-    out = torch.empty(batch, heads * size, dtype=q.dtype, device=q.device)
     shape, group = _shape(heads, kv_heads, size, q.dtype, q.device), next_power(heads // kv_heads)
     small = device_check.instructions_agree(q.device, q.dtype)
     queries = max(1, (16 if small else 64) // group)
@@ -391,15 +390,16 @@ class GpuAttention:
             where = Table([k], [v])
         table = to_device(torch.from_numpy(where.from_position(end - keys)[0]), q.device)
         rows = q.transpose(1, 2).contiguous().view(batch * n, heads, size)
+        out = torch.empty(batch * n, heads * size, dtype=dtype or q.dtype, device=q.device)
         with on(q.device):
             if n > 1:
                 queries = queries_of(heads, kv_heads, size, q.dtype, q.device)
                 tiles = _tiles(end - n, n, batch, queries, q.device)
-                out = attend_rows(rows, table, tiles, kv_heads=kv_heads, dtype=dtype, **options)
+                attend_rows(rows, table, tiles, kv_heads=kv_heads, out=out, **options)
             else:
                 positions = torch.full((batch,), end - 1, dtype=torch.int32, device=q.device)
                 split_counters = torch.zeros(batch * kv_heads, dtype=torch.int32, device=q.device)
-                out = _attend_one(rows, table, positions, split_counters, kv_heads, False, dtype, **options)
+                _attend_one(rows, out, table, positions, split_counters, kv_heads, False, **options)
         return out.view(batch, n, heads, size).transpose(1, 2)
 
     def weights(self, q: Tensor, k: Tensor, v: Tensor, *, end: int, **options: Unpack[ScoreOptions]) -> Tensor:
@@ -416,22 +416,21 @@ class GpuAttention:
 
 def _attend_one(
     q: Tensor,
+    out: Tensor,
     table: Tensor,
     positions: Tensor,
     split_counters: Tensor,
     kv_heads: int,
     pdl: bool,
-    dtype: torch.dtype | None = None,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [B, Hq, D] of one token per row -> [B, Hq D]. The cache already holds its key and value."""
+    """q [B, Hq, D] of one token per row -> out [B, Hq D]. The cache already holds its key and value."""
     batch, heads, size = q.shape
     group, shape = next_power(heads // kv_heads), _shape(heads, kv_heads, size, q.dtype, q.device)
-    out = torch.empty(batch, heads * size, dtype=dtype or q.dtype, device=q.device)
     attend_one[(_programs(batch * kv_heads), kv_heads, batch)](
         q,
         out,

@@ -3,11 +3,14 @@
 A pass of one token per row is a decode step (`step.py`). Any other pass runs kernels for many tokens in each block:
 
     q, k, v | heads | attention | output | residual, norm | gate, up | activation | down | residual, norm
+
+A captured pass has the tokens of prompts and, after them, the rows of a decode step: only attention tells them apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,18 +22,19 @@ from infer.backend.gpu.attention import (
     GpuAttention,
     Tiles,
     attend_rows,
+    attend_step,
     max_end_of,
     prepare,
     prepare_projections_of,
     queries_of,
     tiles_of,
 )
-from infer.backend.gpu.captured import CapturedDecoder, CapturedSteps
-from infer.backend.gpu.gemm import GemmInput, add_norm, aligned, gemm, scale_logits
+from infer.backend.gpu.captured import CapturedDecoder, CapturedStep, CapturedSteps
+from infer.backend.gpu.gemm import GemmInput, add_norm, aligned, empty_rows, gemm, scale_logits
 from infer.backend.gpu.launcher import on
 from infer.backend.gpu.moe import mixture
 from infer.backend.gpu.prompts import CapturedPasses, Inputs, PassShape, ShardedSteps
-from infer.backend.gpu.step import Plan, StepInputs, counters, launch, plan_of, rope_tables
+from infer.backend.gpu.step import Plan, StepInputs, StepRows, counters, launch, plan_of, rope_tables
 from infer.backend.parts import BlockParts, ModelParts
 from infer.cache.base import Cache
 from infer.cache.table import PAGE_TABLE, SLOTS
@@ -97,18 +101,34 @@ class GpuBackend:
             return [self._no_logits] * len(rows)
         return self._run_captured_step(rows) if self._steps is not None and self._steps.supports(rows) else None
 
-    def _run_captured_prefill(self, rows: Sequence[Row]) -> bool:
+    def run_beside(self, step: CapturedStep, rows: Sequence[Row]) -> bool:
+        """Launch a captured step together with rows that only fill caches. False: there is no such pass yet."""
+        return self.passes.supports(rows, step.rows) and self._run_captured_prefill(rows, step)
+
+    def _run_captured_prefill(self, rows: Sequence[Row], step: CapturedStep | None = None) -> bool:
         """Run rows without logits through a captured prefill pass, if there is one."""
+
+        def run_beside(inputs: Inputs) -> Tensor:
+            assert step is not None
+            return step.run(partial(self._launch_both, inputs))
+
+        def warm_up(inputs: Inputs) -> Tensor:
+            assert step is not None
+            return self._launch_both(inputs, step.unused_rows())
+
         counts = [len(row.tokens) for row in rows]
         tables, page = self._reserve(rows)
         if tables is None:
             return False
         end = max(row.cache.seq_len + n for row, n in zip(rows, counts, strict=True))
-        max_end = max_end_of(end, self.plan.blocks[0], self.dtype, self.device)
-        if not self.passes.launch(rows, tables, PassShape(self._queries, max_end, page), self._launch_prefill):
-            return False
-        self._advance(rows)
-        return True
+        shape = PassShape(self._queries, max_end_of(end, self.plan.blocks[0], self.dtype, self.device), page)
+        if step is None:
+            launched = self.passes.launch(rows, tables, shape, self._launch_prefill)
+        else:
+            launched = self.passes.launch(rows, tables, shape, run_beside, step, warm_up)
+        if launched:
+            self._advance(rows)
+        return launched
 
     def _run_captured_step(self, rows: Sequence[Row]) -> list[Tensor] | None:
         """Run one token per row through a captured step of a tensor-parallel model."""
@@ -141,6 +161,16 @@ class GpuBackend:
         ids, positions, tables, tiles = inputs
         self._blocks(None, self._embed(ids, positions.clamp(min=0)), positions, self._ropes(positions), tables, tiles)
 
+    def _launch_both(self, inputs: Inputs, step: StepRows) -> Tensor:
+        """Launch a pass that fills caches together with a decode step, kernel by kernel; returns the step's logits."""
+        ids, positions, tables, tiles = inputs
+        count, own = len(ids), step.inputs
+        x = empty_rows(count + len(own.x), own.x.shape[1], own.x)
+        x[:count], x[count:] = self._embed(ids, positions.clamp(min=0)), own.x
+        both = torch.cat((positions, own.positions))
+        normed = self._blocks(None, x, both, self._ropes(positions), tables, tiles, step)
+        return self._logits(GemmInput(*(None if each is None else aligned(each[count:]) for each in normed)))
+
     def _launch_step(self, inputs: Inputs) -> Tensor:
         """Launch a pass of one token per row, kernel by kernel; returns all logits."""
         ids, positions, tables, tiles = inputs
@@ -150,7 +180,7 @@ class GpuBackend:
 
     def captured_decoder(self) -> CapturedDecoder | None:
         """Runs sequences that decode in captured steps."""
-        return CapturedDecoder(self.captured) if self.captured.possible else None
+        return CapturedDecoder(self.captured, self) if self.captured.possible else None
 
     def tables(self, caches: Sequence[Cache], counts: Sequence[int]) -> tuple[Any, int]:
         """Addresses of keys and values [layers, R, COLUMNS], None if a cache has none; positions per page (0: none)."""
@@ -183,8 +213,9 @@ class GpuBackend:
         ropes: Sequence[Tensor],
         tables: Tensor | None,
         tiles: Tiles | None,
+        step: StepRows | None = None,
     ) -> GemmInput:
-        """All blocks: x [T, C], normed for the head. packed: needed without tables."""
+        """All blocks: x [T, C], normed for the head. packed: needed without tables. step: rows after all others."""
         pdl = self.plan.pdl
         norms = [*(block.before_attention for block in self.plan.blocks), self.plan.head.norm]
         normed, x = add_norm(x, norms[0], pdl=pdl)
@@ -193,7 +224,11 @@ class GpuBackend:
             prepare_projections_of(block, self.plan.config, qkv, positions, pdl=pdl)
             table = None if tables is None else tables[i]
             rope_cos_sin = None if kind is None else ropes[kind]
-            attended = self._attend(packed, i, block, qkv, positions, rope_cos_sin, table, tiles)
+            if step is None:
+                attended = self._attend(packed, i, block, qkv, positions, rope_cos_sin, table, tiles)
+            else:
+                assert table is not None and tiles is not None
+                attended = self._attend_both(i, block, qkv, positions, rope_cos_sin, table, tiles, step)
             added, _ = gemm(block.o, GemmInput(block.o.input(attended)), None, joined=False, pdl=pdl)
             added, given, factor = block.o.output(added), x, block.multiplier
             normed, x = add_norm(
@@ -253,6 +288,31 @@ class GpuBackend:
             return packed.attend(layer_idx, q, k, v, kernel=ATTENTION, **block.score_options())
         q, _, _ = prepare(block, qkv, positions, rope_cos_sin, table, tiles.rows, pdl=pdl)
         return attend_rows(q, table, tiles, kv_heads=block.kv_heads, pdl=pdl, **block.score_options())
+
+    def _attend_both(
+        self,
+        layer_idx: int,
+        block: BlockParts,
+        qkv: Tensor,
+        positions: Tensor,
+        rope_cos_sin: Tensor | None,
+        table: Tensor,
+        tiles: Tiles,
+        step: StepRows,
+    ) -> Tensor:
+        """As `_attend`, where the rows of a step follow the tokens of prompts."""
+        pdl, own = self.plan.pdl, step.inputs
+        count = len(qkv) - len(own.x)
+        out = empty_rows(len(qkv), block.heads * block.head_dim, qkv)
+        q, _, _ = prepare(block, qkv[:count], positions[:count], rope_cos_sin, table, tiles.rows, pdl=pdl)
+        attend_rows(q, table, tiles, out=out[:count], kv_heads=block.kv_heads, pdl=pdl, **block.score_options())
+        kind = self.plan.kinds[layer_idx]
+        ropes = None if kind is None else own.rope_cos_sin[kind]
+        # Without PDL: a step loads the keys before its tokens early, and some of them are of this pass.
+        attend_step(
+            block, qkv[count:], step.tables[layer_idx], own.positions, step.split_counters, ropes, out=out[count:]
+        )
+        return out
 
 
 def _eps(norm: Norm | None) -> float:

@@ -24,14 +24,14 @@ from infer.backend.gpu import launcher
 from infer.backend.gpu.launcher import compile_ahead, on
 from infer.backend.gpu.logprobs import logprob_terms
 from infer.backend.gpu.sampling import MANY_ROWS, DeviceSampler, GreedySampler
-from infer.backend.gpu.step import Plan, begin, counters, launch
+from infer.backend.gpu.step import Plan, StepInputs, StepRows, begin, counters, launch, unused_inputs
 from infer.backend.gpu.tuned import ROWS_COMPILED
 from infer.backend.parts import STEPS_AHEAD
 from infer.cache.base import Cache
 from infer.cache.table import empty_tables
 from infer.config import ModelConfig
 from infer.machine import to_device
-from infer.models.rows import record
+from infer.models.rows import Row, record
 from infer.nn.draw import MAX_VOCAB
 from infer.nn.packed import PackedSettings
 
@@ -86,6 +86,13 @@ class DecodingSequence(Protocol):
     def num_logprobs(self) -> int | None: ...  # top-k whose log-probabilities are returned; None: no log-probabilities
 
 
+class PromptBackend(Protocol):
+    """Runs tokens of prompts that only fill caches."""
+
+    def run(self, rows: Sequence[Row]) -> Any: ...
+    def run_beside(self, step: CapturedStep, rows: Sequence[Row]) -> bool: ...  # False: there is no such pass yet
+
+
 class CapturedStep:
     """One decode step of up to `rows` rows, with its input and output buffers."""
 
@@ -106,25 +113,37 @@ class CapturedStep:
         self._choice = self.sampler or GreedySampler(rows, config.vocab_size, device, plan.pdl)
         self._split_counters = counters(plan, rows)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph_logits: Tensor | None = None
+        self.passes: dict[Any, Any] = {}  # captured: this step and tokens of prompts, by their number
 
     def capture(self) -> None:
         with on(self.device):
             self.run()  # loads the kernels; all rows are unused
             if self.captured:
                 self._graph = record_graph(self.run)
+                self._graph_logits = self.logits
 
     def launch(self) -> None:
         if self._graph is None:
             self.run()
         else:
             self._graph.replay()
+            self.logits = self._graph_logits
 
-    def run(self) -> None:
-        """Launch kernel by kernel."""
+    def run(self, blocks: Callable[[StepRows], Tensor] | None = None) -> Tensor:
+        """Launch kernel by kernel; returns the logits. blocks: computes them, beside others."""
         # Unused rows, and rows whose logits were NaN, are computed too: their results are ignored.
-        inputs = begin(self.plan, self.tokens, self.positions, self.increments, self.steps)
-        self.logits = launch(self.plan, inputs, self.tables, self._split_counters)
+        rows = self._with(begin(self.plan, self.tokens, self.positions, self.increments, self.steps))
+        self.logits = launch(self.plan, *rows) if blocks is None else blocks(rows)
         self._choice.launch(self.logits, self.positions, self.tokens, self.host_tokens, self.steps)
+        return self.logits
+
+    def unused_rows(self) -> StepRows:
+        """Rows without a token, as many as this step has."""
+        return self._with(unused_inputs(self.plan, self.rows))
+
+    def _with(self, inputs: StepInputs) -> StepRows:
+        return StepRows(inputs, self.tables, self._split_counters)
 
     def logprobs(self, slots: Sequence[int], top: int) -> Tensor:
         """`logprob_terms` of these rows, in pinned memory: valid once the step is done."""
@@ -259,8 +278,8 @@ class CapturedDecoder:
     The scheduler reserves cache memory `STEPS_AHEAD` positions early, for the position that a launch writes.
     """
 
-    def __init__(self, steps: CapturedSteps) -> None:
-        self._steps = steps
+    def __init__(self, steps: CapturedSteps, prompts: PromptBackend) -> None:
+        self._steps, self._prompts = steps, prompts
         self._step: CapturedStep | None = None
         self._free: list[int] = []  # slots of the captured step
         self._members: dict[DecodingSequence, int] = {}  # all sequences, and the number of launches before each entered
@@ -279,8 +298,8 @@ class CapturedDecoder:
         return cache.table(self._steps.config, self._steps.dtype, 1) is not None
 
     def add(self, sequence: DecodingSequence) -> None:
-        """Let a sequence, whose last token is not computed yet, enter at the next step."""
-        sequence.is_captured, sequence.num_launched_tokens = True, sequence.num_computed_tokens
+        """Let a sequence enter at the next step, which computes its last token. The pass beside it may compute others."""
+        sequence.is_captured, sequence.num_launched_tokens = True, len(sequence.token_ids) - 1
         self._members[sequence] = self._launches
         self._entering.append(sequence)
 
@@ -308,11 +327,17 @@ class CapturedDecoder:
             cache.advance(end - start)
             record(cache, start, sequence.token_ids[start:end], self._steps.model)
 
-    def step(self) -> list[tuple[DecodingSequence, int, list[int] | None]]:
-        """The tokens of the oldest launched step (-1: no valid logits), each with its `logprob_terms` if requested."""
+    def step(self, prompts: Sequence[Row] = ()) -> list[tuple[DecodingSequence, int, list[int] | None]]:
+        """The tokens of the oldest launched step (-1: no valid logits), each with its `logprob_terms` if requested.
+
+        prompts: rows that only fill caches, computed beside the step that is launched now.
+        """
         if self.admit():
             while len(self._launched) <= STEPS_AHEAD and self._vacate_finished():
-                self._launch()
+                self._launch(prompts)
+                prompts = ()
+        if prompts:
+            self._prompts.run(prompts)
         if not self._launched:
             return []
         self._wait(self._launched[0].done)
@@ -423,14 +448,17 @@ class CapturedDecoder:
             with on(self._steps.device):
                 self._step.drop(slot)
 
-    def _launch(self) -> None:
+    def _launch(self, prompts: Sequence[Row]) -> None:
         step = self._step
         assert step is not None
         self._launches += 1
         self._step_launches += 1
         tokens = step.host_tokens[self._step_launches % len(step.host_tokens)]
         with on(self._steps.device):
-            step.launch()
+            if not (prompts and self._prompts.run_beside(step, prompts)):
+                if prompts:
+                    self._prompts.run(prompts)
+                step.launch()
             terms = None
             if self._with_logprobs:
                 terms = step.logprobs([sequence.slot for sequence in self._with_logprobs], self._max_top)

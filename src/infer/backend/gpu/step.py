@@ -111,6 +111,22 @@ class StepInputs(NamedTuple):
     normed: GemmInput | None = None  # output of the first norm
 
 
+class StepRows(NamedTuple):
+    """The rows of a decode step: what `launch` takes."""
+
+    inputs: StepInputs
+    tables: Tensor  # int64 [layers, B, COLUMNS], on the device
+    split_counters: Tensor  # from `counters`
+
+
+def unused_inputs(plan: Plan, rows: int) -> StepInputs:
+    """Inputs without a token."""
+    weight, (kinds, head_dim) = plan.head.norm.weight, plan.frequencies.shape
+    x = torch.zeros(rows, weight.shape[0], dtype=weight.dtype, device=weight.device)
+    positions = torch.full((rows,), -1, dtype=torch.int32, device=weight.device)
+    return StepInputs(x, positions, torch.zeros(kinds, rows, 2, head_dim, device=weight.device))
+
+
 def begin(plan: Plan, tokens: Tensor, positions: Tensor, increments: Tensor, steps: Tensor) -> StepInputs:
     """Embed tokens int64 [B] at positions int32 [B], below 0 in rows without a token.
 

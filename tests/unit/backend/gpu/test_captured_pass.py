@@ -11,11 +11,13 @@ import pytest
 import torch
 from amount import amount
 from interpreted import hurried, poison
+from mocks import Letters
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux alone")
 
-from infer import CacheMemory, KVCache
+from infer import CacheMemory, KVCache, SamplingParams, generate_batch
+from infer import backend as infer_backend
 from infer.backend.gpu import attention, captured, gemm, prompts, step
 from infer.backend.gpu.backend import GpuBackend
 from infer.backend.gpu.prompts import CapturedPass, Inputs
@@ -39,15 +41,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[CapturedPass]:
     """The passes that were captured: launched kernel by kernel again, with what lies in their buffers."""
     found: list[CapturedPass] = []
 
-    def capture(self: CapturedPass, run: Callable[[Inputs], None], pool: Any) -> None:
+    def capture(self: CapturedPass, run: Callable[[Inputs], Any], *_: Any) -> None:
         found.append(self)
-        self._graph = SimpleNamespace(replay=lambda: run(self.inputs))  # type: ignore[assignment]
+
+        def replay() -> None:
+            self.output = run(self.inputs)
+
+        self._graph = SimpleNamespace(replay=replay)  # type: ignore[assignment]
 
     event = SimpleNamespace(record=lambda: None, wait=lambda: None)
     cuda = SimpleNamespace(Event=lambda: event, graph_pool_handle=lambda: 1)
     monkeypatch.setattr(prompts, "torch", SimpleNamespace(**vars(torch) | {"cuda": cuda}))
     monkeypatch.setattr(CapturedPass, "capture", capture)
-    for name, value in {"PASSES": (8, 16), "SMALL_ROWS": 2, "TOKENS_PER_ROW": 2, "MIN_USES": 1}.items():
+    for name, value in {"PASSES": (8, 16), "TOKENS_PER_ROW": 2, "MIN_USES": 1}.items():
         monkeypatch.setattr(prompts, name, value)
     poison(monkeypatch, attention, gemm, step)
     hurried(monkeypatch)
@@ -117,7 +123,7 @@ def test_what_was_there_before_is_gone(small: Make, made: list[CapturedPass]) ->
 
 @torch.inference_mode()
 def test_left_to_others(small: Make, made: list[CapturedPass], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where logits are wanted, there are too few tokens or too many, or too many rows; and at first."""
+    """Where logits are wanted, there are too many tokens, or too many rows; and at first."""
     model = small()
     backend, memory = backend_of(model), CacheMemory(model, 2**20)
 
@@ -125,7 +131,6 @@ def test_left_to_others(small: Make, made: list[CapturedPass], monkeypatch: pyte
         backend.run(fed([memory.cache(64) for _ in pieces], pieces, wanted))
 
     runs([range(8)], LAST)
-    runs([[1, 2]])
     runs([range(17)])
     runs([[1], [2], [3], [4], [5]])
     assert not made
@@ -162,3 +167,32 @@ def test_without_memory_for_it(small: Make, made: list[CapturedPass], monkeypatc
         backend.run(fed([cache], [range(8)]))
         assert cache.seq_len == 8
     assert not made
+
+
+@pytest.mark.parametrize("family", amount(["llama", "qwen3", "gemma3", "gpt2", "olmoe"], ["gemma3", "olmoe"]))
+def test_beside_a_step(small: Make, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Prompts in chunks beside sequences that decode, and sequences that enter in the pass of their prompt."""
+    events = SimpleNamespace(record=lambda: None, wait=lambda: None, synchronize=lambda: None)
+    changed = {"empty": lambda *shape, pin_memory=False, **options: torch.empty(*shape, **options)}
+    changed |= {"cuda": SimpleNamespace(Event=lambda: events)}
+    monkeypatch.setattr(captured, "torch", SimpleNamespace(**vars(torch) | changed))
+    monkeypatch.setattr(captured, "_capturing", False)
+    monkeypatch.setattr(infer_backend, "_with_kernels", lambda model: GpuBackend.of(parts_of(model), model.dtype))
+    poison(monkeypatch, attention, gemm, step)
+    hurried(monkeypatch)
+    model = small(family)
+    beside, run_beside = [], GpuBackend.run_beside
+
+    def counted(self: GpuBackend, step: captured.CapturedStep, rows: Sequence[Row]) -> bool:
+        beside.append((step.rows, sum(len(row.tokens) for row in rows)))
+        return run_beside(self, step, rows)
+
+    monkeypatch.setattr(GpuBackend, "run_beside", counted)
+    sampled = SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=1.0, seed=3)
+    prompts = [list(range(1, 1 + n)) for n in (3, 7, 1, 5)]
+    together = generate_batch(model, Letters(), prompts, sampled, prefill_chunk=6, memory=CacheMemory(model, 2**20))
+    assert {rows for rows, _ in beside} >= {1, 4}
+    assert sum(tokens for _, tokens in beside) == sum(map(len, prompts)) - len(prompts)
+    monkeypatch.setattr(GpuBackend, "run_beside", lambda *_: False)
+    for prompt, got in zip(prompts, together, strict=True):
+        assert got.token_ids == generate_batch(model, Letters(), [prompt], sampled)[0].token_ids

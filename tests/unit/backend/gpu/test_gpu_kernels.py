@@ -476,8 +476,9 @@ class Ragged:
         at = [span.start + i for span in self.spans for i in range(span.n)]
         positions = torch.tensor(at, dtype=torch.int32, device=DEVICE)
         finished = torch.zeros(len(rows) * self.kv_heads, dtype=torch.int32, device=DEVICE)
-        out = attention._attend_one(
-            self.q, self.table[rows], positions, finished, self.kv_heads, False, scale=0.4, window=self.window
+        table, out = self.table[rows], torch.empty_like(self.q).flatten(1)
+        attention._attend_one(
+            self.q, out, table, positions, finished, self.kv_heads, False, scale=0.4, window=self.window
         )
         assert not finished.any()
         return out
