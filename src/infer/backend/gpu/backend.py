@@ -30,16 +30,18 @@ from infer.backend.gpu.attention import (
     tiles_of,
 )
 from infer.backend.gpu.captured import CapturedDecoder, CapturedStep, CapturedSteps
-from infer.backend.gpu.gemm import GemmInput, add_norm, aligned, empty_rows, gemm, scale_logits
+from infer.backend.gpu.gemm import GemmInput, add_norm, aligned, empty_rows, gemm, scale_after_gemm, scale_logits
 from infer.backend.gpu.launcher import on
 from infer.backend.gpu.moe import mixture
 from infer.backend.gpu.prompts import CapturedPasses, Inputs, PassShape, ShardedSteps
 from infer.backend.gpu.step import Plan, StepInputs, StepRows, counters, launch, plan_of, rope_tables
+from infer.backend.gpu.tuned import FUSED_ROWS
 from infer.backend.parts import BlockParts, ModelParts
 from infer.cache.base import Cache
 from infer.cache.table import PAGE_TABLE, SLOTS
 from infer.machine import to_device
 from infer.models.rows import PackedBatch, Row, pack, record, reserve
+from infer.nn.linear import Linear
 from infer.nn.norm import Norm
 from infer.nn.sharded import ShardedLinear
 
@@ -169,7 +171,8 @@ class GpuBackend:
         x[:count], x[count:] = self._embed(ids, positions.clamp(min=0)), own.x
         both = torch.cat((positions, own.positions))
         normed = self._blocks(None, x, both, self._ropes(positions), tables, tiles, step)
-        return self._logits(GemmInput(*(None if each is None else aligned(each[count:]) for each in normed)))
+        squares = None if normed.squares is None else aligned(normed.squares[count:])
+        return self._logits(GemmInput(aligned(normed.x[count:]), squares))
 
     def _launch_step(self, inputs: Inputs) -> Tensor:
         """Launch a pass of one token per row, kernel by kernel; returns all logits."""
@@ -227,37 +230,41 @@ class GpuBackend:
             if step is None:
                 attended = self._attend(packed, i, block, qkv, positions, rope_cos_sin, table, tiles)
             else:
-                assert table is not None and tiles is not None
+                assert table is not None
+                assert tiles is not None
                 attended = self._attend_both(i, block, qkv, positions, rope_cos_sin, table, tiles, step)
-            added, _ = gemm(block.o, GemmInput(block.o.input(attended)), None, joined=False, pdl=pdl)
-            added, given, factor = block.o.output(added), x, block.multiplier
-            normed, x = add_norm(
-                x,
-                None if block.parallel else block.before_mlp,
-                added,
-                block.after_attention,
-                multiplier=factor,
-                scaled=block.routing is not None,
-                pdl=pdl,
-            )
+            given, norm = x, None if block.parallel else block.before_mlp
+            normed, x = self._add(block.o, attended, x, block.after_attention, norm, block)
             if block.parallel:
                 normed, _ = add_norm(given, block.before_mlp, pdl=pdl)
-            added = self._mlp(block, normed, positions)
-            normed, x = add_norm(x, norms[i + 1], added, block.after_mlp, multiplier=factor, pdl=pdl)
+            if block.routing is not None:
+                added = mixture(block, normed.x, positions, None, pdl=pdl)
+                normed, x = add_norm(x, norms[i + 1], added, block.after_mlp, multiplier=block.multiplier, pdl=pdl)
+            else:
+                eps = _eps(block.before_mlp)
+                inner, _ = gemm(
+                    block.up, normed, None, eps=eps, activation=block.activation, gated=block.gated, pdl=pdl
+                )
+                normed, x = self._add(block.down, inner, x, block.after_mlp, norms[i + 1], block)
             if packed is not None:
                 packed.return_layer(i, x)
         if packed is not None:
             packed.return_final(x, self.parts.head.norm)
         return normed
 
-    def _mlp(self, block: BlockParts, normed: GemmInput, positions: Tensor) -> Tensor:
-        """The output of a block's MLP, or of its experts, for `add_norm`."""
-        eps, pdl = _eps(block.before_mlp), self.plan.pdl
-        if block.routing is not None:
-            return mixture(block, normed.x, positions, None, pdl=pdl)
-        inner, _ = gemm(block.up, normed, None, eps=eps, activation=block.activation, gated=block.gated, pdl=pdl)
-        added, _ = gemm(block.down, GemmInput(block.down.input(inner)), None, joined=False, pdl=pdl)
-        return block.down.output(added)
+    def _add(
+        self, linear: Linear, inner: Tensor, x: Tensor, after: Norm | None, norm: Norm | None, block: BlockParts
+    ) -> tuple[GemmInput, Tensor]:
+        """x + multiplier after(W inner), normed and as it is."""
+        factor, pdl = block.multiplier, self.plan.pdl
+        scaled = block.routing is not None and linear is block.o  # experts get it complete
+        fused = not (scaled or self._sharded) and after is None and scale_after_gemm(norm, x.dtype)
+        if fused and len(x) >= FUSED_ROWS:
+            complete, normed = gemm(linear, GemmInput(inner), None, addend=x, multiplier=factor, norm=norm, pdl=pdl)
+            assert normed is not None
+            return normed, complete
+        added, _ = gemm(linear, GemmInput(linear.input(inner)), None, joined=False, pdl=pdl)
+        return add_norm(x, norm, linear.output(added), after, multiplier=factor, scaled=scaled, pdl=pdl)
 
     def _head(self, packed: PackedBatch, normed: GemmInput) -> Tensor:
         """The logits of the positions that rows select."""

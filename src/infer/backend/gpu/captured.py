@@ -58,7 +58,7 @@ def disabled() -> Iterator[None]:
 _recording = Lock()  # torch records one graph at a time in a process
 
 
-def record_graph(run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+def record_graph(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
     """Capture the launches of `run` for replay. pool: memory pool of its results; None: a private one."""
     graph = torch.cuda.CUDAGraph()
     with _recording, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -298,7 +298,7 @@ class CapturedDecoder:
         return cache.table(self._steps.config, self._steps.dtype, 1) is not None
 
     def add(self, sequence: DecodingSequence) -> None:
-        """Let a sequence enter at the next step, which computes its last token. The pass beside it may compute others."""
+        """Let a sequence enter at the next step, which computes its last token; a pass beside it may compute others."""
         sequence.is_captured, sequence.num_launched_tokens = True, len(sequence.token_ids) - 1
         self._members[sequence] = self._launches
         self._entering.append(sequence)

@@ -6,8 +6,8 @@ does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from infer.backend.gpu.tuned import (
     BLOCK_N,
     COLUMNS_AHEAD_ALONE,
     EPILOGUE_COLUMNS,
+    FUSED_ROWS,
     LARGE_FLOAT32,
     LARGE_SLICED,
     LARGE_UNSLICED,
@@ -259,6 +260,9 @@ def gemm(
     x = vectors.x
     rows = x.shape[0]
     if rows > MAX_SMALL_ROWS or (rows > SMALL_ROWS and _torch_is_fast(linear, x)):
+        ends = addend is not None or (joined and (vectors.squares is not None or activation or linear.bias is not None))
+        if rows >= FUSED_ROWS and ends:
+            return _gemm_large(linear, vectors, eps, linear.bias, addend, multiplier, norm, activation, gated, pdl)
         return _gemm_and_epilogue(linear, vectors, eps, addend, multiplier, norm, activation, gated, joined, pdl)
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, Tensor)
@@ -474,7 +478,7 @@ def large_gemm(linear: Linear, x: Tensor, *, pdl: bool = False) -> Tensor:
     """
     rows, padded_x = x.shape[0], _with_padding(x)
     if not _torch_is_fast(linear, x) or not _torch_agrees(linear, padded_x.shape[0], pdl):
-        out = _gemm_large(padded_x, linear, pdl)
+        out = _gemm_large(linear, GemmInput(padded_x), pdl=pdl)[0]
     elif slices_of(linear) == 1:
         out = _torch_gemm(padded_x, linear)
     else:
@@ -495,7 +499,7 @@ def _torch_is_fast(linear: Linear, x: Tensor) -> bool:
 
 def _torch_agrees(linear: Linear, rows: int, pdl: bool) -> bool:
     def ours(x: Tensor, linear: Linear) -> Tensor:
-        return _gemm_large(x, linear, pdl)
+        return _gemm_large(linear, GemmInput(x), pdl=pdl)[0]
 
     def torchs(x: Tensor, linear: Linear) -> Tensor:
         return _torch_gemm(x, linear) if slices_of(linear) == 1 else joined(slice_sums(x, linear), x.dtype)
@@ -541,39 +545,98 @@ def _with_padding(x: Tensor) -> Tensor:
     return out
 
 
-def _gemm_large(x: Tensor, linear: Linear, pdl: bool) -> Tensor:
+def _gemm_large(
+    linear: Linear,
+    vectors: GemmInput,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+    multiplier: float = 1.0,
+    norm: Norm | None = None,
+    activation: str = "",
+    gated: bool = False,
+    pdl: bool = False,
+) -> tuple[Tensor, GemmInput | None]:
+    """As `gemm`, for many rows. By default W x alone."""
+    x, squares = vectors
     weight = linear.weight
     assert isinstance(weight, Tensor)
-    rows, (n, k) = x.shape[0], weight.shape
-    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    _gemm_large_launch(rows, n, k, slices_of(linear), slice_length(linear), x.dtype, x.device, pdl)(
-        x, weight, out, rows, n
+    rows, n = x.shape[0], weight.shape[0] // (2 if gated else 1)
+    launch, blocks = _gemm_large_launch(
+        rows,
+        n,
+        weight.shape[1],
+        (slices_of(linear), slice_length(linear)),
+        (x.dtype, x.device, dtype_of(bias)),
+        (addend is not None, multiplier),
+        (activation, gated),
+        (0 if squares is None else squares.shape[1], eps),
+        None if norm is None else norm.offset,
+        pdl,
     )
-    return out
+    out = empty_rows(rows, n, x)
+    following = None
+    if norm is not None:
+        next_squares = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
+        following = GemmInput(empty_rows(rows, n, x), next_squares)
+    launch(
+        x,
+        weight,
+        weight if bias is None else bias,
+        x if addend is None else addend,
+        out,
+        rows,
+        n,
+        squares=squares,
+        next_weight=None if norm is None else norm.weight,
+        next_out=None if following is None else following.x,
+        next_squares=None if following is None else following.squares,
+    )
+    return out, following
 
 
 @lru_cache(LAUNCHES)
 def _gemm_large_launch(
-    rows: int, n: int, k: int, slices: int, length: int, dtype: torch.dtype, device: torch.device, pdl: bool
-) -> Launch:
-    tile = LARGE_FLOAT32 if dtype.itemsize == 4 else LARGE_SLICED if slices > 1 else LARGE_UNSLICED
+    rows: int,
+    n: int,
+    k: int,
+    slices: tuple[int, int],  # number and length
+    kind: tuple[torch.dtype, torch.device, torch.dtype | None],  # the last one: of the bias
+    added: tuple[bool, float],  # whether there is a residual, and the multiplier
+    activation: tuple[str, bool],
+    squares: tuple[int, float],  # number of partial sums, and eps
+    offset: float | None,  # of the norm that follows
+    pdl: bool,
+) -> tuple[Callable[..., Any], int]:
+    """A launch, and the number of blocks of columns."""
+    dtype, device, bias = kind
+    gated = activation[1]
+    tile = LARGE_FLOAT32 if dtype.itemsize == 4 else LARGE_SLICED if slices[0] > 1 else LARGE_UNSLICED
     block_b, block_n, columns, stages, warps = tile
-    columns = block_k(columns, length)
-    return Launch(
-        gemm_large,
-        (-(-n // block_n) * -(-rows // block_b),),
-        K=k,
-        SLICES=slices,
-        LENGTH=length,
-        BLOCK_B=block_b,
-        BLOCK_N=block_n,
-        BLOCK_K=columns,
-        GROUP_B=8,
-        EVEN=n % block_n == 0 and k == length * slices,
-        STAGES=stages_for(stages, columns * (block_b + block_n) * dtype.itemsize, device),
-        num_warps=warps,
+    columns, blocks = block_k(columns, slices[1]), -(-n // (block_n // (2 if gated else 1)))
+    options: dict[str, Any] = {
+        "K": k,
+        "SLICES": slices[0],
+        "LENGTH": slices[1],
+        "BLOCK_B": block_b,
+        "BLOCK_N": block_n,
+        "BLOCK_K": columns,
+        "GROUP_B": 8,
+        "EVEN": n % (block_n // (2 if gated else 1)) == 0 and k == slices[0] * slices[1],
+        "STAGES": stages_for(stages, columns * (block_b + block_n) * dtype.itemsize, device),
+        "BIAS": bias is not None,
+        "RESIDUAL": added[0],
+        "MULTIPLIER": added[1],
+        "GATED": gated,
+        "ACTIVATION": activation[0],
+        "SQUARES": squares[0],
+        "PADDED": next_power(squares[0]) if squares[0] else 0,
+        "EPS": squares[1],
+        "OFFSET": offset or 0.0,
+        "num_warps": warps,
         **launch_options(pdl),
-    )
+    }
+    return partial(gemm_large[(blocks * -(-rows // block_b),)], **options), blocks
 
 
 def block_k(most: int, length: int) -> int:
@@ -611,7 +674,7 @@ def compare_instructions(device: torch.device, dtype: torch.dtype) -> bool:
     like = torch.empty(0, dtype=dtype, device=device)
     for slices in (1, 2):
         x, linear = device_check.sensitive(300, 256, 512, slices, like)
-        many = _gemm_large(x, linear, False)
+        many = _gemm_large(linear, GemmInput(x))[0]
         hundred = gemm(linear, GemmInput(x[:100].contiguous()), None)[0]
         eight = gemm(linear, GemmInput(x[:8].contiguous()), None)[0]
         if not device_check.same(hundred, many[:100]) or not device_check.same(eight, many[:8]):

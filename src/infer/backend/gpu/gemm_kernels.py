@@ -362,7 +362,9 @@ def repeated(tile, GROUPS: tl.constexpr):
 @kernel(do_not_specialize=["B"])
 def gemm_large(
     x,  # [B, K]
-    weight,  # [N, K]
+    weight,  # [N, K]; if GATED [2 N, K], the gate's rows first
+    bias,
+    residual,  # [B, N]
     out,  # [B, N]
     B,
     N,
@@ -370,26 +372,42 @@ def gemm_large(
     SLICES: tl.constexpr,
     LENGTH: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # rows of the matrix; if GATED, every other one is a gate
     BLOCK_K: tl.constexpr,  # divides LENGTH
     GROUP_B: tl.constexpr,  # blocks of x visited before the next block of the matrix, for L2 hits
     EVEN: tl.constexpr,  # whether blocks divide N and slices divide K
     STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
+    squares=None,  # as for `gemm_small`
+    SQUARES: tl.constexpr = 0,
+    PADDED: tl.constexpr = 0,
+    EPS: tl.constexpr = 0.0,
+    next_weight=None,
+    next_out=None,
+    next_squares=None,
+    OFFSET: tl.constexpr = 0.0,
+    MULTIPLIER: tl.constexpr = 1.0,
 ):
-    """x W^T alone: `epilogue_rows` and `add_norm_rows` do the rest."""
+    """For the many rows of a prompt."""
     let_next_start(PDL)
+    MATRICES: tl.constexpr = 2 if GATED else 1
+    COLUMNS: tl.constexpr = BLOCK_N // MATRICES
     # Programs that run at the same time share blocks of both matrices.
-    blocks_n, blocks_b = tl.cdiv(N, BLOCK_N), tl.cdiv(B, BLOCK_B)
+    blocks_n, blocks_b = tl.cdiv(N, COLUMNS), tl.cdiv(B, BLOCK_B)
     program = tl.program_id(0)
     first_b = program // (GROUP_B * blocks_n) * GROUP_B
     group_b = tl.minimum(blocks_b - first_b, GROUP_B)
     within = program % (GROUP_B * blocks_n)
-    column = within // group_b * BLOCK_N + tl.arange(0, BLOCK_N)
+    block_n = within // group_b
+    line = tl.arange(0, BLOCK_N)
+    place = block_n * COLUMNS + line // MATRICES
     row = ((first_b + within % group_b) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
-    column_mask, row_mask = column < N, row < B
     at = tl.arange(0, BLOCK_K)
-    first = weight + column[:, None].to(tl.int64) * K + at[None, :]
+    first = weight + (place + line % MATRICES * N)[:, None].to(tl.int64) * K + at[None, :]
     # Rows past the end load the last row: they are not stored, so they need no mask.
     vectors = x + tl.minimum(row, B - 1)[:, None] * K + at[None, :]
     wait_for_previous(PDL)
@@ -403,12 +421,35 @@ def gemm_large(
             rows = tl.load(vectors + k)
         else:
             rows = tl.load(vectors + k, k_mask[None, :], 0.0)
-        y = tl.dot(rows, load_block(first + k, column_mask, k_mask, EVEN).T, y, input_precision="ieee")
+        y = tl.dot(rows, load_block(first + k, place < N, k_mask, EVEN).T, y, input_precision="ieee")
         if SLICES > 1:
             if step % STEPS == STEPS - 1:
                 total += y
                 y = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
     if SLICES == 1:
         total = y
+    if GATED:
+        summed = tl.split(tl.reshape(total, (BLOCK_B, COLUMNS, 2)))
+    else:
+        summed = (total,)
+    column = block_n * COLUMNS + tl.arange(0, COLUMNS)
+    column_mask, row_mask = column < N, row < B
+    places, inside = row[:, None] * N + column[None, :], row_mask[:, None] & column_mask[None, :]
+    biases, scale, addend = (), None, None
+    if BIAS:
+        biases = (tl.load(bias + column, column_mask, 0.0).to(tl.float32)[None, :],)
+        if GATED:
+            biases = biases + (tl.load(bias + N + column, column_mask, 0.0).to(tl.float32)[None, :],)
+    if squares is not None:
+        scale = norm_scale(tree_sum(load_squares(squares, row, row_mask, SQUARES, PADDED)), K, EPS)[:, None]
+    if RESIDUAL:
+        addend = tl.load(residual + places, inside, 0.0).to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty
-    tl.store(out + row[:, None] * N + column[None, :], total.to(dtype), row_mask[:, None] & column_mask[None, :])
+    rounded = epilogue(summed, dtype, scale, biases, addend, ACTIVATION, MULTIPLIER).to(dtype)
+    tl.store(out + places, rounded, inside)
+    if next_weight is not None:
+        wide = rounded.to(tl.float32)
+        next_weights = tl.load(next_weight + column, column_mask, 0.0).to(tl.float32)[None, :] + OFFSET
+        tl.store(next_out + places, (wide * next_weights).to(dtype), inside)
+        of_row = tree_sum(tl.trans(tl.where(inside, wide * wide, 0.0)))
+        tl.store(next_squares + row * blocks_n + block_n, of_row, row_mask)

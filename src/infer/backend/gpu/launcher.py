@@ -134,7 +134,7 @@ def can_compile_ahead() -> bool:
     return not triton.knobs.runtime.interpret
 
 
-def compile_ahead(device: torch.device, walk: Callable[[], None]) -> list[str]:
+def compile_ahead(device: torch.device, walk: Callable[[], object]) -> list[str]:
     """Compile, in threads, the kernels that `walk` would launch on a device. Nothing is launched.
 
     Returns the names of kernels that were not in Triton's disk cache. A kernel that cannot be compiled or loaded is
@@ -144,7 +144,7 @@ def compile_ahead(device: torch.device, walk: Callable[[], None]) -> list[str]:
     return copy_context().run(_compile_ahead, device, walk)
 
 
-def _compile_ahead(device: torch.device, walk: Callable[[], None]) -> list[str]:
+def _compile_ahead(device: torch.device, walk: Callable[[], object]) -> list[str]:
     knobs = triton.knobs.compilation
     compiled: list[str] = []
     futures: list[Any] = []

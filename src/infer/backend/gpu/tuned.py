@@ -21,6 +21,7 @@ MAX_SMALL_ROWS = 128  # max rows of x for `gemm_small` if torch's bits do not ag
 SPLIT_K = 64  # max rows of x for split-K programs: at 128, q, k, v take 14.7 us with them, 8.7 without
 COLUMNS_AHEAD_ALONE = 768  # columns in flight if each program has its own SM
 PREFETCHED = 512  # columns prefetched into the L2 cache before the input is ready
+FUSED_ROWS = 1024  # rows of x from which `gemm_large` with its epilogue is faster than torch's GEMM and an epilogue
 PAD_ROWS = 128  # torch's GEMM runs a multiple of this, or half of it, and each size is checked once
 EPILOGUE_COLUMNS = 2048  # per program of `epilogue_rows`
 
