@@ -409,7 +409,8 @@ def gemm_large(
     at = tl.arange(0, BLOCK_K)
     first = weight + (place + line % MATRICES * N)[:, None].to(tl.int64) * K + at[None, :]
     # Rows past the end load the last row: they are not stored, so they need no mask.
-    vectors = x + tl.minimum(row, B - 1)[:, None] * K + at[None, :]
+    held = tl.minimum(row, B - 1)
+    vectors = x + held[:, None] * K + at[None, :]
     wait_for_previous(PDL)
     STEPS: tl.constexpr = LENGTH // BLOCK_K
     total = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
@@ -441,7 +442,7 @@ def gemm_large(
         if GATED:
             biases = biases + (tl.load(bias + N + column, column_mask, 0.0).to(tl.float32)[None, :],)
     if squares is not None:
-        scale = norm_scale(tree_sum(load_squares(squares, row, row_mask, SQUARES, PADDED)), K, EPS)[:, None]
+        scale = norm_scale(tree_sum(load_squares(squares, held, held < B, SQUARES, PADDED)), K, EPS)[:, None]
     if RESIDUAL:
         addend = tl.load(residual + places, inside, 0.0).to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty

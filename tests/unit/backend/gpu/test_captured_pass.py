@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from amount import amount
-from interpreted import hurried, poison
+from interpreted import hurried, matrix_units, poison
 from mocks import Letters
 from torch import Tensor
 
@@ -58,6 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[CapturedPass]:
         monkeypatch.setattr(prompts, name, value)
     poison(monkeypatch, attention, gemm, step)
     hurried(monkeypatch)
+    matrix_units(monkeypatch)
     return found
 
 
