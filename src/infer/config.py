@@ -141,9 +141,9 @@ class ModelConfig:
         return self.sliding_window if self.layer_types[layer_idx] == SLIDING_ATTENTION else None
 
     @property
-    def windows(self) -> list[int | None]:
+    def windows(self) -> tuple[int | None, ...]:
         """The window of each layer."""
-        return [self.window(layer_idx) for layer_idx in range(self.num_hidden_layers)]
+        return tuple(self.window(layer_idx) for layer_idx in range(self.num_hidden_layers))
 
     def has_experts(self, layer_idx: int) -> bool:
         return self.num_experts > 0 and layer_idx not in self.dense_layers

@@ -186,9 +186,14 @@ def reserved_bytes() -> int:
     return _reserved
 
 
-def available_memory(device: torch.device, processes: int = 1) -> int | None:
-    """Bytes that each of `processes` processes can still allocate on the device; None if unknown."""
+def available_memory(device: torch.device, processes: int = 1, *, release: bool = False) -> int | None:
+    """Bytes that each of `processes` processes can still allocate on the device; None if unknown.
+
+    release: give back what torch keeps of freed GPU memory first, such as that of an earlier cache.
+    """
     if device.type == "cuda":
+        if release:
+            torch.cuda.empty_cache()
         return max(0, torch.cuda.mem_get_info(device)[0] // processes - _reserved)
     if device.type != "cpu":
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Self
 from weakref import finalize
 
@@ -44,14 +45,13 @@ class PagedCache(BaseCache):
                 f"a page of this pool holds {pool.layers} layers, but this model's windows need pages of "
                 f"{len(self.groups[0].layers)}"
             )
-        # of each layer: its group, and its index within a page
-        self._places = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
+        self._places = _places(self.windows)
         self.page_table = np.full(
             (batch_size, len(self.groups), _pages(max_seq_len, pool.page_size)), NO_PAGE, np.int64
         )
         self._device_table: Tensor | None = None  # a copy for the kernels of another device
         if self.device.type != "cpu":
-            self._device_table = torch.zeros(self.page_table.shape, dtype=torch.int64, device=self.device)
+            self._device_table = torch.empty(self.page_table.shape, dtype=torch.int64, device=self.device)
         self.table_length = 0  # entries of each page table up to the last allocated page
         self._set_first([0] * len(self.groups))
         self._num_slots = 0  # positions up to which `reserve` has nothing to do
@@ -278,6 +278,12 @@ class PagedCache(BaseCache):
         for table in tables:
             pages += self.pool.allocate(missing, int(table[self.table_length - 1]) if self.table_length else NO_PAGE)
         return pages
+
+
+@lru_cache
+def _places(windows: tuple[int | None, ...]) -> dict[int, tuple[int, int]]:
+    """Of each layer: its group, and its index within a page."""
+    return {layer: (g, i) for g, group in enumerate(layer_groups(windows)) for i, layer in enumerate(group.layers)}
 
 
 def _pages(positions: int, page_size: int) -> int:

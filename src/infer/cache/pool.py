@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -37,7 +38,8 @@ class LayerGroup(NamedTuple):
     layers: tuple[int, ...]
 
 
-def layer_groups(windows: Sequence[int | None]) -> list[LayerGroup]:
+@lru_cache
+def layer_groups(windows: tuple[int | None, ...]) -> list[LayerGroup]:
     """All layers in groups of one size, the largest that divides them evenly: pages have one size, without padding."""
     by_window: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):

@@ -20,6 +20,7 @@ import numpy as np
 from infer.cache.pool import NO_PAGE, PagePool
 
 Pages = tuple[int, ...]  # one of each group of layers, or NO_PAGE
+FEW = 16  # less than this part of a page is not worth a copy
 TRIES = 8  # nodes whose pages are in use that `evict` skips before it drops a leaf, to bound its work
 
 
@@ -122,8 +123,10 @@ class PrefixIndex:
             at += common
             node.last_used = self._clock
             path.append(node)
-            # Within a node, the longest length needs the fewest pages: shorter ones need no check.
-            if all(
+            # Within a node, the longest length needs the fewest pages: shorter ones need no check. A few tokens of a
+            # page are computed again, because the page would have to be copied.
+            few = 0 < at % self.pool.page_size < self.pool.page_size // FEW and at < len(tokens)
+            if not few and all(
                 (first := self._first(at, window)) > index or (node.pages[group] >= 0 and first >= gapless_from[group])
                 for group, window in self._windowed
             ):

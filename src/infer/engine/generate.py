@@ -225,6 +225,6 @@ def _memory_for(model: Model, sequences: list[Sequence], device: torch.device, c
     lengths = [min(sequence.max_len, config.max_position_embeddings) for sequence in sequences]
     copied = bytes_for(config, 1, item)  # the last page, if it is shared
     sizes = [bytes_for(config, length, item, chunk=length) + copied for length in lengths]
-    free = available_memory(device)
+    free = available_memory(device, release=True)
     size = sum(sizes) if free is None else min(sum(sizes), max(int(free * DEFAULT_MEMORY_FRACTION), max(sizes)))
     return CacheMemory(model, size, cache_dtype=cache_dtype)

@@ -52,7 +52,7 @@ class CacheMemory:
         dtype, device = cache_dtype_of(model, cache_dtype), model_device(model)
         group = model.group if isinstance(model, Decoder) else None
         if size is None:
-            free = available_memory(device, 1 if group is None else group.sharing)
+            free = available_memory(device, 1 if group is None else group.sharing, release=True)
             if free is None:
                 raise ValueError(f"{device} does not report its free memory: set the memory for caches (cache_memory)")
             needed = DEFAULT_MAX_SEQUENCES * bytes_for(model.config, DEFAULT_SEQUENCE_LEN, dtype.itemsize, page_size)

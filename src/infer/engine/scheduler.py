@@ -131,7 +131,9 @@ class Scheduler:
         for sequence in growing:
             del sequence.draft_token_ids[max(0, sequence.capacity - sequence.num_computed_tokens - 1) :]
             self._schedule(scheduled, sequence, sequence.num_recompute_tokens or 1 + len(sequence.draft_token_ids))
-        budget = _Budget(self.prefill_chunk, len(scheduled) if self._shared else None)
+        budget = _Budget(self.prefill_chunk, None)
+        if self._shared:  # and twice as many tokens if no sequence waits for its next one
+            budget = _Budget(self.prefill_chunk * (1 if scheduled else 2), len(scheduled))
         for sequence in prefilling:
             budget.spend(self._schedule(scheduled, sequence, self._chunk(sequence, budget)), sequence)
         for sequence in [] if self.preempted else list(self.waiting):

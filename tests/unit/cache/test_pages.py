@@ -213,9 +213,9 @@ class TestPool:
 
 def test_groups_of_layers() -> None:
     """Of one size, so that any page will do for any group."""
-    assert layer_groups([None] * 3) == [LayerGroup(None, (0, 1, 2))]
-    assert layer_groups([4, None, 4]) == [LayerGroup(4, (0,)), LayerGroup(4, (2,)), LayerGroup(None, (1,))]
-    assert layer_groups([4, 4, None, 4, 4, None]) == [
+    assert layer_groups((None,) * 3) == [LayerGroup(None, (0, 1, 2))]
+    assert layer_groups((4, None, 4)) == [LayerGroup(4, (0,)), LayerGroup(4, (2,)), LayerGroup(None, (1,))]
+    assert layer_groups((4, 4, None, 4, 4, None)) == [
         LayerGroup(4, (0, 1)),
         LayerGroup(4, (3, 4)),
         LayerGroup(None, (2, 5)),

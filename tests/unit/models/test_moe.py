@@ -303,7 +303,7 @@ def test_published_configs() -> None:
     assert not qwen.has_windows
     oss = config_from_hf(GPT_OSS_20B)
     assert (oss.num_experts, oss.num_experts_per_tok, oss.mlp_bias, oss.attention_bias) == (32, 4, True, True)
-    assert oss.windows == [128, None] * 12
+    assert oss.windows == (128, None) * 12
     assert oss.rope is not None
     assert (oss.rope.factor, oss.rope.truncate, oss.rope.theta) == (32.0, False, 150_000.0)
 

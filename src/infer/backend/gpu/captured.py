@@ -102,8 +102,10 @@ class CapturedStep:
         self.plan, self.device = plan, device
         self._released: torch.cuda.Event | None = None  # recorded by `release`
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # inputs, then the chosen tokens
-        self.positions = torch.full((rows,), -1, dtype=torch.int32, device=device)  # of the inputs; -1: none
-        self.increments = torch.zeros(rows, dtype=torch.int32, device=device)  # of positions, per step
+        # Positions of the inputs, -1: none; and what is added to each after a step.
+        self._unused = torch.tensor([-1, 0], dtype=torch.int32).to(device)
+        self._rows = self._unused[:, None].repeat(1, rows)
+        self.positions, self.increments = self._rows
         self.steps = torch.zeros(1, dtype=torch.int32, device=device)  # steps since `clear`
         # A ring of the chosen tokens of the last steps, for the host.
         self.host_tokens = torch.empty(STEPS_AHEAD + 1, rows, dtype=torch.int64, pin_memory=True)
@@ -156,8 +158,7 @@ class CapturedStep:
         """Make all rows unused."""
         if self._released is not None:
             self._released.wait()
-        self.positions.fill_(-1)
-        self.increments.zero_()
+        self._rows.copy_(self._unused[:, None])
         self.steps.zero_()
 
     def load(self, sequences: Sequence[DecodingSequence], tables: np.ndarray[Any, Any]) -> None:
@@ -196,8 +197,7 @@ class CapturedStep:
             self.sampler.set_rows(slots, settings, tokens, prompt_lens)
 
     def drop(self, slot: int) -> None:
-        self.positions[slot].fill_(-1)
-        self.increments[slot].fill_(0)
+        self._rows[:, slot] = self._unused
 
     def release(self) -> None:
         self._released = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -56,7 +56,7 @@ ROW_STAGES, ROW_WARPS = 2, 1
 HEADS = 8  # per program of `prepare_heads`
 
 # Launches
-PASSES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # tokens of captured prefill passes
+PASSES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # tokens of captured passes
 SHARED_PERCENT = 58  # of an SM's memory is shared memory, the rest L1 cache: 766 instead of 873 us a step
 LAUNCHES = 1024  # cached launches of each prefill kernel, by shape
 ROWS_COMPILED = (1, 8, 16, 32, 64, 128, 256)  # rows of steps to compile: together, all kernels of all steps
