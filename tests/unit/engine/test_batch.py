@@ -281,7 +281,7 @@ class TestRefusals:
         assert model.calls == 0
 
     def test_memory_of_one_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("infer.cache.base.available_memory", lambda device: 10)
+        monkeypatch.setattr("infer.cache.base.available_memory", lambda device, **_: 10)
         model = MockModel(0)
         with pytest.raises(ValueError, match="are free on cpu"):
             generate_batch(model, LETTERS, [[1, 2]], SamplingParams(max_new_tokens=8))
@@ -301,7 +301,7 @@ def test_rows_wait_where_there_is_not_memory_for_all(
     """Caches may take half of what is free, or what one row needs: that is a page, and one to copy it to."""
     model = tiny_model(**windows)
     free = 2 * pages * bytes_for(model.config, 1, 4)
-    monkeypatch.setattr("infer.engine.generate.available_memory", lambda device: free)
+    monkeypatch.setattr("infer.engine.generate.available_memory", lambda device, **_: free)
     prompts, params = [PROMPTS[i] for i in (1, 2, 3, 4)], SamplingParams(max_new_tokens=8)
     check(model, prompts, params)
     passes = fed[: len(fed) - 4 * 8]  # the last are those of each alone

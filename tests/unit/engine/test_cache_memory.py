@@ -239,9 +239,9 @@ class TestSize:
             CacheMemory(model, 10**6, cache_dtype="int4")
 
     def test_half_of_what_is_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(memory_module, "available_memory", lambda device, processes=1: 10**6)
+        monkeypatch.setattr(memory_module, "available_memory", lambda device, processes=1, **_: 10**6)
         assert 4 * 10**5 < CacheMemory(make_tiny_model()).pool.memory_bytes <= 5 * 10**5
-        monkeypatch.setattr(memory_module, "available_memory", lambda device, processes=1: None)
+        monkeypatch.setattr(memory_module, "available_memory", lambda device, processes=1, **_: None)
         with pytest.raises(ValueError, match="does not report its free memory"):
             CacheMemory(make_tiny_model())
 
