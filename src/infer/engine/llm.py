@@ -40,6 +40,7 @@ from infer.values import (
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
+SUBMITTED_TOGETHER = 32  # prompts of `LLM.generate`: the first step has many, and the others are prepared meanwhile
 PARALLEL_CLOSE_S = 10.0  # to wait for a step of several processes, one of which may hang, before they are killed
 Prompt = str | Collection[int] | Collection[Message]  # text, token ids, or the messages of a chat
 
@@ -152,6 +153,21 @@ class LLM:
         params: how to sample, or settings by their names: temperature=0.8. priority: lower runs first.
         cache_salt: only requests with the same one share cached prefixes. trace: records the run of a single prompt.
         """
+        handle = self._handle(prompts, params, priority=priority, cache_salt=cache_salt, trace=trace, **settings)
+        self._submit([handle])
+        return handle
+
+    def _handle(
+        self,
+        prompts: Collection[Prompt],
+        params: SamplingParams | None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        trace: Trace | None = None,
+        **settings: Unpack[SamplingKeywords],
+    ) -> Handle:
+        """A request that is yet to be submitted."""
         if trace is not None and len(prompts) > 1:
             raise ValueError(f"a trace records one text, not those of {len(prompts)} prompts")
         params, sequences = _params(params, settings), list[Sequence]()
@@ -162,6 +178,12 @@ class LLM:
             check_trace(self.model, trace, sequence)
             self._thread.engine.check(sequence)
         return Handle(self, sequences)
+
+    def _submit(self, handles: list[Handle]) -> None:
+        """Submit requests, all for the same step."""
+        self._thread.submit([sequence for handle in handles for sequence in handle.sequences])
+        for handle in handles:
+            weakref.finalize(handle, self._thread.abort, handle.sequences).atexit = False
 
     @keywords_of(submit_all)
     def submit(
@@ -205,13 +227,17 @@ class LLM:
         if _is_one(given):
             return self.submit(given, one, **options).result()  # type: ignore[no-any-return]
         handles: list[Handle] = []
+        submitted = 0
         try:
             for i, (prompt, own) in enumerate(zip(given, params_of_each(given, params), strict=True)):
                 with named(f"prompt {i}", ValueError, TypeError):
-                    handles.append(self.submit(prompt, own, **options))
+                    handles.append(self._handle([prompt], own, **options))
+                if len(handles) - submitted == SUBMITTED_TOGETHER or i == len(given) - 1:
+                    self._submit(handles[submitted:])
+                    submitted = len(handles)
             return [handle.result() for handle in handles]
         except BaseException:
-            for handle in handles:
+            for handle in handles[:submitted]:
                 handle.abort()
             raise
 
@@ -336,8 +362,6 @@ class Handle:
         self._notifier = Notifier(llm._thread)
         for sequence in sequences:
             sequence.notify = self._notifier
-        llm._thread.submit(sequences)
-        weakref.finalize(self, llm._thread.abort, sequences).atexit = False
 
     @property
     def done(self) -> bool:

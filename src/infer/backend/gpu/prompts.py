@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -119,6 +120,7 @@ class CapturedPasses:
         self._uses: Counter[Any] = Counter()
         self._passes: dict[Any, CapturedPass | None] = {}  # those alone; a captured step has those beside it
         self._pool: Any = None  # their activations share one pool: only one pass runs at a time
+        self._captured = WeakSet[CapturedPass]()  # the pool is gone with the last of them
         self._done: torch.cuda.Event | None = None  # recorded after the last launch
         self._lock = Lock()
 
@@ -175,11 +177,12 @@ class CapturedPasses:
         """Capture a pass; None if out of memory."""
         try:
             captured_pass = CapturedPass(size, rows_of(size), self._layers, shape, self._device)
-            if captured.capturing():
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
+            if captured.capturing() and not self._captured:
+                self._pool = torch.cuda.graph_pool_handle()
             captured_pass.capture(run, self._pool, warm_up)
         except torch.OutOfMemoryError:
             return None
+        self._captured.add(captured_pass)
         return captured_pass
 
 
