@@ -20,7 +20,9 @@ from infer.backend.gpu.launcher import UNFUSED, Launch, launch_options, next_pow
 from infer.backend.gpu.row_kernels import add_norm_rows, epilogue_rows, scale_logits_rows
 from infer.backend.gpu.tuned import (
     BLOCK_N,
+    COLUMNS_AHEAD,
     COLUMNS_AHEAD_ALONE,
+    COLUMNS_AHEAD_SHARED,
     EPILOGUE_COLUMNS,
     FUSED_ROWS,
     LARGE_FLOAT32,
@@ -358,11 +360,14 @@ def _small_sizes(linear: Linear, x: Tensor) -> SmallSizes:
     batch, size = x.shape[0], x.element_size()
     slices, length = slices_of(linear), slice_length(linear)
     split_k = slices > 1 and batch <= SPLIT_K
-    rows, block_n, columns, ahead, warps = max(16, next_power(batch)), BLOCK_N, 128, 512, 4
+    rows, block_n, columns, ahead, warps = max(16, next_power(batch)), BLOCK_N, 128, COLUMNS_AHEAD, 4
+    programs = -(-linear.weight.shape[0] // block_n) * (slices if split_k else 1)
     if batch > 64 and slices == 1:
-        block_n, columns, ahead, warps = 2 * BLOCK_N, 64, 384, 8
-    elif batch <= 16 and -(-linear.weight.shape[0] // block_n) * (slices if split_k else 1) <= num_sms(x.device):
+        block_n, columns, ahead, warps = 2 * BLOCK_N, 64, COLUMNS_AHEAD_SHARED, 8
+    elif batch <= 32 and programs <= num_sms(x.device):
         ahead = COLUMNS_AHEAD_ALONE
+    elif 16 < batch <= 32:
+        ahead = COLUMNS_AHEAD_SHARED
     else:
         rows = min(64, rows)
     if size == 4:
