@@ -52,6 +52,7 @@ pytest.importorskip("triton", reason="needs Triton, which is there on Linux alon
 
 from infer.backend.gpu import attention, captured, device_check, gemm, launcher
 from infer.backend.gpu import backend as gpu_backend
+from infer.backend.gpu import prompts as gpu_prompts
 from infer.backend.gpu.launcher import compile_ahead
 from infer.backend.gpu.sampling import DeviceSampler
 from infer.backend.gpu.tuned import ROWS_COMPILED
@@ -1051,6 +1052,32 @@ class TestCapturedPasses:
             for cache in caches:
                 cache.reset()
         assert len(found.passes._passes) >= 3
+
+    @EVERY_FAMILY
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    def test_beside_steps(
+        self, make_model: MakeModel, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Prompts in one pass with sequences that decode: every text is that of passes and steps apart."""
+        model = make_model(family, dtype)
+        prompts = [prompt_of(n, seed=i) for i, n in enumerate((300, 64, 1, 40, 500, 1100, 17, 33, 200, 900))]
+        params = [SamplingParams(max_new_tokens=4 + 3 * i, temperature=1.0, seed=i) for i in range(len(prompts))]
+
+        def texts(chunk: int | None = None) -> list[list[int]]:
+            memory = CacheMemory(model, 60 * bytes_for(model.config, 1200, dtype.itemsize))
+            results = generate_batch(model, Letters(), prompts, params, memory=memory, prefill_chunk=chunk)
+            return [result.token_ids for result in results]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_backend.GpuBackend, "run_beside", lambda *_: False)
+            patch.setattr(gpu_backend.GpuBackend, "_run_captured", lambda *_: None)
+            expected = texts()
+        monkeypatch.setattr(gpu_prompts, "MIN_USES", 1)
+        for chunk in (None, 256, None):
+            assert texts(chunk) == expected
+        found = backend_for(model)
+        assert isinstance(found, gpu_backend.GpuBackend)
+        assert sum(len(step.passes) for step in found.captured._steps) > 3
 
     @pytest.mark.parametrize(("heads", "head_dim"), [(8, 64), (16, 128)])
     def test_256_ragged_requests(self, make_model: MakeModel, heads: int, head_dim: int) -> None:
