@@ -152,7 +152,9 @@ class Engine:
         started_at = time.perf_counter()
         if not self._history or started_at - self._history[-1][0] > IDLE_S:
             self._history = deque([(started_at, self._num_generated)], HISTORY)  # idle time is not part of the speed
-        outputs = self.runner.run(scheduled)
+        for output in self.runner.launch(scheduled, more=bool(self.scheduler.waiting)):
+            self._commit(output, started_at)
+        outputs = self.runner.wait()
         now = time.perf_counter()
         if self._listeners:
             self._emit("step", scheduled=scheduled, seconds=now - started_at)

@@ -49,11 +49,16 @@ class Runner:
         with torch.inference_mode():
             self._captured: Any = self._choose_backend().captured_decoder()  # None: the backend captures none
         self.num_lookahead_slots = 0 if self._captured is None and self.device.type != "cuda" else STEPS_AHEAD
-        self.started_at = 0.0  # when the last `run` began to compute, after kernels were compiled
+        self._computed: list[tuple[list[_PassInput], list[Tensor]]] = []  # passes of this step, and their logits
+        self._waits_for_captured = False
+        self.started_at = 0.0  # when the last `launch` began to compute, after kernels were compiled
 
     @torch.inference_mode()
-    def run(self, scheduled: list[ScheduledTokens]) -> list[StepOutput]:
-        """Compute the scheduled tokens. A sequence that enters a captured step may get its token in the next step."""
+    def launch(self, scheduled: list[ScheduledTokens], *, more: bool = False) -> list[StepOutput]:
+        """Begin to compute the scheduled tokens. Returns the outputs of those that only fill caches; see `wait`.
+
+        more: whether prompts wait. Then a pass of theirs comes before the next tokens of sequences that decode.
+        """
         backend = self._choose_backend()
         passes: list[ScheduledTokens] = []  # that return logits
         prompts: list[ScheduledTokens] = []  # that fill caches beside captured steps
@@ -67,24 +72,33 @@ class Runner:
                 fills = self._captured is not None and self._only_fills_cache(sequence, n - last)
                 (prompts if fills else passes).append(ScheduledTokens(sequence, n - last))
         self.started_at = time.perf_counter()
-        computed = [(inputs, self._run_pass(backend, inputs)) for inputs in _passes(passes)]
-        outputs = []
+        self._computed = [(inputs, self._run_pass(backend, inputs)) for inputs in _passes(passes)]
         *before, beside = [*_passes(prompts)] or [[]]
         for inputs in before:
             self._run_pass(backend, inputs)
         # Captured steps are launched after the passes; only their tokens are waited for.
+        self._waits_for_captured = num_captured > 0
         if num_captured:
+            self._captured.admit()  # kernels that are compiled here are not a token's time
+            self.started_at = time.perf_counter()
             with _reported(beside):
-                outputs = self._run_captured([*map(self._row, beside)])
+                self._captured.launch([*map(self._row, beside)], more=more and bool(beside))
         elif beside:
             self._run_pass(backend, beside)
-        filled = [
-            StepOutput(sequence, start, len(tokens), _NO_LOGITS) for sequence, tokens, start in chain(*before, beside)
-        ]
-        for inputs, logits in computed:
+        filled = chain(*before, beside)
+        return [StepOutput(sequence, start, len(tokens), _NO_LOGITS) for sequence, tokens, start in filled]
+
+    @torch.inference_mode()
+    def wait(self) -> list[StepOutput]:
+        """The other outputs. A sequence that enters a captured step may get its token in the next step."""
+        outputs = []
+        if self._waits_for_captured:
+            outputs = [StepOutput(sequence, 0, 1, None, *chosen) for sequence, *chosen in self._captured.read()]
+        for inputs, logits in self._computed:
             for (sequence, tokens, start), of_row in zip(inputs, logits, strict=True):
                 outputs.append(StepOutput(sequence, start, len(tokens), of_row[0]))
-        return filled + outputs
+        self._computed = []
+        return outputs
 
     def captures(self, sequence: Sequence) -> bool:
         """Whether it will decode in captured steps. With a guide, the host decides which tokens may follow."""
@@ -146,13 +160,6 @@ class Runner:
     def _only_fills_cache(self, sequence: Sequence, n: int) -> bool:
         start = sequence.num_computed_tokens
         return not sequence.recompute_tokens and sequence.logits_slice(start, start + n) == NONE
-
-    def _run_captured(self, prompts: list[Row]) -> list[StepOutput]:
-        self._captured.admit()  # kernels that are compiled here are not a token's time
-        self.started_at = time.perf_counter()
-        return [
-            StepOutput(sequence, 0, 1, None, token, terms) for sequence, token, terms in self._captured.step(prompts)
-        ]
 
     def _run_pass(self, backend: Backend, inputs: list[_PassInput]) -> list[Tensor]:
         with _reported(inputs):

@@ -529,13 +529,13 @@ class TestWatching:
         """The speed is that of the steps: the time before a request is not part of it."""
         engine, now = Engine(model, memory_of(model, 60)), [0.0]
         monkeypatch.setattr("infer.engine.engine.time", SimpleNamespace(perf_counter=lambda: now[0]))
-        run = engine.runner.run
+        wait = engine.runner.wait
 
-        def a_quarter_second(scheduled: Any) -> Any:
+        def a_quarter_second() -> Any:
             now[0] += 0.25
-            return run(scheduled)
+            return wait()
 
-        monkeypatch.setattr(engine.runner, "run", a_quarter_second)
+        monkeypatch.setattr(engine.runner, "wait", a_quarter_second)
         for idle in (0, 1, 4, 3600):
             now[0] += idle
             engine.submit(sequence_of(model, PROMPT, max_new_tokens=4))

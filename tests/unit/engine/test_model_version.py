@@ -259,7 +259,7 @@ def test_a_change_before_the_pages_are_written(tmp_path: Path) -> None:
         engine.allocator.memory.key  # type: ignore[union-attr] # noqa: B018
         scheduled = engine.scheduler.schedule()
         scaled(model)
-        for output in engine.runner.run(scheduled):
+        for output in [*engine.runner.launch(scheduled), *engine.runner.wait()]:
             engine._commit(output, 0.0)
         assert not list(tmp_path.iterdir())
         while not engine.is_idle:

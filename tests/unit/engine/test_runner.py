@@ -396,7 +396,7 @@ class TestOutputs:
         sequence = Sequence(llama.config, LETTERS, PROMPTS[0], PARAMS[0], cache=make_cache(llama, 40, CPU))
         engine.submit(sequence)
         while not engine.is_idle:
-            outputs = engine.runner.run(engine.scheduler.schedule())
+            outputs = [*engine.runner.launch(engine.scheduler.schedule()), *engine.runner.wait()]
             [(found, start, n, logits, *_)] = outputs
             assert found is sequence
             assert logits is not None
@@ -412,7 +412,7 @@ class TestOutputs:
         llama.requires_grad_(True)
         engine = Engine(llama)
         engine.submit(Sequence(llama.config, LETTERS, PROMPTS[0], PARAMS[0], cache=make_cache(llama, 40, CPU)))
-        [output] = engine.runner.run(engine.scheduler.schedule())
+        [output] = [*engine.runner.launch(engine.scheduler.schedule()), *engine.runner.wait()]
         assert output.logits is not None
         assert not output.logits.requires_grad
 

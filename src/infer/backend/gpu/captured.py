@@ -291,6 +291,7 @@ class CapturedDecoder:
         self._launched: deque[_Launched] = deque()
         self._replaced: deque[tuple[CapturedStep, int]] = deque()  # steps with unread tokens, and their last launch
         self._launches = self._reads = 0  # of all captured steps
+        self._awaits_more = False
         self._step_launches = 0  # of the current one
 
     def supports(self, cache: Cache) -> bool:
@@ -327,18 +328,25 @@ class CapturedDecoder:
             cache.advance(end - start)
             record(cache, start, sequence.token_ids[start:end], self._steps.model)
 
-    def step(self, prompts: Sequence[Row] = ()) -> list[tuple[DecodingSequence, int, list[int] | None]]:
-        """The tokens of the oldest launched step (-1: no valid logits), each with its `logprob_terms` if requested.
+    def launch(self, prompts: Sequence[Row] = (), *, more: bool = False) -> None:
+        """Launch steps, up to `STEPS_AHEAD` more than one.
 
-        prompts: rows that only fill caches, computed beside the step that is launched now.
+        prompts: rows that only fill caches, computed beside the next step. more: others follow: wait for them, not for
+        the tokens of this step.
         """
+        self._awaits_more = more
         if self.admit():
             while len(self._launched) <= STEPS_AHEAD and self._vacate_finished():
                 self._launch(prompts)
                 prompts = ()
+                if more:
+                    break
         if prompts:
             self._prompts.run(prompts)
-        if not self._launched:
+
+    def read(self) -> list[tuple[DecodingSequence, int, list[int] | None]]:
+        """The tokens of the oldest launched step (-1: no valid logits), each with its `logprob_terms` if requested."""
+        if not self._launched or (self._awaits_more and len(self._launched) <= STEPS_AHEAD):
             return []
         self._wait(self._launched[0].done)
         number, rows, tokens, _, with_logprobs, logprob_terms = self._launched.popleft()
