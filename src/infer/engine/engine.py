@@ -37,7 +37,7 @@ from infer.trace.record import Trace
 from infer.version import version
 
 MAX_ROWS = 256
-PREFILL_CHUNKS = {"cuda": 4096}  # prompt tokens of one step, by the type of device
+PREFILL_CHUNKS = {"cuda": 4096}  # prompt tokens of one step, by the type of device; see `Scheduler`
 DEFAULT_PREFILL_CHUNK = 128  # a CPU is as fast as with 512, and sequences that decode wait a quarter of the time
 HISTORY_S, HISTORY = 5.0, 50  # seconds over which the speed is measured, and number of points
 IDLE_S = 2 * HISTORY_S / HISTORY  # without a step, after which the measurement starts again
@@ -107,7 +107,7 @@ class Engine:
             self.allocator = PagedAllocator(memory, self.runner, self.context, chunk)
             self.runner.on_change = memory.check_version  # a hook may be removed before the next admission
         rows = MAX_ROWS if max_rows is None else max_rows
-        shared = self.runner.num_lookahead_slots > 0 and chunk == PREFILL_CHUNKS["cuda"] and prefill_chunk is None
+        shared = prefill_chunk is None and chunk == PREFILL_CHUNKS.get(self.runner.device.type)
         self.scheduler = Scheduler(self.allocator, max_rows=rows, prefill_chunk=chunk, shared=shared)
         self.num_finished = 0
         self._num_generated = self._num_prompt_tokens = self._num_cached_tokens = 0

@@ -82,9 +82,6 @@ class Setting:
             return dict(self.served.bounds)
         return {} if self.range is None else self.range.bounds
 
-    def is_active(self, packed: Mapping[str, int | float]) -> bool:
-        return packed != self.pack(self.default, vocab_size=1)
-
     def checked(self, name: str, value: Any, range: Range) -> int | float | None:
         """The value, as a Python number."""
         if value is None and self.default is None:
@@ -300,10 +297,10 @@ class SamplingParams:
         flags = {"sampled"} if self.is_sampled else set()
         if self.logit_bias:
             flags.add("biased")
-        for name, setting in SETTINGS.items():
+        for name, setting, inactive in _WITH_COLUMNS:
             own = setting.pack(seed if name == "seed" else getattr(self, name), vocab_size)
             columns |= own
-            if setting.flag and setting.is_active(own):
+            if setting.flag and own != inactive:
                 flags.add(setting.flag)
         if not self.is_sampled:
             flags.discard("filtered")
@@ -345,6 +342,10 @@ class SamplingKeywords(TypedDict, total=False):
 
 
 SETTINGS: dict[str, Setting] = {row.name: row.metadata["setting"] for row in fields(SamplingParams)}
+# Those that a draw needs numbers of; and, where there is a flag, the numbers without it.
+_WITH_COLUMNS = [
+    (name, each, each.pack(each.default, 1) if each.flag else None) for name, each in SETTINGS.items() if each.columns
+]
 # Settings that change the distribution: a model's files may have their own, and a chat can change them.
 DISTRIBUTION_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.columns and name != "seed")
 

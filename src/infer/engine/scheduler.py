@@ -79,11 +79,13 @@ class Scheduler:
     def __init__(self, allocator: KVAllocator, *, max_rows: int, prefill_chunk: int, shared: bool = False) -> None:
         """max_rows: sequences that run at once. prefill_chunk: prompt tokens of one step, of all prompts together.
 
-        shared: this includes the tokens of sequences that decode, whose number is rounded up to a power of two.
+        shared: these include the tokens of sequences that decode, whose number is rounded up to a power of two; and
+        without any they are twice as many.
         """
         if type(max_rows) is not int or max_rows < 1:
             raise ValueError(f"max_rows must be an integer, 1 or more, not {max_rows!r}")
-        self.allocator, self.max_rows, self.prefill_chunk, self._shared = allocator, max_rows, prefill_chunk, shared
+        self.allocator, self.max_rows, self.prefill_chunk = allocator, max_rows, prefill_chunk
+        self._shared = shared and max_rows <= prefill_chunk // 2
         self.waiting: list[Sequence] = []  # both lists are ordered by `sort_key`
         self.running: list[Sequence] = []
         self.num_steps = self.num_preemptions = 0
@@ -132,7 +134,7 @@ class Scheduler:
             del sequence.draft_token_ids[max(0, sequence.capacity - sequence.num_computed_tokens - 1) :]
             self._schedule(scheduled, sequence, sequence.num_recompute_tokens or 1 + len(sequence.draft_token_ids))
         budget = _Budget(self.prefill_chunk, None)
-        if self._shared:  # and twice as many tokens if no sequence waits for its next one
+        if self._shared:  # if no sequence decodes, none waits for its next token
             budget = _Budget(self.prefill_chunk * (1 if scheduled else 2), len(scheduled))
         for sequence in prefilling:
             budget.spend(self._schedule(scheduled, sequence, self._chunk(sequence, budget)), sequence)

@@ -100,6 +100,48 @@ def left(sequence: Sequence) -> int:
     return sequence.num_tokens - sequence.num_computed_tokens
 
 
+class TestSharedPasses:
+    """Where prompts share a pass with the sequences that decode, as on a GPU."""
+
+    def queue(self, tokens: int, rows: int) -> Scheduler:
+        return Scheduler(Pages(10**4), max_rows=rows, prefill_chunk=tokens, shared=True)
+
+    def test_twice_as_many_where_none_decodes(self) -> None:
+        queue = self.queue(32, 16)
+        a, b = submitted(queue, 31, 200)
+        assert scheduled(queue) == {a: 31, b: 64 - 30 - 1}  # the last token of a is in its row of the step
+        (c,) = submitted(other := self.queue(32, 16), 60)
+        assert scheduled(other) == {c: 60}
+
+    def test_rows_are_a_power_of_two(self) -> None:
+        queue = self.queue(32, 16)
+        rows = submitted(queue, *[1] * 5)
+        step(queue)
+        (long,) = submitted(queue, 100)
+        assert scheduled(queue) == dict.fromkeys(rows, 1) | {long: 32 - 8}
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_a_pass_never_has_more_tokens(self, seed: int) -> None:
+        chance = random.Random(seed)
+        queue = self.queue(32, 16)
+        for _ in range(60):
+            submitted(queue, *(chance.randint(1, 90) for _ in range(chance.choice((0, 0, 1, 5)))))
+            decoding = sum(not sequence.is_prefill for sequence in queue.running)
+            plan = step(queue)
+            entered = sum(not sequence.is_prefill and left(sequence) == 1 for sequence in plan)
+            prompts = sum(plan.values()) - entered  # without the tokens in rows of the step
+            size = prompts + (1 << (entered - 1).bit_length() if entered else 0)
+            assert size <= (32 if decoding else 64)
+            for sequence in [each for each in queue.running if chance.random() < 0.2]:
+                queue.finish(sequence)
+        assert queue.num_steps == 60
+
+    def test_not_with_so_many_rows_that_prompts_would_starve(self) -> None:
+        queue = self.queue(32, 17)
+        (long,) = submitted(queue, 100)
+        assert scheduled(queue) == {long: 32}
+
+
 class TestPasses:
     def test_prompts_share_a_pass(self) -> None:
         queue = scheduler()
