@@ -191,6 +191,7 @@ class Page:
 
     def size(self, width: int, height: int) -> None:
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.wait(f"window.innerWidth === {width} && window.innerHeight === {height}")
 
     def media(self, **features: str) -> None:
         """Emulated, with _ for -: media(prefers_color_scheme="dark")."""

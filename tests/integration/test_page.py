@@ -369,8 +369,7 @@ def test_narrow_screens_do_not_scroll_sideways(show: Open) -> None:
     with show(trace) as page:
         page.size(400, 800)
         page.click(token(9))
-        page.frame()
-        assert page.js("document.documentElement.scrollWidth") <= 400
+        page.wait("document.documentElement.scrollWidth <= 400")
         assert_shows(page, trace, 9)
 
 

@@ -20,20 +20,20 @@ import time
 from pathlib import Path
 from infer.cli.chat import Conversation
 from infer.engine.runner import Runner
-reply, run, passes = Conversation.reply, Runner.run, 0
+reply, launch, passes = Conversation.reply, Runner.launch, 0
 def noted(self, text):
     with open({notes!r}, "a") as notes:
         print(repr(text), file=notes)
     global passes
     passes = 0
     reply(self, text)
-def slow(self, scheduled):
+def slow(self, scheduled, **options):
     global passes
     passes += 1
     if passes > 20 and Path({slow!r}).exists():
         time.sleep(0.5)
-    return run(self, scheduled)
-Conversation.reply, Runner.run = noted, slow
+    return launch(self, scheduled, **options)
+Conversation.reply, Runner.launch = noted, slow
 """
 CYAN, DIM = "\x1b[0;36m", "\x1b[2m"
 
