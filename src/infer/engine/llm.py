@@ -84,7 +84,8 @@ class LLM:
         tensor_parallel: number of processes to shard the model over, on GPUs one GPU each; texts stay the same to the
         bit. cache_memory: bytes for all caches, in each process; None: half of the free memory, which processes on one
         device share. memory: an existing CacheMemory to use instead.
-        max_rows: sequences that run at once. prefill_chunk: prompt tokens of one step, beside sequences that decode.
+        max_rows: sequences that run at once. prefill_chunk: prompt tokens of one step, beside sequences that decode; by
+        default 128, on a GPU 4,096 with the tokens of these sequences, and 8,192 while none decodes.
         """
         group = None
         if tokenizer is not None and chat_template is not None:

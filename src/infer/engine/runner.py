@@ -79,7 +79,7 @@ class Runner:
         # Captured steps are launched after the passes; only their tokens are waited for.
         self._waits_for_captured = num_captured > 0
         if num_captured:
-            self._captured.admit()  # kernels that are compiled here are not a token's time
+            self._captured.admit(beside=bool(beside))  # kernels that are compiled here are not a token's time
             self.started_at = time.perf_counter()
             with _reported(beside):
                 self._captured.launch([*map(self._row, beside)], more=more and bool(beside))
@@ -92,12 +92,12 @@ class Runner:
     def wait(self) -> list[StepOutput]:
         """The other outputs. A sequence that enters a captured step may get its token in the next step."""
         outputs = []
-        if self._waits_for_captured:
-            outputs = [StepOutput(sequence, 0, 1, None, *chosen) for sequence, *chosen in self._captured.read()]
-        for inputs, logits in self._computed:
+        for inputs, logits in self._computed:  # first: after the tokens before it, a captured step computes the last
             for (sequence, tokens, start), of_row in zip(inputs, logits, strict=True):
                 outputs.append(StepOutput(sequence, start, len(tokens), of_row[0]))
         self._computed = []
+        if self._waits_for_captured:
+            outputs += [StepOutput(sequence, 0, 1, None, *chosen) for sequence, *chosen in self._captured.read()]
         return outputs
 
     def captures(self, sequence: Sequence) -> bool:

@@ -106,7 +106,9 @@ class Sequence:
         self.priority = priority
         self.arrival = 0  # its place in the order of arrival
         self.sort_key = (0, 0)  # of the scheduler: a step, then the arrival
-        self.num_prefill_tokens = 0  # tokens to compute in chunks before it decodes: the prompt, or all if preempted
+        # Tokens to compute in chunks before it decodes: the prompt, or all if preempted; without the last one, once a
+        # captured step computes that.
+        self.num_prefill_tokens = 0
         self.draft_token_ids: list[int] = []  # guesses at the next tokens, verified by the next step
 
         # The cache.

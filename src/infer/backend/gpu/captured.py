@@ -67,7 +67,10 @@ def record_graph(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDA
 
 
 class DecodingSequence(Protocol):
-    """The attributes of a sequence that captured steps use. Its cache holds all its tokens except the last."""
+    """The attributes of a sequence that captured steps use.
+
+    Before its first step, its cache holds all its tokens except the last, or a pass beside that step computes them.
+    """
 
     name: str
     token_ids: list[int]
@@ -115,7 +118,7 @@ class CapturedStep:
         self._choice = self.sampler or GreedySampler(rows, config.vocab_size, device, plan.pdl)
         self._split_counters = counters(plan, rows)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._graph_logits: Tensor | None = None
+        self._graph_logits: Tensor | None = None  # where all graphs of this step leave them
         self.passes: dict[Any, Any] = {}  # captured: this step and tokens of prompts, by their number
 
     def capture(self) -> None:
@@ -130,15 +133,17 @@ class CapturedStep:
             self.run()
         else:
             self._graph.replay()
-            self.logits = self._graph_logits
 
     def run(self, blocks: Callable[[StepRows], Tensor] | None = None) -> Tensor:
         """Launch kernel by kernel; returns the logits. blocks: computes them, beside others."""
         # Unused rows, and rows whose logits were NaN, are computed too: their results are ignored.
         rows = self._with(begin(self.plan, self.tokens, self.positions, self.increments, self.steps))
-        self.logits = launch(self.plan, *rows) if blocks is None else blocks(rows)
-        self._choice.launch(self.logits, self.positions, self.tokens, self.host_tokens, self.steps)
-        return self.logits
+        logits = launch(self.plan, *rows) if blocks is None else blocks(rows)
+        if self._graph_logits is not None:  # the memory of a pass is that of other passes, too
+            logits = self._graph_logits.copy_(logits)
+        self.logits = logits
+        self._choice.launch(logits, self.positions, self.tokens, self.host_tokens, self.steps)
+        return logits
 
     def unused_rows(self) -> StepRows:
         """Rows without a token, as many as this step has."""
@@ -300,7 +305,7 @@ class CapturedDecoder:
 
     def add(self, sequence: DecodingSequence) -> None:
         """Let a sequence enter at the next step, which computes its last token; a pass beside it may compute others."""
-        sequence.is_captured, sequence.num_launched_tokens = True, len(sequence.token_ids) - 1
+        sequence.is_captured, sequence.num_launched_tokens = True, sequence.num_computed_tokens
         self._members[sequence] = self._launches
         self._entering.append(sequence)
 
@@ -334,18 +339,22 @@ class CapturedDecoder:
         prompts: rows that only fill caches, computed beside the next step. more: others follow: wait for them, not for
         the tokens of this step.
         """
-        self._awaits_more = more
+        self._awaits_more = False
         if self.admit():
             while len(self._launched) <= STEPS_AHEAD and self._vacate_finished():
                 self._launch(prompts)
                 prompts = ()
                 if more:
+                    self._awaits_more = True
                     break
         if prompts:
             self._prompts.run(prompts)
 
     def read(self) -> list[tuple[DecodingSequence, int, list[int] | None]]:
-        """The tokens of the oldest launched step (-1: no valid logits), each with its `logprob_terms` if requested."""
+        """The tokens of the oldest launched step (-1: no valid logits), each with its `logprob_terms` if requested.
+
+        None while more prompts are to be launched: the GPU has only one step to compute.
+        """
         if not self._launched or (self._awaits_more and len(self._launched) <= STEPS_AHEAD):
             return []
         self._wait(self._launched[0].done)
@@ -380,10 +389,11 @@ class CapturedDecoder:
             self._step, self._active, self._entering = None, (), []
             self._members.clear()
 
-    def admit(self) -> bool:
+    def admit(self, *, beside: bool = False) -> bool:
         """Let waiting sequences enter; switch to a captured step of another size if this one is too small or too large.
 
-        Returns whether there are sequences to decode.
+        beside: tokens of prompts come with it: then it has as few rows as possible, as the scheduler assumes. Returns
+        whether there are sequences to decode.
         """
         step = self._step
         used = 0 if step is None else step.rows - len(self._free)
@@ -394,15 +404,15 @@ class CapturedDecoder:
         if not count:
             return False
         samples = any(sequence.settings.flags for sequence in (*(each for each, _ in active), *self._entering))
-        if step is None or not self._fits(step, count) or (samples and not step.samples):
+        if step is None or not self._fits(step, count, beside) or (samples and not step.samples):
             step = self._switch_step(1 << (count - 1).bit_length(), samples, active)
         if self._entering:
             self._enter(step)
         return True
 
-    def _fits(self, step: CapturedStep, rows: int) -> bool:
+    def _fits(self, step: CapturedStep, rows: int, beside: bool) -> bool:
         """Whether to keep this step for so many rows: a large one is kept a little longer, as more may enter."""
-        fewest = step.rows // 2 if step.rows <= SMALL_STEP else step.rows * 3 // 8
+        fewest = step.rows // 2 if step.rows <= SMALL_STEP or beside else step.rows * 3 // 8
         return fewest < rows <= step.rows
 
     def _switch_step(self, rows: int, samples: bool, active: Sequence[tuple[DecodingSequence, int]]) -> CapturedStep:
@@ -472,8 +482,8 @@ class CapturedDecoder:
                 terms = step.logprobs([sequence.slot for sequence in self._with_logprobs], self._max_top)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        for sequence, _ in self._active:
-            sequence.num_launched_tokens += 1
+        for sequence, _ in self._active:  # in its first step the last token, after those that a pass computes
+            sequence.num_launched_tokens = max(sequence.num_launched_tokens, len(sequence.token_ids) - 1) + 1
         self._launched.append(_Launched(self._launches, self._active, tokens, done, self._with_logprobs, terms))
 
     def _roll_back(self, sequence: DecodingSequence) -> None:

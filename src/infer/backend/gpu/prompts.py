@@ -30,6 +30,7 @@ TOKENS_PER_ROW = 32  # the least average of a captured pass
 MAX_ROWS = 256  # of a captured step
 UNBOUNDED = 2**30  # more than any position
 MIN_USES = 2  # a pass is captured the second time that its size is used
+MAX_PASSES = 16  # captured alone, and beside each step; those used last are kept
 
 
 class Inputs(NamedTuple):
@@ -55,7 +56,6 @@ class CapturedPass:
     def __init__(self, size: int, max_rows: int, layers: int, shape: PassShape, device: torch.device) -> None:
         self._device = device
         max_tiles = -(-size // shape.queries) + 2 * max_rows
-        self._int64_inputs = torch.zeros(size + layers * max_rows * COLUMNS, dtype=torch.int64, device=device)
         self._aligned = -(-size // 4) * 4  # the parts of the buffers start at multiples of 16 bytes
         self._int64_inputs = torch.zeros(self._aligned + layers * max_rows * COLUMNS, dtype=torch.int64, device=device)
         self._int32_inputs = torch.zeros(2 * self._aligned + 5 * max_tiles, dtype=torch.int32, device=device)
@@ -112,13 +112,17 @@ class CapturedPass:
         return torch.split(x, [self._aligned] * by_token + [len(x) - by_token * self._aligned])
 
 
+# By size and shape, in the order of their last uses. None: there was not enough memory for it.
+Passes = dict[tuple[int, PassShape], CapturedPass | None]
+
+
 class CapturedPasses:
     """The captured prefill passes of one model, by size and shape: alone, or beside a captured step."""
 
     def __init__(self, layers: int, device: torch.device) -> None:
         self._layers, self._device = layers, device
         self._uses: Counter[Any] = Counter()
-        self._passes: dict[Any, CapturedPass | None] = {}  # those alone; a captured step has those beside it
+        self._passes = Passes()  # those alone; a captured step has those beside it
         self._pool: Any = None  # their activations share one pool: only one pass runs at a time
         self._captured = WeakSet[CapturedPass]()  # the pool is gone with the last of them
         self._done: torch.cuda.Event | None = None  # recorded after the last launch
@@ -151,17 +155,19 @@ class CapturedPasses:
             self._uses[beside, *key] += 1
             if self._uses[beside, *key] < MIN_USES and captured.capturing():
                 return False
-            if key not in passes:
-                passes[key] = self._capture(size - beside, shape, run, warm_up)
-            if (captured_pass := passes[key]) is None:
+            found = key in passes
+            captured_pass = passes.pop(key) if found else self._capture(size - beside, shape, run, warm_up)
+            passes[key] = captured_pass  # the last one now
+            if len(passes) > MAX_PASSES:
+                oldest = next(iter(passes))
+                del passes[oldest], self._uses[beside, *oldest]
+            if captured_pass is None:
                 return False
             tiles = as_tiles([(row.cache.seq_len, len(row.tokens)) for row in rows], shape.queries)
             with on(self._device):
                 if self._done is not None:
                     self._done.wait()
                 captured_pass.launch(rows, tables, tiles)
-                if step is not None:
-                    step.logits = captured_pass.output
                 if captured.capturing():
                     self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     self._done.record()

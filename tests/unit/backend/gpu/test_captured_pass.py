@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +61,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[CapturedPass]:
     hurried(monkeypatch)
     matrix_units(monkeypatch)
     return found
+
+
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and the passes beside them are launched kernel by kernel, in the interpreter."""
+    events = SimpleNamespace(record=lambda: None, wait=lambda: None, synchronize=lambda: None)
+    changed = {"empty": lambda *shape, pin_memory=False, **options: torch.empty(*shape, **options)}
+    changed |= {"cuda": SimpleNamespace(Event=lambda: events)}
+    monkeypatch.setattr(captured, "torch", SimpleNamespace(**vars(torch) | changed))
+    monkeypatch.setattr(captured, "_capturing", False)
+    monkeypatch.setattr(infer_backend, "_with_kernels", lambda model: GpuBackend.of(parts_of(model), model.dtype))
+    poison(monkeypatch, attention, gemm, step)
+    hurried(monkeypatch)
 
 
 @pytest.fixture
@@ -129,6 +142,16 @@ def test_what_was_there_before_is_gone(small: Make, made: list[CapturedPass]) ->
 
 
 @torch.inference_mode()
+def test_the_last_used_are_kept(small: Make, made: list[CapturedPass], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "MAX_PASSES", 1)
+    model = small()
+    backend, memory = backend_of(model), CacheMemory(model, 2**20)
+    for size, count in ((8, 1), (7, 1), (16, 2), (8, 3)):
+        backend.run(fed([memory.cache(64)], [range(size)]))
+        assert (len(made), len(backend.passes._passes)) == (count, 1)
+
+
+@torch.inference_mode()
 def test_left_to_others(small: Make, made: list[CapturedPass], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where logits are wanted, there are too many tokens, or too many rows; and at first."""
     model = small()
@@ -179,14 +202,7 @@ def test_without_memory_for_it(small: Make, made: list[CapturedPass], monkeypatc
 @pytest.mark.parametrize("family", amount(["llama", "qwen3", "gemma3", "gpt2", "olmoe"], ["gemma3", "olmoe"]))
 def test_beside_a_step(small: Make, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Prompts in chunks beside sequences that decode, and sequences that enter in the pass of their prompt."""
-    events = SimpleNamespace(record=lambda: None, wait=lambda: None, synchronize=lambda: None)
-    changed = {"empty": lambda *shape, pin_memory=False, **options: torch.empty(*shape, **options)}
-    changed |= {"cuda": SimpleNamespace(Event=lambda: events)}
-    monkeypatch.setattr(captured, "torch", SimpleNamespace(**vars(torch) | changed))
-    monkeypatch.setattr(captured, "_capturing", False)
-    monkeypatch.setattr(infer_backend, "_with_kernels", lambda model: GpuBackend.of(parts_of(model), model.dtype))
-    poison(monkeypatch, attention, gemm, step)
-    hurried(monkeypatch)
+    on_the_host(monkeypatch)
     model = small(family)
     beside, run_beside = [], GpuBackend.run_beside
 
@@ -195,11 +211,27 @@ def test_beside_a_step(small: Make, monkeypatch: pytest.MonkeyPatch, family: str
         return run_beside(self, step, rows)
 
     monkeypatch.setattr(GpuBackend, "run_beside", counted)
-    sampled = SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=1.0, seed=3)
-    prompts = [list(range(1, 1 + n)) for n in (3, 7, 1, 5)]
+    sampled = SamplingParams(max_new_tokens=3, ignore_eos=True, temperature=1.0, seed=3)
+    prompts = [[1 + i % 20 for i in range(n)] for n in (3, 7, 1)]
     together = generate_batch(model, Letters(), prompts, sampled, prefill_chunk=6, memory=CacheMemory(model, 2**20))
     assert {rows for rows, _ in beside} >= {1, 4}
     assert sum(tokens for _, tokens in beside) == sum(map(len, prompts)) - len(prompts)
     monkeypatch.setattr(GpuBackend, "run_beside", lambda *_: False)
     for prompt, got in zip(prompts, together, strict=True):
         assert got.token_ids == generate_batch(model, Letters(), [prompt], sampled)[0].token_ids
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_scored_prompts(small: Make, monkeypatch: pytest.MonkeyPatch, new: int) -> None:
+    """A pass scores the prompt but for its last token, which enters a captured step; then comes another page."""
+    on_the_host(monkeypatch)
+    model = small()
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True, prompt_logprobs=0)
+    prompts = [[1 + i % 20 for i in range(n)] for n in (62, 3)]
+    memory = CacheMemory(model, 2**20)
+    for prompt, got in zip(prompts, generate_batch(model, Letters(), prompts, params, memory=memory), strict=True):
+        assert got.prompt_logprobs is not None
+        assert (len(got.prompt_logprobs), len(got.token_ids)) == (len(prompt), new)
+        plain = replace(params, prompt_logprobs=None)
+        assert got.token_ids == generate_batch(model, Letters(), [prompt], plain)[0].token_ids
+    assert not memory.index.pages_in_use().size
