@@ -675,6 +675,8 @@ def test_theme_is_remembered(show: Open, browser: Browser, tmp_path: Path) -> No
     with show(make_trace(), prefers_color_scheme="light") as page:
         page.click("#theme")
         with browser.page(tmp_path / "other.html", prefers_color_scheme="light") as other:
+            other.wait("localStorage.length === 1")  # in a process of its own, which hears of it a moment later
+        with browser.page(tmp_path / "other.html", prefers_color_scheme="light") as other:
             assert luminance(other, "body", "backgroundColor") < 0.3
             other.click("#theme")
             assert other.js("localStorage.length") == 0, "what the system has is not kept"
