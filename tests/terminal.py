@@ -37,7 +37,7 @@ def next_frame():
     while drawn.acquire(blocking=False):
         pass
     for _ in range(2):  # the first may have been composed before
-        while status.STATUS._stages and not drawn.acquire(timeout=0.01):
+        while status.STATUS._stages and not status.STATUS.is_line_open and not drawn.acquire(timeout=0.01):
             pass
 """
 

@@ -34,6 +34,7 @@ class Status:
         self._stages: dict[tuple[str, str], tuple[float, Progress]] = {}  # start time and progress
         self._thread: threading.Thread | None = None
         self._is_drawn = False
+        self.is_line_open = False  # text without its line break yet: the status line would overwrite it
 
     def __call__(self, report: Progress) -> None:
         if not self.kinds[report.what]:
@@ -62,6 +63,14 @@ class Status:
                 self._is_drawn = False
                 _write(ERASE)
 
+    def print(self, stream: TextIO, text: str) -> int:
+        """Write other output. `print` writes a text and its line break one after the other."""
+        with self._lock:
+            self.erase()
+            if text:
+                self.is_line_open = not text.endswith("\n")
+            return stream.write(text)
+
     def _run(self) -> None:
         """Draw until all stages are finished."""
         while True:
@@ -77,6 +86,8 @@ class Status:
             time.sleep(FRAME_S)
 
     def _draw(self, report: Progress, seconds: float) -> None:
+        if self.is_line_open:
+            return
         self._is_drawn = True
         _write(f"\r{line(report, seconds)[: columns(sys.stderr) - 1]}\033[K")
 
@@ -91,8 +102,7 @@ class _Erasing:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        STATUS.erase()
-        return self.stream.write(text)
+        return STATUS.print(self.stream, text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -109,6 +119,7 @@ def shown(*kinds: str) -> Iterator[None]:
         yield
         return
     STATUS.kinds.update(kinds)
+    STATUS.is_line_open = False
     with redirect_stdout(_erasing(sys.stdout)), redirect_stderr(_erasing(sys.stderr)):
         try:
             with progress.listen(STATUS):

@@ -139,6 +139,20 @@ def test_text_erases_it(show: Show) -> None:
     assert not progress.has_listeners()
 
 
+def test_no_line_is_overwritten(show: Show) -> None:
+    """Nothing is drawn between a text and its line break, which `print` writes one after the other."""
+    screen = show()
+    with status.shown(progress.PREFILL):
+        progress.report(progress.PREFILL, 5, 10)
+        wait_for(screen, "5/10")
+        sys.stdout.write("text")
+        time.sleep(0.1)
+        assert screen.getvalue().endswith(f"{ERASE}text")
+        sys.stdout.write("\n")
+        progress.report(progress.PREFILL, 6, 10)
+        wait_for(screen, "6/10")
+
+
 def test_nothing_for_short_waits(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = show()
     monkeypatch.setattr(status, "DELAY_S", 300.0)
