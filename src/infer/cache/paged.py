@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from infer.cache.base import BaseCache, CacheShape, first_visible
+from infer.cache.device_tables import DeviceTable
 from infer.cache.pool import NO_PAGE, PAGE_SIZE, PagePool, layer_groups
 from infer.cache.table import Table
 from infer.config import ModelConfig
-from infer.machine import to_device
 
 UNBOUNDED = sys.maxsize
 
@@ -49,16 +49,16 @@ class PagedCache(BaseCache):
         self.page_table = np.full(
             (batch_size, len(self.groups), _pages(max_seq_len, pool.page_size)), NO_PAGE, np.int64
         )
-        self._device_table: Tensor | None = None  # a copy for the kernels of another device
-        if self.device.type != "cpu":
-            self._device_table = torch.empty(self.page_table.shape, dtype=torch.int64, device=self.device)
+        self._device_table: DeviceTable | None = None  # a copy for the kernels of another device
+        if pool.device_tables is not None:
+            self._device_table = pool.device_tables.allocate(self.page_table.size)
         self.table_length = 0  # entries of each page table up to the last allocated page
         self._set_first([0] * len(self.groups))
         self._num_slots = 0  # positions up to which `reserve` has nothing to do
         self.on_window_release: Callable[[PagedCache], None] | None = None  # called before they are released
         self.salt = ""  # only caches with the same one share pages
         self._table: tuple[int, int, Table] | None = None  # with the addresses that it was made for
-        finalize(self, _release_all, pool, self.page_table)
+        finalize(self, _release_all, pool, self.page_table, self._device_table)
 
     @classmethod
     def _empty(  # type: ignore[override]
@@ -121,12 +121,7 @@ class PagedCache(BaseCache):
             entries = np.reshape(pages[len(shared) :], (*self.page_table.shape[:2], missing))
             self.page_table[:, :, self.table_length : length] = entries
             self.table_length = length
-        if self._device_table is not None:
-            if len(pages) == 1 and self.page_table.shape[:2] == (1, 1):  # the usual case: faster than a copy
-                self._device_table[0, 0, changed].fill_(pages[0])
-            else:
-                numbers = torch.from_numpy(self.page_table[:, :, changed:length])
-                self._device_table[:, :, changed:length].copy_(to_device(numbers, self.device))
+        self._copy_to_device(changed, length)
         self._num_slots = min(self.table_length * page_size, self.capacity)
         return self._num_slots
 
@@ -163,12 +158,12 @@ class PagedCache(BaseCache):
             return None
         if self._device_table is not None and self.pool.page_size % PAGE_SIZE:
             return None  # GPU kernels read blocks of keys, each within one page
-        table = self.page_table.ctypes.data if self._device_table is None else self._device_table.data_ptr()
+        table = self.page_table.ctypes.data if self._device_table is None else self._device_table.address
         memory = self.pool.memory.data_ptr()
         if self._table is None or self._table[:2] != (memory, table):
             rows, groups, length = self.page_table.shape
             at = table + 8 * length * np.arange(rows * groups, dtype=np.int64).reshape(rows, groups)
-            group, within = np.array([self._places[layer] for layer in range(self.shape.num_layers)]).T
+            group, within = _places_by_layer(self.windows)
             self._table = memory, table, Table.of_pages(self.pool.memory, within, at.T[group])
         return self._table[2].at(self.seq_len) if self._table[2].aligned else None
 
@@ -264,11 +259,17 @@ class PagedCache(BaseCache):
         self.page_table[:, :, :length] = pages
         self.table_length = length
         self._set_first([int(length - (row != NO_PAGE)[::-1].cumprod().sum()) for row in pages[0]])
-        if self._device_table is not None:
-            numbers = torch.from_numpy(self.page_table[:, :, :length])
-            self._device_table[:, :, :length] = to_device(numbers, self.device)
+        self._copy_to_device(0, length)
         super()._move_to(seq_len)
         self._num_slots = 0
+
+    def _copy_to_device(self, first: int, stop: int) -> None:
+        """Copy these entries of all page tables."""
+        if self._device_table is not None and self.pool.device_tables is not None and first < stop:
+            width = self.page_table.shape[2]
+            tables = self.page_table[:, :, first:stop].reshape(-1, stop - first).tolist()
+            entries = {i * width + first + j: page for i, table in enumerate(tables) for j, page in enumerate(table)}
+            self.pool.device_tables.write(self._device_table, entries)
 
     def _allocate(self, copies: int, missing: int) -> list[int]:
         """Pages to copy into, then `missing` pages for each page table, contiguous where possible; all or none."""
@@ -286,11 +287,19 @@ def _places(windows: tuple[int | None, ...]) -> dict[int, tuple[int, int]]:
     return {layer: (g, i) for g, group in enumerate(layer_groups(windows)) for i, layer in enumerate(group.layers)}
 
 
+@lru_cache
+def _places_by_layer(windows: tuple[int | None, ...]) -> np.ndarray[Any, Any]:
+    """[2, layers]: the same of all layers."""
+    return np.array([place for _, place in sorted(_places(windows).items())]).T
+
+
 def _pages(positions: int, page_size: int) -> int:
     return -(-positions // page_size)
 
 
-def _release_all(pool: PagePool, page_table: np.ndarray[Any, Any]) -> None:
+def _release_all(pool: PagePool, page_table: np.ndarray[Any, Any], device_table: DeviceTable | None) -> None:
     """The pages of a cache that was garbage-collected."""
     pool.release(page_table[page_table != NO_PAGE].tolist())
     page_table[:] = NO_PAGE
+    if device_table is not None and pool.device_tables is not None:
+        pool.device_tables.free(device_table)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from infer.cache.base import CacheShape, check_memory, first_visible
+from infer.cache.device_tables import DeviceTables
 from infer.cache.int8 import width
 from infer.config import ModelConfig
 from infer.machine import available_memory, lazy_allocations
@@ -85,6 +86,7 @@ class PagePool:
         self._free_pages: OrderedDict[int, None] = OrderedDict()  # of all other runs
         self._num_free = num_pages
         self._num_touched = 0  # pages that were ever allocated
+        self.device_tables = None if device.type == "cpu" else DeviceTables(device)
         if device.type == "cpu":
             lazy_allocations.add(self)
 

@@ -155,7 +155,8 @@ class PrefixIndex:
         size = self.pool.page_size
         if len(pages) != -(-len(tokens) // size):
             raise ValueError(f"{len(tokens)} tokens need {-(-len(tokens) // size)} pages, not {len(pages)}")
-        if any(len(some) != len(self.windows) or any(some[group] < 0 for group in self._full) for some in pages):
+        groups = len(self.windows)
+        if any(len(some) != groups for some in pages) or any(some[group] < 0 for group in self._full for some in pages):
             raise ValueError("every group of layers needs a page; only a group with a window may have NO_PAGE")
         self._clock += 1
         node, at, path = self._root, 0, list[tuple[_Node, int]]()  # nodes and their end positions

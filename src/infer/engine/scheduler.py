@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from infer.engine.sequence import Sequence, Status
 
 PRIORITY_STEP = 256  # each priority level counts as arriving this many steps later
+FIRST_ROWS = 8  # admitted when nothing runs, if passes are shared: the GPU runs them while others are admitted
 
 
 class ScheduledTokens(NamedTuple):
@@ -132,14 +133,17 @@ class Scheduler:
                 growing.append(sequence)
         for sequence in growing:
             del sequence.draft_token_ids[max(0, sequence.capacity - sequence.num_computed_tokens - 1) :]
+            if sequence.draft_token_ids and not self._reserve(sequence, 1 + len(sequence.draft_token_ids)):
+                sequence.draft_token_ids = []  # no sequence is preempted for them
             self._schedule(scheduled, sequence, sequence.num_recompute_tokens or 1 + len(sequence.draft_token_ids))
         budget = _Budget(self.prefill_chunk, None)
         if self._shared:  # if no sequence decodes, none waits for its next token
             budget = _Budget(self.prefill_chunk * (1 if scheduled else 2), len(scheduled))
         for sequence in prefilling:
             budget.spend(self._schedule(scheduled, sequence, self._chunk(sequence, budget)), sequence)
+        most = self.max_rows if self.running or not self._shared else min(self.max_rows, FIRST_ROWS)
         for sequence in [] if self.preempted else list(self.waiting):
-            if budget.left <= 0 or len(self.running) >= self.max_rows:
+            if budget.left <= 0 or len(self.running) >= most:
                 break
             if not self.allocator.allocate(sequence):
                 continue  # the sequences after it may run
@@ -189,7 +193,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.allocator.free(sequence)
         scheduled.pop(sequence, None)
-        sequence.status, sequence.num_computed_tokens = Status.WAITING, 0
+        sequence.status, sequence.num_computed_tokens, sequence.draft_token_ids = Status.WAITING, 0, []
         insort(self.waiting, sequence, key=_sort_key)
         self.preempted.append(sequence)
         self.num_preemptions += 1

@@ -22,6 +22,7 @@ from infer import KVCache
 from infer.backend import Row, backend_for
 from infer.cache import NoCache, PagedCache, paged, prefix
 from infer.cache.base import first_visible
+from infer.cache.device_tables import DeviceTables
 from infer.cache.pool import (
     NO_PAGE,
     PAGE_SIZE,
@@ -920,5 +921,5 @@ def test_pages_that_a_gpu_can_read(page: int, has: bool) -> None:
     config = make_tiny_config()
     cache = PagedCache.from_model_config(config, 300, dtype="float32", device="cpu", page_size=page)
     assert cache.table(config, torch.float32, 1) is not None
-    cache._device_table = torch.zeros(cache.page_table.shape, dtype=torch.int64)  # as on a GPU
+    cache._device_table = DeviceTables(torch.device("cpu")).allocate(cache.page_table.size)  # as on a GPU
     assert (cache.table(config, torch.float32, 1) is not None) == has

@@ -22,10 +22,14 @@ from infer.backend.gpu.tuned import (
     BLOCK,
     GROUPS,
     HEADS,
+    HEADS_SIZE,
     LAUNCHES,
+    MANY_STAGES,
+    MANY_TOKENS,
     MAX_PROGRAMS,
     MIN_BY_ROW,
     QUERIES,
+    REGISTERS,
     ROW_STAGES,
     ROW_WARPS,
     STAGES,
@@ -203,19 +207,22 @@ def _prepare(
     has_rope: bool,
     pdl: bool,
 ) -> Launch:
+    all_heads = heads + 2 * kv_heads
+    together = HEADS if count < MANY_TOKENS else max(1, min(next_power(all_heads), HEADS_SIZE // next_power(size)))
     return Launch(
         prepare_heads,
-        (count, -(-(heads + 2 * kv_heads) // HEADS)),
+        (count, -(-all_heads // together)),
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=size,
         BLOCK_D=next_power(size),
-        BLOCK_H=HEADS,
+        BLOCK_H=together,
         NORM=has_norm,
         EPS=constants[0],
         OFFSET=constants[1],
         ROPE=has_rope,
-        num_warps=2,
+        ALIGNED=alignment(size, dtype),
+        num_warps=2 if count < MANY_TOKENS else 4,
         **launch_options(pdl),
     )
 
@@ -359,8 +366,9 @@ def _attend_many(tiles: int, queries: int, kind: tuple[Any, ...], _: tuple[torch
         WRAPS=wraps,
         POSITIONS=page,
         ALIGNED=alignment(shape["D"], dtype),
-        STAGES=_stages(queries * group, shape, dtype.itemsize, device),
+        STAGES=_stages(queries * group, shape, dtype.itemsize, device, MANY_STAGES),
         num_warps=4 if shape["D"] <= 128 else 8,
+        maxnreg=REGISTERS.get(shape["BLOCK_D"]) if dtype.itemsize == 2 else None,
         **shape,
         **launch_options(pdl),
     )
@@ -499,11 +507,11 @@ def _options_of_one(shape: dict[str, int], group: int, q: Tensor) -> dict[str, A
     }
 
 
-def _stages(rows: int, shape: dict[str, int], size: int, device: torch.device) -> int:
+def _stages(rows: int, shape: dict[str, int], size: int, device: torch.device, most: int = STAGES) -> int:
     """Pipeline stages: as many key blocks as fit into shared memory beside queries and weights."""
     kept = rows * (shape["BLOCK_D"] + shape["BLOCK"]) * size + 8192
     block = 2 * shape["BLOCK"] * shape["BLOCK_D"] * size
-    return max(1, min(STAGES, (shared_memory(device) - kept) // block))
+    return max(1, min(most, (shared_memory(device) - kept) // block))
 
 
 def _empty_partials(batch: int, kv_heads: int, shape: dict[str, int], group: int, device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ from infer.backend.gpu.row_kernels import (
     load_parts,
     norm_scale,
     normed,
+    rounded,
     squared,
     store_parts,
     tree_sum,
@@ -249,12 +250,12 @@ def prepare_heads(
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
     ROPE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # bytes: alignment of all output addresses
     PDL: tl.constexpr,
 ):
     """Norm and rotate a token's heads, and store q, and k and v in the cache.
 
-    Output addresses are integers, so that one compiled kernel serves decode and prefill: the sum over a head is a tree
-    across threads, and might differ in another kernel.
+    Output addresses are integers: keys and values go to a cache or to tensors.
     """
     let_next_start(PDL)
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
@@ -291,7 +292,8 @@ def prepare_heads(
         stride = tl.load(line + STRIDE)
     kept = tl.where(is_v, values + (head - HEADS - KV_HEADS) * stride, keys + (head - HEADS) * stride)
     place = tl.where(is_q, q_out + (token * HEADS + head) * (D * size), kept).to(tl.pointer_type(dtype))
-    tl.store(place[:, None] + d[None, :], done, mask[:, None] & (d < D)[None, :])
+    place = tl.multiple_of(place[:, None], (1, ALIGNED))
+    tl.store(place + d[None, :], done, mask[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -329,7 +331,7 @@ def softmax_weights(scores, seen, highest, dtype: tl.constexpr):
         scores = tl.where(seen, scores, -float("inf"))
     top = tl.maximum(highest, tl.max(scores, 1))
     base = tl.where(top == -float("inf"), 0.0, top)
-    weights = tl.exp2(scores - base[:, None]).to(dtype)
+    weights = rounded(tl.exp2(scores - base[:, None]), dtype)
     return top, tl.exp2(highest - base), weights, tree_sum_of_weights(weights.to(tl.float32))
 
 
@@ -351,7 +353,7 @@ def merge_partials(highest, total, sums, group_highest, group_total, group_sums)
     top = tl.maximum(highest, group_highest)
     base = tl.where(top == -float("inf"), 0.0, top)
     kept, share = tl.exp2(highest - base), tl.exp2(group_highest - base)
-    sums = sums * kept[:, None] + group_sums * share[:, None]
+    sums = tl.fma(group_sums, share[:, None], sums * kept[:, None])
     return top, total * kept + group_total * share, sums
 
 

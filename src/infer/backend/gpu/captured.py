@@ -201,8 +201,11 @@ class CapturedStep:
             tokens, prompt_lens = zip(*((each.token_ids, each.prompt_len) for each in sequences), strict=True)
             self.sampler.set_rows(slots, settings, tokens, prompt_lens)
 
-    def drop(self, slot: int) -> None:
-        self._rows[:, slot] = self._unused
+    def drop(self, slots: Sequence[int]) -> None:
+        if len(slots) == 1:
+            self._rows[:, slots[0]] = self._unused
+        else:
+            self._rows[:, to_device(torch.tensor(slots), self.device)] = self._unused[:, None]
 
     def release(self) -> None:
         self._released = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -315,7 +318,7 @@ class CapturedDecoder:
         self._roll_back(sequence)
         del self._members[sequence]
         if sequence.slot >= 0:
-            self._vacate(sequence)
+            self._vacate([sequence])
         else:
             self._entering = [other for other in self._entering if other is not sequence]
 
@@ -399,6 +402,7 @@ class CapturedDecoder:
         used = 0 if step is None else step.rows - len(self._free)
         if step is not None and not self._entering and used > step.rows // 2:
             return True
+        self._vacate_finished()  # a smaller step may do, or none
         active = self._current()
         count = len(active) + len(self._entering)
         if not count:
@@ -453,18 +457,24 @@ class CapturedDecoder:
 
     def _vacate_finished(self) -> bool:
         """Free the slots of sequences with no token left to compute. Returns whether any sequence is left."""
-        for sequence, _ in self._current():
-            if sequence.num_launched_tokens >= min(sequence.max_len - 1, sequence.capacity):
-                self._vacate(sequence)
+        finished = [
+            sequence
+            for sequence, _ in self._current()
+            if sequence.num_launched_tokens >= min(sequence.max_len - 1, sequence.capacity)
+        ]
+        if finished:
+            self._vacate(finished)
         return bool(self._current())
 
-    def _vacate(self, sequence: DecodingSequence) -> None:
-        slot, sequence.slot = sequence.slot, -1
-        self._free.append(slot)
+    def _vacate(self, sequences: Sequence[DecodingSequence]) -> None:
+        slots = [sequence.slot for sequence in sequences]
+        for sequence in sequences:
+            sequence.slot = -1
+        self._free += slots
         self._changed = True
         if self._step is not None:
             with on(self._steps.device):
-                self._step.drop(slot)
+                self._step.drop(slots)
 
     def _launch(self, prompts: Sequence[Row]) -> None:
         step = self._step

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from infer.backend.gpu.launch_kernels import let_next_start, prefetch_l2, wait_for_previous
 from infer.backend.gpu.launcher import kernel
-from infer.backend.gpu.row_kernels import activated, tree_sum
+from infer.backend.gpu.row_kernels import activated, sigmoid, tree_sum
 
 
 @kernel()
@@ -178,7 +178,7 @@ def activated_pair(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == "clamped_swiglu":  # of gpt-oss
         gate = tl.minimum(gate, 7.0)
         up = tl.minimum(tl.maximum(up, -7.0), 7.0)
-        y = (up + 1) * (gate * tl.sigmoid(1.702 * gate))
+        y = (up + 1) * (gate * sigmoid(1.702 * gate))
     else:
         y = activated(gate, ACTIVATION) * up
     return y

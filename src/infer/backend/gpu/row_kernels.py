@@ -17,17 +17,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infer.backend.gpu.launch_kernels import let_next_start, wait_for_previous
+from infer.backend.gpu.launch_kernels import COMPILED, let_next_start, wait_for_previous
 from infer.backend.gpu.launcher import kernel
+
+
+@triton.jit
+def sigmoid(x):
+    """tl.sigmoid in half the instructions: without those for subnormal numbers."""
+    y = 1 + tl.exp2(x * -1.4426950408889634)
+    if COMPILED:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = 1 / y
+    return y
 
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
-        x = x * tl.sigmoid(x)
+        x = x * sigmoid(x)
     elif ACTIVATION == "gelu_tanh":
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        x = x * tl.sigmoid(2 * inner)  # (1 + tanh(inner)) / 2
+        x = x * sigmoid(2 * inner)  # (1 + tanh(inner)) / 2
     elif ACTIVATION == "gelu":
         x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     return x
@@ -37,8 +48,20 @@ def activated(x, ACTIVATION: tl.constexpr):
 def capped(x, SOFTCAP: tl.constexpr):
     """SOFTCAP tanh(x); 0: x"""
     if SOFTCAP > 0:
-        x = (2 * tl.sigmoid(2 * x) - 1) * SOFTCAP
+        x = (2 * sigmoid(2 * x) - 1) * SOFTCAP
     return x
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """x.to(dtype), in pairs: numbers that are then computed with would be rounded one by one, a quarter as fast."""
+    if COMPILED and dtype == tl.bfloat16:
+        y = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        y = x.to(dtype)
+    return y
 
 
 @triton.jit
@@ -230,16 +253,15 @@ def epilogue(
 
     scale, addend: optional; biases: () for none. MULTIPLIER: of what is added to the addend.
     """
-    y = sums[0].to(dtype).to(tl.float32)
-    if scale is not None:
-        y *= scale
+    y, up = sums[0], sums[len(sums) - 1]
+    if scale is None:
+        y, up = y.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    else:
+        y, up = rounded(y, dtype).to(tl.float32) * scale, rounded(up, dtype).to(tl.float32) * scale
     if len(biases) > 0:
         y += biases[0]
     y = activated(y, ACTIVATION)
     if len(sums) > 1:
-        up = sums[1].to(dtype).to(tl.float32)
-        if scale is not None:
-            up *= scale
         if len(biases) > 0:
             up += biases[1]
         y *= up

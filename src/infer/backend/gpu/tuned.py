@@ -52,13 +52,18 @@ EXPERTS_FLOAT32 = Tile(32, 32, 32, 2, 4)
 # Attention
 QUERIES = {2: 64, 4: 32}  # query heads times positions per program, by bytes per element
 STAGES = 3  # key blocks in flight, if shared memory allows
+MANY_STAGES = 2  # for a prompt
+REGISTERS = {64: 128, 128: 168}  # per thread, by head size: with so few, more programs share an SM
 MAX_PROGRAMS = 1024  # enough to saturate memory bandwidth
 MIN_BY_ROW = 1 << 15  # rows * kv_heads * head_dim from which one program per row and KV head is fastest
 ROW_STAGES, ROW_WARPS = 2, 1
 HEADS = 8  # per program of `prepare_heads`
+MANY_TOKENS = 128  # from so many on, a program has heads of HEADS_SIZE numbers together
+HEADS_SIZE = 8192
 
 # Launches
-PASSES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # tokens of captured passes
+SHORT_PASSES = (32, 64, 128, 192, 256, 384, 512, 768)
+PASSES = (*SHORT_PASSES, 1024, 1280, 1536, 2048, 2304, 3072, 3584, 4096, 5120, 6144, 8192)  # tokens of captured passes
 SHARED_PERCENT = 58  # of an SM's memory is shared memory, the rest L1 cache: 766 instead of 873 us a step
 LAUNCHES = 1024  # cached launches of each prefill kernel, by shape
 ROWS_COMPILED = (1, 8, 16, 32, 64, 128, 256)  # rows of steps to compile: together, all kernels of all steps

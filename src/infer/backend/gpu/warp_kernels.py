@@ -286,4 +286,5 @@ def merge_partial_columns(highest, total, sums, group_highest, group_total, grou
     top = tl.maximum(highest, group_highest)
     base = tl.where(top == -float("inf"), 0.0, top)
     kept, share = tl.exp2(highest - base), tl.exp2(group_highest - base)
-    return top, total * kept + group_total * share, sums * kept[None, None, :] + group_sums * share[None, None, :]
+    sums = tl.fma(group_sums, share[None, None, :], sums * kept[None, None, :])
+    return top, total * kept + group_total * share, sums
