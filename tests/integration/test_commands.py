@@ -215,6 +215,7 @@ class TestCommands:
         "docs/nanogpt.md": "True",
         "docs/python.md": "cache",
         "docs/quantization.md": "",
+        "docs/speculation.md": "drafts were right",
         "docs/trace.md": "(9, 8)",
     } | amount({"docs/scale.md": "Paris"}, {})  # starts processes, as tests/integration/test_parallel.py does
     PAGES["docs/recipes.md"] = "Paris"  # at the end: it trains the model that all pages share

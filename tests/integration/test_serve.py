@@ -280,7 +280,8 @@ def test_control_tokens_of_messages_are_text(server: Running) -> None:
 def test_metrics_and_health(server: Running, client: OpenAI) -> None:
     client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3)
     text = httpx.get(f"{server.url}/metrics").text
-    for name in ("num_requests_running", "generation_tokens_total", "time_to_first_token_seconds_count"):
+    names = "num_requests_running", "generation_tokens_total", "time_to_first_token_seconds_count"
+    for name in (*names, "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"):
         assert f"\ninfer:{name}" in text
     until(server.idle)
     text = httpx.get(f"{server.url}/metrics").text

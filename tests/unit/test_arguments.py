@@ -230,7 +230,7 @@ def keywords(function: Any) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
-REQUEST = {"priority": 0, "cache_salt": None, "trace": None}
+REQUEST = {"priority": 0, "cache_salt": None, "trace": None, "draft": True}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("quantize_a", "quantize_b", "dtype_a", "dtype_b", "chat_template"),
     ),
     SAMPLING: (),  # see `sampling_options`
-    "Cache": ("kv_cache", "on_full", "prefill_chunk", "cache_dtype", "cache_memory", "prefix_store"),
+    "Cache": ("kv_cache", "on_full", "prefill_chunk", "cache_dtype", "cache_memory", "prefix_store", "speculate"),
     "Output": ("as_json",),
 }
 SECTION_OF = {option: section for section, options in SECTIONS.items() for option in options}
@@ -285,6 +285,15 @@ class PrefixCacheOptions(OptionGroup):
             show_default="none",
         ),
     ] = None
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            help="ngram: draft tokens from earlier parts of the text, and verify several at once. The text stays the "
+            "same. Faster where it repeats itself or the prompt.",
+            metavar="NAME",
+            show_default="none",
+        ),
+    ] = None
 
     @property
     def memory_bytes(self) -> int | None:
@@ -299,6 +308,10 @@ class PrefixCacheOptions(OptionGroup):
         """Refuse impossible options before a model is fetched."""
         from infer.engine.params import check_prefill_chunk
 
+        if self.speculate not in (None, "ngram"):
+            raise ValueError(f"--speculate must be ngram, not {self.speculate!r}")
+        if self.speculate is not None and not kv_cache:
+            raise ValueError("--speculate needs the cache: leave --no-kv-cache out")
         if self.prefill_chunk is not None and not kv_cache:
             raise ValueError("--prefill-chunk needs the cache: leave --no-kv-cache out")
         check_prefill_chunk(self.prefill_chunk)
@@ -318,6 +331,7 @@ class PrefixCacheOptions(OptionGroup):
             "cache_dtype": self.cache_dtype,
             "prefix_store": self.prefix_store,
             "prefill_chunk": self.prefill_chunk,
+            "speculate": self.speculate,
         }
 
 

@@ -128,6 +128,7 @@ class Run:
 
     def generate(self, *, quiet: bool, trace: "Trace | None" = None) -> "GenerationResult":
         """Generate and print the text as it comes. Ctrl-C stops it; before the first token, it ends the command."""
+        from infer.engine.draft import NgramDrafter
         from infer.engine.memory import CacheMemory, pass_tokens
         from infer.engine.model import make_cache
         from infer.engine.result import collect
@@ -153,13 +154,15 @@ class Run:
                 cache_dtype=caches.cache_dtype,
             )
         cached_tokens = cache.seq_len
-        tokens = self._stream(cache=cache, prefill_chunk=chunk, trace=trace)
+        drafter = None if caches.speculate is None else NgramDrafter()
+        tokens = self._stream(cache=cache, prefill_chunk=chunk, trace=trace, speculate=drafter)
         steps = show(tokens, quiet=quiet, total=self.params.max_new_tokens)
         if not steps:
             sys.exit(130)
         if memory is not None:
             memory.keep(paged)
-        return collect(self.prompt_ids, steps, cache.memory_bytes, num_cached_tokens=cached_tokens)
+        drafts = {} if drafter is None else {"drafted": drafter.num_drafted, "accepted": drafter.num_accepted}
+        return collect(self.prompt_ids, steps, cache.memory_bytes, num_cached_tokens=cached_tokens, **drafts)
 
     def without_cache(self, total: int) -> "GenerationResult | None":
         """The same generation without the cache, not printed; None if Ctrl-C skips it. total: its number of tokens."""
@@ -212,13 +215,14 @@ def show(
 
 def stats_line(result: "GenerationResult") -> str:
     timing = result.timing
+    drafts = f" · {result.accepted} of {counted(result.drafted, 'draft')} right" if result.drafted else ""
     speed = f" at {timing.decode_tokens_per_s:.1f} tok/s" if timing.decode_times_s else ""
     cache = result.cache_memory_bytes
     size = f"{cache / 1e6:.1f} MB" if cache >= 1e5 or not cache else f"{cache / 1e3:.1f} kB"
     return (
         f"{counted(result.prompt_tokens, 'prompt token')}, prefill {timing.prefill_time_s:.2f} s · "
         f"{counted(result.generated_tokens, 'new token')}{speed} · cache {size}"
-        f"{' · interrupted' if result.finish_reason == 'interrupted' else ''}"
+        f"{drafts}{' · interrupted' if result.finish_reason == 'interrupted' else ''}"
     )
 
 
@@ -228,6 +232,8 @@ def as_dict(result: "GenerationResult") -> dict[str, Any]:
     for name in ("logprobs", "prompt_logprobs"):
         if values[name] is not None:
             values[name] = [each and each._asdict() for each in values[name]]
+    if not result.drafted:
+        del values["drafted"], values["accepted"]
     for name in ("seed", "logprobs", "prompt_logprobs"):
         if values[name] is None:
             del values[name]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from infer.engine.draft import drafter_of
 from infer.engine.params import check_prefill_chunk
 
 Positive = Annotated[int, Field(ge=1)]
@@ -35,6 +36,7 @@ class DeployOptions(BaseModel):
     prefix_store: str | None = None
     max_rows: Positive = 256  # sequences that run at once in a replica
     prefill_chunk: int | None = None
+    speculate: str | None = None
 
     host: str = "127.0.0.1"
     port: int | None = None  # the ingress listens here, beside Serve's proxies; None: it does not
@@ -53,6 +55,7 @@ class DeployOptions(BaseModel):
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas is {self.max_replicas}, less than replicas, {self.replicas}")
         check_prefill_chunk(self.prefill_chunk)
+        drafter_of(self.speculate)
         return self
 
     @property

@@ -58,6 +58,7 @@ class Replica:
                     prefix_store=options.prefix_store,
                     max_rows=options.max_rows,
                     prefill_chunk=options.prefill_chunk,
+                    speculate=options.speculate,
                 )
 
         self._service = Service(engine, settings_of(options))

@@ -16,6 +16,7 @@ import torch
 from infer.backend import ModelVersion
 from infer.cache.base import Cache, NoCache
 from infer.cache.pool import OutOfPages, bytes_for
+from infer.engine.draft import Drafter, drafter_of
 from infer.engine.engine import Engine
 from infer.engine.memory import DEFAULT_MEMORY_FRACTION, CacheMemory
 from infer.engine.model import (
@@ -56,6 +57,7 @@ class RunOptions:
     on_full: str = "error"
     trace: Trace | None = None
     cache_dtype: str = "auto"
+    speculate: str | Drafter | None = None
 
 
 class RunKeywords(TypedDict, total=False):
@@ -68,6 +70,7 @@ class RunKeywords(TypedDict, total=False):
     on_full: str
     trace: Trace | None
     cache_dtype: str
+    speculate: str | Drafter | None
 
 
 @takes(model=ANY_MODEL, tokenizer=TOKENIZER, cache=CACHE)
@@ -92,6 +95,7 @@ def stream(
     - `on_full`: if the text needs more positions than the model or the cache has: "error" refuses; "recompute":
       when the context is full, recompute the last tokens at every step, without a cache.
     - `trace`: a `Trace` that records every step.
+    - `speculate`: "ngram" or a drafter: proposed tokens are verified several at once.
     """
     if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
         raise ValueError("a stream does not return prompt_logprobs: use `generate` or `LLM`")
@@ -118,15 +122,21 @@ def generate(
         prompt_logprobs=sequence.prompt_logprobs,
         schema=sequence.params.schema,
         model=sequence.model_name,
+        drafted=sequence.num_drafted,
+        accepted=sequence.num_accepted,
     )
 
 
 def run(
-    model: Model, sequence: Sequence, prefill_chunk: int | None = None, on_full: str = "error"
+    model: Model,
+    sequence: Sequence,
+    prefill_chunk: int | None = None,
+    on_full: str = "error",
+    drafter: Drafter | None = None,
 ) -> Iterator[GeneratedToken]:
     """Run one sequence, with its own cache, token by token."""
     text = Detokenizer(sequence.tokenizer, sequence.params.stop)
-    with Engine(model, prefill_chunk=prefill_chunk, on_full=on_full) as engine:
+    with Engine(model, prefill_chunk=prefill_chunk, on_full=on_full, drafter=drafter) as engine:
         if sequence.finish_reason is None:
             engine.submit(sequence)
         while not engine.is_idle:
@@ -136,8 +146,9 @@ def run(
             engine.runner.sync(sequence)
             if sequence.error is not None:
                 raise sequence.error
-            for at in range(num_read, len(sequence.token_times)):
-                yield sequence.read(at, text, time_s=sequence.step_time_s)
+            new = range(num_read, len(sequence.token_times))
+            for at in new:
+                yield sequence.read(at, text, time_s=sequence.step_time_s / len(new))
 
 
 def _start(
@@ -145,6 +156,7 @@ def _start(
 ) -> tuple[Sequence, Iterator[GeneratedToken]]:
     """Check everything, then make the cache, unless one is given."""
     cache, trace, chunk = options.cache, options.trace, options.prefill_chunk
+    drafter = drafter_of(options.speculate)
     model = configured(model, needed=options.use_kv_cache or trace is not None)
     device = model_device(model, options.device)
     if cache is not None and not options.use_kv_cache:
@@ -169,7 +181,7 @@ def _start(
     if sequence.num_tokens <= min(cache.capacity, context):
         keep_prefix(cache, sequence.token_ids)
     sequence.cache = cache
-    return sequence, run(model, sequence, chunk, options.on_full)
+    return sequence, run(model, sequence, chunk, options.on_full, drafter)
 
 
 @takes(model=MODEL, tokenizer=TOKENIZER, params=EACH)

@@ -64,6 +64,10 @@ class Guide:
         self._matcher.consume_token(token)
         return not self._vocabulary.eos and not self.allowed().any() and not self.error
 
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may come next, one after the other."""
+        return int(self._matcher.validate_tokens([*tokens]))
+
     @property
     def error(self) -> str:
         """Why no token can follow, although the text is incomplete; empty: one can."""

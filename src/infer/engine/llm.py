@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Collection
@@ -11,11 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
+from infer.engine.draft import Drafter, drafter_of
 from infer.engine.engine import Engine, Event, Stats
 from infer.engine.memory import CacheMemory
 from infer.engine.model import Model, check_trace, summary
 from infer.engine.params import PARAMS, SamplingKeywords, SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult, Score
+from infer.engine.scheduler import FIRST_ROWS
 from infer.engine.sequence import Sequence, make_sequences, named, params_of_each
 from infer.engine.session import Encode, Session
 from infer.engine.text import Detokenizer
@@ -40,7 +43,6 @@ from infer.values import (
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
-SUBMITTED_TOGETHER = 32  # prompts of `LLM.generate`: the first step has many, and the others are prepared meanwhile
 PARALLEL_CLOSE_S = 10.0  # to wait for a step of several processes, one of which may hang, before they are killed
 Prompt = str | Collection[int] | Collection[Message]  # text, token ids, or the messages of a chat
 
@@ -51,6 +53,7 @@ class RequestKeywords(SamplingKeywords, total=False):
     priority: int
     cache_salt: str | None
     trace: Trace | None
+    draft: bool | Collection[int]
 
 
 class LLM:
@@ -77,6 +80,7 @@ class LLM:
         memory: CacheMemory | None = None,
         max_rows: int | None = None,
         prefill_chunk: int | None = None,
+        speculate: str | Drafter | None = None,
     ) -> None:
         """model: a name, a folder, a file or a hub id; or a loaded model, with its tokenizer.
 
@@ -86,8 +90,10 @@ class LLM:
         device share. memory: an existing CacheMemory to use instead.
         max_rows: sequences that run at once. prefill_chunk: prompt tokens of one step, beside sequences that decode; by
         default 128, on a GPU 4,096 with the tokens of these sequences, and 8,192 while none decodes.
+        speculate: "ngram" drafts tokens from earlier parts of a text, and steps verify several at once; or another
+        drafter. Texts stay the same to the bit. Only the kernels of a CPU verify drafts yet.
         """
-        group = None
+        group, drafter = None, drafter_of(speculate)
         if tokenizer is not None and chat_template is not None:
             raise TypeError("the tokenizer has its chat template: Tokenizer(name, chat_template=...)")
         if isinstance(model, str | Path):
@@ -117,7 +123,7 @@ class LLM:
                 raise ValueError("memory was given: leave cache_memory, cache_dtype and prefix_store out")
             self.memory = memory
             shared = model.group if isinstance(model, Decoder) else None
-            engine = Engine(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk)
+            engine = Engine(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk, drafter=drafter)
             self._thread = EngineThread(engine, None if shared is None else PARALLEL_CLOSE_S)
             opened.callback(self._thread.close)
             if shared is not None:
@@ -147,14 +153,18 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
         trace: Trace | None = None,
+        draft: bool | Collection[int] = True,
         **settings: Unpack[SamplingKeywords],
     ) -> Handle:
         """Submit several prompts as one request: tokens have their `index`, n for each prompt.
 
         params: how to sample, or settings by their names: temperature=0.8. priority: lower runs first.
         cache_salt: only requests with the same one share cached prefixes. trace: records the run of a single prompt.
+        draft: with `speculate`, False drafts nothing; or give token ids of a text that the output may repeat.
         """
-        handle = self._handle(prompts, params, priority=priority, cache_salt=cache_salt, trace=trace, **settings)
+        handle = self._handle(
+            prompts, params, priority=priority, cache_salt=cache_salt, trace=trace, draft=draft, **settings
+        )
         self._submit([handle])
         return handle
 
@@ -166,13 +176,14 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
         trace: Trace | None = None,
+        draft: bool | Collection[int] = True,
         **settings: Unpack[SamplingKeywords],
     ) -> Handle:
         """A request that is yet to be submitted."""
         if trace is not None and len(prompts) > 1:
             raise ValueError(f"a trace records one text, not those of {len(prompts)} prompts")
         params, sequences = _params(params, settings), list[Sequence]()
-        options = {"priority": priority, "cache_salt": cache_salt, "recorder": trace}
+        options = {"priority": priority, "cache_salt": cache_salt, "recorder": trace, "draft": draft}
         for prompt in prompts:
             sequences += make_sequences(self.model.config, self.tokenizer, self.encode(prompt), params, **options)
         for sequence in sequences:
@@ -233,9 +244,11 @@ class LLM:
             for i, (prompt, own) in enumerate(zip(given, params_of_each(given, params), strict=True)):
                 with named(f"prompt {i}", ValueError, TypeError):
                     handles.append(self._handle([prompt], own, **options))
-                if len(handles) - submitted == SUBMITTED_TOGETHER or i == len(given) - 1:
+                # As many as the first step admits, then as many again, and so on: the GPU has work meanwhile.
+                if len(handles) == max(FIRST_ROWS, 2 * submitted) or i == len(given) - 1:
                     self._submit(handles[submitted:])
                     submitted = len(handles)
+                    time.sleep(0)  # the engine's thread may run now
             return [handle.result() for handle in handles]
         except BaseException:
             for handle in handles[:submitted]:

@@ -74,6 +74,8 @@ class GenerationResult:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     schema: Schema | None = None  # that the text matches, if one was given
     model: str = ""  # its name, or the path that it was loaded by
+    drafted: int = 0  # tokens that were drafted and verified
+    accepted: int = 0  # drafts that were right
 
     @cached_property
     def parsed(self) -> Any:

@@ -55,7 +55,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, scheduled: list[ScheduledTokens], *, more: bool = False) -> list[StepOutput]:
-        """Begin to compute the scheduled tokens. Returns the outputs of those that only fill caches; see `wait`.
+        """Begin to compute the scheduled tokens. Returns the outputs of passes that only fill caches; see `wait`.
 
         more: whether prompts wait. Then a pass of theirs comes before the next tokens of sequences that decode.
         """
@@ -108,6 +108,12 @@ class Runner:
             and sequence.cache is not None
             and self._captured.supports(sequence.cache)
         )
+
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether a pass gives several tokens the bits that each has alone: plain torch does not. Captured steps, which
+        are faster than passes, have one token per sequence."""
+        return self._choose_backend().name == "cpu"
 
     def sync(self, sequence: Sequence) -> None:
         """Tell the cache of the tokens that captured steps have computed."""

@@ -84,10 +84,12 @@ class Sequence:
         cache_salt: str | None = None,
         name: str = "",
         recorder: Recorder | None = None,
+        draft: bool | Collection[int] = True,
     ) -> None:
         """cache: its own; None: the engine's memory provides one. on_full: see `stream`. priority: lower runs first.
 
         cache_salt: only sequences with the same one share cached prefixes. name: for error messages.
+        draft: whether tokens may be drafted; or tokens that are likely to be generated, as of a text to edit.
         """
         self.params = SamplingParams() if params is None else params
         self.token_ids = token_ids(prompt)
@@ -110,6 +112,9 @@ class Sequence:
         # captured step computes that.
         self.num_prefill_tokens = 0
         self.draft_token_ids: list[int] = []  # guesses at the next tokens, verified by the next step
+        self.drafts = draft is not False  # whether the engine's drafter may propose them
+        self.prediction = [] if isinstance(draft, bool) else token_ids(draft, "draft")
+        self.num_drafted = self.num_accepted = 0  # verified drafts
 
         # The cache.
         self.cache = cache
@@ -232,17 +237,21 @@ class Sequence:
         if start + n < length or self.finish_reason is not None:
             return []
         chosen = []
-        for at in range(length - 1 - first, k):
-            token = self._sample(logits[at])
-            self.append_token(token)
-            chosen.append(token)
-            if self.finish_reason is not None or drafts[: len(chosen)] != chosen:
-                break
-        if drafts and self.cache is not None:
-            self.num_computed_tokens = self.num_tokens - 1
-            if self.cache.seq_len > self.num_computed_tokens:
-                self.cache.truncate(self.num_computed_tokens)
-                self.num_reserved_slots = 0  # pages after them are free again
+        try:
+            for at in range(length - 1 - first, k):
+                token = self._sample(logits[at])
+                self.append_token(token)
+                chosen.append(token)
+                if self.finish_reason is not None or drafts[: len(chosen)] != chosen:
+                    break
+        finally:
+            self.num_drafted += len(drafts)
+            self.num_accepted += sum(map(operator.eq, chosen, drafts))
+            if drafts and self.cache is not None:
+                self.num_computed_tokens = self.num_tokens - 1
+                if self.cache.seq_len > self.num_computed_tokens:
+                    self.cache.truncate(self.num_computed_tokens)
+                    self.num_reserved_slots = 0  # pages after them are free again
         return chosen
 
     def commit_from_device(self, token: int, logprob_terms: list[int] | None) -> None:
@@ -333,6 +342,8 @@ class Sequence:
             prompt_logprobs=self.prompt_logprobs,
             schema=self.params.schema,
             model=self.model_name,
+            drafted=self.num_drafted,
+            accepted=self.num_accepted,
         )
 
 
@@ -374,14 +385,14 @@ def named(name: str, *kinds: type[Exception]) -> Iterator[None]:
         raise kind(f"{name}: {error}") from None
 
 
-def token_ids(prompt: Iterable[int]) -> list[int]:
+def token_ids(prompt: Iterable[int], name: str = "the prompt") -> list[int]:
     """As Python integers, from a list, an array or a tensor."""
     if isinstance(prompt, str):
-        raise TypeError("the prompt must be token ids, not text: encode it first")
+        raise TypeError(f"{name} must be token ids, not text: encode it first")
     try:
         return [*map(operator.index, prompt)]
     except TypeError:
-        raise TypeError(f"the prompt must be a flat sequence of token ids, not {value_or_type(prompt)}") from None
+        raise TypeError(f"{name} must be a flat sequence of token ids, not {value_or_type(prompt)}") from None
 
 
 def check_sequence(

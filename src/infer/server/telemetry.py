@@ -101,6 +101,8 @@ class Metrics:
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.cached_tokens),
+            ("spec_decode_num_draft_tokens", "Drafted tokens that were verified.", stats.drafted_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were right.", stats.accepted_tokens),
         ):
             yield CounterMetricFamily(f"infer:{name}", help, float(value))
         buckets = list(zip([*map(str, STEPS), "+Inf"], map(float, accumulate(self._steps)), strict=True))

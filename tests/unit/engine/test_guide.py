@@ -28,6 +28,7 @@ from infer import LLM, CacheMemory, SamplingParams, Tokenizer, generate, generat
 from infer.backend.cpu.backend import CpuBackend
 from infer.backend.plain import TorchBackend
 from infer.engine import guide as guides
+from infer.engine.draft import NgramDrafter, Speculation
 from infer.engine.engine import Engine
 from infer.engine.guide import Guide, guide_for, vocabulary_of
 from infer.engine.params import MAX_RULES
@@ -194,6 +195,29 @@ class TestTextsMatch:
             result = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(**settings | way))
             assert result.finish_reason == "eos"
             assert matches(result.text), (way, result.text)
+
+    @pytest.mark.parametrize("kind", CONSTRAINTS)
+    def test_drafts_change_no_text(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A draft ends before the first token that the constraint refuses."""
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+        settings, _ = CONSTRAINTS[kind]
+        expected = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(**settings))
+        offered: list[int] = []
+
+        class Drafter(NgramDrafter):
+            def propose(self, sequence: Sequence, count: int) -> list[int]:
+                done = sequence.num_tokens - sequence.prompt_len
+                right = expected.token_ids[done : done + count]
+                offered.extend(right[:1])
+                return [*right[: 1 + done % 3], sequence.prompt[0], *right]
+
+        result = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(**settings), speculate=Drafter())
+        assert (result.token_ids, result.text) == (expected.token_ids, expected.text)
+        assert result.accepted >= len(offered) > 0
+        monkeypatch.setattr(Guide, "num_allowed", lambda _, tokens: len(tokens))
+        unchecked = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(**settings), speculate=Drafter())
+        assert unchecked.token_ids == expected.token_ids
+        assert unchecked.drafted > result.drafted
 
     def test_any_object(self) -> None:
         result = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(json_schema='{"type": "object"}'))

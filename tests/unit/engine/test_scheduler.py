@@ -12,7 +12,7 @@ from mocks import MockTokenizer
 from tiny import make_tiny_config
 
 from infer import SamplingParams
-from infer.engine.scheduler import PRIORITY_STEP, Scheduler
+from infer.engine.scheduler import FIRST_ROWS, PRIORITY_STEP, Scheduler
 from infer.engine.sequence import Sequence, Status
 
 PAGE = 4
@@ -112,6 +112,17 @@ class TestSharedPasses:
         assert scheduled(queue) == {a: 31, b: 64 - 30 - 1}  # the last token of a is in its row of the step
         (c,) = submitted(other := self.queue(32, 16), 60)
         assert scheduled(other) == {c: 60}
+
+    def test_few_prompts_first(self) -> None:
+        """The GPU computes them while the others are admitted."""
+        queue = self.queue(256, 64)
+        prompts = submitted(queue, *[3] * 20)
+        assert scheduled(queue) == dict.fromkeys(prompts[:FIRST_ROWS], 3)
+        step(queue)
+        assert set(scheduled(queue)) == {*prompts}
+        alone = Scheduler(Pages(100), max_rows=64, prefill_chunk=256)  # without shared passes: as many as fit
+        submitted(alone, *[3] * 20)
+        assert len(scheduled(alone)) == 20
 
     def test_rows_are_a_power_of_two(self) -> None:
         queue = self.queue(32, 16)
