@@ -8,9 +8,9 @@ x is quantized too, in groups of 32, to 16 bits: a high and a low byte, each mul
 which is exact. (With 8 bits, as other engines do it, a difference in the last bit of x flips codes and grows to tenths
 of a logit.) The rest is floating point, part by part of the scheme in one order.
 
-Few rows of x: the codes of a group are unpacked in registers (`_add_group`). More rows: a tile is unpacked once, to
-bytes and float32 scales in the cache, and multiplied by a loop that all schemes share (`_add_part`). Integers are
-exact, so both have the same bits.
+Few rows of x: the codes of a group are unpacked in registers, once for all rows (`_add_group`, `_add_group_to_rows`).
+More rows: a tile is unpacked once, to bytes and float32 scales in the cache, and multiplied by a loop that all schemes
+share (`_add_part`). Integers are exact, so all have the same bits.
 
 AMX multiplies blocks of bytes on x86 cores that have it. Its registers hold up to 16 rows of 64 bytes: here two hold
 the high and the low bytes of 16 rows of x, one the codes of a part of a tile, and two the sums. All are integers, so
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.registry import cpu_target
 
 from infer.backend.cpu.gemm import GEMM
@@ -35,6 +36,7 @@ from infer.backend.cpu.simd import (
     INT8,
     INT16,
     INT32,
+    INT64,
     LOW_MAGIC,
     TILE,
     TILE_CODES,
@@ -51,6 +53,7 @@ from infer.backend.cpu.simd import (
     emit_for_tile,
     emit_load,
     emit_look_up,
+    emit_prefetch,
     emit_splat,
     emit_store,
     high_byte,
@@ -86,7 +89,6 @@ from infer.machine import allows_amx
 from infer.nn.schemes import E8M0, GROUP, NIBBLES, Scheme
 
 PARALLEL_ROWS = 16  # from so many rows of x on, several threads quantize them
-FEW_ROWS = 3  # of x, which are multiplied one by one
 # Of a group of x: its codes; and for the group, its first half and its second half the scale, the sum of its values,
 # the sums of the high and of the low bytes.
 X_BYTES, SUMS_BYTES = 2 * GROUP, 16
@@ -99,6 +101,7 @@ AMX_CONFIG_BYTES = 64
 X_HIGH, X_LOW, CODES, HIGH, LOW = range(5)  # the AMX registers
 # LLVM may know an instruction that the system does not allow, and the other way round.
 AMX = TILE == 16 and allows_amx() and "+amx-int8" in cpu_target.target_context.codegen().magic_tuple()[2]
+FEW_ROWS = 8 if AMX else 16  # of x, for which codes are unpacked in registers
 L2_BYTES = 1048576 if AMX else 262144  # fit into the L2 cache of most such cores, beside other data
 # Consecutive rows of a weight that have one scheme. code, gemm: kernels that multiply a tile, and an unpacked tile.
 # offset: of unpacked codes; halves: parts of a group. Any range of rows that begins with a tile can be a part.
@@ -302,19 +305,16 @@ def _emit_part(
     small: bool,
 ) -> Any:
     """so_far + a part of a group times x. codes: plus an offset, or None. first: the quad of x that they begin with."""
-    byte_sums = []
-    for start, x_bytes in (
-        (_emit_start(b, sums, 2, HIGH_MAGIC, offset), x),
-        (_emit_start(b, sums, 3, LOW_MAGIC, offset), b.add(x, x.type(GROUP))),
-    ):
-        # Two chains of instructions, each of which waits for the one before it: adding integers is exact.
-        chains = [start, constant(TILE_INTS, 0)]
-        for i, code in enumerate(codes):
-            chain = i * 2 // len(codes)
-            chains[chain] = emit_dot(b, chains[chain], code, x_bytes, first + i, small=small)
-        byte_sums.append(b.add(*chains))
-    high, low = byte_sums
-    return _emit_scaled(b, so_far, emit_combined(b, high, low), sums, scale, minimum)
+    # Four chains of instructions, each of which waits for the one before it: adding integers is exact.
+    starts = [_emit_start(b, sums, 2, HIGH_MAGIC, offset), _emit_start(b, sums, 3, LOW_MAGIC, offset)]
+    chains = [*starts, constant(TILE_INTS, 0), constant(TILE_INTS, 0)]
+    half, bytes_of_x = len(codes) // 2, (x, b.add(x, x.type(GROUP)))  # high, low
+    for i in range(half):
+        for chain in range(4):
+            at = i + chain // 2 * half
+            chains[chain] = emit_dot(b, chains[chain], codes[at], bytes_of_x[chain % 2], first + at, small=small)
+    dots = emit_combined(b, b.add(chains[0], chains[2]), b.add(chains[1], chains[3]))
+    return _emit_scaled(b, so_far, dots, sums, scale, minimum)
 
 
 def _emit_scaled(b: Any, so_far: Any, dots: Any, sums: Any, scale: Any, minimum: Any) -> Any:
@@ -327,22 +327,46 @@ def _emit_scaled(b: Any, so_far: Any, dots: Any, sums: Any, scale: Any, minimum:
 
 def _add_group(scheme: Scheme) -> Any:
     """so_far + a group of a tile times a group of x; a group of a block, whose scale and minimum are given."""
-    quads, offset = scheme.part // 4, _dot_offset(scheme)
-    codes_at, group_bytes = scheme.fields["codes"].start * TILE, 4 * scheme.bits * TILE
 
     def emit(b: Any, so_far: Any, block: Any, group: Any, scale: Any, minimum: Any, x: Any, sums: Any) -> Any:
-        at = b.add(b.add(block, block.type(codes_at)), b.mul(group, group.type(group_bytes)))
-        codes, given = _emit_codes(b, scheme, at, offset), minimum if scheme.minimum else None
-        scales = _emit_scales(b, scheme, block, group, scale, given)
-        for i, (part_scale, part_minimum) in enumerate(scales):
-            some, sums_at = codes[i * quads : (i + 1) * quads], _emit_sums_at(b, sums, i, len(scales))
-            start = INT32(offset) if offset else None
-            so_far = _emit_part(
-                b, so_far, some, i * quads, x, sums_at, part_scale, part_minimum, start, _is_small(scheme)
-            )
-        return so_far
+        return _emit_group(b, scheme, _emit_parts(b, scheme, block, group, scale, minimum), so_far, x, sums)
 
     return operation(tile_floats, emit, 7)
+
+
+def _add_group_to_rows(scheme: Scheme) -> Any:
+    """The same for `count` rows of x, whose sums are in memory: the codes are unpacked once."""
+
+    def emit(
+        b: Any, to: Any, block: Any, group: Any, scale: Any, minimum: Any, x: Any, x_row: Any, sums: Any, s_row: Any,
+        count: Any,
+    ) -> None:  # fmt: skip
+        parts = _emit_parts(b, scheme, block, group, scale, minimum)
+        with cgutils.for_range(b, count) as loop:
+            of_row = ((to, INT64(4 * TILE)), (x, x_row), (sums, s_row))
+            to_at, x_at, s_at = (b.add(start, b.mul(loop.index, step)) for start, step in of_row)
+            emit_prefetch(b, b.add(x_at, INT64(X_BYTES)))  # more rows than two or three exceed the L1 cache
+            emit_prefetch(b, b.add(s_at, INT64(SCALE_BYTES)))
+            emit_store(b, to_at, _emit_group(b, scheme, parts, emit_load(b, to_at, TILE_FLOATS), x_at, s_at))
+
+    return operation(types.void, emit, 10)
+
+
+def _emit_parts(b: Any, scheme: Scheme, block: Any, group: Any, scale: Any, minimum: Any) -> list[Any]:
+    """Codes, scale and minimum of each part of a group of a tile."""
+    codes_at, group_bytes = scheme.fields["codes"].start * TILE, 4 * scheme.bits * TILE
+    at = b.add(b.add(block, block.type(codes_at)), b.mul(group, group.type(group_bytes)))
+    codes, quads = _emit_codes(b, scheme, at, _dot_offset(scheme)), scheme.part // 4
+    scales = _emit_scales(b, scheme, block, group, scale, minimum if scheme.minimum else None)
+    return [(codes[i * quads : (i + 1) * quads], *each) for i, each in enumerate(scales)]
+
+
+def _emit_group(b: Any, scheme: Scheme, parts: list[Any], so_far: Any, x: Any, sums: Any) -> Any:
+    offset = INT32(_dot_offset(scheme)) if _dot_offset(scheme) else None
+    for i, (codes, scale, minimum) in enumerate(parts):
+        sums_at, first = _emit_sums_at(b, sums, i, len(parts)), i * len(codes)
+        so_far = _emit_part(b, so_far, codes, first, x, sums_at, scale, minimum, offset, _is_small(scheme))
+    return so_far
 
 
 def _unpack_group(scheme: Scheme) -> Any:
@@ -363,7 +387,7 @@ def _unpack_group(scheme: Scheme) -> Any:
 
 def _tile_body(scheme: Scheme) -> Any:
     """A tile with few rows of x; or, without any, the tile unpacked."""
-    add_group, unpack_group = _add_group(scheme), _unpack_group(scheme)
+    add_group, add_to_rows, unpack_group = _add_group(scheme), _add_group_to_rows(scheme), _unpack_group(scheme)
     load_scale = load_tile_exponents if scheme.scale == E8M0 else load_tile_halves
     minimum_at = scheme.fields["minimum"].start * TILE if scheme.minimum else 0
     block_bytes, groups_of_block = scheme.block_bytes * TILE, scheme.columns // GROUP
@@ -386,17 +410,31 @@ def _tile_body(scheme: Scheme) -> Any:
                 fetch(block + g % groups_of_block * line_bytes)
                 scale, minimum = load_scale(block), load_tile_halves(block + minimum_at)
                 unpack_group(block, g % groups_of_block, scale, minimum, to + g * unpacked)
-        for t in range(count):
+        elif count == 1:
             so_far = zeros_tile()
             for first in range(0, groups, groups_of_block):
                 block = at + first // groups_of_block * block_bytes
                 scale, minimum = load_scale(block), load_tile_halves(block + minimum_at)
                 for g in range(groups_of_block):
                     fetch(block + g * line_bytes)
-                    x_at = x + (t * groups + first + g) * X_BYTES
-                    s_at = sums + (t * groups + first + g) * SCALE_BYTES
+                    x_at, s_at = x + (first + g) * X_BYTES, sums + (first + g) * SCALE_BYTES
                     so_far = add_group(so_far, block, g, scale, minimum, x_at, s_at)
-            _put(so_far, bias, out + t * out_row, missing)
+            _put(so_far, bias, out, missing)
+        else:
+            scratch = np.empty(64 + count * 4 * TILE, np.uint8)
+            row_sums, x_row, s_row = (address(scratch) + 63) // 64 * 64, groups * X_BYTES, groups * SCALE_BYTES
+            for t in range(count):
+                store(row_sums + t * 4 * TILE, zeros_tile())
+            for first in range(0, groups, groups_of_block):
+                block = at + first // groups_of_block * block_bytes
+                scale, minimum = load_scale(block), load_tile_halves(block + minimum_at)
+                for g in range(groups_of_block):
+                    fetch(block + g * line_bytes)
+                    x_at, s_at = x + (first + g) * X_BYTES, sums + (first + g) * SCALE_BYTES
+                    add_to_rows(row_sums, block, g, scale, minimum, x_at, x_row, s_at, s_row, count)
+            for t in range(count):
+                _put(load_tile_floats(row_sums + t * 4 * TILE), bias, out + t * out_row, missing)
+            keep_alive(scratch)
 
     return body
 
