@@ -17,6 +17,7 @@ from serving import running
 from waiting import until
 
 from infer import LLM
+from infer.engine.draft import Speculation
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome is installed"),
@@ -212,6 +213,28 @@ def test_four_at_once(show: Show, server: LiveServer, gate: Gate) -> None:
         assert page.js("engine.passes.some(([, , , rows]) => rows.length === 4)")
         assert page.text("#speed") != "0"
         assert page.text("#first").endswith("s")
+        assert_clean(page, server)
+
+
+def test_drafts(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number is shown once there are any; a pass that verifies some is not drawn as one of a prompt."""
+    monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)  # as many as possible
+    with serving(speculate="ngram") as server, browser.page(server.address) as page:
+        page.wait("'live' in document.documentElement.dataset")
+        right = server.llm.generate("HELLO", max_new_tokens=24, draft=False).token_ids
+        page.wait("engine.stats.finished === 1")
+        assert page.text("#decode") == "decode, one token per pass"
+        server.llm.generate("HELLO", max_new_tokens=24, draft=right)
+        server.llm.generate("HELLO", max_new_tokens=24, draft=[*right[:5], (right[5] + 1) % 64, *right[6:]])
+        stats = server.llm.stats()
+        assert 0 < stats.accepted_tokens < stats.drafted_tokens
+        page.wait("engine.stats.finished === 3")
+        page.wait("[...engine.requests.values()].every(each => each.state === 'ended')")
+        assert page.text("#decode") == f"decode, drafts {stats.accepted_tokens} of {stats.drafted_tokens} right"
+        rows = "engine.passes.flatMap(([s, l, n, rows]) => rows.map(([id, tokens]) => [s + l / 2, n, id, tokens]))"
+        assert page.js(f"{rows}.filter(([, n, , tokens]) => tokens > n).length") > 3
+        drawn = page.js(f"{rows}.filter(row => prefills(...row)).map(row => row[2])")
+        assert drawn == [0], "the others find their prompt in the cache"
         assert_clean(page, server)
 
 

@@ -191,6 +191,25 @@ def test_the_run(show: Open) -> None:
         assert_clean(page)
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_accepted_drafts_are_marked(show: Open, theme: str) -> None:
+    trace = make_trace(texts=[" a", "\n", " b"])
+    for step in (1, 2, 7):
+        trace.steps[step] = replace(trace.steps[step], drafted=True)
+    with show(trace, prefers_color_scheme=theme) as page:
+        lines = [page.style(token(step), "textDecorationLine") for step in range(12)]
+        assert lines == ["underline" if step in (1, 2, 7) else "none" for step in range(12)]
+        assert page.style(token(2), "textDecorationColor") == page.style(token(2), "color")
+        assert page.style("#legend-drafted", "display") != "none"
+        for step in (2, 3):
+            page.click(token(step))
+            assert ("drafted" in page.text("#where")) == (step == 2)
+            assert_shows(page, trace, step)
+        assert_clean(page)
+    with show(make_trace(), prefers_color_scheme=theme) as page:
+        assert page.style("#legend-drafted", "display") == "none"
+
+
 def test_a_click_on_a_token_shows_its_numbers(show: Open) -> None:
     trace = make_trace(window=6)
     with show(trace) as page:

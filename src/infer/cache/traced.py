@@ -21,18 +21,21 @@ class PromptRows(Protocol):
 class TracedCache(CacheWrapper):
     """Keeps the attention weights that the kernel computed: of the same scores, maximum and sum.
 
-    rows: of the last pass, by traced layer, [B, Hq, keys] of its last query, or with all_rows [B, Hq, n, keys] of
-    every query. The keys are those of the last positions: a window layer may have fewer keys than positions.
+    rows: of the last pass, by traced layer, [B, Hq, n, keys] of its last n queries. The keys are those of the last
+    positions: a window layer may have fewer keys than positions.
     """
 
     def __init__(
-        self, cache: Cache, layers: Collection[int], *, all_rows: bool = False, prompt: PromptRows | None = None
+        self, cache: Cache, layers: Collection[int], *, queries: int | None = 1, prompt: PromptRows | None = None
     ) -> None:
-        """prompt: receives the rows of a prompt's other queries. They are not kept: all layers' together, in float32,
-        would take many times the memory of what `prompt` keeps of them."""
+        """queries: of each pass, the number of queries whose rows are kept, the last ones; None: all.
+
+        prompt: receives the rows of a prompt's other queries. They are not kept: all layers' together, in float32,
+        would take many times the memory of what `prompt` keeps of them.
+        """
         super().__init__(cache)
         self.layers = frozenset(layers)
-        self.all_rows = all_rows
+        self.queries = queries
         self.prompt = prompt
         self.rows: dict[int, Tensor] = {}
 
@@ -45,13 +48,14 @@ class TracedCache(CacheWrapper):
             return super().attend(layer_idx, q, k, v, **options)
         stop = self.seq_len + q.shape[2]
         handed_over = 0 if self.prompt is None else self.prompt.num_recorded(self.seq_len, stop)
-        recording = _RecordingKernel(options.get("kernel"), q.shape[2] if self.all_rows else handed_over or 1)
+        kept = q.shape[2] if self.queries is None else self.queries
+        recording = _RecordingKernel(options.get("kernel"), max(kept, handed_over))
         options["kernel"] = recording
         out = super().attend(layer_idx, q, k, v, **options)
         if self.prompt is not None and handed_over:
-            self.prompt.add_rows(layer_idx, stop - handed_over, recording.rows[0])
-        last = recording.rows[:, :, -1]
-        self.rows[layer_idx] = recording.rows if self.all_rows else last.clone() if handed_over else last
+            self.prompt.add_rows(layer_idx, stop - handed_over, recording.rows[0, :, -handed_over:])
+        last = recording.rows[:, :, -kept:]
+        self.rows[layer_idx] = last.clone() if handed_over else last
         return out
 
 

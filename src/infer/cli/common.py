@@ -288,8 +288,9 @@ class PrefixCacheOptions(OptionGroup):
     speculate: Annotated[
         str | None,
         typer.Option(
-            help="ngram: draft tokens from earlier parts of the text, and verify several at once. The text stays the "
-            "same. Faster where it repeats itself or the prompt.",
+            help="Draft tokens and verify several at once; the text stays the same. ngram: from earlier parts of the "
+            "text, faster where it repeats itself or the prompt; ngram-shared: from other outputs, too; or a smaller "
+            "model with the same vocabulary.",
             metavar="NAME",
             show_default="none",
         ),
@@ -308,8 +309,6 @@ class PrefixCacheOptions(OptionGroup):
         """Refuse impossible options before a model is fetched."""
         from infer.engine.params import check_prefill_chunk
 
-        if self.speculate not in (None, "ngram"):
-            raise ValueError(f"--speculate must be ngram, not {self.speculate!r}")
         if self.speculate is not None and not kv_cache:
             raise ValueError("--speculate needs the cache: leave --no-kv-cache out")
         if self.prefill_chunk is not None and not kv_cache:

@@ -56,11 +56,17 @@ def bench(
     report: Annotated[Path | None, typer.Option(help="Write all measurements into this JSON file.")] = None,
     cache_dtype: CacheDtypeOption = "auto",
     on_full: OnFullOption = "error",
+    speculate: Annotated[
+        str | None,
+        typer.Option(help="Measure with drafts and without, alternating: ngram, or a smaller model.", metavar="NAME"),
+    ] = None,
     as_json: JsonOption = False,
     load: LoadOptions,
 ) -> None:
     """Measure time to first token, decode speed and memory."""
     from infer import ModelConfig, Tokenizer
+    from infer.engine.model import backend_name
+    from infer.engine.runner import Runner
     from infer.engine.sequence import ContextExceeded
     from infer.evaluate import bench as bencher
     from infer.trace.save import check_writable
@@ -69,13 +75,18 @@ def bench(
         raise ValueError("--suite sets the lengths: leave --prompt-tokens and --max-new-tokens out")
     if compare and not kv_cache:
         raise ValueError("--compare measures with the cache and without it: leave --no-kv-cache out")
+    others = (("--compare", compare), ("--plot", plot is not None), ("--no-kv-cache", not kv_cache))
+    if speculate is not None and (given := [name for name, is_given in others if is_given]):
+        raise ValueError(f"--speculate measures with drafts and without, both with the cache: leave {given[0]} out")
     lengths = [(64 if prompt_tokens is None else prompt_tokens, 128 if new_tokens is None else new_tokens)]
     if suite:
         lengths = list(bencher.SUITE.values())
     check_cache_dtype(cache_dtype, kv_cache)
-    kinds = [(kv_cache, prefill_chunk, cache_dtype, on_full)]
+    kinds: list[tuple[Any, ...]] = [(kv_cache, prefill_chunk, cache_dtype, on_full)]
     if compare:
         kinds.append((False, None, "auto", on_full))
+    if speculate is not None:
+        kinds.append((*kinds[0], speculate))
     configs = [bencher.BenchConfig(prompt, new, trials, warmup, *kind) for prompt, new in lengths for kind in kinds]
     if plot is not None:
         bencher.check_plot()
@@ -90,11 +101,17 @@ def bench(
             raise ValueError(f"{error}{RECOMPUTE_HINT}") from None
     tokenizer = Tokenizer(chosen.name)
     model = load.load(chosen.name)
+    if speculate is not None and not Runner(model).verifies_drafts:
+        raise ValueError(
+            f"only kernels of a CPU verify drafts yet, not backend {backend_name(model)}: omit --speculate"
+        )
     results = []
-    for config in configs:
+    together, drafts = (1, "") if speculate is None else (2, ", with drafts and without")
+    for at in range(0, len(configs), together):
+        config, *beside = configs[at : at + together]
         cache = "with" if config.use_kv_cache else "without"
-        say(f"{config.prompt_tokens} + {config.new_tokens} tokens {cache} the cache")
-        results.append(bencher.run(model, tokenizer, config, progress=lambda step: say(f"  {step}")))
+        say(f"{config.prompt_tokens} + {config.new_tokens} tokens {cache} the cache{drafts}")
+        results += bencher.run_alternating(model, tokenizer, [config, *beside], lambda step: say(f"  {step}"))
     machine = bencher.describe_machine(model.device)
     everything = bencher.report(results, chosen.name, machine)
     print(json.dumps(everything) if as_json else bencher.format_table(results, chosen.name, machine))

@@ -128,7 +128,7 @@ class Run:
 
     def generate(self, *, quiet: bool, trace: "Trace | None" = None) -> "GenerationResult":
         """Generate and print the text as it comes. Ctrl-C stops it; before the first token, it ends the command."""
-        from infer.engine.draft import NgramDrafter
+        from infer.engine.drafters import drafter_of
         from infer.engine.memory import CacheMemory, pass_tokens
         from infer.engine.model import make_cache
         from infer.engine.result import collect
@@ -154,7 +154,7 @@ class Run:
                 cache_dtype=caches.cache_dtype,
             )
         cached_tokens = cache.seq_len
-        drafter = None if caches.speculate is None else NgramDrafter()
+        drafter: Any = drafter_of(caches.speculate, self.tokenizer, self.model.device)
         tokens = self._stream(cache=cache, prefill_chunk=chunk, trace=trace, speculate=drafter)
         steps = show(tokens, quiet=quiet, total=self.params.max_new_tokens)
         if not steps:

@@ -111,8 +111,6 @@ def trace(
 
     if table and as_json:
         raise ValueError("--table and --json both print the steps: give one of them")
-    if caches.speculate is not None:
-        raise ValueError("a trace records tokens one by one: leave --speculate out")
     files = [*(save or []), *([html] if html is not None else [])]
     check_files(files, html)
     if sequence.prompt is not None:

@@ -92,7 +92,7 @@ def full_attention_matrix(
     if tokens.shape[1] > context:
         raise ValueError(f"{tokens.shape[1]} tokens exceed the model's context of {context}")
     check_mode(model)
-    cache = TracedCache(NoCache(1, tokens.device), [check_trace_layer(model, trace_layer)], all_rows=True)
+    cache = TracedCache(NoCache(1, tokens.device), [check_trace_layer(model, trace_layer)], queries=None)
     step(model, cache, tokens)
     return cache.rows[trace_layer]
 
@@ -114,11 +114,13 @@ class _StepDicts:
     def add_logits(self, start: int, logits: Tensor) -> None:
         pass
 
-    def record(self, tokens: list[int], logits: Tensor, cache: TracedCache, time_s: float) -> None:
+    def record(
+        self, tokens: list[int], logits: Tensor, cache: TracedCache, time_s: float, query: int, drafted: bool
+    ) -> None:
         entropy, best = choice(logits, self.top_k)
         entry: dict[str, Any] = {"token_id": tokens[-1], "top_k": best, "entropy": entropy}
         for layer in self.layers:
-            entry["attn_row"] = cache.rows[layer][0].tolist()
+            entry["attn_row"] = cache.rows[layer][0, :, query].tolist()
         self.steps.append(entry)
 
 

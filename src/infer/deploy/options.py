@@ -8,7 +8,6 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from infer.engine.draft import drafter_of
 from infer.engine.params import check_prefill_chunk
 
 Positive = Annotated[int, Field(ge=1)]
@@ -55,7 +54,6 @@ class DeployOptions(BaseModel):
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas is {self.max_replicas}, less than replicas, {self.replicas}")
         check_prefill_chunk(self.prefill_chunk)
-        drafter_of(self.speculate)
         return self
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -18,112 +18,60 @@ from infer.cache.base import BaseCache, Cache, unwrap
 from infer.cache.ring import SlidingCache
 from infer.engine.scheduler import ScheduledTokens
 from infer.engine.sequence import Sequence as EngineSequence
-from infer.values import short_repr
 
 MAX_DRAFTS = 8  # per sequence and step
-SIZES = (6, 4, 3)  # of the n-grams that are looked up, the longest first
 
 # How many drafts are worth their time.
-RIGHT, WRONG = 2.0, 1.0  # drafts of a sequence before the first one
-DECAY = 0.9  # of what is known of a sequence's drafts, at each step with drafts
-RETURN = 0.01  # share by which it returns to RIGHT and WRONG, at each step without
+RIGHT, WRONG = 2.0, 1.0  # drafts before the first one
+DECAY = 0.9  # of what is known of drafts, at each step with drafts
+RETURN = 0.01  # share by which a sequence returns to what is known of all, at each step without
 COST = 0.15  # of a draft, in steps of one row, before it is measured
 SMOOTHING = 0.2  # share of the last step in the times
+LOST_SHARE, LOST_STEPS = 0.02, 16  # what drafts may have cost more than they saved: a share of the time, and steps
+LOST_DECAY = 0.999  # at each step
 
 logger = logging.getLogger("infer.engine")
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes what may follow. An error of its own ends the drafts of a sequence, not its text."""
+    """Proposes what may follow. After an error of its own, sequences go on without drafts."""
 
-    def propose(self, sequence: EngineSequence, count: int) -> Collection[int]:
-        """Up to `count` tokens that may follow `sequence.token_ids`."""
+    def propose(self, counts: Mapping[EngineSequence, int]) -> Mapping[EngineSequence, Collection[int]]:
+        """For each sequence, up to so many tokens that may follow its `token_ids`."""
 
     def finish(self, sequence: EngineSequence) -> None:
         """Forget a sequence."""
 
 
-class NgramDrafter:
-    """Proposes what followed the last tokens where they occurred before: in the prompt, the output or the prediction.
-
-    A text that repeats parts of its prompt, such as an edit or a quotation, is drafted without a second model. A
-    proposal takes the same time after any number of tokens.
-    """
-
-    def __init__(self) -> None:
-        self.num_drafted = self.num_accepted = 0  # of the sequences that have finished
-        self._texts: dict[EngineSequence, _Text] = {}
-
-    def propose(self, sequence: EngineSequence, count: int) -> list[int]:
-        if sequence not in self._texts:
-            self._texts[sequence] = _Text(sequence.prediction, sequence.prompt)
-        return self._texts[sequence].propose(sequence.token_ids, count)
-
-    def finish(self, sequence: EngineSequence) -> None:
-        self._texts.pop(sequence, None)
-        self.num_drafted += sequence.num_drafted
-        self.num_accepted += sequence.num_accepted
-
-
-def drafter_of(speculate: str | Drafter | None) -> Drafter | None:
-    """The drafter of this name, or a drafter itself."""
-    if speculate == "ngram":
-        return NgramDrafter()
-    if speculate is None or (isinstance(speculate, Drafter) and not isinstance(speculate, type)):
-        return speculate
-    raise ValueError(f'speculate must be "ngram" or a drafter with `propose` and `finish`, not {short_repr(speculate)}')
-
-
-class _Text:
-    """The prediction and the tokens of one sequence, and where each n-gram occurred last."""
-
-    def __init__(self, prediction: Sequence[int], prompt: Sequence[int]) -> None:
-        self._tokens = [*prediction, *prompt]
-        self._start = len(prediction)  # of the prompt
-        self._after: dict[tuple[int, ...], int] = {}  # the position after the last occurrence of an n-gram
-        self._indexed = 1
-        self._next: int | None = 0 if prediction else None  # the position that is likely to be repeated next
-
-    def propose(self, ids: Sequence[int], count: int) -> list[int]:
-        """ids: the prompt and what was generated."""
-        self._append(ids[len(self._tokens) - self._start :])
-        if self._next is None:
-            self._next = self._find()
-        if self._next is None:
-            return []
-        drafts: list[int] = []
-        length = len(self._tokens)
-        for at in range(self._next, self._next + count):  # past the end, the repetition repeats
-            drafts.append(self._tokens[at] if at < length else drafts[at - length])
-        return drafts
-
-    def _append(self, new: Sequence[int]) -> None:
-        before = len(self._tokens)
-        self._tokens += new
-        if self._next is not None:
-            stop = self._next + len(new)
-            self._next = stop if self._tokens[self._next : stop] == self._tokens[before:] else None
-        for end in range(self._indexed, len(self._tokens)):
-            for size in SIZES:
-                if size <= end:
-                    self._after[tuple(self._tokens[end - size : end])] = end
-        self._indexed = len(self._tokens)
-
-    def _find(self) -> int | None:
-        for size in SIZES:
-            found = self._after.get(tuple(self._tokens[-size:]))
-            if found is not None:
-                return found
-        return None
-
-
 @dataclass
 class _Record:
-    """What is known of a sequence's drafts."""
+    """What is known of drafts."""
 
     right: float = RIGHT
     wrong: float = WRONG
+
+    @property
+    def chance(self) -> float:
+        """Of a draft to be right, if those before it are."""
+        return self.right / (self.right + self.wrong)
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Of drafts after a wrong one nothing is known."""
+        self.right = self.right * DECAY + accepted
+        self.wrong = self.wrong * DECAY + (accepted < drafted)
+
+    def return_to(self, other: _Record) -> None:
+        self.right += RETURN * ((RIGHT + WRONG) * other.chance - self.right)
+        self.wrong += RETURN * ((RIGHT + WRONG) * (1 - other.chance) - self.wrong)
+
+
+@dataclass
+class _Drafts:
+    """The drafts of a sequence."""
+
+    record: _Record
+    forced: bool = False  # the last ones: by a grammar
     drafted: int = 0  # of `Sequence.num_drafted`: counted already
     accepted: int = 0
     failed: bool = False
@@ -142,31 +90,37 @@ class Speculation:
     """Drafts for the sequences that decode: of each as many as are likely to be worth their time.
 
     Drafts raise the time of a step. Draft number i is worth that if its chance to be right, p^i, is at least the number
-    of tokens that all rows would get in this time: cost * rows / time of a step.
+    of tokens that all rows would get in this time: its cost times the speed, in tokens per second. While drafts have
+    cost more than they saved, beyond a small share of the time and a few steps, there are none.
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.drafter, self._vocab_size = drafter, vocab_size
-        self._records: dict[EngineSequence, _Record] = {}
+        self._drafts: dict[EngineSequence, _Drafts] = {}
+        self._all, self._forced = _Record(), _Record(9.0, 1.0)  # of all sequences: the drafter's, and a grammar's
         self._times: dict[int, float] = {}  # of steps without drafts, by their rows
         self._cost: float | None = None  # seconds of one more token in a step
         self._drafted_s = 0.0
+        self._time = self._lost = 0.0  # recent seconds, and how many of them drafts have cost more than they saved
 
     def draft(self, running: Sequence[EngineSequence]) -> None:
         """Set `draft_token_ids` of the sequences that decode."""
         began = time.perf_counter()
         rows = [sequence for sequence in running if not sequence.is_prefill]
-        worth = self._worth(len(rows))
-        for sequence in rows:
-            # A trace records tokens one by one.
-            if sequence.drafts and sequence.recorder is None and not sequence.recompute_tokens:
-                record = self._records.setdefault(sequence, _Record())
-                self._learn(sequence, record)
-                left = sequence.max_len - sequence.num_tokens - 1
-                count = min(left, self._count(record, worth), _most_for(sequence.cache))
-                if count > 0 and not record.failed:
-                    sequence.draft_token_ids = self._propose(sequence, record, count)
-        self._drafted_s = time.perf_counter() - began
+        known = {sequence: self._known(sequence) for sequence in rows if sequence.drafts}
+        worth = self._worth(len(rows), [drafts.record for drafts in known.values()])
+        counts = dict[EngineSequence, int]()
+        for sequence, drafts in known.items():
+            left = min(sequence.max_len - sequence.num_tokens - 1, _most_for(sequence.cache))
+            if sequence.recompute_tokens or left <= 0:
+                continue
+            guide, count = sequence.guide, min(left, _count(self._forced, worth))
+            if guide is not None and (forced := guide.forced_tokens(count)):
+                sequence.draft_token_ids, drafts.forced = forced[: guide.num_allowed(forced)], True
+            elif not drafts.failed and (count := min(left, _count(drafts.record, worth))) > 0:
+                counts[sequence] = count
+        self._propose(counts)
+        self._drafted_s = time.perf_counter() - began if counts else 0.0
 
     def planned(self, scheduled: Sequence[ScheduledTokens]) -> _Step | None:
         """What to measure of a step; None: it has prompts."""
@@ -175,60 +129,81 @@ class Speculation:
             return None
         return _Step(len(scheduled), drafts, self._drafted_s)
 
-    def measured(self, step: _Step, seconds: float) -> None:
-        """The time of a step."""
-        seconds += step.drafted_s
+    def measured(self, step: _Step, seconds: float, num_accepted: int) -> None:
+        """The time of a step, and how many of its drafts were right."""
         known = self._times.get(step.rows)
+        self._time, self._lost = self._time * LOST_DECAY + seconds, self._lost * LOST_DECAY + step.drafted_s
         if not step.drafts:
             self._times[step.rows] = seconds if known is None else known + SMOOTHING * (seconds - known)
         elif known is not None:
+            self._lost = max(0.0, self._lost + seconds - known * (1 + num_accepted / step.rows))
             self._times[step.rows] = known = min(known, seconds)
-            cost = (seconds - known) / step.drafts
+            cost = (seconds + step.drafted_s - known) / step.drafts
             self._cost = cost if self._cost is None else self._cost + SMOOTHING * (cost - self._cost)
 
     def finish(self, sequence: EngineSequence) -> None:
-        self._records.pop(sequence, None)
+        self._drafts.pop(sequence, None)
         try:
             self.drafter.finish(sequence)
         except Exception as error:
             logger.error("the drafter failed as a sequence ended: %r", error)
 
-    def _worth(self, rows: int) -> float:
+    def _known(self, sequence: EngineSequence) -> _Drafts:
+        """What is known of its drafts, with those that were verified since the last call."""
+        if sequence not in self._drafts:
+            chance = self._all.chance
+            self._drafts[sequence] = _Drafts(_Record((RIGHT + WRONG) * chance, (RIGHT + WRONG) * (1 - chance)))
+        drafts = self._drafts[sequence]
+        drafted, accepted = sequence.num_drafted - drafts.drafted, sequence.num_accepted - drafts.accepted
+        drafts.drafted, drafts.accepted = sequence.num_drafted, sequence.num_accepted
+        if drafted:
+            for record in [self._forced] if drafts.forced else [drafts.record, self._all]:
+                record.learn(drafted, accepted)
+        else:
+            drafts.record.return_to(self._all)
+        drafts.forced = False
+        return drafts
+
+    def _worth(self, rows: int, records: Sequence[_Record]) -> float:
         """The chance from which a draft is worth its time; above 1: none is."""
         step_s = self._times.get(rows)
         if step_s is None:
             return math.inf  # measure one without drafts
+        if self._lost > LOST_SHARE * self._time + LOST_STEPS * step_s:
+            return math.inf
         cost = COST * step_s / rows if self._cost is None else self._cost
-        return cost * rows / step_s
+        worth = cost * rows / step_s
+        for _ in range(2):  # the speed with drafts is higher, and the chance has to be
+            counts = [_count(record, worth) for record in records]
+            tokens = rows + sum(
+                record.chance**i for record, count in zip(records, counts, strict=True) for i in range(1, count + 1)
+            )
+            worth = max(worth, cost * tokens / (step_s + cost * sum(counts)))
+        return worth
 
-    def _count(self, record: _Record, worth: float) -> int:
-        chance = record.right / (record.right + record.wrong)
-        if chance < worth:
-            return 0
-        return MAX_DRAFTS if worth <= chance**MAX_DRAFTS else int(math.log(worth) / math.log(chance))
-
-    def _learn(self, sequence: EngineSequence, record: _Record) -> None:
-        """From the drafts that were verified since the last call."""
-        drafted, accepted = sequence.num_drafted - record.drafted, sequence.num_accepted - record.accepted
-        record.drafted, record.accepted = sequence.num_drafted, sequence.num_accepted
-        if drafted:  # of drafts after a wrong one nothing is known
-            record.right = record.right * DECAY + accepted
-            record.wrong = record.wrong * DECAY + (accepted < drafted)
-        else:
-            record.right += RETURN * (RIGHT - record.right)
-            record.wrong += RETURN * (WRONG - record.wrong)
-
-    def _propose(self, sequence: EngineSequence, record: _Record, count: int) -> list[int]:
-        """Proposals, up to the first that cannot be chosen."""
+    def _propose(self, counts: Mapping[EngineSequence, int]) -> None:
+        """Set proposals, each up to the first that cannot be chosen."""
+        if not counts:
+            return
         try:
-            proposed = [*map(int, self.drafter.propose(sequence, count))][:count]
-            wrong = (i for i, token in enumerate(proposed) if not 0 <= token < self._vocab_size)
-            proposed = proposed[: next(wrong, len(proposed))]
-            return proposed if sequence.guide is None else proposed[: sequence.guide.num_allowed(proposed)]
-        except Exception as error:  # whatever it is, the text does not depend on it
-            logger.error("the drafter failed, and drafts no more for this sequence: %r", error)
-            record.failed = True
-            return []
+            for sequence, proposed in self.drafter.propose(counts).items():
+                tokens = [*map(int, proposed)][: counts[sequence]]
+                wrong = (i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size)
+                tokens = tokens[: next(wrong, len(tokens))]
+                guide = sequence.guide
+                sequence.draft_token_ids = tokens if guide is None else tokens[: guide.num_allowed(tokens)]
+        except Exception as error:  # whatever it is, no text depends on it
+            logger.error("the drafter failed, and drafts no more for these sequences: %r", error)
+            for sequence in counts:
+                self._drafts[sequence].failed, sequence.draft_token_ids = True, []
+
+
+def _count(record: _Record, worth: float) -> int:
+    """How many drafts are worth their time."""
+    chance = record.chance
+    if chance < worth:
+        return 0
+    return MAX_DRAFTS if worth <= chance**MAX_DRAFTS else int(math.log(worth) / math.log(chance))
 
 
 def _most_for(cache: Cache | None) -> int:

@@ -163,6 +163,7 @@ class Engine:
         if not scheduled:
             return False
         plan = None if self.speculation is None else self.speculation.planned(scheduled)
+        num_accepted = self._num_accepted
         started_at = time.perf_counter()
         if not self._history or started_at - self._history[-1][0] > IDLE_S:
             self._history = deque([(started_at, self._num_generated)], HISTORY)  # idle time is not part of the speed
@@ -175,7 +176,8 @@ class Engine:
         for output in outputs:
             self._commit(output, now)
         if self.speculation is not None and plan is not None:
-            self.speculation.measured(plan, time.perf_counter() - started_at)
+            accepted = self._num_accepted - num_accepted
+            self.speculation.measured(plan, time.perf_counter() - started_at, accepted)
         if now - self._history[-1][0] > HISTORY_S / HISTORY:
             self._history.append((now, self._num_generated))
         return True
@@ -301,9 +303,10 @@ class Engine:
         sequence.token_times.extend([now] * count)
         if logits is not None and sequence.recorder is not None and isinstance(sequence.cache, TracedCache):
             first = start + num_tokens - len(logits)  # position of the first logits
-            for end in range(before, before + count):
-                tokens, chosen_from = sequence.token_ids[: end + 1], logits[end - 1 - first]
-                sequence.recorder.record(tokens, chosen_from, sequence.cache, sequence.step_time_s)
+            for i in range(count):
+                tokens, chosen_from = sequence.token_ids[: before + i + 1], logits[before + i - 1 - first]
+                time_s, is_draft = sequence.step_time_s / count, i < sequence.num_accepted - accepted
+                sequence.recorder.record(tokens, chosen_from, sequence.cache, time_s, i, is_draft)
         return count
 
     def _is_filled(self, sequence: Sequence, end: int) -> bool:

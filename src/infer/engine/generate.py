@@ -16,7 +16,8 @@ import torch
 from infer.backend import ModelVersion
 from infer.cache.base import Cache, NoCache
 from infer.cache.pool import OutOfPages, bytes_for
-from infer.engine.draft import Drafter, drafter_of
+from infer.engine.draft import Drafter
+from infer.engine.drafters import Speculate, drafter_of
 from infer.engine.engine import Engine
 from infer.engine.memory import DEFAULT_MEMORY_FRACTION, CacheMemory
 from infer.engine.model import (
@@ -57,7 +58,7 @@ class RunOptions:
     on_full: str = "error"
     trace: Trace | None = None
     cache_dtype: str = "auto"
-    speculate: str | Drafter | None = None
+    speculate: Speculate = None
 
 
 class RunKeywords(TypedDict, total=False):
@@ -70,7 +71,7 @@ class RunKeywords(TypedDict, total=False):
     on_full: str
     trace: Trace | None
     cache_dtype: str
-    speculate: str | Drafter | None
+    speculate: Speculate
 
 
 @takes(model=ANY_MODEL, tokenizer=TOKENIZER, cache=CACHE)
@@ -95,7 +96,8 @@ def stream(
     - `on_full`: if the text needs more positions than the model or the cache has: "error" refuses; "recompute":
       when the context is full, recompute the last tokens at every step, without a cache.
     - `trace`: a `Trace` that records every step.
-    - `speculate`: "ngram" or a drafter: proposed tokens are verified several at once.
+    - `speculate`: "ngram", the name of a draft model, a drafter or a function: what drafts tokens, several of which
+      are verified at once.
     """
     if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
         raise ValueError("a stream does not return prompt_logprobs: use `generate` or `LLM`")
@@ -156,7 +158,6 @@ def _start(
 ) -> tuple[Sequence, Iterator[GeneratedToken]]:
     """Check everything, then make the cache, unless one is given."""
     cache, trace, chunk = options.cache, options.trace, options.prefill_chunk
-    drafter = drafter_of(options.speculate)
     model = configured(model, needed=options.use_kv_cache or trace is not None)
     device = model_device(model, options.device)
     if cache is not None and not options.use_kv_cache:
@@ -169,6 +170,7 @@ def _start(
     check_mode(model)
     check_cache(model, cache, 1)
     check_trace(model, trace, sequence)
+    drafter = drafter_of(options.speculate, tokenizer, device)
     context = model.config.max_position_embeddings
     if cache is None and options.use_kv_cache and sequence.num_tokens <= context:
         cache = make_cache(model, sequence.max_len, device, prefill_chunk=chunk, cache_dtype=options.cache_dtype)

@@ -9,7 +9,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 COMPILED = 64  # grammars that a vocabulary keeps: those of a server come back
+LONGEST_TOKEN = 32  # bytes of a token that forced text is cut into
 LEXER_STATES = 50_000  # maximum lexer states per request (1 to 2 kB each)
 # Between the parts of a JSON text: at most one blank, after a comma or a colon (these are regexes). Small models
 # write white space up to max_new_tokens wherever it is allowed.
@@ -68,6 +69,11 @@ class Guide:
         """How many of these tokens may come next, one after the other."""
         return int(self._matcher.validate_tokens([*tokens]))
 
+    def forced_tokens(self, count: int) -> list[int]:
+        """Up to `count` tokens of the text that has to come next, cut as the model may not."""
+        text = self._matcher.deep_copy().compute_ff_bytes()
+        return self._vocabulary.tokens_of(text, count) if text else []
+
     @property
     def error(self) -> str:
         """Why no token can follow, although the text is incomplete; empty: one can."""
@@ -90,6 +96,7 @@ class Vocabulary:
         self.can_begin[list(eos)] = True
         for i in eos:
             tokens[i] = b"eos"  # whatever its bytes, it ends the text
+        self._tokens = tokens
         wrapped = llguidance.TokenizerWrapper(_Tokens(tokens, eos))
         # Without an eos token, llguidance adds one to the tokens: one more bit at the end of a mask.
         self._tokenizer = llguidance.LLTokenizer(wrapped, eos_token=list(eos) or None)
@@ -102,6 +109,25 @@ class Vocabulary:
         if not guide.allowed().any():
             raise ValueError(f"no token of this vocabulary can begin a text that the {kind} allows")
         return guide
+
+    def tokens_of(self, text: bytes, count: int) -> list[int]:
+        """The first tokens of a text, each as long as possible."""
+        ids, tokens = self._ids, list[int]()
+        while text and len(tokens) < count:
+            size = next((n for n in range(min(len(text), self._longest), 0, -1) if text[:n] in ids), 0)
+            if not size:
+                break
+            tokens.append(ids[text[:size]])
+            text = text[size:]
+        return tokens
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {token: i for i, token in enumerate(self._tokens) if token and i not in self.eos}
+
+    @cached_property
+    def _longest(self) -> int:
+        return min(LONGEST_TOKEN, max(map(len, self._tokens)))
 
     def _compile(self, kind: str, text: str) -> LLMatcher:
         llguidance = _llguidance()

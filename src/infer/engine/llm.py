@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
-from infer.engine.draft import Drafter, drafter_of
+from infer.engine.drafters import ModelDrafter, Speculate, drafter_of
 from infer.engine.engine import Engine, Event, Stats
-from infer.engine.memory import CacheMemory
-from infer.engine.model import Model, check_trace, summary
+from infer.engine.memory import CacheMemory, default_size
+from infer.engine.model import Model, check_trace, model_device, summary
 from infer.engine.params import PARAMS, SamplingKeywords, SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult, Score
 from infer.engine.scheduler import FIRST_ROWS
@@ -80,7 +80,7 @@ class LLM:
         memory: CacheMemory | None = None,
         max_rows: int | None = None,
         prefill_chunk: int | None = None,
-        speculate: str | Drafter | None = None,
+        speculate: Speculate = None,
     ) -> None:
         """model: a name, a folder, a file or a hub id; or a loaded model, with its tokenizer.
 
@@ -90,10 +90,11 @@ class LLM:
         device share. memory: an existing CacheMemory to use instead.
         max_rows: sequences that run at once. prefill_chunk: prompt tokens of one step, beside sequences that decode; by
         default 128, on a GPU 4,096 with the tokens of these sequences, and 8,192 while none decodes.
-        speculate: "ngram" drafts tokens from earlier parts of a text, and steps verify several at once; or another
-        drafter. Texts stay the same to the bit. Only the kernels of a CPU verify drafts yet.
+        speculate: what drafts tokens, several of which a step verifies: "ngram", earlier parts of a text;
+        "ngram-shared", other requests' outputs, too; the name of a smaller model with the same vocabulary; a drafter;
+        or a function. Texts stay the same to the bit. Only the kernels of a CPU verify drafts yet.
         """
-        group, drafter = None, drafter_of(speculate)
+        group = None
         if tokenizer is not None and chat_template is not None:
             raise TypeError("the tokenizer has its chat template: Tokenizer(name, chat_template=...)")
         if isinstance(model, str | Path):
@@ -103,6 +104,7 @@ class LLM:
 
             if tokenizer is None:
                 tokenizer = Tokenizer(model, chat_template=chat_template)
+            drafter = drafter_of(speculate, tokenizer, device)
             options: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize, "context": context}
             if tensor_parallel == 1:
                 model = load_model(model, **options)[0]
@@ -113,11 +115,16 @@ class LLM:
             raise TypeError("a loaded model cannot be sharded: give its name, and LLM loads a shard in each process")
         elif tokenizer is None:
             raise TypeError("a loaded model needs its tokenizer: LLM(model, tokenizer)")
+        else:
+            drafter = drafter_of(speculate, tokenizer, model_device(model))
         self.model, self.tokenizer = model, tokenizer
         with ExitStack() as opened:
             if group is not None:
                 opened.callback(group.close)
             if memory is None:
+                if isinstance(drafter, ModelDrafter) and drafter.memory is None:
+                    size = cache_memory or default_size(model, cache_dtype)
+                    cache_memory = drafter.share_memory(size, model, cache_dtype)
                 memory = CacheMemory(model, cache_memory, cache_dtype=cache_dtype, store=prefix_store)
             elif cache_memory is not None or prefix_store is not None or cache_dtype != "auto":
                 raise ValueError("memory was given: leave cache_memory, cache_dtype and prefix_store out")

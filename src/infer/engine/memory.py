@@ -52,11 +52,7 @@ class CacheMemory:
         dtype, device = cache_dtype_of(model, cache_dtype), model_device(model)
         group = model.group if isinstance(model, Decoder) else None
         if size is None:
-            free = available_memory(device, 1 if group is None else group.sharing, release=True)
-            if free is None:
-                raise ValueError(f"{device} does not report its free memory: set the memory for caches (cache_memory)")
-            needed = DEFAULT_MAX_SEQUENCES * bytes_for(model.config, DEFAULT_SEQUENCE_LEN, dtype.itemsize, page_size)
-            size = min(int(free * DEFAULT_MEMORY_FRACTION), needed)
+            size = default_size(model, cache_dtype, page_size)
         self.model = model
         if group is not None and isinstance(model, Decoder):
             self.pool: PagePool = ShardedPool.of(model, size, dtype, page_size)
@@ -235,6 +231,17 @@ class CacheMemory:
 
     def _release(self, pages: Sequence[tuple[int, ...]]) -> None:
         self.pool.release(page for some in pages for page in some if page >= 0)
+
+
+def default_size(model: Model, cache_dtype: str = "auto", page_size: int = PAGE_SIZE) -> int:
+    """Half of what is free, or what 256 long conversations take."""
+    device, group = model_device(model), model.group if isinstance(model, Decoder) else None
+    free = available_memory(device, 1 if group is None else group.sharing, release=True)
+    if free is None:
+        raise ValueError(f"{device} does not report its free memory: set the memory for caches (cache_memory)")
+    item = cache_dtype_of(model, cache_dtype).itemsize
+    needed = DEFAULT_MAX_SEQUENCES * bytes_for(model.config, DEFAULT_SEQUENCE_LEN, item, page_size)
+    return min(int(free * DEFAULT_MEMORY_FRACTION), needed)
 
 
 def pass_tokens(config: ModelConfig, prefill_chunk: int | None) -> int | None:

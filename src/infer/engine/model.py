@@ -142,7 +142,7 @@ def _run(
     observed = debugged(cache, model.config.num_hidden_layers)
     traced = TracedCache(observed, layers) if return_attn_row else None
     passes = [all_logits(model, observed if traced is None else traced, part) for part in _chunks(ids, chunk)]
-    trace = None if traced is None else {"layer": layers[0], "attn_row": traced.rows[layers[0]]}
+    trace = None if traced is None else {"layer": layers[0], "attn_row": traced.rows[layers[0]][:, :, -1]}
     return torch.cat(passes, dim=1), cache, trace
 
 

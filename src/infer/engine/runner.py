@@ -17,6 +17,7 @@ from torch import Tensor
 from infer import progress
 from infer.backend import Backend, Row, backend_for
 from infer.backend.parts import STEPS_AHEAD
+from infer.cache.traced import TracedCache
 from infer.engine.model import Model, model_device
 from infer.engine.scheduler import ScheduledTokens
 from infer.engine.sequence import Sequence
@@ -174,6 +175,8 @@ class Runner:
     def _row(self, each: _PassInput) -> Row:
         sequence, tokens, start = each
         assert sequence.cache is not None
+        if isinstance(sequence.cache, TracedCache):
+            sequence.cache.queries = 1 + len(sequence.draft_token_ids)
         return Row(sequence.cache, tokens, sequence.logits_slice(start, start + len(tokens)))
 
 

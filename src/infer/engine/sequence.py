@@ -58,7 +58,9 @@ class Recorder(Protocol):
     def wrap(self, cache: Cache) -> TracedCache: ...
     def num_recorded(self, start: int, stop: int) -> int: ...  # how many of the last positions of start..stop
     def add_logits(self, start: int, logits: Tensor) -> None: ...  # [n, V], of the positions from start
-    def record(self, tokens: list[int], logits: Tensor, cache: TracedCache, time_s: float) -> None: ...
+    def record(
+        self, tokens: list[int], logits: Tensor, cache: TracedCache, time_s: float, query: int, drafted: bool
+    ) -> None: ...  # a token that was chosen, by which of the cache's rows
 
 
 class Status(Enum):

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from infer.config import ModelConfig
+from infer.engine.drafters import drafter_of
 from infer.engine.generate import generate
 from infer.engine.model import Model, model_device, model_dtype, quantized_weights, weight_bytes
 from infer.engine.params import SamplingParams, check_prefill_chunk
@@ -59,10 +60,11 @@ class BenchConfig:
     prefill_chunk: int | None = None
     cache_dtype: str = "auto"  # or "int8"
     on_full: str = "error"  # or "recompute", to continue beyond the model's context
+    speculate: str | None = None  # or a drafter's name
 
     def __post_init__(self) -> None:
         check_prefill_chunk(self.prefill_chunk)
-        for name, unset in (("prefill_chunk", None), ("cache_dtype", "auto")):
+        for name, unset in (("prefill_chunk", None), ("cache_dtype", "auto"), ("speculate", None)):
             if not self.use_kv_cache and getattr(self, name) != unset:
                 raise ValueError(f"{name} needs the cache: remove it or use_kv_cache=False")
         # Two new tokens, because the first belongs to the prefill.
@@ -75,7 +77,7 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds per decode step."""
+    """Milliseconds per decode step; with drafts, per token, as the tokens of a step share its time."""
 
     mean: float
     p50: float
@@ -109,6 +111,8 @@ class BenchResult:
     positions: list[int]  # of the token each step feeds
     step_times_ms: list[float]  # of the median trial, one per position
     token_ids: list[int]
+    drafted: int  # of the median trial
+    accepted: int
 
 
 def check(model_config: ModelConfig, config: BenchConfig) -> None:
@@ -123,21 +127,34 @@ def run(
     progress: Callable[[str], None] = lambda message: None,
 ) -> BenchResult:
     """Measure one setting. progress: called before each trial."""
-    prompt = fixed_prompt(tokenizer, config.prompt_tokens)
-    device = model_device(model)
+    return run_alternating(model, tokenizer, [config], progress)[0]
 
-    def trial() -> GenerationResult:
-        options = ("use_kv_cache", "prefill_chunk", "cache_dtype", "on_full")
-        return generate(model, tokenizer, prompt, _params(config), **{name: getattr(config, name) for name in options})
 
-    for i in range(config.warmup):
-        progress(f"warm-up {i + 1}/{config.warmup}")
+def run_alternating(
+    model: Model, tokenizer: BenchTokenizer, configs: Sequence[BenchConfig], progress: Callable[[str], None]
+) -> list[BenchResult]:
+    """Measure settings with the same lengths and trials, each trial of one beside that of the others."""
+    names = ("use_kv_cache", "prefill_chunk", "cache_dtype", "on_full")
+    prompt = fixed_prompt(tokenizer, configs[0].prompt_tokens)
+    options: list[dict[str, Any]] = [{name: getattr(config, name) for name in names} for config in configs]
+    for each, config in zip(options, configs, strict=True):
+        each["speculate"] = drafter_of(config.speculate, tokenizer, model_device(model))
+
+    def trial() -> list[GenerationResult]:
+        return [generate(model, tokenizer, prompt, _params(configs[0]), **each) for each in options]
+
+    for i in range(configs[0].warmup):
+        progress(f"warm-up {i + 1}/{configs[0].warmup}")
         trial()
-    reset_peak_memory(device)
+    reset_peak_memory(model_device(model))
     trials = []
-    for i in range(config.trials):
-        progress(f"trial {i + 1}/{config.trials}")
+    for i in range(configs[0].trials):
+        progress(f"trial {i + 1}/{configs[0].trials}")
         trials.append(trial())
+    return [_result(model, config, each) for config, each in zip(configs, zip(*trials, strict=True), strict=True)]
+
+
+def _result(model: Model, config: BenchConfig, trials: Sequence[GenerationResult]) -> BenchResult:
     # Of an even number of trials, the faster of the two in the middle.
     median = sorted(trials, key=lambda result: result.timing.decode_time_s)[(config.trials - 1) // 2]
     ttft_s = statistics.median(result.timing.prefill_time_s for result in trials)
@@ -152,10 +169,12 @@ def run(
         step_ms=StepTimes.of([time_s * 1e3 for result in trials for time_s in result.timing.decode_times_s]),
         weight_bytes=weight_bytes(model),
         cache_bytes=median.cache_memory_bytes,
-        peak_memory_bytes=peak_memory(device),
+        peak_memory_bytes=peak_memory(model_device(model)),
         positions=list(range(config.prompt_tokens, config.prompt_tokens + config.new_tokens - 1)),
         step_times_ms=[time_s * 1e3 for time_s in median.timing.decode_times_s],
         token_ids=median.token_ids,
+        drafted=median.drafted,
+        accepted=median.accepted,
     )
 
 
@@ -174,17 +193,26 @@ def _params(config: BenchConfig) -> SamplingParams:
 
 
 def comparisons(results: Sequence[BenchResult]) -> list[dict[str, Any]]:
-    """For each pair of lengths measured with and without the cache: the speed-up, and whether the tokens agree."""
-    by_setting = {(r.config.prompt_tokens, r.config.new_tokens, r.config.use_kv_cache): r for r in results}
+    """For each pair of lengths measured with and without the cache, or drafts: the speed-up, and equality of tokens."""
+    by_setting = {
+        (config.prompt_tokens, config.new_tokens, config.use_kv_cache, config.speculate): result
+        for result in results
+        for config in [result.config]
+    }
     return [
         {
             "prompt_tokens": prompt_tokens,
             "new_tokens": new_tokens,
-            "decode_speedup": uncached.decode_time_s / cached.decode_time_s,
-            "same_tokens": uncached.token_ids == cached.token_ids,
+            "speculate": speculate,
+            "tokens_per_s": [without.decode_tokens_per_s, result.decode_tokens_per_s],
+            "decode_speedup": without.decode_time_s / result.decode_time_s,
+            "drafted": result.drafted,
+            "accepted": result.accepted,
+            "same_tokens": without.token_ids == result.token_ids,
         }
-        for (prompt_tokens, new_tokens, use_kv_cache), cached in by_setting.items()
-        if use_kv_cache and (uncached := by_setting.get((prompt_tokens, new_tokens, False))) is not None
+        for (prompt_tokens, new_tokens, use_kv_cache, speculate), result in by_setting.items()
+        if use_kv_cache
+        and (without := by_setting.get((prompt_tokens, new_tokens, speculate is not None, None))) is not None
     ]
 
 
@@ -207,10 +235,15 @@ def format_table(results: Sequence[BenchResult], model_name: str, machine: dict[
         lines += ["", *_section(result)]
     for compared in comparisons(results):
         agree = "same tokens" if compared["same_tokens"] else "THE TOKENS DIFFER"
+        what, drafts = "the cache", ""
+        if compared["speculate"] is not None:
+            before, after = compared["tokens_per_s"]
+            right = f"{compared['accepted']} of {compared['drafted']}"
+            what, drafts = "drafts", f" ({before:.1f} to {after:.1f} tok/s), drafts {right} right"
         lines += [
             "",
-            f"Speed-up with the cache ({compared['prompt_tokens']} + {compared['new_tokens']} tokens): "
-            f"{compared['decode_speedup']:.1f}x decode, {agree}",
+            f"Speed-up with {what} ({compared['prompt_tokens']} + {compared['new_tokens']} tokens): "
+            f"{compared['decode_speedup']:.3g}x decode{drafts}, {agree}",
         ]
     return "\n".join(lines)
 
@@ -230,6 +263,7 @@ def _section(result: BenchResult) -> list[str]:
     return [
         _row("Dtype", _precision(result)),
         _row("KV cache", cache),
+        *([] if config.speculate is None else [_row("Drafts", config.speculate)]),
         _row("Tokens", f"{config.prompt_tokens} prompt + {config.new_tokens} new{chunks}{beyond}"),
         _row("Trials", f"{config.trials} after {config.warmup} warm-up"),
         "",
@@ -240,7 +274,7 @@ def _section(result: BenchResult) -> list[str]:
         "--- Decode ---",
         _row("Total time (median)", f"{result.decode_time_s:.2f} s"),
         _row("Throughput (median)", f"{result.decode_tokens_per_s:.1f} tok/s"),
-        "Per-step latency:",
+        "Per-step latency:" if config.speculate is None else "Per-token latency:",
         *(_row(f"  {name.capitalize()}", f"{value:.2f} ms") for name, value in asdict(result.step_ms).items()),
         "",
         "--- Memory ---",

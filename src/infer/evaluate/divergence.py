@@ -41,6 +41,9 @@ class Call(NamedTuple):
     start: int
     tensors: dict[str, Tensor]  # by name, [B, H, n, D]
 
+    def until(self, position: int) -> Call:
+        return self._replace(tensors={what: x[:, :, : position - self.start] for what, x in self.tensors.items()})
+
 
 class RecordingCache(CacheWrapper):
     """Records the inputs and outputs of every layer's attention."""

@@ -24,11 +24,13 @@ from infer.cache import BaseCache, Cache, KVCache, PagedCache, SlidingCache
 from infer.cache.pool import bytes_for
 from infer.cache.ring import PREFILL_CHUNK
 from infer.cache.traced import TracedCache
+from infer.engine.draft import MAX_DRAFTS
 from infer.engine.engine import Engine
 from infer.engine.generate import generate, generate_batch
 from infer.engine.memory import CacheMemory
 from infer.engine.model import Model, all_logits, cache_dtype_of, make_cache, model_device, step
 from infer.engine.params import SamplingParams
+from infer.engine.runner import Runner
 from infer.engine.sequence import Sequence as EngineSequence
 from infer.engine.store import read, write
 from infer.engine.text import SupportsDecode
@@ -45,6 +47,7 @@ PREFIXES = 8  # lengths of runs without a cache
 REWINDS = 4  # lengths to which a cache is truncated
 MAX_REFED = 64  # tokens fed again after each truncation
 NEAR_TIE = {2: 0.05, 4: 1e-3, 8: 1e-3}  # by bytes of a logit: a difference relative to the standard deviation
+RIGHT_DRAFTS = 0.8  # their share
 MAX_KEPT_BYTES = 1 << 30  # of reference logits; more are recomputed for each path
 
 
@@ -95,6 +98,29 @@ class Piece(NamedTuple):
 Run = Callable[[], Iterator[Piece]]  # of one prompt, or of all, prompt by prompt
 
 
+class Drafted(EngineSequence):
+    """Drafts the next tokens of a known text at every step, some of them wrong. No drafter: it would measure times.
+
+    forced: these tokens are chosen, whatever the logits.
+    """
+
+    def __init__(self, *args: Any, known: Sequence[int], forced: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.known, self.forced, self.chance = known, forced, random.Random(0)
+        self.chosen_from: tuple[int, Tensor]  # the first position of the last step, and logits [n, V]
+
+    def commit(self, start: int, n: int, logits: Tensor) -> list[int]:
+        position = self.num_tokens - 1
+        if chosen := super().commit(start, n, logits):
+            self.chosen_from = position, logits[: len(chosen)]
+            following, random = self.known[self.num_tokens :][:MAX_DRAFTS], self.chance.random
+            self.draft_token_ids = [token if random() < RIGHT_DRAFTS else int(not token) for token in following]
+        return chosen
+
+    def _sample(self, logits: Tensor) -> int:
+        return self.known[self.num_tokens] if self.forced else super()._sample(logits)
+
+
 class Path(NamedTuple):
     name: str
     check: Callable[[str], PathResult]  # given the name
@@ -135,6 +161,7 @@ class Comparison:
         self.sampled = replace(self.greedy, temperature=0.8, top_p=0.95, seed=seed)
         self._kept: dict[int, Tensor] = {}
         self._calls: list[Call] | None = None  # while a run is recorded
+        self.verifies_drafts = Runner(self.model).verifies_drafts
         self.paths = [*self._logit_paths(threads), *self._text_paths()]
 
     def __len__(self) -> int:
@@ -175,6 +202,8 @@ class Comparison:
             yield each(f"{kind.__name__}, truncated", partial(self.truncated, kind))
         for begin in (self.prefix_hit, self.evicted, self.forked, self.saved_and_loaded):
             yield each(f"PagedCache, {begin.__name__.replace('_', ' ')}", partial(self.resumed, begin))
+        if self.verifies_drafts:
+            yield each("PagedCache, drafts", self.drafted)
         if is_single:
             yield each("default cache, only the last logits", self.stepped)
             yield each("default cache, traced", partial(self.traced, True))
@@ -208,6 +237,8 @@ class Comparison:
         if is_single or self.cache_dtype == "auto":
             samples |= {"generate_batch": partial(self.batched, self.sampled)} if in_batch else {}
             samples["busy server"] = partial(self.on_busy_server, self.sampled)
+            if self.verifies_drafts:
+                samples["busy server, drafts"] = partial(self.on_busy_server, self.sampled, drafts=True)
         for name, texts in samples.items():
             yield Path(f"sampled, {name}", partial(self._compare_sampled, texts))
 
@@ -219,7 +250,7 @@ class Comparison:
         results = generate_batch(self.model, self.tokenizer, self.prompts, params, cache_dtype=self.cache_dtype)
         return [result.token_ids for result in results]
 
-    def on_busy_server(self, params: SamplingParams) -> list[list[int]]:
+    def on_busy_server(self, params: SamplingParams, drafts: bool = False) -> list[list[int]]:
         """The prompts on a busy engine: other sequences are submitted and aborted, and memory is too small for all."""
         config, chance = self.model.config, random.Random(0)
         item = cache_dtype_of(self.model, self.cache_dtype).itemsize
@@ -227,7 +258,10 @@ class Comparison:
         size = max(max(sizes), sum(sizes) // 2) + bytes_for(config, 1, item)
         memory = CacheMemory(self.model, size, cache_dtype=self.cache_dtype)
         engine = Engine(self.model, memory, max_rows=8, prefill_chunk=64)
-        compared = [EngineSequence(config, self.tokenizer, prompt, params) for prompt in self.prompts]
+        compared = [
+            Drafted(config, self.tokenizer, prompt, params, known=prompt + ids if drafts else [])
+            for prompt, ids in zip(self.prompts, self.samples, strict=True)
+        ]
         others = [replace(params, seed=i) for i in range(len(self.prompts))]
         aborted = [EngineSequence(config, self.tokenizer, *each) for each in zip(self.prompts, others, strict=True)]
         coming = chance.sample([*compared, *aborted], len(compared) + len(aborted))
@@ -360,6 +394,24 @@ class Comparison:
             with torch.inference_mode():
                 logits = step(self.model, cache, ids)
             yield Piece(i, end - 1, logits)
+
+    def drafted(self, i: int) -> Iterator[Piece]:
+        """Steps of an engine that verify several tokens, and reject some."""
+        tokens, prompt_len = self.texts[i]
+        cache = self.observed(self.empty(PagedCache, i), i)
+        about = self.model.config, self.tokenizer, tokens[:prompt_len], self.greedy
+        sequence = Drafted(*about, cache=cache, known=tokens, forced=True)
+        calls = [] if self._calls is None else self._calls
+        with Engine(self.model) as engine:
+            engine.submit(sequence)
+            while not engine.is_idle:
+                begun = len(calls)
+                engine.step()
+                if sequence.error is not None:
+                    raise sequence.error
+                kept = sequence.num_tokens - 1  # positions; the reference has no rejected tokens
+                calls[begun:] = [call.until(kept) for call in calls[begun:]]
+                yield Piece(i, *sequence.chosen_from)
 
     def traced(self, keeps: bool, i: int) -> Iterator[Piece]:
         cache = self.default_cache(i) if keeps else self.uncached_cache(i)

@@ -41,9 +41,8 @@ class GPT(Decoder):
             raise ValueError(f"trace_layer must be from 0 to {len(self.blocks) - 1}, not {trace_layer!r}")
         if self.training and self.config.dropout:
             raise ValueError("the model is in training mode, where dropout changes the trace: call model.eval()")
-        cache = TracedCache(NoCache(x.shape[0], x.device), [trace_layer], all_rows=attn_full)
+        cache = TracedCache(NoCache(x.shape[0], x.device), [trace_layer], queries=None if attn_full else 1)
         logits = self(x, kv_cache=cache, all_logits=True)
         rows = cache.rows[trace_layer]
-        if not attn_full:
-            return logits, {"layer": trace_layer, "attn_row": rows}
-        return logits, {"layer": trace_layer, "attn_row": rows[:, :, -1], "attn_full": rows}
+        trace: dict[str, Any] = {"layer": trace_layer, "attn_row": rows[:, :, -1]}
+        return logits, trace | {"attn_full": rows} if attn_full else trace

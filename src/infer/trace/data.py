@@ -59,9 +59,10 @@ class TraceStep(Prediction):
     token_id: int
     text: str
     raw: bytes = b""  # as in `Token`
-    cache_positions: int  # filled after the step; 0 without a cache
+    cache_positions: int  # filled when it was chosen; 0 without a cache
     cache_bytes: int  # allocated by the cache
-    time_s: float
+    time_s: float  # of its step, shared among the tokens that the step chose
+    drafted: bool = False  # proposed by a drafter, and accepted
 
 
 class TraceData:

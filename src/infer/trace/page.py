@@ -137,6 +137,7 @@ def _step(step: TraceStep) -> dict[str, Any]:
         "positions": step.cache_positions,
         "bytes": step.cache_bytes,
         "time": _number(step.time_s),
+        "drafted": step.drafted,
     }
 
 

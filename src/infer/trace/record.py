@@ -77,8 +77,8 @@ class Trace(TraceData):
 
         The index is the position. Columns: step (from 0; missing for the prompt), token_id, text, probability,
         surprisal and entropy (in nats, before temperature, filters and penalties), rank (1 is the most likely),
-        top_token and top_probability (of rank 1), cache_positions, cache_bytes and time_s of the step. Values that were
-        not recorded are missing.
+        top_token and top_probability (of rank 1), cache_positions, cache_bytes, time_s and drafted of the step. Values
+        that were not recorded are missing.
         """
         return as_frame(self)
 
@@ -155,8 +155,19 @@ class Trace(TraceData):
                 prediction = replace(prediction, attention=self._rows[query])
                 self.prompt[query + 1] = self.prompt[query + 1]._replace(prediction=prediction)
 
-    def record(self, tokens: Sequence[int], logits: Tensor, cache: TracedCache, time_s: float) -> None:
-        """tokens: of the sequence, with the one just chosen. logits: [V], which it was chosen from."""
+    def record(
+        self,
+        tokens: Sequence[int],
+        logits: Tensor,
+        cache: TracedCache,
+        time_s: float,
+        query: int = 0,
+        drafted: bool = False,
+    ) -> None:
+        """tokens: of the sequence, up to one just chosen. logits: [V], which it was chosen from.
+
+        query: which of those that the cache has rows of predicted it. drafted: whether it was an accepted draft.
+        """
         *_, before, token = tokens
         [prediction] = predictions(logits[None], [token], [before], self._tokenizer, self.top_k)
         if cache.memory_bytes:
@@ -165,8 +176,9 @@ class Trace(TraceData):
             self.cache_page = inner.pool.page_size if isinstance(inner, PagedCache) else 0
         fed, attention = len(tokens) - 1, {}
         for layer, rows in cache.rows.items():  # of a window layer, without the zeros before its window
-            window = min(rows.shape[-1], self._windows[layer] or fed)
-            weights = rows[0, self.heads, -window:].half().cpu().numpy()
+            seen = rows.shape[3] - (rows.shape[2] - 1 - query)  # the keys after it are of later queries
+            window = min(seen, self._windows[layer] or fed)
+            weights = rows[0, self.heads, query, seen - window : seen].half().cpu().numpy()
             attention[layer] = AttentionRows(fed - window, weights)
         self.steps.append(
             TraceStep(
@@ -174,9 +186,10 @@ class Trace(TraceData):
                 token_id=token,
                 text=token_text(self._tokenizer, token, before),
                 raw=partial_bytes(self._tokenizer, token),
-                cache_positions=cache.seq_len,
+                cache_positions=min(cache.seq_len, fed),  # without those of tokens that the same step chose after it
                 cache_bytes=cache.memory_bytes,
                 time_s=time_s,
+                drafted=drafted,
             )
         )
 

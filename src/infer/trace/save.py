@@ -14,6 +14,8 @@ import numpy.typing as npt
 from infer.trace.data import AttentionRows, Prediction, Token, TraceData, TraceStep, finite
 from infer.trace.page import page
 
+STEP = ("cache_positions", "cache_bytes", "time_s", "drafted")  # what a step has beside its token's prediction
+
 
 def save(trace: TraceData, path: Path) -> None:
     """In the format of the file's suffix."""
@@ -74,6 +76,7 @@ def without_rows(step: TraceStep) -> dict[str, Any]:
         **_prediction(step),
         "cache": {"positions": step.cache_positions, "bytes": step.cache_bytes},
         "time_s": step.time_s,
+        "drafted": step.drafted,
     }
 
 
@@ -116,7 +119,7 @@ def arrays(trace: TraceData) -> dict[str, Any]:
     }
     for name in ("probability", "entropy", "rank"):
         found[f"prompt_{name}"] = [getattr(each, name) for each in predicted]
-    for name in ("probability", "entropy", "rank", "cache_positions", "cache_bytes", "time_s"):
+    for name in ("probability", "entropy", "rank", *STEP):
         found[name] = [getattr(step, name) for step in steps]
     arrays = {name: np.array(values) for name, values in found.items()}
     arrays["prompt_rank"] = arrays["prompt_rank"].astype(np.int64)  # without predictions, it would hold floats
@@ -148,7 +151,8 @@ def as_frame(trace: TraceData) -> Any:
         raise ValueError("the trace is empty: pass it to `generate` first")
     frame = pandas.DataFrame(rows)
     frame.index.name = "position"
-    return frame.astype(dict.fromkeys(("step", "rank", "cache_positions", "cache_bytes"), "Int64"))  # may be missing
+    integers = dict.fromkeys(("step", "rank", "cache_positions", "cache_bytes"), "Int64")
+    return frame.astype(integers | {"drafted": "boolean"})  # may be missing
 
 
 def _row(number: int | None, token: Any, found: Prediction | None, step: TraceStep | None) -> dict[str, Any]:
@@ -158,5 +162,5 @@ def _row(number: int | None, token: Any, found: Prediction | None, step: TraceSt
         {"step": number, "token_id": token.token_id, "text": token.text}
         | {name: getattr(found, name, None) for name in ("probability", "surprisal", "entropy", "rank")}
         | {"top_token": getattr(top, "text", None), "top_probability": getattr(top, "probability", None)}
-        | {name: getattr(step, name, None) for name in ("cache_positions", "cache_bytes", "time_s")}
+        | {name: getattr(step, name, None) for name in STEP}
     )

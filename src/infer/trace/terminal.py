@@ -17,6 +17,7 @@ HEAT = " ▁▂▃▄▅▆▇█"  # nothing, then eight levels
 HEAT_STYLES = ("", "bright_black", "blue", "blue", "cyan", "cyan", "yellow", "yellow", "bold red")
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 CERTAIN, UNCERTAIN = 1.0, 3.0  # nats: about 3 and 20 choices
+DRAFTED = "+"  # before the number of a step
 MARKS = {" ": "·", "\n": "↵", "\t": "→"}
 STRIP_ROWS = 12
 ENTRY = 9  # columns of a token in a list
@@ -63,7 +64,7 @@ def table(trace: TraceData, width: int, *, layer: int | None = None, head: int |
         others = [(a.text, a.token_id, a.probability) for a in step.alternatives if a.token_id != step.token_id]
         looks = [(look.text, look.token_id, look.weight) for look in looked_at(trace, weights)]
         cells = {
-            "step": Text(f"{number + 1}"),
+            "step": Text(f"{DRAFTED * step.drafted}{number + 1}"),
             "token": _shown(visible(step.text, step.token_id), uncertainty_style(step)),
             "prob": Text(percent(step.probability, digits=0 if narrow else 1)),
             "entropy": _entropy(step, columns.get("entropy", 0)),
@@ -79,7 +80,7 @@ def table(trace: TraceData, width: int, *, layer: int | None = None, head: int |
 def legend(trace: TraceData, width: int, layer: int | None = None, head: int | None = None) -> list[str]:
     """The meaning of the columns that are shown."""
     columns = _columns(trace, width)
-    lines = []
+    lines = [f"{DRAFTED}: drafted, and verified with the token before it"] * any(step.drafted for step in trace.steps)
     if "instead" in columns:
         lines.append("prob, instead: probabilities and most likely alternatives, before temperature and filters")
     if "entropy" in columns:
@@ -173,7 +174,7 @@ def _columns(trace: TraceData, width: int) -> dict[str, int]:
     narrow = width < NARROW
     positions = len(trace.prompt) + len(trace.steps) - 1
     columns = {
-        "step": max(4, len(str(len(trace.steps)))),
+        "step": max(4, len(str(len(trace.steps))) + any(step.drafted for step in trace.steps)),
         "token": 10 if narrow else 12,
         "prob": 4 if narrow else 6,
         "entropy": 8 if width < TINY else 14 if narrow else 17,

@@ -73,7 +73,7 @@ def test_weights_are_those_of_the_kernel(
     assert (row.sum(-1) - 1).abs().max() < 1e-6
     _, values, _ = noting.calls[0]
     values = decode(values, torch.float32) if stored is torch.int8 else values.float()
-    mixed = (row.double()[:, :, None] @ values.double().repeat_interleave(2, 1))[:, :, 0]
+    mixed = (row.double() @ values.double().repeat_interleave(2, 1))[:, :, 0]
     torch.testing.assert_close(mixed.to(dtype), out[:, :, -1], atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
 
 
@@ -84,5 +84,5 @@ def test_in_plain_torch() -> None:
     q, k, v = (heads(generator, count, 6, 8, torch.float32) for count in (4, 2, 2))
     traced.positions(6)
     out = traced.attend(0, q, k, v, scale=0.5)
-    mixed = (traced.rows[0][:, :, None] @ v.repeat_interleave(2, 1))[:, :, 0]
+    mixed = (traced.rows[0] @ v.repeat_interleave(2, 1))[:, :, 0]
     torch.testing.assert_close(mixed, out[:, :, -1], atol=1e-6, rtol=1e-6)

@@ -32,6 +32,8 @@ from infer.cli.common import DEFAULT_MODEL
 from infer.cli.sampling import CHAT
 from infer.cli.streams import say
 from infer.engine import generate as engine
+from infer.engine import sequence as sequences
+from infer.engine.draft import Speculation
 from infer.engine.llm import Handle
 from infer.engine.params import DISTRIBUTION_SETTINGS, SETTINGS
 from infer.engine.result import GeneratedToken, GenerationResult
@@ -1201,6 +1203,29 @@ class TestBench:
         assert [row["same_tokens"] for row in output["comparisons"]] == [True] * (len(kinds) - 1)
         assert done.out.count("\n") == 1
 
+    def test_drafts(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)  # as many as possible
+        monkeypatch.setattr(sequences, "sample", lambda *_: 7)  # a text that repeats itself
+        monkeypatch.setattr(bench, "SUITE", {"short": (3, 20), "long": (9, 30)})
+        done = run("bench", "--suite", "--trials", "2", "--speculate", "ngram", "--json")
+        output = json.loads(done.out)
+        found = output["results"]
+        assert [result["config"]["speculate"] for result in found] == [None, "ngram"] * 2
+        assert [row["new_tokens"] for row in output["comparisons"]] == [20, 30]
+        for row, without, drafts in zip(output["comparisons"], found[::2], found[1::2], strict=True):
+            assert row["tokens_per_s"] == [without["decode_tokens_per_s"], drafts["decode_tokens_per_s"]]
+            assert row["same_tokens"]
+            assert row["drafted"] == drafts["drafted"] > 0 == without["drafted"]
+            assert row["accepted"] == drafts["accepted"] == drafts["drafted"]
+        assert done.err.splitlines()[:2] == ["3 + 20 tokens with the cache, with drafts and without", "  warm-up 1/1"]
+
+    def test_drafts_that_no_kernels_verify(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cpu_backend, "kernels", lambda: None)
+        assert_refused(
+            run("bench", *self.ARGS, "--speculate", "ngram"),
+            "only kernels of a CPU verify drafts yet, not backend torch: omit --speculate",
+        )
+
     def test_prefill_chunk(self, run: Run, passes: list[int]) -> None:
         """Also beside the run without a cache, which has no chunks."""
         done = run("bench", *self.ARGS, "--prefill-chunk", "4", "--compare", "--json")
@@ -1293,6 +1318,13 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["bench", "--compare", "--no-kv-cache"],
         "--compare measures with the cache and without it: leave --no-kv-cache out",
     ),
+    **{
+        f"drafts in a bench with {option}": (
+            ["bench", "--speculate", "ngram", option, *value],
+            f"--speculate measures with drafts and without, both with the cache: leave {option} out",
+        )
+        for option, *value in (("--compare",), ("--no-kv-cache",), ("--plot", "steps.png"))
+    },
     "no context": (["info", "FOLDER", "--context", "0"], "context must be from 1 to the model's 256, not 0"),
     "too much context": (["info", "FOLDER", "--context", "257"], "context must be from 1 to the model's 256, not 257"),
     "template refuses": (["generate", "forbidden", "--chat"], "the chat template refuses these messages: not that"),

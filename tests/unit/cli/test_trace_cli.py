@@ -14,6 +14,7 @@ from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, Run, assert_refused, chat_i
 from infer import SamplingParams, Tokenizer, Trace, generate, load_model
 from infer.cli.trace import parse_step, spread
 from infer.engine import generate as engine
+from infer.engine.draft import Speculation
 from infer.engine.result import GeneratedToken
 from infer.trace import record
 from infer.trace.page import read_page
@@ -434,6 +435,39 @@ class TestFrom:
         assert_refused(
             run("trace"), "there is no prompt: give one, or pipe one to standard input, or a page to repeat with --from"
         )
+
+
+class TestSpeculate:
+    @pytest.fixture(autouse=True)
+    def _always_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As many as possible, whatever they cost."""
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+
+    def test_changes_no_number(self, run: Run) -> None:
+        args = ("trace", "hello " * 4, "--max-new-tokens", "40", "--ignore-eos", "--json")
+        plain, output = (json.loads(run(*args, *options).out) for options in ((), ("--speculate", "ngram")))
+        drafted = [step.pop("drafted") for step in output["steps"]]
+        assert sum(drafted) == output["accepted"] > 0
+        assert sum([step.pop("drafted") for step in plain["steps"]]) == 0
+        for step in (*plain["steps"], *output["steps"]):
+            del step["time_s"]
+        assert output["steps"] == plain["steps"]
+
+    def test_a_page_is_repeated_with_and_without(self, run: Run, tmp_path: Path) -> None:
+        page = tmp_path / "run.html"
+        options = ("--max-new-tokens", "40", "--ignore-eos", "--speculate", "ngram")
+        assert run("trace", "hello " * 4, *options, "--html", page).status == 0
+        assert '"drafted":true' in page.read_text(encoding="utf-8")
+        for more in ((), ("--speculate", "ngram")):
+            done = run("trace", "--from", page, *more, "--json", model=None)
+            assert (done.status, json.loads(done.out)["same_tokens"]) == (0, True)
+            assert ("drafted" in json.loads(done.out)) == bool(more)
+
+    def test_the_table(self, run: Run) -> None:
+        done = run("trace", "hello " * 4, "--max-new-tokens", "40", "--ignore-eos", "--speculate", "ngram")
+        assert [int(row[0]) for row in table_of(done.out)] == [*range(1, 41)]
+        assert any(row[0].startswith("+") for row in table_of(done.out))
+        assert "right" in done.err
 
 
 class TestInterrupt:

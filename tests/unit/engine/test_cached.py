@@ -287,7 +287,7 @@ class TestTracedCache:
             run([Row(cache, [token]) for cache, token in zip(caches, last, strict=True)])
         for cache, ids, n, token in zip(caches, prompts, lengths, last, strict=True):
             matrix = full_attention_matrix(model, [*ids[:n].tolist(), token], trace_layer=1)
-            torch.testing.assert_close(cache.rows[1], matrix[:, :, -1], atol=1e-6, rtol=0)
+            torch.testing.assert_close(cache.rows[1], matrix[:, :, -1:], atol=1e-6, rtol=0)
 
     def test_long_prompts_in_blocks(self, tiny_model: Make) -> None:
         """More queries than one block of the softmax in plain sight."""
@@ -298,7 +298,7 @@ class TestTracedCache:
             matrix = full_attention_matrix(model, ids[0].tolist(), trace_layer=layer)
             assert matrix.shape == (1, 4, 300, 300)
             torch.testing.assert_close(matrix.sum(-1), torch.ones(1, 4, 300), atol=1e-6, rtol=0)
-            torch.testing.assert_close(cache.rows[layer], matrix[:, :, -1], atol=1e-6, rtol=0)
+            torch.testing.assert_close(cache.rows[layer], matrix[:, :, -1:], atol=1e-6, rtol=0)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     def test_dtypes(self, tiny_model: Make, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import cache
@@ -28,7 +28,8 @@ from infer import LLM, CacheMemory, SamplingParams, Tokenizer, generate, generat
 from infer.backend.cpu.backend import CpuBackend
 from infer.backend.plain import TorchBackend
 from infer.engine import guide as guides
-from infer.engine.draft import NgramDrafter, Speculation
+from infer.engine.draft import Speculation
+from infer.engine.drafters import NgramDrafter
 from infer.engine.engine import Engine
 from infer.engine.guide import Guide, guide_for, vocabulary_of
 from infer.engine.params import MAX_RULES
@@ -200,16 +201,18 @@ class TestTextsMatch:
     def test_drafts_change_no_text(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """A draft ends before the first token that the constraint refuses."""
         monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+        monkeypatch.setattr(Guide, "forced_tokens", lambda *_: [])
         settings, _ = CONSTRAINTS[kind]
         expected = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(**settings))
         offered: list[int] = []
 
         class Drafter(NgramDrafter):
-            def propose(self, sequence: Sequence, count: int) -> list[int]:
+            def propose(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+                [(sequence, count)] = counts.items()
                 done = sequence.num_tokens - sequence.prompt_len
                 right = expected.token_ids[done : done + count]
                 offered.extend(right[:1])
-                return [*right[: 1 + done % 3], sequence.prompt[0], *right]
+                return {sequence: [*right[: 1 + done % 3], sequence.prompt[0], *right]}
 
         result = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(**settings), speculate=Drafter())
         assert (result.token_ids, result.text) == (expected.token_ids, expected.text)
@@ -218,6 +221,24 @@ class TestTextsMatch:
         unchecked = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(**settings), speculate=Drafter())
         assert unchecked.token_ids == expected.token_ids
         assert unchecked.drafted > result.drafted
+
+    def test_forced_tokens_are_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of the text that has to come next; a token that the model prefers to cut otherwise is corrected."""
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+        schema = {"type": "object", "properties": {"a_long_name": {"enum": ["certain"]}}, "required": ["a_long_name"]}
+        settings = params(json_schema=json.dumps(schema | {"additionalProperties": False}), logprobs=1)
+        without = generate(tiny(all_bytes()), all_bytes(), PROMPT, settings)
+        result = generate(tiny(all_bytes()), all_bytes(), PROMPT, settings, speculate=lambda *_: [])
+        assert (result.token_ids, result.logprobs) == (without.token_ids, without.logprobs)
+        assert result.accepted > len(result.token_ids) / 2
+        guide = guide_for(settings, all_bytes(), tiny(all_bytes()).config)
+        assert guide is not None
+        guide.append_token(without.token_ids[0])
+        drafted = guide.forced_tokens(100)
+        texts = all_bytes().token_bytes(tiny(all_bytes()).config.vocab_size)[0]
+        assert without.text.encode().startswith(b"".join(texts[i] for i in [without.token_ids[0], *drafted]))
+        assert guide.forced_tokens(2) == drafted[:2]
+        assert guide.num_allowed(drafted) == len(drafted) > 5  # and nothing was appended
 
     def test_any_object(self) -> None:
         result = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(json_schema='{"type": "object"}'))

@@ -97,7 +97,7 @@ class Watching:
     def add_logits(self, start: int, logits: torch.Tensor) -> None:
         pass
 
-    def record(self, tokens: list[int], logits: torch.Tensor, cache: TracedCache, time_s: float) -> None:
+    def record(self, tokens: list[int], logits: torch.Tensor, cache: TracedCache, *more: Any) -> None:
         assert tokens[-1] == int(logits.argmax()) or PARAMS[3].temperature
 
 
@@ -166,7 +166,7 @@ class TestAdmission:
         rows.admit(0)
         sequence = rows.admit(3, recorder=Watching())
         rows.step()
-        assert sequence.cache.rows[1].shape == (1, 4, 6)  # type: ignore[union-attr]
+        assert sequence.cache.rows[1].shape == (1, 4, 1, 6)  # type: ignore[union-attr]
         rows.finish()
         assert [rows.outcome(i) for i in (0, 3)] == [alone(gemma, i) for i in (0, 3)]
 

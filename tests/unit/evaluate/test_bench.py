@@ -94,7 +94,45 @@ def test_the_median_trial_is_reported(model: Decoder, monkeypatch: pytest.Monkey
     assert (result.step_ms.min, result.step_ms.max, result.step_ms.mean) == (1000, 5000, 2750)
     assert messages == ["warm-up 1/1", "trial 1/4", "trial 2/4", "trial 3/4", "trial 4/4"]
     options = {"use_kv_cache": False, "prefill_chunk": None, "cache_dtype": "auto", "on_full": "error"}
+    options |= {"speculate": None}
     assert calls == [(LetterTokenizer().encode(bench.PROMPT)[:6], options)] * 5
+
+
+def test_drafts_are_measured_beside_none(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of a step, and the drafts of it: of two warm-ups, then of three trials each, which alternate."""
+    scripted = [(99, 0, 0), (99, 9, 9), (4, 0, 0), (1, 5, 2), (5, 0, 0), (2, 8, 6), (6, 0, 0), (9, 7, 1)]
+    calls = []
+
+    def generate(model: Decoder, tokenizer: Any, prompt: list[int], params: Any, **options: Any) -> GenerationResult:
+        step, drafted, accepted = scripted[len(calls)]
+        calls.append(options["speculate"] and "ngram")
+        timing = Timing(1, [step, step])
+        return GenerationResult(prompt, [7] * 3, "", "length", timing, 0, drafted=drafted, accepted=accepted)
+
+    monkeypatch.setattr(bench, "generate", generate)
+    messages: list[str] = []
+    configs = [BenchConfig(6, 3, trials=3, speculate=name) for name in (None, "ngram")]
+    results = bench.run_alternating(model, LetterTokenizer(), configs, messages.append)
+    assert calls == [None, "ngram"] * 4
+    assert messages == ["warm-up 1/1", "trial 1/3", "trial 2/3", "trial 3/3"]
+    assert [(result.decode_time_s, result.drafted, result.accepted) for result in results] == [(10, 0, 0), (4, 8, 6)]
+    assert bench.report(results, "tiny", MACHINE)["comparisons"] == [
+        {
+            "prompt_tokens": 6,
+            "new_tokens": 3,
+            "speculate": "ngram",
+            "tokens_per_s": [0.2, 0.5],
+            "decode_speedup": 2.5,
+            "drafted": 8,
+            "accepted": 6,
+            "same_tokens": True,
+        }
+    ]
+    without, *drafts = bench.format_table(results, "tiny", MACHINE).split("Drafts:  ")
+    assert "Per-step latency" in without
+    assert "Per-token latency" in drafts[0]
+    told = "Speed-up with drafts (6 + 3 tokens): 2.5x decode (0.2 to 0.5 tok/s), drafts 6 of 8 right, same tokens"
+    assert drafts[0].endswith(told)
 
 
 def test_prefill_in_chunks(model: Decoder, measured: list[BenchResult], passes: list[int]) -> None:
@@ -216,6 +254,7 @@ def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"warmup": -1}, "warmup must be at least 0, not -1"),
         ({"prefill_chunk": 0}, "prefill_chunk must be an integer, 1 or more, not 0"),
         ({"prefill_chunk": 4, "use_kv_cache": False}, "prefill_chunk needs the cache"),
+        ({"speculate": "ngram", "use_kv_cache": False}, "speculate needs the cache"),
     ],
 )
 def test_impossible_settings_are_refused(values: dict[str, int], message: str) -> None:

@@ -19,7 +19,7 @@ from infer import GrowingCache, ModelConfig, SlidingCache, generate, generate_ba
 from infer.backend import Row
 from infer.backend.cpu import backend as cpu_backend
 from infer.backend.plain import TorchBackend
-from infer.cache import BaseCache, Cache, NoCache
+from infer.cache import BaseCache, Cache, NoCache, PagedCache
 from infer.cli.verify import time_left
 from infer.evaluate import paths
 from infer.evaluate import verify as module
@@ -324,6 +324,64 @@ class TestDifferences:
         result = result_of("KVCache", ExactModel(config, plant), [prompt for prompt in PROMPTS if len(prompt) > 1])
         assert (result.different, result.other_tokens) == (3 * NEW, others)
         assert result.largest == pytest.approx(2 * by, abs=1e-4)
+
+
+class TestDrafts:
+    NAMES = ("PagedCache, drafts", "sampled, busy server, drafts")
+    NEW = 24
+
+    def found(self, model: Decoder, **options: Any) -> dict[str, PathResult]:
+        paths = Comparison(model, Letters(), PROMPTS, self.NEW, **options).paths
+        return {path.name: path.check(path.name) for path in paths if path.name.endswith("drafts")}
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3"])
+    def test_some_are_right(
+        self, tiny_model: Callable[..., Decoder], family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[Any] = []
+
+        class Noted(paths.Drafted):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options)
+                made.append(self)
+
+        monkeypatch.setattr(paths, "Drafted", Noted)
+        found = self.found(tiny_model(model_type=family))
+        assert tuple(found) == self.NAMES
+        for result in found.values():
+            assert (result.positions, result.different) == (3 * self.NEW, 0)
+        assert len(made) == 2 * len(PROMPTS)
+        for sequence in made:
+            assert sequence.num_tokens == sequence.max_len
+            assert 0 < sequence.num_accepted < sequence.num_drafted
+
+    def test_only_where_they_are_verified(
+        self, tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cpu_backend, "kernels", lambda: None)
+        assert self.found(tiny_model()) == {}
+
+    def test_a_pass_with_drafts_differs(
+        self, tiny_model: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """From position 20 on, in layer 1. Rejected tokens before it are not taken for the cause."""
+        attend = PagedCache.attend
+
+        def other(cache: PagedCache, layer_idx: int, q: Tensor, *args: Any, **options: Any) -> Tensor:
+            out = attend(cache, layer_idx, q, *args, **options)
+            wrong = layer_idx == 1 and 1 < q.shape[2] <= 9 and cache.seq_len >= 20
+            return out * 1.5 if wrong else out
+
+        monkeypatch.setattr(PagedCache, "attend", other)
+        monkeypatch.setattr(PagedCache, "table", lambda *_: None)  # kernels would not ask `attend`
+        logits, texts = self.found(tiny_model()).values()
+        assert not texts.equal
+        difference = logits.difference
+        assert difference is not None
+        assert difference.prompt == 0
+        assert difference.divergence is not None
+        assert (difference.divergence.layer, difference.divergence.what) == (1, "attended")
+        assert difference.divergence.position == difference.position >= 20
 
 
 class TestBits:

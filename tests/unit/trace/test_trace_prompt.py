@@ -7,6 +7,7 @@ import math
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,11 +262,13 @@ class TestNotebooks:
 
         monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=Frame))
         trace = make_trace(prompt=5, prompt_rows=2, steps=3)
+        trace.steps[1] = replace(trace.steps[1], drafted=True)
         with pytest.raises(ValueError, match="the trace is empty"):
             Trace().to_pandas()
         frame = trace.to_pandas()
         assert frame.index.name == "position"
-        assert set(frame.types) == {"step", "rank", "cache_positions", "cache_bytes"}
+        assert set(frame.types) == {"step", "rank", "cache_positions", "cache_bytes", "drafted"}
+        assert [row["drafted"] for row in frame.rows] == [None] * 5 + [False, True, False]
         assert [row["step"] for row in frame.rows] == [None] * 5 + [0, 1, 2]
         assert [row["text"] for row in frame.rows] == [t.text for t in trace.prompt] + [s.text for s in trace.steps]
         assert [row["probability"] is None for row in frame.rows] == [True] * 3 + [False] * 5
