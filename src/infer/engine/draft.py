@@ -38,7 +38,10 @@ class Drafter(Protocol):
     """Proposes what may follow. After an error of its own, sequences go on without drafts."""
 
     def propose(self, counts: Mapping[EngineSequence, int]) -> Mapping[EngineSequence, Collection[int]]:
-        """For each sequence, up to so many tokens that may follow its `token_ids`."""
+        """For each sequence, up to so many tokens that may follow its `token_ids`.
+
+        A sequence may be left out. No tokens say that the time spent on it was wasted.
+        """
 
     def finish(self, sequence: EngineSequence) -> None:
         """Forget a sequence."""
@@ -60,6 +63,11 @@ class _Record:
         """Of drafts after a wrong one nothing is known."""
         self.right = self.right * DECAY + accepted
         self.wrong = self.wrong * DECAY + (accepted < drafted)
+
+    def waste(self, share: float) -> None:
+        """The time of so much of a draft was spent, without one."""
+        self.right *= DECAY**share
+        self.wrong = self.wrong * DECAY**share + share
 
     def return_to(self, other: _Record) -> None:
         self.right += RETURN * ((RIGHT + WRONG) * other.chance - self.right)
@@ -99,7 +107,7 @@ class Speculation:
         self._drafts: dict[EngineSequence, _Drafts] = {}
         self._all, self._forced = _Record(), _Record(9.0, 1.0)  # of all sequences: the drafter's, and a grammar's
         self._times: dict[int, float] = {}  # of steps without drafts, by their rows
-        self._cost: float | None = None  # seconds of one more token in a step
+        self._extra_s = self._extra_drafts = 0.0  # what drafts have cost lately, and how many they were
         self._drafted_s = 0.0
         self._time = self._lost = 0.0  # recent seconds, and how many of them drafts have cost more than they saved
 
@@ -119,8 +127,12 @@ class Speculation:
                 sequence.draft_token_ids, drafts.forced = forced[: guide.num_allowed(forced)], True
             elif not drafts.failed and (count := min(left, _count(drafts.record, worth))) > 0:
                 counts[sequence] = count
-        self._propose(counts)
+        unsure = self._propose(counts)
         self._drafted_s = time.perf_counter() - began if counts else 0.0
+        if unsure and self._extra_s:
+            share = min(1.0, self._drafted_s / len(counts) * self._extra_drafts / self._extra_s)
+            for record in [self._all, *(known[sequence].record for sequence in unsure)]:
+                record.waste(share)
 
     def planned(self, scheduled: Sequence[ScheduledTokens]) -> _Step | None:
         """What to measure of a step; None: it has prompts."""
@@ -135,11 +147,12 @@ class Speculation:
         self._time, self._lost = self._time * LOST_DECAY + seconds, self._lost * LOST_DECAY + step.drafted_s
         if not step.drafts:
             self._times[step.rows] = seconds if known is None else known + SMOOTHING * (seconds - known)
+            self._extra_s *= 1 - RETURN / 4  # they may have become cheaper: it takes drafts to find out
         elif known is not None:
             self._lost = max(0.0, self._lost + seconds - known * (1 + num_accepted / step.rows))
             self._times[step.rows] = known = min(known, seconds)
-            cost = (seconds + step.drafted_s - known) / step.drafts
-            self._cost = cost if self._cost is None else self._cost + SMOOTHING * (cost - self._cost)
+            self._extra_s = self._extra_s * DECAY + max(0.0, seconds + step.drafted_s - known)
+            self._extra_drafts = self._extra_drafts * DECAY + step.drafts
 
     def finish(self, sequence: EngineSequence) -> None:
         self._drafts.pop(sequence, None)
@@ -171,7 +184,7 @@ class Speculation:
             return math.inf  # measure one without drafts
         if self._lost > LOST_SHARE * self._time + LOST_STEPS * step_s:
             return math.inf
-        cost = COST * step_s / rows if self._cost is None else self._cost
+        cost = self._extra_s / self._extra_drafts if self._extra_drafts else COST * step_s / rows
         worth = cost * rows / step_s
         for _ in range(2):  # the speed with drafts is higher, and the chance has to be
             counts = [_count(record, worth) for record in records]
@@ -181,10 +194,11 @@ class Speculation:
             worth = max(worth, cost * tokens / (step_s + cost * sum(counts)))
         return worth
 
-    def _propose(self, counts: Mapping[EngineSequence, int]) -> None:
-        """Set proposals, each up to the first that cannot be chosen."""
+    def _propose(self, counts: Mapping[EngineSequence, int]) -> list[EngineSequence]:
+        """Set proposals, each up to the first that cannot be chosen. Returns the sequences whose proposal is empty."""
         if not counts:
-            return
+            return []
+        unsure = []
         try:
             for sequence, proposed in self.drafter.propose(counts).items():
                 tokens = [*map(int, proposed)][: counts[sequence]]
@@ -192,10 +206,13 @@ class Speculation:
                 tokens = tokens[: next(wrong, len(tokens))]
                 guide = sequence.guide
                 sequence.draft_token_ids = tokens if guide is None else tokens[: guide.num_allowed(tokens)]
+                if not sequence.draft_token_ids:
+                    unsure.append(sequence)
         except Exception as error:  # whatever it is, no text depends on it
             logger.error("the drafter failed, and drafts no more for these sequences: %r", error)
             for sequence in counts:
                 self._drafts[sequence].failed, sequence.draft_token_ids = True, []
+        return unsure
 
 
 def _count(record: _Record, worth: float) -> int:

@@ -179,8 +179,8 @@ class ModelDrafter(_Counting):
     @torch.inference_mode()
     def propose(self, counts: Mapping[EngineSequence, int]) -> dict[EngineSequence, list[int]]:
         """A sequence whose cache lacks more than its last tokens gets no drafts yet: the cache is filled first."""
-        backend, drafts = backend_for(self.model), {sequence: list[int]() for sequence in counts}
-        rows, behind = self._next_rows(counts)
+        backend, (rows, behind) = backend_for(self.model), self._next_rows(counts)
+        drafts = {row.sequence: list[int]() for row in rows}
         if behind:
             backend.run([Row(cache, tokens, NONE) for _, cache, tokens in behind])
         while rows:
@@ -210,8 +210,9 @@ class ModelDrafter(_Counting):
             cache = self._cache(sequence)
             tokens = sequence.token_ids[cache.seq_len :]
             is_behind = len(tokens) > MAX_DRAFTS + 1
-            if is_behind and len(tokens) > max(CHUNK, sequence.max_len - sequence.num_tokens):
-                continue  # a long prompt is not worth its time for a few tokens
+            remaining = 0 if sequence.num_drafted else sequence.max_len - sequence.num_tokens
+            if is_behind and len(tokens) > max(CHUNK, remaining):
+                continue  # a long prompt is not worth its time for a few tokens, nor a text where drafts were wrong
             tokens = tokens[:-1][:left] if is_behind else tokens
             if not tokens or max(tokens) >= self.model.config.vocab_size:
                 continue

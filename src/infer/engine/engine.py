@@ -286,13 +286,18 @@ class Engine:
         """Append the tokens chosen, and record them. Returns how many they are."""
         sequence, start, num_tokens, logits, token, terms = output
         before, drafted, accepted = len(sequence.token_ids), sequence.num_drafted, sequence.num_accepted
-        if logits is None:
-            sequence.commit_from_device(token, terms)
-        elif self._is_filled(sequence, start + num_tokens):
-            sequence.commit(start, num_tokens, logits)
-        else:
-            raise TypeError("the model has not filled the cache: `generate(..., use_kv_cache=False)` runs such models")
-        count = len(sequence.token_ids) - before
+        try:
+            if logits is None:
+                sequence.commit_from_device(token, terms)
+            elif self._is_filled(sequence, start + num_tokens):
+                sequence.commit(start, num_tokens, logits)
+            else:
+                raise TypeError(
+                    "the model has not filled the cache: `generate(..., use_kv_cache=False)` runs such models"
+                )
+        finally:  # an error at a later draft takes no token back
+            count = len(sequence.token_ids) - before
+            sequence.token_times.extend([now] * count)
         self._num_generated += count
         self._num_drafted += sequence.num_drafted - drafted
         self._num_accepted += sequence.num_accepted - accepted
@@ -300,7 +305,6 @@ class Engine:
             sequence.pass_started_at = sequence.pass_started_at or self.runner.started_at
             if count:
                 sequence.step_time_s, sequence.pass_started_at = now - sequence.pass_started_at, 0.0
-        sequence.token_times.extend([now] * count)
         if logits is not None and sequence.recorder is not None and isinstance(sequence.cache, TracedCache):
             first = start + num_tokens - len(logits)  # position of the first logits
             for i in range(count):

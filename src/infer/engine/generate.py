@@ -146,11 +146,11 @@ def run(
             engine.resync_with_cache(sequence)
             engine.step()
             engine.runner.sync(sequence)
-            if sequence.error is not None:
-                raise sequence.error
             new = range(num_read, len(sequence.token_times))
             for at in new:
                 yield sequence.read(at, text, time_s=sequence.step_time_s / len(new))
+            if sequence.error is not None:
+                raise sequence.error
 
 
 def _start(

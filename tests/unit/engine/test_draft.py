@@ -11,7 +11,7 @@ from amount import amount
 from mocks import MockTokenizer
 from tiny import make_tiny_model
 
-from infer import LLM, SamplingParams, generate
+from infer import LLM, SamplingParams, generate, stream
 from infer.engine import draft
 from infer.engine.draft import MAX_DRAFTS, Speculation
 from infer.engine.drafters import NgramDrafter
@@ -337,3 +337,26 @@ class TestWorth:
         drafts, time = self.tried(0.8, 1.0, rows=16)
         assert drafts < 0.5
         assert time < 1.05
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_an_error_takes_no_token_back(threaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers get the tokens that the same step has chosen before it."""
+    model, params = make_tiny_model(), SamplingParams(max_new_tokens=30)
+    expected = generate(model, LETTERS, [1, 2, 3], params).token_ids
+    drafter = Scripted(DRAFTERS["right"])
+    drafter.known = {(1, 2, 3): expected}
+    append = Sequence.append_token
+
+    def failing(self: Sequence, token: int) -> None:
+        append(self, -1 if self.num_tokens == 3 + 17 else token)
+
+    monkeypatch.setattr(Sequence, "append_token", failing)
+    found = list[int]()
+    with LLM(model, LETTERS, speculate=drafter) as llm:
+        tokens = (
+            llm.stream([1, 2, 3], params) if threaded else stream(model, LETTERS, [1, 2, 3], params, speculate=drafter)
+        )
+        with pytest.raises(ValueError, match="no token can be chosen for position 20"):
+            found.extend(token.token_id for token in tokens)
+    assert found == expected[:17]
