@@ -101,7 +101,7 @@ def llama_cpp_run(path: Path, tokenizer: Tokenizer, drafts: str | None) -> Run:
         smaller = load(drafts)
         return lambda ids: np.array([*islice(smaller.generate(ids.tolist(), temp=0.0), LLAMA_CPP_DRAFTS)], ids.dtype)
 
-    model = load(str(path), draft_model=drafter())
+    model = load(str(path), draft_model=drafter(), logits_all=drafts is not None)
 
     def run(task: str, new_tokens: int) -> Outcome:
         text, settings = TASKS[task]

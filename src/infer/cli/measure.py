@@ -65,8 +65,7 @@ def bench(
 ) -> None:
     """Measure time to first token, decode speed and memory."""
     from infer import ModelConfig, Tokenizer
-    from infer.engine.model import backend_name
-    from infer.engine.runner import Runner
+    from infer.engine.model import backend_name, verifies_drafts
     from infer.engine.sequence import ContextExceeded
     from infer.evaluate import bench as bencher
     from infer.trace.save import check_writable
@@ -101,10 +100,8 @@ def bench(
             raise ValueError(f"{error}{RECOMPUTE_HINT}") from None
     tokenizer = Tokenizer(chosen.name)
     model = load.load(chosen.name)
-    if speculate is not None and not Runner(model).verifies_drafts:
-        raise ValueError(
-            f"only kernels of a CPU verify drafts yet, not backend {backend_name(model)}: omit --speculate"
-        )
+    if speculate is not None and not verifies_drafts(backend_name(model)):
+        raise ValueError(f"only kernels of a CPU verify drafts, not backend {backend_name(model)}: omit --speculate")
     results = []
     together, drafts = (1, "") if speculate is None else (2, ", with drafts and without")
     for at in range(0, len(configs), together):

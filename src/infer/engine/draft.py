@@ -27,7 +27,7 @@ DECAY = 0.9  # of what is known of drafts, at each step with drafts
 RETURN = 0.01  # share by which a sequence returns to what is known of all, at each step without
 COST = 0.15  # of a draft, in steps of one row, before it is measured
 SMOOTHING = 0.2  # share of the last step in the times
-LOST_SHARE, LOST_STEPS = 0.02, 16  # what drafts may have cost more than they saved: a share of the time, and steps
+LOST_SHARE, LOST_STEPS = 0.02, 16  # drafts may cost this share of the time, and so many steps, more than they save
 LOST_DECAY = 0.999  # at each step
 
 logger = logging.getLogger("infer.engine")
@@ -122,13 +122,12 @@ class Speculation:
             left = min(sequence.max_len - sequence.num_tokens - 1, _most_for(sequence.cache))
             if sequence.recompute_tokens or left <= 0:
                 continue
-            guide, count = sequence.guide, min(left, _count(self._forced, worth))
-            if guide is not None and (forced := guide.forced_tokens(count)):
-                sequence.draft_token_ids, drafts.forced = forced[: guide.num_allowed(forced)], True
+            if forced := self._forced_tokens(sequence, min(left, _count(self._forced, worth))):
+                sequence.draft_token_ids, drafts.forced = forced, True
             elif not drafts.failed and (count := min(left, _count(drafts.record, worth))) > 0:
                 counts[sequence] = count
         unsure = self._propose(counts)
-        self._drafted_s = time.perf_counter() - began if counts else 0.0
+        self._drafted_s = time.perf_counter() - began
         if unsure and self._extra_s:
             share = min(1.0, self._drafted_s / len(counts) * self._extra_drafts / self._extra_s)
             for record in [self._all, *(known[sequence].record for sequence in unsure)]:
@@ -138,6 +137,7 @@ class Speculation:
         """What to measure of a step; None: it has prompts."""
         drafts = sum(len(sequence.draft_token_ids) for sequence, _ in scheduled)
         if sum(n for _, n in scheduled) != len(scheduled) + drafts:
+            self._lost += self._drafted_s
             return None
         return _Step(len(scheduled), drafts, self._drafted_s)
 
@@ -155,7 +155,8 @@ class Speculation:
             self._extra_drafts = self._extra_drafts * DECAY + step.drafts
 
     def finish(self, sequence: EngineSequence) -> None:
-        self._drafts.pop(sequence, None)
+        if self._drafts.pop(sequence, None) is None:
+            return  # the drafter does not know it
         try:
             self.drafter.finish(sequence)
         except Exception as error:
@@ -193,6 +194,14 @@ class Speculation:
             )
             worth = max(worth, cost * tokens / (step_s + cost * sum(counts)))
         return worth
+
+    def _forced_tokens(self, sequence: EngineSequence, count: int) -> list[int]:
+        """The next tokens of the text that its grammar forces."""
+        guide = sequence.guide
+        if guide is None or count <= 0:
+            return []
+        forced = guide.forced_tokens(count)
+        return forced[: guide.num_allowed(forced)]
 
     def _propose(self, counts: Mapping[EngineSequence, int]) -> list[EngineSequence]:
         """Set proposals, each up to the first that cannot be chosen. Returns the sequences whose proposal is empty."""

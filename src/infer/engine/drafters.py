@@ -4,47 +4,61 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from infer.backend import Row, backend_for
 from infer.cache.paged import PagedCache
 from infer.cache.pool import OutOfPages, bytes_for, pages_for
+from infer.config import ModelConfig
 from infer.engine.draft import MAX_DRAFTS, Drafter
 from infer.engine.memory import CacheMemory
-from infer.engine.model import Model, cache_dtype_of, keep_prefix, model_name
+from infer.engine.model import Model, cache_dtype_of, model_name
 from infer.engine.sequence import Sequence as EngineSequence
 from infer.engine.sequence import named
+from infer.engine.text import common_prefix
 from infer.models.rows import LAST, NONE
-from infer.values import short_repr
+from infer.values import ANY_MODEL, short_repr
 
 NGRAMS = ("ngram", "ngram-shared")
 SIZES = (6, 4, 3)  # of the n-grams that are looked up, the longest first
-SHARED_TOKENS = 100_000  # of other texts whose n-grams are kept
+SHARED_TOKENS = 32_768  # of other outputs, whose n-grams are kept: some 30 MB
+INDEXED = 4096  # tokens whose n-grams are added at a proposal
 CHUNK = 32  # tokens that a draft model computes of prompts before a step, which waits for them
+RIGHT_SHARE = 0.9  # of the drafts of a text that a draft model catches up with
 SURE = 0.5  # the probability from which a draft model's token is proposed
 
 DrafterFunction = Callable[[EngineSequence, int], Collection[int]]
-Speculate = str | Path | Drafter | DrafterFunction | None
+Speculate = str | Path | Model | Drafter | DrafterFunction | None
 
 
-class _Counting:
-    """Counts drafts."""
+class BaseDrafter:
+    """What the drafters have in common: each serves one `LLM` at a time, and counts drafts."""
 
-    num_drafted = num_accepted = 0  # of the sequences that have finished
+    num_drafted = num_accepted = 0  # of the sequences that have finished; the command line prints them
+    _is_claimed = False
+
+    def claim(self) -> None:
+        if self._is_claimed:
+            raise ValueError("this drafter belongs to another LLM: make one for each")
+        self._is_claimed = True
+
+    def close(self) -> None:
+        self._is_claimed = False
 
     def finish(self, sequence: EngineSequence) -> None:
         self.num_drafted += sequence.num_drafted
         self.num_accepted += sequence.num_accepted
 
 
-class NgramDrafter(_Counting):
+class NgramDrafter(BaseDrafter):
     """Proposes what followed the last tokens where they occurred before: in the prompt, the output or the prediction.
 
     A text that repeats parts of its prompt, such as an edit or a quotation, is drafted without a second model. A
-    proposal takes the same time after any number of tokens.
+    proposal takes the same time after any number of tokens; those of a long prompt are indexed over several.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -58,7 +72,7 @@ class NgramDrafter(_Counting):
     def finish(self, sequence: EngineSequence) -> None:
         super().finish(sequence)
         self._texts.pop(sequence, None)
-        if self._outputs is not None:
+        if self._outputs is not None and sequence.error is None:
             self._outputs.add(sequence)
 
     def _text(self, sequence: EngineSequence) -> _Text:
@@ -102,11 +116,12 @@ class _Text:
         if self._next is not None:
             stop = self._next + len(new)
             self._next = stop if self._tokens[self._next : stop] == self._tokens[before:] else None
-        for end in range(self._indexed, len(self._tokens)):
+        stop = min(len(self._tokens), self._indexed + INDEXED)
+        for end in range(self._indexed, stop):
             for size in SIZES:
                 if size <= end:
                     self._after[tuple(self._tokens[end - size : end])] = end
-        self._indexed = len(self._tokens)
+        self._indexed = stop
 
 
 class _Output(NamedTuple):
@@ -124,6 +139,8 @@ class _Outputs:
 
     def add(self, sequence: EngineSequence) -> None:
         output = _Output(sequence.cache_salt, sequence.token_ids[sequence.prompt_len :])
+        if not output.tokens:
+            return
         self._outputs.append(output)
         self._count += len(output.tokens)
         for gram, end in _grams(output.tokens):
@@ -152,7 +169,16 @@ class _DraftRow(NamedTuple):
     tokens: list[int]  # to compute
 
 
-class ModelDrafter(_Counting):
+@dataclass
+class _Held:
+    """What a draft model's cache holds: `length` tokens of the sequence, then drafts."""
+
+    cache: PagedCache
+    length: int
+    drafts: list[int]
+
+
+class ModelDrafter(BaseDrafter):
     """Proposes what a smaller model with the same vocabulary finds most likely, as long as it is sure.
 
     It keeps a cache for each sequence. All sequences go through its passes together, and prompts in chunks.
@@ -161,26 +187,39 @@ class ModelDrafter(_Counting):
     def __init__(self, model: Model, memory: CacheMemory | None = None) -> None:
         """memory: for its caches; None: a share of an `LLM`'s, or enough for one sequence."""
         self.model, self.memory = model, memory
-        self._caches: dict[EngineSequence, PagedCache] = {}
+        self._owns_memory = memory is None
+        self._caches: dict[EngineSequence, _Held] = {}
 
     def __repr__(self) -> str:
         return f"ModelDrafter({model_name(self.model)})"
 
-    def share_memory(self, size: int, model: Model, cache_dtype: str) -> int:
-        """Take memory for as many positions as the model that is drafted for can have. Returns what it has left."""
-        of_drafts, of_model = (
-            each.config.cache_bytes_per_token(cache_dtype_of(each, dtype).itemsize)
-            for each, dtype in ((self.model, "auto"), (model, cache_dtype))
-        )
-        share = size * of_drafts // (of_drafts + of_model)
-        self.memory = CacheMemory(self.model, share)
-        return size - share
+    def left_of(self, size: int, config: ModelConfig, itemsize: int) -> int:
+        """What it leaves of so many bytes to the caches of a model, if both have as many positions."""
+        return int(size / (1 + self._bytes_beside(config, itemsize)))
+
+    def match(self, memory: CacheMemory) -> None:
+        """Take memory for as many positions as this has."""
+        beside = self._bytes_beside(memory.model.config, memory.pool.dtype.itemsize)
+        self.memory = CacheMemory(self.model, int(memory.pool.memory_bytes * beside))
+
+    def _bytes_beside(self, config: ModelConfig, itemsize: int) -> float:
+        """Of a position, for each byte of another model's."""
+        own = self.model.config.cache_bytes_per_token(cache_dtype_of(self.model, "auto").itemsize)
+        return own / config.cache_bytes_per_token(itemsize)
+
+    def close(self) -> None:
+        """Free its memory, unless it was given."""
+        super().close()
+        self._caches.clear()
+        if self._owns_memory and self.memory is not None:
+            self.memory.pool.close()
+            self.memory = None
 
     @torch.inference_mode()
     def propose(self, counts: Mapping[EngineSequence, int]) -> dict[EngineSequence, list[int]]:
         """A sequence whose cache lacks more than its last tokens gets no drafts yet: the cache is filled first."""
         backend, (rows, behind) = backend_for(self.model), self._next_rows(counts)
-        drafts = {row.sequence: list[int]() for row in rows}
+        drafts = {row.sequence: self._caches[row.sequence].drafts for row in rows}
         if behind:
             backend.run([Row(cache, tokens, NONE) for _, cache, tokens in behind])
         while rows:
@@ -199,26 +238,29 @@ class ModelDrafter(_Counting):
 
     def finish(self, sequence: EngineSequence) -> None:
         super().finish(sequence)
-        if (cache := self._caches.pop(sequence, None)) is not None and self.memory is not None:
-            self.memory.keep(cache)
-            cache.reset()
+        if (held := self._caches.pop(sequence, None)) is not None and self.memory is not None:
+            self.memory.keep(held.cache)
+            held.cache.reset()
 
     def _next_rows(self, counts: Mapping[EngineSequence, int]) -> tuple[list[_DraftRow], list[_DraftRow]]:
         """The tokens that the caches lack: of those that lack only the last ones, and of others, up to CHUNK."""
         rows, behind, left = list[_DraftRow](), list[_DraftRow](), CHUNK
         for sequence, count in counts.items():
+            if sequence.num_tokens + count > self.model.config.max_position_embeddings:
+                continue
             cache = self._cache(sequence)
             tokens = sequence.token_ids[cache.seq_len :]
             is_behind = len(tokens) > MAX_DRAFTS + 1
-            remaining = 0 if sequence.num_drafted else sequence.max_len - sequence.num_tokens
-            if is_behind and len(tokens) > max(CHUNK, remaining):
-                continue  # a long prompt is not worth its time for a few tokens, nor a text where drafts were wrong
+            # A long prompt is not worth its time for a few tokens, nor a text whose drafts were wrong.
+            is_right = sequence.num_accepted >= RIGHT_SHARE * sequence.num_drafted
+            if is_behind and len(tokens) > max(CHUNK, (sequence.max_len - sequence.num_tokens) * is_right):
+                continue
             tokens = tokens[:-1][:left] if is_behind else tokens
             if not tokens or max(tokens) >= self.model.config.vocab_size:
                 continue
             try:
                 cache.reserve(len(tokens) + count)
-            except (OutOfPages, ValueError):  # more than its memory, or its context
+            except OutOfPages:
                 continue
             left -= is_behind * len(tokens)
             (behind if is_behind else rows).append(_DraftRow(sequence, cache, tokens))
@@ -226,30 +268,39 @@ class ModelDrafter(_Counting):
 
     def _cache(self, sequence: EngineSequence) -> PagedCache:
         """Its cache, without the drafts that were wrong."""
-        if (cache := self._caches.get(sequence)) is not None:
-            keep_prefix(cache, sequence.token_ids)
-            return cache
-        memory = self._memory_for(sequence)
-        memory.check_version()
-        cache = self._caches[sequence] = memory.cache(sequence.max_len)
-        cache.salt = sequence.cache_salt
-        memory.attach_prefix(cache, sequence.token_ids)
-        return cache
+        held = self._caches.get(sequence)
+        if held is None:
+            memory = self._memory_for(sequence)
+            memory.check_version()
+            cache = memory.cache(sequence.max_len)
+            cache.salt = sequence.cache_salt
+            memory.attach_prefix(cache, sequence.token_ids)
+            held = self._caches[sequence] = _Held(cache, sequence.num_tokens, [])
+        right = common_prefix(held.drafts, sequence.token_ids[held.length : held.length + len(held.drafts)])
+        keep = min(held.length + right, sequence.num_tokens - 1)
+        if held.cache.seq_len > keep:
+            try:
+                held.cache.truncate(keep)
+            except ValueError:  # a window no longer has the positions before
+                held.cache.reset()
+        held.length, held.drafts = sequence.num_tokens, []
+        return held.cache
 
     def _memory_for(self, sequence: EngineSequence) -> CacheMemory:
+        """The memory; or, of a single sequence, as much as that needs."""
         config, length = self.model.config, min(sequence.max_len, self.model.config.max_position_embeddings)
-        if self.memory is None or (
-            not self._caches
-            and pages_for(config, length, self.memory.pool.page_size, CHUNK) > self.memory.pool.num_pages
-        ):
+        pool = None if self.memory is None else self.memory.pool
+        needs_more = pool is None or pages_for(config, length, pool.page_size, CHUNK) > pool.num_pages
+        if self.memory is None or (needs_more and self._owns_memory and not self._is_claimed and not self._caches):
             item = cache_dtype_of(self.model, "auto").itemsize
-            self.memory = CacheMemory(
-                self.model, bytes_for(config, length, item, chunk=CHUNK) + bytes_for(config, 1, item)
-            )
+            size = bytes_for(config, length, item, chunk=CHUNK) + bytes_for(config, 1, item)
+            self.memory = CacheMemory(self.model, size)
         return self.memory
 
 
-class _FunctionDrafter(_Counting):
+class _FunctionDrafter(BaseDrafter):
+    """Asks a function for the drafts of each sequence."""
+
     def __init__(self, function: DrafterFunction) -> None:
         self._function = function
 
@@ -269,12 +320,15 @@ def drafter_of(speculate: Speculate, tokenizer: object, device: torch.device | s
     if isinstance(speculate, str | Path):
         with named("speculate", ValueError, OSError):
             return _load(speculate, tokenizer, device)
-    if isinstance(speculate, Drafter) and not isinstance(speculate, type):
-        return speculate
-    if callable(speculate) and not isinstance(speculate, type):
-        return _FunctionDrafter(speculate)
+    given: Any = speculate
+    if ANY_MODEL.accepts(given):
+        return ModelDrafter(given)
+    if isinstance(given, Drafter) and not isinstance(given, type):
+        return given
+    if callable(given) and not isinstance(given, type):
+        return _FunctionDrafter(given)
     raise ValueError(
-        'speculate must be "ngram", "ngram-shared", the name of a draft model, a drafter with `propose` and `finish`, '
+        'speculate must be "ngram", "ngram-shared", a draft model or its name, a drafter with `propose` and `finish`, '
         f"or a function, not {short_repr(speculate)}"
     )
 

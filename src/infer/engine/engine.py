@@ -118,6 +118,8 @@ class Engine:
         shared = prefill_chunk is None and chunk == PREFILL_CHUNKS.get(self.runner.device.type)
         self.scheduler = Scheduler(self.allocator, max_rows=rows, prefill_chunk=chunk, shared=shared)
         self.speculation = None if drafter is None else Speculation(drafter, model.config.vocab_size)
+        if drafter is not None and not self.runner.verifies_drafts:
+            logger.warning("nothing is drafted: only kernels of a CPU verify drafts, not %s", backend_name(model))
         self.num_finished = 0
         self._num_drafted = self._num_accepted = 0
         self._num_generated = self._num_prompt_tokens = self._num_cached_tokens = 0
@@ -297,14 +299,14 @@ class Engine:
                 )
         finally:  # an error at a later draft takes no token back
             count = len(sequence.token_ids) - before
+            if logits is not None or self.memory is None:
+                sequence.pass_started_at = sequence.pass_started_at or self.runner.started_at
+                if count:
+                    sequence.step_time_s, sequence.pass_started_at = now - sequence.pass_started_at, 0.0
             sequence.token_times.extend([now] * count)
-        self._num_generated += count
-        self._num_drafted += sequence.num_drafted - drafted
-        self._num_accepted += sequence.num_accepted - accepted
-        if logits is not None or self.memory is None:
-            sequence.pass_started_at = sequence.pass_started_at or self.runner.started_at
-            if count:
-                sequence.step_time_s, sequence.pass_started_at = now - sequence.pass_started_at, 0.0
+            self._num_generated += count
+            self._num_drafted += sequence.num_drafted - drafted
+            self._num_accepted += sequence.num_accepted - accepted
         if logits is not None and sequence.recorder is not None and isinstance(sequence.cache, TracedCache):
             first = start + num_tokens - len(logits)  # position of the first logits
             for i in range(count):

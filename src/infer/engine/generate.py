@@ -96,8 +96,8 @@ def stream(
     - `on_full`: if the text needs more positions than the model or the cache has: "error" refuses; "recompute":
       when the context is full, recompute the last tokens at every step, without a cache.
     - `trace`: a `Trace` that records every step.
-    - `speculate`: "ngram", the name of a draft model, a drafter or a function: what drafts tokens, several of which
-      are verified at once.
+    - `speculate`: "ngram", a draft model or its name, which loads it, a drafter or a function: what drafts tokens,
+      several of which are verified at once.
     """
     if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
         raise ValueError("a stream does not return prompt_logprobs: use `generate` or `LLM`")
@@ -162,6 +162,8 @@ def _start(
     device = model_device(model, options.device)
     if cache is not None and not options.use_kv_cache:
         raise ValueError("use_kv_cache=False and a cache were both given: leave one out")
+    if options.speculate is not None and not options.use_kv_cache:
+        raise ValueError("use_kv_cache=False and speculate were both given: drafts need the cache")
     check_cache_dtype(options.cache_dtype, cache, options.use_kv_cache)
     sequence = Sequence(model.config, tokenizer, prompt, params, cache=cache, on_full=options.on_full, recorder=trace)
     if sequence.params.n != 1:

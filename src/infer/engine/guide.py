@@ -67,10 +67,10 @@ class Guide:
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """How many of these tokens may come next, one after the other."""
-        return int(self._matcher.validate_tokens([*tokens]))
+        return int(self._matcher.deep_copy().validate_tokens([*tokens]))
 
     def forced_tokens(self, count: int) -> list[int]:
-        """Up to `count` tokens of the text that has to come next, cut as the model may not."""
+        """Up to `count` tokens of the text that has to come next. The model may cut it into others."""
         text = self._matcher.deep_copy().compute_ff_bytes()
         return self._vocabulary.tokens_of(text, count) if text else []
 

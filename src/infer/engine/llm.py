@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
-from infer.engine.drafters import ModelDrafter, Speculate, drafter_of
+from infer.engine.drafters import BaseDrafter, ModelDrafter, Speculate, drafter_of
 from infer.engine.engine import Engine, Event, Stats
 from infer.engine.memory import CacheMemory, default_size
-from infer.engine.model import Model, check_trace, model_device, summary
+from infer.engine.model import Model, backend_name, cache_dtype_of, check_trace, model_device, summary, verifies_drafts
 from infer.engine.params import PARAMS, SamplingKeywords, SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult, Score
 from infer.engine.scheduler import FIRST_ROWS
@@ -92,7 +92,7 @@ class LLM:
         default 128, on a GPU 4,096 with the tokens of these sequences, and 8,192 while none decodes.
         speculate: what drafts tokens, several of which a step verifies: "ngram", earlier parts of a text;
         "ngram-shared", other requests' outputs, too; the name of a smaller model with the same vocabulary; a drafter;
-        or a function. Texts stay the same to the bit. Only the kernels of a CPU verify drafts yet.
+        or a function. Texts stay the same to the bit. Only the kernels of a CPU verify drafts.
         """
         group = None
         if tokenizer is not None and chat_template is not None:
@@ -121,14 +121,22 @@ class LLM:
         with ExitStack() as opened:
             if group is not None:
                 opened.callback(group.close)
+            if isinstance(drafter, BaseDrafter):
+                drafter.claim()
+                opened.callback(drafter.close)
+            sharing: ModelDrafter | None = None
+            if isinstance(drafter, ModelDrafter) and drafter.memory is None and verifies_drafts(backend_name(model)):
+                sharing = drafter
             if memory is None:
-                if isinstance(drafter, ModelDrafter) and drafter.memory is None:
-                    size = cache_memory or default_size(model, cache_dtype)
-                    cache_memory = drafter.share_memory(size, model, cache_dtype)
+                if sharing is not None:
+                    size = default_size(model, cache_dtype) if cache_memory is None else cache_memory
+                    cache_memory = sharing.left_of(size, model.config, cache_dtype_of(model, cache_dtype).itemsize)
                 memory = CacheMemory(model, cache_memory, cache_dtype=cache_dtype, store=prefix_store)
             elif cache_memory is not None or prefix_store is not None or cache_dtype != "auto":
                 raise ValueError("memory was given: leave cache_memory, cache_dtype and prefix_store out")
             self.memory = memory
+            if sharing is not None:
+                sharing.match(memory)
             shared = model.group if isinstance(model, Decoder) else None
             engine = Engine(model, memory, max_rows=max_rows, prefill_chunk=prefill_chunk, drafter=drafter)
             self._thread = EngineThread(engine, None if shared is None else PARALLEL_CLOSE_S)

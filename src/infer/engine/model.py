@@ -296,6 +296,12 @@ def backend_name(model: Model) -> str:
     return backend_for(model).name
 
 
+def verifies_drafts(backend: str) -> bool:
+    """Whether its passes give several tokens the bits that each has alone: plain torch does not. Captured steps, which
+    are faster than passes, have one token per sequence."""
+    return backend == "cpu"
+
+
 def model_dtype(model: Model) -> torch.dtype | None:
     """The dtype that a model computes in; None: it has no weights, and does not say."""
     if isinstance(model, Decoder):

@@ -18,7 +18,7 @@ from infer import progress
 from infer.backend import Backend, Row, backend_for
 from infer.backend.parts import STEPS_AHEAD
 from infer.cache.traced import TracedCache
-from infer.engine.model import Model, model_device
+from infer.engine.model import Model, model_device, verifies_drafts
 from infer.engine.scheduler import ScheduledTokens
 from infer.engine.sequence import Sequence
 from infer.models.rows import NONE
@@ -112,9 +112,7 @@ class Runner:
 
     @property
     def verifies_drafts(self) -> bool:
-        """Whether a pass gives several tokens the bits that each has alone: plain torch does not. Captured steps, which
-        are faster than passes, have one token per sequence."""
-        return self._choose_backend().name == "cpu"
+        return verifies_drafts(self._choose_backend().name)
 
     def sync(self, sequence: Sequence) -> None:
         """Tell the cache of the tokens that captured steps have computed."""

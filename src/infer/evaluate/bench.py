@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from infer.config import ModelConfig
-from infer.engine.drafters import drafter_of
+from infer.engine.drafters import ModelDrafter, drafter_of
 from infer.engine.generate import generate
 from infer.engine.model import Model, model_device, model_dtype, quantized_weights, weight_bytes
 from infer.engine.params import SamplingParams, check_prefill_chunk
@@ -137,10 +137,12 @@ def run_alternating(
     names = ("use_kv_cache", "prefill_chunk", "cache_dtype", "on_full")
     prompt = fixed_prompt(tokenizer, configs[0].prompt_tokens)
     options: list[dict[str, Any]] = [{name: getattr(config, name) for name in names} for config in configs]
-    for each, config in zip(options, configs, strict=True):
-        each["speculate"] = drafter_of(config.speculate, tokenizer, model_device(model))
+    drafters = [drafter_of(config.speculate, tokenizer, model_device(model)) for config in configs]
 
     def trial() -> list[GenerationResult]:
+        for each, config, drafter in zip(options, configs, drafters, strict=True):  # that knows nothing of others
+            loaded = drafter.model if isinstance(drafter, ModelDrafter) else config.speculate
+            each["speculate"] = drafter_of(loaded, tokenizer)
         return [generate(model, tokenizer, prompt, _params(configs[0]), **each) for each in options]
 
     for i in range(configs[0].warmup):
@@ -235,15 +237,15 @@ def format_table(results: Sequence[BenchResult], model_name: str, machine: dict[
         lines += ["", *_section(result)]
     for compared in comparisons(results):
         agree = "same tokens" if compared["same_tokens"] else "THE TOKENS DIFFER"
-        what, drafts = "the cache", ""
+        what, drafts, digits = "the cache", "", 1
         if compared["speculate"] is not None:
             before, after = compared["tokens_per_s"]
             right = f"{compared['accepted']} of {compared['drafted']}"
-            what, drafts = "drafts", f" ({before:.1f} to {after:.1f} tok/s), drafts {right} right"
+            what, digits, drafts = "drafts", 2, f" ({before:.1f} to {after:.1f} tok/s), drafts {right} right"
         lines += [
             "",
             f"Speed-up with {what} ({compared['prompt_tokens']} + {compared['new_tokens']} tokens): "
-            f"{compared['decode_speedup']:.3g}x decode{drafts}, {agree}",
+            f"{compared['decode_speedup']:.{digits}f}x decode{drafts}, {agree}",
         ]
     return "\n".join(lines)
 

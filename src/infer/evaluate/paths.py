@@ -28,9 +28,17 @@ from infer.engine.draft import MAX_DRAFTS
 from infer.engine.engine import Engine
 from infer.engine.generate import generate, generate_batch
 from infer.engine.memory import CacheMemory
-from infer.engine.model import Model, all_logits, cache_dtype_of, make_cache, model_device, step
+from infer.engine.model import (
+    Model,
+    all_logits,
+    backend_name,
+    cache_dtype_of,
+    make_cache,
+    model_device,
+    step,
+    verifies_drafts,
+)
 from infer.engine.params import SamplingParams
-from infer.engine.runner import Runner
 from infer.engine.sequence import Sequence as EngineSequence
 from infer.engine.store import read, write
 from infer.engine.text import SupportsDecode
@@ -113,12 +121,16 @@ class Drafted(EngineSequence):
         position = self.num_tokens - 1
         if chosen := super().commit(start, n, logits):
             self.chosen_from = position, logits[: len(chosen)]
-            following, random = self.known[self.num_tokens :][:MAX_DRAFTS], self.chance.random
-            self.draft_token_ids = [token if random() < RIGHT_DRAFTS else int(not token) for token in following]
+            following, chance = self.known[self.num_tokens :][:MAX_DRAFTS], self.chance.random
+            self.draft_token_ids = [each if chance() < RIGHT_DRAFTS else _another(each) for each in following]
         return chosen
 
     def _sample(self, logits: Tensor) -> int:
         return self.known[self.num_tokens] if self.forced else super()._sample(logits)
+
+
+def _another(token: int) -> int:
+    return int(not token)
 
 
 class Path(NamedTuple):
@@ -161,7 +173,7 @@ class Comparison:
         self.sampled = replace(self.greedy, temperature=0.8, top_p=0.95, seed=seed)
         self._kept: dict[int, Tensor] = {}
         self._calls: list[Call] | None = None  # while a run is recorded
-        self.verifies_drafts = Runner(self.model).verifies_drafts
+        self.verifies_drafts = verifies_drafts(backend_name(self.model))
         self.paths = [*self._logit_paths(threads), *self._text_paths()]
 
     def __len__(self) -> int:

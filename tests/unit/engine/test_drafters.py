@@ -147,8 +147,14 @@ class TestModel:
         drafter = ModelDrafter(smaller)
         with LLM(model, LETTERS, speculate=drafter, cache_memory=10**6) as llm:
             pools = llm.memory.pool, drafter.memory.pool  # type: ignore[union-attr]
-        assert 0.9 * 10**6 < sum(pool.memory_bytes for pool in pools) <= 10**6
-        assert pools[0].num_pages == pytest.approx(pools[1].num_pages, abs=1)
+            assert 0.9 * 10**6 < sum(pool.memory_bytes for pool in pools) <= 10**6
+            assert pools[0].num_pages == pytest.approx(pools[1].num_pages, abs=1)
+            with pytest.raises(ValueError, match="this drafter belongs to another LLM"):
+                LLM(model, LETTERS, speculate=drafter)
+        assert drafter.memory is None
+        given = CacheMemory(model, 10**6)
+        with LLM(model, LETTERS, speculate=drafter, memory=given):
+            assert drafter.memory.pool.num_pages == pytest.approx(given.pool.num_pages, abs=1)  # type: ignore[attr-defined]
 
     def test_by_name(self, tmp_path: Path) -> None:
         other = tokenizers.Tokenizer.from_str(byte_tokenizer().to_str())
@@ -201,6 +207,38 @@ class TestSharedNgrams:
             for gram, end in drafters._grams(tokens):
                 found = outputs.following("", gram, 4)
                 assert any(found == other[at : at + 4] for other in kept for at in range(len(other) + 1)), end
+
+
+def test_scores_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do requests that want no drafts."""
+    drafter = NgramDrafter(shared=True)
+    with LLM(make_tiny_model(), LETTERS, speculate=drafter) as llm:
+        for _ in range(3):
+            llm.score([1, 2, 3, 4])
+            llm.generate([1, 2, 3], max_new_tokens=5, draft=False)
+        assert not drafter._outputs._outputs  # type: ignore[union-attr]
+        llm.generate([1, 2, 3], max_new_tokens=5)
+        assert len(drafter._outputs._outputs) == 1  # type: ignore[union-attr]
+
+
+def test_a_loaded_model() -> None:
+    model = make_tiny_model()
+    assert generate(model, LETTERS, [1, 2, 3], FEW, speculate=model).accepted > 15
+
+
+def test_without_a_cache() -> None:
+    with pytest.raises(ValueError, match="drafts need the cache"):
+        generate(make_tiny_model(), LETTERS, [1, 2, 3], FEW, speculate="ngram", use_kv_cache=False)
+
+
+def test_a_long_prompt_is_indexed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafters, "INDEXED", 8)
+    model, prompt = make_tiny_model(), [*range(20)]
+    drafter, sequence = NgramDrafter(), Sequence(model.config, LETTERS, [*prompt, 1, 2, 3], FEW)
+    late = Sequence(model.config, LETTERS, [*prompt, 16, 17, 18], FEW)
+    found = [drafter.propose({sequence: 2, late: 1}) for _ in range(3)]
+    assert [each[sequence] for each in found] == [[4, 5]] * 3
+    assert [each[late] for each in found] == [[], [], [19]]
 
 
 def test_a_function() -> None:

@@ -131,7 +131,7 @@ def test_drafts_are_measured_beside_none(model: Decoder, monkeypatch: pytest.Mon
     without, *drafts = bench.format_table(results, "tiny", MACHINE).split("Drafts:  ")
     assert "Per-step latency" in without
     assert "Per-token latency" in drafts[0]
-    told = "Speed-up with drafts (6 + 3 tokens): 2.5x decode (0.2 to 0.5 tok/s), drafts 6 of 8 right, same tokens"
+    told = "Speed-up with drafts (6 + 3 tokens): 2.50x decode (0.2 to 0.5 tok/s), drafts 6 of 8 right, same tokens"
     assert drafts[0].endswith(told)
 
 
