@@ -123,12 +123,15 @@ class Run:
         self.positions = len(self.prompt_ids) + params.max_new_tokens
 
     def load(self) -> None:
+        """The draft model first: it is refused if its vocabulary is another."""
+        from infer.engine.drafters import drafter_of
+
+        self.drafter: Any = drafter_of(self.caches.speculate, self.tokenizer, self.options.device)
         config = self.config if self.sequence.kv_cache else None
         self.model = self.options.load(self.model_name, config, self.positions, self.caches.cache_dtype)
 
     def generate(self, *, quiet: bool, trace: "Trace | None" = None) -> "GenerationResult":
         """Generate and print the text as it comes. Ctrl-C stops it; before the first token, it ends the command."""
-        from infer.engine.drafters import drafter_of
         from infer.engine.memory import CacheMemory, pass_tokens
         from infer.engine.model import make_cache
         from infer.engine.result import collect
@@ -154,7 +157,7 @@ class Run:
                 cache_dtype=caches.cache_dtype,
             )
         cached_tokens = cache.seq_len
-        drafter: Any = drafter_of(caches.speculate, self.tokenizer, self.model.device)
+        drafter = self.drafter
         tokens = self._stream(cache=cache, prefill_chunk=chunk, trace=trace, speculate=drafter)
         steps = show(tokens, quiet=quiet, total=self.params.max_new_tokens)
         if not steps:
