@@ -58,7 +58,9 @@ def bench(
     on_full: OnFullOption = "error",
     speculate: Annotated[
         str | None,
-        typer.Option(help="Measure with drafts and without, alternating: ngram, or a smaller model.", metavar="NAME"),
+        typer.Option(
+            help="Measure with drafts and without, alternating: ngram, ngram-shared or a smaller model.", metavar="NAME"
+        ),
     ] = None,
     as_json: JsonOption = False,
     load: LoadOptions,

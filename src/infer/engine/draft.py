@@ -126,6 +126,8 @@ class Speculation:
                 sequence.draft_token_ids, drafts.forced = forced, True
             elif not drafts.failed and (count := min(left, _count(drafts.record, worth))) > 0:
                 counts[sequence] = count
+        if not counts:
+            self._all.return_to(_Record())  # sequences may be others than those before
         unsure = self._propose(counts)
         self._drafted_s = time.perf_counter() - began
         if unsure and self._extra_s:

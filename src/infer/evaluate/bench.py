@@ -240,8 +240,9 @@ def format_table(results: Sequence[BenchResult], model_name: str, machine: dict[
         what, drafts, digits = "the cache", "", 1
         if compared["speculate"] is not None:
             before, after = compared["tokens_per_s"]
-            right = f"{compared['accepted']} of {compared['drafted']}"
-            what, digits, drafts = "drafts", 2, f" ({before:.1f} to {after:.1f} tok/s), drafts {right} right"
+            drafted = compared["drafted"]
+            right = f"drafts {compared['accepted']} of {drafted} right" if drafted else "no drafts"
+            what, digits, drafts = "drafts", 2, f" ({before:.1f} to {after:.1f} tok/s), {right}"
         lines += [
             "",
             f"Speed-up with {what} ({compared['prompt_tokens']} + {compared['new_tokens']} tokens): "
