@@ -6,9 +6,10 @@ code       write a class, at temperature 0
 code 0.8   the same at temperature 0.8
 json       fields of an order, by a JSON schema, at temperature 0: the grammar forces most tokens
 
-Each trial is a request of its own. An `LLM` serves all trials of a drafter: what it has learned of drafts, a server
-knows, too. A ratio above 1: drafts are faster. Where llama-cpp-python is installed and the model is a GGUF file,
-llama.cpp runs beside it, with its prompt lookup and with the same draft model.
+First, what a pass costs that verifies drafts. Then each trial is a request of its own. An `LLM` serves all trials of a
+drafter: what it has learned of drafts, a server knows, too. A ratio above 1: drafts are faster. Where llama-cpp-python
+is installed and the model is a GGUF file, llama.cpp runs the tasks without a schema at temperature 0, with its prompt
+lookup and with the same draft model.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ import numpy as np
 import torch
 from engines import llama_cpp_version
 
-from infer import LLM, Tokenizer, load_model
+from infer import LLM, CacheMemory, Tokenizer, load_model
+from infer.backend import Row, backend_for
 from infer.engine import scheduler
 from infer.loader.find import locate
+from infer.models.rows import ALL
 
 CODE = inspect.getsource(scheduler._Budget)
 EDIT = "Repeat this file, but rename the class _Budget to Budget. Answer with the code only.\n\n```python\n{}```"
@@ -61,6 +64,7 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LLAMA_CPP_DRAFTS = 8  # tokens that llama.cpp verifies at once
 CONTEXT = 2048
+PASSES = 12
 
 
 class Outcome(NamedTuple):
@@ -136,11 +140,26 @@ def engines(name: str, draft_model: str | None, with_llama_cpp: bool) -> Iterato
         yield runs
 
 
+@torch.inference_mode()
+def pass_times(model: Any) -> dict[int, float]:
+    """Seconds of a pass that verifies so many drafts after 128 tokens, the fastest of PASSES, alternating."""
+    backend, cache = backend_for(model), CacheMemory(model, 200 * 10**6).cache(CONTEXT)
+    backend.run([Row(cache, [*range(100, 228)], ALL)])
+    times: dict[int, list[float]] = {drafts: [] for drafts in (0, 1, 2, 4, 8)}
+    for _ in range(PASSES):
+        for drafts, found in times.items():
+            began = time.perf_counter()
+            backend.run([Row(cache, [*range(300, 301 + drafts)], ALL)])
+            found.append(time.perf_counter() - began)
+            cache.truncate(128)
+    return {drafts: min(found) for drafts, found in times.items()}
+
+
 def measure(runs: dict[tuple[str, str], Run], task: str, trials: int, new_tokens: int) -> list[dict[str, Any]]:
     outcomes: dict[tuple[str, str], list[Outcome]] = {key: [] for key in runs}
     for _ in range(trials):
         for key, run in runs.items():
-            if key[0] == "infer" or "json_schema" not in TASKS[task][1]:
+            if key[0] == "infer" or TASKS[task][1] == {"temperature": 0.0}:
                 outcomes[key].append(run(task, new_tokens))
     rows = []
     for (engine, drafter), found in outcomes.items():
@@ -175,6 +194,9 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with_llama_cpp = llama_cpp_version() is not None and not args.no_llama_cpp
+    passes = pass_times(load_model(args.model)[0])
+    costs = ", ".join(f"{drafts}: {seconds / passes[0]:.2f}" for drafts, seconds in passes.items())
+    print(f"a pass that verifies so many drafts, in passes without: {costs}")
     with engines(args.model, args.draft_model, with_llama_cpp) as runs:
         print(f"{'':<9} {'engine':<10} {'drafter':<7} {'':>11} {'ratio':>7} {'drafted':>8} {'right':>6}  texts")
         for task in args.tasks:
@@ -187,7 +209,9 @@ def main() -> None:
                     flush=True,
                 )
     if args.json is not None:
-        args.json.write_text(json.dumps({"model": args.model, "draft_model": args.draft_model, "rows": rows}, indent=1))
+        args.json.write_text(
+            json.dumps({"model": args.model, "draft_model": args.draft_model, "pass_s": passes, "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,6 +334,27 @@ class TestWorth:
         assert cheap[0] > 3 > 1 > dear[0]
         assert cheap[1] < 0.6
         assert dear[1] < 1.05
+
+    @pytest.mark.parametrize("left_out", [False, True])
+    def test_time_without_drafts(self, left_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A drafter that is asked and proposes nothing is asked less, unless it leaves the sequence out."""
+        seconds = count()
+        monkeypatch.setattr(draft, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+        model = make_tiny_model()
+        sequence = Sequence(model.config, LETTERS, [1], SamplingParams(max_new_tokens=50))
+        sequence.num_prefill_tokens, asked = 0, []
+
+        class Unsure(Scripted):
+            def propose(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Collection[int]]:
+                asked.append(counts)
+                return {} if left_out else dict.fromkeys(counts, ())
+
+        speculation = Speculation(Unsure(lambda _: []), 64)
+        for _ in range(40):
+            speculation._times, speculation._extra_s, speculation._extra_drafts = {1: 2.0}, 1.0, 1.0
+            speculation.draft([sequence])
+        assert (len(asked) == 40) == left_out
+        assert asked
 
     def test_where_rows_fill_the_device(self) -> None:
         """A draft costs what a row costs: only one that is nearly certain pays."""
