@@ -165,7 +165,7 @@ class Speculation:
             logger.error("the drafter failed as a sequence ended: %r", error)
 
     def _known(self, sequence: EngineSequence) -> _Drafts:
-        """What is known of its drafts, with those that were verified since the last call."""
+        """What is known of its drafts, including the drafts verified since the last call."""
         if sequence not in self._drafts:
             chance = self._all.chance
             self._drafts[sequence] = _Drafts(_Record((RIGHT + WRONG) * chance, (RIGHT + WRONG) * (1 - chance)))

@@ -243,7 +243,7 @@ class ModelDrafter(BaseDrafter):
             held.cache.reset()
 
     def _next_rows(self, counts: Mapping[EngineSequence, int]) -> tuple[list[_DraftRow], list[_DraftRow]]:
-        """The tokens that the caches lack: of those that lack only the last ones, and of others, up to CHUNK."""
+        """The tokens that caches lack: all of sequences that lack only the last ones; of the others up to CHUNK."""
         rows, behind, left = list[_DraftRow](), list[_DraftRow](), CHUNK
         for sequence, count in counts.items():
             if sequence.num_tokens + count > self.model.config.max_position_embeddings:

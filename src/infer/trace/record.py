@@ -166,7 +166,7 @@ class Trace(TraceData):
     ) -> None:
         """tokens: of the sequence, up to one just chosen. logits: [V], which it was chosen from.
 
-        query: which of those that the cache has rows of predicted it. drafted: whether it was an accepted draft.
+        query: the index of its row among the queries that the cache keeps. drafted: whether it was an accepted draft.
         """
         *_, before, token = tokens
         [prediction] = predictions(logits[None], [token], [before], self._tokenizer, self.top_k)
