@@ -1245,7 +1245,7 @@ def test_host_and_device_draw_the_same(vocab: int, dtype: torch.dtype) -> None:
         logits = torch.randn(rows, vocab, generator=generator, device="cuda").mul(1 + turn % 4).to(dtype)
         positions = torch.tensor([len(text) for text in texts], dtype=torch.int32, device="cuda")
         sampler.launch(logits, positions, tokens, host_tokens, torch.zeros(1, dtype=torch.int32, device="cuda"))
-        on_host, chosen, kept = logits.cpu(), tokens.tolist(), sampler._weights.sum(1).tolist()
+        on_host, chosen, kept = logits.cpu(), tokens.tolist(), sampler._buffers[len(logits)].weights.sum(1).tolist()
         for row, (own, text, param) in enumerate(zip(on_host, texts, params, strict=True)):
             assert chosen[row] == sample(own, text, prompt_len, param, row), (row, turn)
             if param.temperature > 0:

@@ -119,7 +119,7 @@ class Engine:
         self.scheduler = Scheduler(self.allocator, max_rows=rows, prefill_chunk=chunk, shared=shared)
         self.speculation = None if drafter is None else Speculation(drafter, model.config.vocab_size)
         if drafter is not None and not self.runner.verifies_drafts:
-            logger.warning("nothing is drafted: only kernels of a CPU verify drafts, not %s", backend_name(model))
+            logger.warning("nothing is drafted: only kernels verify drafts, not %s", backend_name(model))
         self.num_finished = 0
         self._num_drafted = self._num_accepted = 0
         self._num_generated = self._num_prompt_tokens = self._num_cached_tokens = 0
@@ -164,12 +164,13 @@ class Engine:
             scheduled = [each for each in scheduled if not each.sequence.is_finished]
         if not scheduled:
             return False
-        plan = None if self.speculation is None else self.speculation.planned(scheduled)
         num_accepted = self._num_accepted
         started_at = time.perf_counter()
         if not self._history or started_at - self._history[-1][0] > IDLE_S:
             self._history = deque([(started_at, self._num_generated)], HISTORY)  # idle time is not part of the speed
-        for output in self.runner.launch(scheduled, more=bool(self.scheduler.waiting)):
+        filled = self.runner.launch(scheduled, more=bool(self.scheduler.waiting))
+        plan = None if self.speculation is None else self.speculation.planned(scheduled)
+        for output in filled:
             self._commit(output, started_at)
         outputs = self.runner.wait()
         now = time.perf_counter()
@@ -179,7 +180,7 @@ class Engine:
             self._commit(output, now)
         if self.speculation is not None and plan is not None:
             accepted = self._num_accepted - num_accepted
-            self.speculation.measured(plan, time.perf_counter() - started_at, accepted)
+            self.speculation.measured(plan, time.perf_counter() - self.runner.started_at, accepted)
         if now - self._history[-1][0] > HISTORY_S / HISTORY:
             self._history.append((now, self._num_generated))
         return True
@@ -286,11 +287,11 @@ class Engine:
 
     def _update_sequence(self, output: StepOutput, now: float) -> int:
         """Append the tokens chosen, and record them. Returns how many they are."""
-        sequence, start, num_tokens, logits, token, terms = output
+        sequence, start, num_tokens, logits, chosen, terms = output
         before, drafted, accepted = len(sequence.token_ids), sequence.num_drafted, sequence.num_accepted
         try:
             if logits is None:
-                sequence.commit_from_device(token, terms)
+                sequence.commit_from_device(chosen, terms)
             elif self._is_filled(sequence, start + num_tokens):
                 sequence.commit(start, num_tokens, logits)
             else:

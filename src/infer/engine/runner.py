@@ -33,9 +33,9 @@ class StepOutput(NamedTuple):
     sequence: Sequence
     start: int = 0  # position of the first token computed
     num_tokens: int = 1
-    logits: Tensor | None = None  # [k, V], of the last k of these tokens; None: the device has chosen a token
-    token_id: int = -1  # that token; -1: none could be chosen
-    logprob_terms: list[int] | None = None  # from `backend.gpu.logprobs`
+    logits: Tensor | None = None  # [k, V], of the last k of these tokens; None: the device has chosen tokens
+    token_ids: list[int] | tuple[()] = ()  # those tokens; -1: none could be chosen
+    logprob_terms: list[list[int]] | None = None  # of each, from `backend.gpu.logprobs`
 
 
 class Runner:
@@ -65,10 +65,10 @@ class Runner:
         prompts: list[ScheduledTokens] = []  # that fill caches beside captured steps
         num_captured = 0
         for sequence, n in scheduled:
-            if sequence.is_captured and n > 1:  # drafts are verified in a pass
-                self._captured.remove(sequence)
-            last = not sequence.is_captured and self._capture(sequence, n)  # which computes the last token
-            num_captured += sequence.is_captured
+            before_drafts = n - len(sequence.draft_token_ids)
+            last = not sequence.is_captured and self._capture(sequence, before_drafts)  # which computes the last token
+            if sequence.is_captured:  # so are drafts
+                n, num_captured = before_drafts, num_captured + 1
             if n > last and (last or not sequence.is_captured):
                 fills = self._captured is not None and self._only_fills_cache(sequence, n - last)
                 (prompts if fills else passes).append(ScheduledTokens(sequence, n - last))
@@ -153,7 +153,6 @@ class Runner:
             or sequence.num_computed_tokens + n != len(sequence.token_ids)
             or sequence.finish_reason is not None
             or sequence.recompute_tokens
-            or sequence.draft_token_ids
             or len(sequence.token_ids) == sequence.max_len  # nothing is generated: the prompt is scored
             or not self.captures(sequence)
         ):

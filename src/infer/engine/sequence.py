@@ -256,12 +256,18 @@ class Sequence:
                     self.num_reserved_slots = 0  # pages after them are free again
         return chosen
 
-    def commit_from_device(self, token: int, logprob_terms: list[int] | None) -> None:
-        """Commit a token that the device has chosen."""
-        self.num_computed_tokens += 1
-        if logprob_terms is not None and self.logprobs is not None and token >= 0:
-            self.logprobs.append(logprobs_from_device(logprob_terms, token, self.params.logprobs or 0))
-        self.append_token(token)
+    def commit_from_device(self, tokens: Collection[int], logprob_terms: Collection[list[int]] | None) -> None:
+        """Commit tokens that the device has chosen: all but the last are drafts."""
+        drafts, self.draft_token_ids = self.draft_token_ids, []
+        self.num_drafted += len(drafts)
+        for i, token in enumerate(tokens):
+            self.num_computed_tokens += 1
+            if logprob_terms is not None and self.logprobs is not None and token >= 0:
+                self.logprobs.append(logprobs_from_device(logprob_terms[i], token, self.params.logprobs or 0))
+            self.append_token(token)
+            self.num_accepted += drafts[i : i + 1] == [token]
+            if self.finish_reason is not None:
+                break
 
     def append_token(self, token: int) -> None:
         """Append the token chosen; -1: none could be. `finish_reason` says whether it is the last."""

@@ -51,17 +51,21 @@ def attend_step(
     split_counters: Tensor,
     rope_cos_sin: Tensor | None,
     *,
+    width: int = 1,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Store the new keys and values in the cache, and attend: qkv [B, (Hq + 2 Hkv) D] -> out [B, Hq D]."""
+    """Store the new keys and values in the cache, and attend: qkv [B, (Hq + 2 Hkv) D] -> out [B, Hq D].
+
+    width: adjacent rows that share a cache, at positions one after the other: all keys are stored first.
+    """
     batch, size, group = qkv.shape[0], block.head_dim, next_power(block.heads // block.kv_heads)
     shape = _shape(block.heads, block.kv_heads, size, qkv.dtype, qkv.device)
     # With so many rows, one program per KV head and row saturates the GPU.
     by_row = batch * block.kv_heads * size >= MIN_BY_ROW and qkv.element_size() == 2 and block.window is None
     if out is None:
         out = torch.empty(batch, block.heads * size, dtype=qkv.dtype, device=qkv.device)
-    if by_row or not _by_warps(shape, qkv, block.window):
+    if by_row or width > 1 or not _by_warps(shape, qkv, block.window):
         rows = _in_order(batch, qkv.device)
         q, _, _ = prepare(block, qkv, positions, rope_cos_sin, table, rows, pdl=pdl)
         if by_row:

@@ -41,19 +41,22 @@ PARTIALS_AT_ONCE = tl.constexpr(8)  # partial results loaded together
 
 @kernel()
 def begin(
-    tokens,  # int64 [B]; below 0: no token
-    positions,  # int32 [B]; below 0: no token; incremented here
-    increments,  # int32 [B]: added to positions
+    tokens,  # int64 [B / WIDTH]; below 0: no token
+    positions,  # int32 [B / WIDTH]; below 0: no token; incremented here, if WIDTH is 1
+    increments,  # int32 [B / WIDTH]: added to positions
     steps,  # int32: incremented here
+    drafts,  # int64 [B / WIDTH, WIDTH - 1]: tokens after `tokens`, below 0: none; or None
     vectors,  # [V, C]: token embeddings
     learned,  # [P, C]: position embeddings, or None
     frequencies,  # float32 [KINDS, D]
-    input_positions,  # int32 [B]: the positions before the increment
+    input_positions,  # int32 [B]: of the inputs
+    output_positions,  # int32 [B]: of the tokens to choose; None, if WIDTH is 1: those incremented
     x,  # [B, C]
     rope_cos_sin,  # float32 [KINDS, B, 2, D]
     norm_weight,  # [C]: weight of the first norm, if its scale comes after the GEMM; else None
     prepared,  # [B, C]
     squares,  # float32 [B]
+    WIDTH: tl.constexpr,  # tokens of a sequence: its last one, and drafts
     FACTOR: tl.constexpr,  # of the token embeddings
     C: tl.constexpr,
     PARTS: tl.constexpr,
@@ -70,11 +73,18 @@ def begin(
     row = tl.program_id(0)
     if row == 0:
         tl.store(steps, tl.load(steps) + 1)
-    position = tl.load(positions + row)
-    token = tl.maximum(tl.load(tokens + row), 0)  # without a token, any id that exists
+    position, token = tl.load(positions + row // WIDTH), tl.load(tokens + row // WIDTH)
+    if WIDTH > 1:
+        nth = row % WIDTH
+        if nth > 0:
+            token = tl.load(drafts + row // WIDTH * (WIDTH - 1) + nth - 1)
+            position = tl.where((position < 0) | (token < 0), -1, position + nth)
+        tl.store(output_positions + row, tl.where(position < 0, -1, position + 1))
+    token = tl.maximum(token, 0)  # without a token, any id that exists
     tl.store(input_positions + row, position)
-    tl.debug_barrier()  # all threads have read the position
-    tl.store(positions + row, position + tl.load(increments + row))
+    if WIDTH == 1:
+        tl.debug_barrier()  # all threads have read the position
+        tl.store(positions + row, position + tl.load(increments + row))
     dtype = x.dtype.element_ty
     own = load_parts(vectors + token * C, PARTS, C)
     if FACTOR != 1:

@@ -36,6 +36,8 @@ from infer.nn.draw import MAX_VOCAB
 from infer.nn.packed import PackedSettings
 
 SMALL_STEP = 8  # rows; up to here, unused rows cost no time
+WIDTHS = (2, 3, 5, 9)  # tokens of a sequence in steps that verify drafts: its last one, and up to 1, 2, 4 or 8 drafts
+MAX_VERIFIED = 320  # tokens of such a step
 _capturing = os.environ.get("INFER_GRAPHS") != "0"
 
 
@@ -81,6 +83,7 @@ class DecodingSequence(Protocol):
     num_computed_tokens: int  # read by the host
     num_launched_tokens: int  # computed by the steps launched so far
     num_reserved_slots: int
+    draft_token_ids: list[int]  # guesses at the next tokens
     is_captured: bool
     slot: int  # its row in the captured step; -1: none
     settings: PackedSettings
@@ -94,6 +97,20 @@ class PromptBackend(Protocol):
 
     def run(self, rows: Sequence[Row]) -> Any: ...
     def run_beside(self, step: CapturedStep, rows: Sequence[Row]) -> bool: ...  # False: there is no such pass yet
+
+
+class Verification:
+    """A step that verifies drafts, with the rows of a captured step: each is a sequence's last token, and drafts."""
+
+    def __init__(self, plan: Plan, device: torch.device, rows: int, width: int) -> None:
+        """width: tokens of a sequence."""
+        self.width = width
+        self.drafts = torch.full((rows, width - 1), -1, dtype=torch.int64, device=device)  # -1: none
+        self.chosen = torch.full((rows * width,), -1, dtype=torch.int64, device=device)  # after each of the tokens
+        self.host_tokens = torch.empty(1, rows * width, dtype=torch.int64, pin_memory=True)  # the same
+        self.split_counters = counters(plan, rows * width)
+        self.logits: Tensor | None = None  # [rows * width, V]
+        self.graph: torch.cuda.CUDAGraph | None = None
 
 
 class CapturedStep:
@@ -120,6 +137,7 @@ class CapturedStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._graph_logits: Tensor | None = None  # where all graphs of this step leave them
         self.passes: dict[Any, Any] = {}  # captured: this step and tokens of prompts, by their number
+        self.verifications: dict[int, Verification | None] = {}  # by width; None: there was not enough memory for it
 
     def capture(self) -> None:
         with on(self.device):
@@ -145,6 +163,43 @@ class CapturedStep:
         self._choice.launch(logits, self.positions, self.tokens, self.host_tokens, self.steps)
         return logits
 
+    def add_verification(self, width: int) -> None:
+        """Capture a step that verifies drafts. No row changes, if all launches were read."""
+        new = Verification(self.plan, self.device, self.rows, width)
+        with on(self.device):
+            if launcher.can_compile_ahead():
+                compile_ahead(self.device, lambda: self._run_verification(new))
+            if self.captured:
+                rows, steps = self._rows.clone(), self.steps.clone()
+                self._rows.copy_(self._unused[:, None])
+                self._run_verification(new)  # loads the kernels
+                new.graph = record_graph(lambda: self._run_verification(new))
+                self._rows.copy_(rows)
+                self.steps.copy_(steps)
+        self.verifications[width] = new
+
+    def verify(self, width: int, drafts: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
+        """Launch a step with drafts: by slot, up to width - 1 of each sequence. Returns where the host finds tokens."""
+        verification = self.verifications[width]
+        assert verification is not None
+        padded = torch.full(verification.drafts.shape, -1, dtype=torch.int64)
+        for slot, tokens in drafts:
+            padded[slot, : len(tokens)] = torch.tensor(tokens)
+        verification.drafts.copy_(to_device(padded, self.device))
+        if verification.graph is None:
+            self._run_verification(verification)
+        else:
+            verification.graph.replay()
+        return verification.host_tokens
+
+    def _run_verification(self, step: Verification) -> None:
+        inputs = begin(self.plan, self.tokens, self.positions, self.increments, self.steps, step.drafts)
+        tables = self.tables[:, :, None].expand(-1, -1, step.width, -1).flatten(1, 2).contiguous()
+        logits = step.logits = launch(self.plan, inputs, tables, step.split_counters, step.width)
+        assert inputs.output_positions is not None
+        self._choice.launch(logits, inputs.output_positions, step.chosen, step.host_tokens, self.steps, step.drafts)
+        self._choice.accept(self.tokens, self.positions, step.drafts, step.chosen)
+
     def unused_rows(self) -> StepRows:
         """Rows without a token, as many as this step has."""
         return self._with(unused_inputs(self.plan, self.rows))
@@ -152,11 +207,17 @@ class CapturedStep:
     def _with(self, inputs: StepInputs) -> StepRows:
         return StepRows(inputs, self.tables, self._split_counters)
 
-    def logprobs(self, slots: Sequence[int], top: int) -> Tensor:
-        """`logprob_terms` of these rows, in pinned memory: valid once the step is done."""
-        assert self.logits is not None
-        at = to_device(torch.tensor(slots), self.device)
-        terms = logprob_terms(self.logits[at], self.tokens[at], min(top, self.logits.shape[1]))
+    def logprobs(self, slots: Sequence[int], top: int, width: int = 1) -> Tensor:
+        """`logprob_terms` of the tokens chosen in these rows [rows, width, ...], in pinned memory.
+
+        They are valid once the step is done.
+        """
+        logits, tokens = self.logits, self.tokens
+        if (verification := self.verifications.get(width)) is not None:
+            logits, tokens = verification.logits, verification.chosen
+        assert logits is not None
+        at = to_device(torch.tensor([slot * width + i for slot in slots for i in range(width)]), self.device)
+        terms = logprob_terms(logits[at], tokens[at], min(top, logits.shape[1])).view(len(slots), width, -1)
         return torch.empty(*terms.shape, dtype=terms.dtype, pin_memory=True).copy_(terms, non_blocking=True)
 
     def clear(self) -> None:
@@ -244,6 +305,17 @@ class CapturedSteps:
             step.busy = True
         return step
 
+    def can_verify(self, step: CapturedStep, width: int) -> bool:
+        """Whether a step of this width verifies drafts; it is captured now if there is none."""
+        with self._lock:
+            if width not in step.verifications:
+                try:
+                    with progress.compiling("for drafts"):
+                        step.add_verification(width)
+                except torch.OutOfMemoryError:
+                    step.verifications[width] = None
+        return step.verifications[width] is not None
+
     def _new_captured_step(self, rows: int, samples: bool) -> CapturedStep:
         step = self._new_step(rows, samples)
         self._compile(step)
@@ -274,7 +346,8 @@ class _Launched(NamedTuple):
 
     number: int
     rows: Sequence[tuple[DecodingSequence, int]]  # its sequences, and their slots
-    tokens: Tensor  # pinned, [rows]
+    width: int  # tokens of a sequence
+    tokens: Tensor  # pinned, [rows * width]
     done: torch.cuda.Event
     with_logprobs: Sequence[DecodingSequence] = ()  # sequences that return log-probabilities
     logprob_terms: Tensor | None = None  # pinned, one row for each of these
@@ -301,6 +374,7 @@ class CapturedDecoder:
         self._launches = self._reads = 0  # of all captured steps
         self._awaits_more = False
         self._step_launches = 0  # of the current one
+        self._width, self._ahead = 1, STEPS_AHEAD  # of the next launch: tokens of a sequence, and steps ahead of it
 
     def supports(self, cache: Cache) -> bool:
         """Whether the kernels can write to this cache."""
@@ -337,23 +411,22 @@ class CapturedDecoder:
             record(cache, start, sequence.token_ids[start:end], self._steps.model)
 
     def launch(self, prompts: Sequence[Row] = (), *, more: bool = False) -> None:
-        """Launch steps, up to `STEPS_AHEAD` more than one.
+        """Launch steps, up to `STEPS_AHEAD` more than one, after `admit`.
 
         prompts: rows that only fill caches, computed beside the next step. more: others follow: wait for them, not for
         the tokens of this step.
         """
         self._awaits_more = False
-        if self.admit():
-            while len(self._launched) <= STEPS_AHEAD and self._vacate_finished():
-                self._launch(prompts)
-                prompts = ()
-                if more:
-                    self._awaits_more = True
-                    break
+        while len(self._launched) <= self._ahead and self._vacate_finished():
+            self._launch(prompts)
+            prompts = ()
+            if more:
+                self._awaits_more = True
+                break
         if prompts:
             self._prompts.run(prompts)
 
-    def read(self) -> list[tuple[DecodingSequence, int, list[int] | None]]:
+    def read(self) -> list[tuple[DecodingSequence, list[int], list[list[int]] | None]]:
         """The tokens of the oldest launched step (-1: no valid logits), each with its `logprob_terms` if requested.
 
         None while more prompts are to be launched: the GPU has only one step to compute.
@@ -361,12 +434,16 @@ class CapturedDecoder:
         if not self._launched or (self._awaits_more and len(self._launched) <= STEPS_AHEAD):
             return []
         self._wait(self._launched[0].done)
-        number, rows, tokens, _, with_logprobs, logprob_terms = self._launched.popleft()
+        number, rows, width, tokens, _, with_logprobs, logprob_terms = self._launched.popleft()
         self._reads += 1
         while self._replaced and self._replaced[0][1] <= self._reads:
             self._replaced.popleft()[0].release()
-        chosen, members = tokens.tolist(), self._members
+        chosen, members = tokens.view(-1, width).tolist(), self._members
         terms = {} if logprob_terms is None else dict(zip(with_logprobs, logprob_terms.tolist(), strict=True))
+        if width > 1:
+            for sequence, slot in rows:
+                chosen[slot] = _accepted(chosen[slot], sequence.draft_token_ids)
+                sequence.num_launched_tokens = len(sequence.token_ids) - 1 + len(chosen[slot])
         # A sequence that left after the launch, and perhaps entered again, ignores this step.
         return [
             (sequence, chosen[slot], terms.get(sequence))
@@ -392,11 +469,34 @@ class CapturedDecoder:
             self._step, self._active, self._entering = None, (), []
             self._members.clear()
 
-    def admit(self, *, beside: bool = False) -> bool:
+    def admit(self, *, beside: bool = False) -> None:
+        """Let waiting sequences enter, and decide whether the next launch verifies their drafts, or drops them.
+
+        beside: tokens of prompts come with it.
+        """
+        self._width, self._ahead = 1, STEPS_AHEAD
+        if not self._admit(beside):
+            return
+        drafts = [sequence.draft_token_ids for sequence, _ in self._current() if sequence.draft_token_ids]
+        step = self._step
+        if not drafts or step is None:
+            return
+        widths = [width for width in WIDTHS if width * step.rows <= MAX_VERIFIED]
+        if widths and not beside:
+            if self._launched:  # the drafts follow tokens that were read: read all first
+                self._ahead = 0
+            else:
+                longest = max(map(len, drafts))
+                width = next((width for width in widths if width > longest), widths[-1])
+                if self._steps.can_verify(step, width):
+                    self._width, self._ahead = width, 0
+        for tokens in drafts:
+            del tokens[self._width - 1 :]
+
+    def _admit(self, beside: bool) -> bool:
         """Let waiting sequences enter; switch to a captured step of another size if this one is too small or too large.
 
-        beside: tokens of prompts come with it: then it has as few rows as possible, as the scheduler assumes. Returns
-        whether there are sequences to decode.
+        beside: then it has as few rows as possible, as the scheduler assumes. Returns whether there are sequences.
         """
         step = self._step
         used = 0 if step is None else step.rows - len(self._free)
@@ -483,18 +583,23 @@ class CapturedDecoder:
         self._step_launches += 1
         tokens = step.host_tokens[self._step_launches % len(step.host_tokens)]
         with on(self._steps.device):
-            if not (prompts and self._prompts.run_beside(step, prompts)):
+            if self._width > 1:
+                tokens = step.verify(self._width, [(slot, each.draft_token_ids) for each, slot in self._active])
+            elif not (prompts and self._prompts.run_beside(step, prompts)):
                 if prompts:
                     self._prompts.run(prompts)
                 step.launch()
             terms = None
             if self._with_logprobs:
-                terms = step.logprobs([sequence.slot for sequence in self._with_logprobs], self._max_top)
+                slots = [sequence.slot for sequence in self._with_logprobs]
+                terms = step.logprobs(slots, self._max_top, self._width)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         for sequence, _ in self._active:  # in its first step the last token, after those that a pass computes
-            sequence.num_launched_tokens = max(sequence.num_launched_tokens, len(sequence.token_ids) - 1) + 1
-        self._launched.append(_Launched(self._launches, self._active, tokens, done, self._with_logprobs, terms))
+            first = max(sequence.num_launched_tokens, len(sequence.token_ids) - 1)
+            sequence.num_launched_tokens = first + 1 + len(sequence.draft_token_ids)
+        launched = _Launched(self._launches, self._active, self._width, tokens, done, self._with_logprobs, terms)
+        self._launched.append(launched)
 
     def _roll_back(self, sequence: DecodingSequence) -> None:
         """Discard what steps wrote after the tokens that were read, unless the cache is used elsewhere by now."""
@@ -514,3 +619,11 @@ class CapturedDecoder:
                 f"{each.name or 'the prompt'} at position {len(each.token_ids) - 1}" for each, _ in self._active
             )
             raise RuntimeError(f"the GPU failed while it decoded {at}: {error}") from error
+
+
+def _accepted(chosen: list[int], drafts: list[int]) -> list[int]:
+    """The tokens chosen up to the first that differs from its draft, included."""
+    count = 1
+    while count <= len(drafts) and chosen[count - 1] == drafts[count - 1]:
+        count += 1
+    return chosen[:count]

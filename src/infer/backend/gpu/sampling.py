@@ -6,7 +6,7 @@ From the same logits, `engine/sampler.py` chooses the same tokens on the host.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,18 @@ SLICES_PER_PROGRAM = 4  # with many rows
 MAX_FILTER_PROGRAMS = 2048  # of a top_k or top_p kernel, over all rows
 
 
+class _Buffers(NamedTuple):
+    """What the kernels of a launch leave for those after them; the first two for greedy rows."""
+
+    best: Tensor
+    best_at: Tensor
+    scores: Tensor | None = None
+    counts: Tensor | None = None
+    masses: Tensor | None = None
+    cuts: Tensor | None = None
+    weights: Tensor | None = None
+
+
 class GreedySampler:
     """Chooses the most likely token of each of up to `rows` rows."""
 
@@ -31,38 +43,43 @@ class GreedySampler:
         """pdl: programmatic dependent launch."""
         if not 0 < vocab <= MAX_VOCAB:
             raise ValueError(f"a vocabulary of {vocab} tokens: at most {MAX_VOCAB} are supported")
-        self.rows, self.vocab = rows, vocab
+        self.rows, self.vocab, self._device = rows, vocab, device
         self._slices = triton.cdiv(vocab, sample.SLICE.value)
-        self._best = torch.empty(rows, self._slices, dtype=torch.float32, device=device)
-        self._best_at = torch.empty(rows, self._slices, dtype=torch.int32, device=device)
         self._padded = triton.next_power_of_2(self._slices)
-        each = SLICES_PER_PROGRAM if rows >= MANY_ROWS else 1
         self._options: dict[str, Any] = {"num_warps": WARPS, **launch_options(pdl)}
-        warps = WARPS * (2 if each > 1 else 1)
-        self._by_slice = {"V": vocab, "SLICES": self._slices, "BLOCK_S": each, "num_warps": warps}
+        self._buffers: dict[int, _Buffers] = {}  # by the number of rows
 
-    def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, host_tokens: Tensor, steps: Tensor) -> None:
+    def launch(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        host_tokens: Tensor,
+        steps: Tensor,
+        drafts: Tensor | None = None,
+    ) -> None:
         """Write the next token of each row to tokens [R] int64: -1 where a logit is NaN, or all are -inf.
 
         logits: [R, V], contiguous. positions: [R] int32, of the tokens to choose; rows below 0 are skipped.
-        host_tokens: [ring, R] int64, a copy for the host in row `steps` % ring.
+        host_tokens: [ring, R] int64, a copy for the host in row `steps` % ring. drafts: int64 [sequences, n], if each
+        sequence has n + 1 of the rows.
         """
-        grid = self._grid(logits)
-        unused = (None,) * 7
+        grid, buffers, options = self._prepare(logits, drafts)
+        unused = (None,) * 8
         sample.best_of_slices[grid](
             logits,
             positions,
-            self._best,
-            self._best_at,
+            buffers.best,
+            buffers.best_at,
             *unused,
             GREEDY=True,
             CLEARED=1,
-            **self._options | self._by_slice,
+            **options,
         )
         sample.best_of_row[grid[1:]](
             positions,
-            self._best,
-            self._best_at,
+            buffers.best,
+            buffers.best_at,
             tokens,
             host_tokens,
             steps,
@@ -72,14 +89,38 @@ class GreedySampler:
             **self._options,
         )
 
-    def _grid(self, logits: Tensor) -> tuple[int, int]:
+    def accept(self, tokens: Tensor, positions: Tensor, drafts: Tensor, chosen: Tensor) -> None:
+        """Move each sequence [R] to the token after the last draft, of [R, n], that equals the token chosen.
+
+        chosen: int64 [R (n + 1)], from `launch`.
+        """
+        sample.accept[(len(tokens),)](
+            tokens, positions, drafts, chosen, *self._histories(), V=self.vocab, WIDTH=drafts.shape[1] + 1, num_warps=1
+        )
+
+    def _histories(self) -> tuple[Tensor | None, Tensor | None]:
+        """The settings of each row, and how often it has each token; None: all rows are greedy."""
+        return None, None
+
+    def _prepare(self, logits: Tensor, drafts: Tensor | None) -> tuple[tuple[int, int], _Buffers, dict[str, Any]]:
+        """The grid, buffers and options of the kernels that have a program for some slices of a row."""
         rows, vocab = logits.shape
-        if rows > self.rows or vocab != self.vocab or not logits.is_contiguous():
+        width = 1 if drafts is None else drafts.shape[1] + 1
+        if rows > self.rows * width or vocab != self.vocab or not logits.is_contiguous():
             raise ValueError(
                 f"logits of shape {tuple(logits.shape)} and strides {logits.stride()}: "
-                f"they must be contiguous, at most {self.rows} rows of {self.vocab}"
+                f"they must be contiguous, at most {self.rows * width} rows of {self.vocab}"
             )
-        return triton.cdiv(self._slices, self._by_slice["BLOCK_S"]), rows
+        if rows not in self._buffers:
+            self._buffers[rows] = self._make_buffers(rows)
+        each = SLICES_PER_PROGRAM if rows >= MANY_ROWS else 1
+        options: dict[str, Any] = {"V": vocab, "WIDTH": width, "SLICES": self._slices, "BLOCK_S": each}
+        options |= self._options | {"num_warps": WARPS * (2 if each > 1 else 1)}
+        return (triton.cdiv(self._slices, each), rows), self._buffers[rows], options
+
+    def _make_buffers(self, rows: int) -> _Buffers:
+        best = torch.empty(rows, self._slices, dtype=torch.float32, device=self._device)
+        return _Buffers(best, torch.empty_like(best, dtype=torch.int32))
 
 
 class DeviceSampler(GreedySampler):
@@ -98,11 +139,6 @@ class DeviceSampler(GreedySampler):
         self._floats = zeros(sample.FLOATS.value, dtype=torch.float32)
         self._history = zeros(vocab, dtype=torch.int32)
         self._bias = zeros(vocab, dtype=torch.float32)
-        self._scores = zeros(vocab, dtype=torch.float32)
-        self._counts = zeros(sample.COUNTS.value, sample.BINS.value, dtype=torch.int32)
-        self._masses = zeros(sample.MASSES.value, sample.BINS.value, dtype=torch.int64)
-        self._cuts = zeros(sample.CUTS.value, dtype=torch.int64)
-        self._weights = zeros(self._slices, dtype=torch.int64)
         self._has_history = [False] * rows
         self._has_bias = [False] * rows
 
@@ -159,20 +195,28 @@ class DeviceSampler(GreedySampler):
             values = to_device(torch.tensor(list(logit_bias.values()), dtype=torch.float32), device)
             self._bias[row].index_copy_(0, ids, values)
 
-    def launch(self, logits: Tensor, positions: Tensor, tokens: Tensor, host_tokens: Tensor, steps: Tensor) -> None:
-        grid, rows = self._grid(logits), logits.shape[0]
-        filter_grid = min(grid[0], max(1, MAX_FILTER_PROGRAMS // rows)), rows
-        options = self._options | self._by_slice
-        best, scores, padded = self._best, self._scores, {"PADDED": self._padded}
-        ints, floats, cuts = self._ints, self._floats, self._cuts
-        counts, masses = self._counts, self._masses
+    def launch(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        host_tokens: Tensor,
+        steps: Tensor,
+        drafts: Tensor | None = None,
+    ) -> None:
+        grid, buffers, options = self._prepare(logits, drafts)
+        best, best_at, scores, counts, masses, cuts, weights = buffers
+        assert masses is not None
+        filter_grid = min(grid[0], max(1, MAX_FILTER_PROGRAMS // grid[1])), grid[1]
+        padded = {"PADDED": self._padded}
+        ints, floats = self._ints, self._floats
         row = positions, logits, best, scores, ints, floats
         cleared = triton.next_power_of_2(triton.cdiv(masses[0].numel(), grid[0]))
         sample.best_of_slices[grid](
             logits,
             positions,
             best,
-            self._best_at,
+            best_at,
             scores,
             ints,
             floats,
@@ -180,6 +224,7 @@ class DeviceSampler(GreedySampler):
             self._bias,
             counts,
             masses,
+            drafts,
             GREEDY=False,
             CLEARED=cleared,
             **options,
@@ -187,26 +232,46 @@ class DeviceSampler(GreedySampler):
         sample.count[filter_grid](*row, counts, masses, **padded, **options)
         sample.narrow_top_k[filter_grid](*row, counts, masses, cuts, **padded, **options)
         sample.narrow_top_p[filter_grid](*row, counts, masses, cuts, **padded, **options)
-        sample.weigh[grid](*row, masses, cuts, self._weights, **padded, **options)
+        sample.weigh[grid](*row, masses, cuts, weights, **padded, **options)
         sample.draw[grid[1:]](
             positions,
             logits,
             best,
-            self._best_at,
+            best_at,
             scores,
             ints,
             floats,
             cuts,
-            self._weights,
+            weights,
             self._history,
             tokens,
             host_tokens,
             steps,
             V=self.vocab,
+            WIDTH=options["WIDTH"],
             RING=host_tokens.shape[0],
             SLICES=self._slices,
             **padded,
             **self._options,
+        )
+
+    def _histories(self) -> tuple[Tensor | None, Tensor | None]:
+        return self._ints, self._history
+
+    def _make_buffers(self, rows: int) -> _Buffers:
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=self._device)
+
+        return (
+            super()
+            ._make_buffers(rows)
+            ._replace(
+                scores=zeros(self.vocab, dtype=torch.float32),
+                counts=zeros(sample.COUNTS.value, sample.BINS.value, dtype=torch.int32),
+                masses=zeros(sample.MASSES.value, sample.BINS.value, dtype=torch.int64),
+                cuts=zeros(sample.CUTS.value, dtype=torch.int64),
+                weights=zeros(self._slices, dtype=torch.int64),
+            )
         )
 
 

@@ -14,6 +14,9 @@ row's settings and position were set before the model ran: they are read before 
 kernels, all at once, after it. All sums are over integers, so the order of atomics changes nothing, and a row gets the
 same token alone or in a batch.
 
+A sequence with drafts has WIDTH rows with one set of settings: a row for its last token, and one for each draft.
+`accept` compares the tokens chosen with the drafts.
+
 `nn/draw.py` defines depth and mass. The filters see depths in steps of 2^-16 octaves (coarse bins of 2048 fine ones):
 tokens that are closer than that count as equally likely. `nn/draw.py` computes the same values on the host, so launch
 these kernels with enable_fp_fusion=False: penalties are float32, each operation rounded.
@@ -86,7 +89,9 @@ def best_of_slices(
     bias,  # [R, V] float32
     counts,  # [R, COUNTS, BINS] int32, cleared here
     masses,  # [R, MASSES, BINS] int64, cleared here
+    drafts,  # [R / WIDTH, WIDTH - 1] int64, or None
     V: tl.constexpr,
+    WIDTH: tl.constexpr,  # rows of a sequence, which share ints, floats, history and bias
     SLICES: tl.constexpr,
     BLOCK_S: tl.constexpr,  # slices of a program
     GREEDY: tl.constexpr,  # there are no settings: all pointers after best_at are None
@@ -99,15 +104,19 @@ def best_of_slices(
     inside = token < V
     position = tl.load(positions + row, cache_modifier=".cg")
     if not GREEDY:
-        flags = tl.load(ints + row * INTS + FLAGS)
-        of_row = floats + row * FLOATS
+        sequence = row // WIDTH
+        flags = tl.load(ints + sequence * INTS + FLAGS)
+        of_row = floats + sequence * FLOATS
         repetition = tl.load(of_row + REPETITION)
         presence, frequency = tl.load(of_row + PRESENCE), tl.load(of_row + FREQUENCY)
         seen, added = tl.zeros([BLOCK_S, SLICE], tl.int32), tl.zeros([BLOCK_S, SLICE], tl.float32)
         if (flags & PENALIZED) != 0:
-            seen = tl.load(history + row * V + token, mask=inside, other=0)
+            seen = tl.load(history + sequence * V + token, mask=inside, other=0)
+            for i in tl.static_range(WIDTH - 1):  # the drafts before this row
+                draft = tl.load(drafts + sequence * (WIDTH - 1) + i)
+                seen += tl.where((token == draft) & (i < row % WIDTH), 2, 0)
         if (flags & BIASED) != 0:
-            added = tl.load(bias + row * V + token, mask=inside, other=0.0)
+            added = tl.load(bias + sequence * V + token, mask=inside, other=0.0)
     wait_for_previous(PDL)
     if position < 0:
         return
@@ -169,6 +178,7 @@ def count(
     counts,
     masses,
     V: tl.constexpr,
+    WIDTH: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -177,11 +187,12 @@ def count(
     """Tokens and mass per coarse bin, for the filters that the row has."""
     let_next_start(PDL)
     row = tl.program_id(1).to(tl.int64)
-    flags = _flags(positions, ints, row)
-    per_temperature = tl.load(floats + row * FLOATS + PER_TEMPERATURE)
-    top_k = tl.load(ints + row * INTS + TOP_K)
-    top_p = tl.load(ints + row * INTS + TOP_P)
-    tail = tl.load(ints + row * INTS + TAIL_DEPTH)
+    sequence = row // WIDTH
+    flags = _flags(positions, ints, row, sequence)
+    per_temperature = tl.load(floats + sequence * FLOATS + PER_TEMPERATURE)
+    top_k = tl.load(ints + sequence * INTS + TOP_K)
+    top_p = tl.load(ints + sequence * INTS + TOP_P)
+    tail = tl.load(ints + sequence * INTS + TAIL_DEPTH)
     wait_for_previous(PDL)
     if (flags & FILTERED) == 0:
         return
@@ -222,6 +233,7 @@ def narrow_top_k(
     masses,
     cuts,
     V: tl.constexpr,
+    WIDTH: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -231,9 +243,10 @@ def narrow_top_k(
     let_next_start(PDL)
     row = tl.program_id(1).to(tl.int64)
     bins = tl.arange(0, BINS)
-    flags = _flags(positions, ints, row)
-    per_temperature = tl.load(floats + row * FLOATS + PER_TEMPERATURE)
-    top_k = tl.load(ints + row * INTS + TOP_K)
+    sequence = row // WIDTH
+    flags = _flags(positions, ints, row, sequence)
+    per_temperature = tl.load(floats + sequence * FLOATS + PER_TEMPERATURE)
+    top_k = tl.load(ints + sequence * INTS + TOP_K)
     wait_for_previous(PDL)
     if ((flags & FILTERED) == 0) | (top_k == 0):
         return
@@ -269,6 +282,7 @@ def narrow_top_p(
     masses,
     cuts,
     V: tl.constexpr,
+    WIDTH: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -278,10 +292,11 @@ def narrow_top_p(
     let_next_start(PDL)
     row = tl.program_id(1).to(tl.int64)
     bins = tl.arange(0, BINS)
-    flags = _flags(positions, ints, row)
-    per_temperature = tl.load(floats + row * FLOATS + PER_TEMPERATURE)
-    top_k = tl.load(ints + row * INTS + TOP_K)
-    top_p = tl.load(ints + row * INTS + TOP_P)
+    sequence = row // WIDTH
+    flags = _flags(positions, ints, row, sequence)
+    per_temperature = tl.load(floats + sequence * FLOATS + PER_TEMPERATURE)
+    top_k = tl.load(ints + sequence * INTS + TOP_K)
+    top_p = tl.load(ints + sequence * INTS + TOP_P)
     wait_for_previous(PDL)
     if ((flags & FILTERED) == 0) | ((top_p == 0) & (tl.program_id(0) > 0)):
         return
@@ -327,6 +342,7 @@ def weigh(
     cuts,
     weights,
     V: tl.constexpr,
+    WIDTH: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -336,11 +352,12 @@ def weigh(
     let_next_start(PDL)
     row = tl.program_id(1).to(tl.int64)
     bins = tl.arange(0, BINS)
-    flags = _flags(positions, ints, row)
-    per_temperature = tl.load(floats + row * FLOATS + PER_TEMPERATURE)
-    top_k = tl.load(ints + row * INTS + TOP_K)
-    top_p = tl.load(ints + row * INTS + TOP_P)
-    last = tl.load(ints + row * INTS + MIN_P_DEPTH)
+    sequence = row // WIDTH
+    flags = _flags(positions, ints, row, sequence)
+    per_temperature = tl.load(floats + sequence * FLOATS + PER_TEMPERATURE)
+    top_k = tl.load(ints + sequence * INTS + TOP_K)
+    top_p = tl.load(ints + sequence * INTS + TOP_P)
+    last = tl.load(ints + sequence * INTS + MIN_P_DEPTH)
     wait_for_previous(PDL)
     if (flags & SAMPLED) == 0:
         return
@@ -377,18 +394,20 @@ def draw(
     host_tokens,
     steps,
     V: tl.constexpr,
+    WIDTH: tl.constexpr,
     RING: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The token of each row, also added to its history. -1 if a logit is NaN, or none is above -inf."""
+    """The token of each row: -1 if a logit is NaN, or none is above -inf. Without drafts, also added to the history."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
+    sequence = row // WIDTH
     position = tl.load(positions + row, cache_modifier=".cg")
-    flags = tl.load(ints + row * INTS + FLAGS)
-    per_temperature = tl.load(floats + row * FLOATS + PER_TEMPERATURE)
-    uniform = _uniform(tl.load(ints + row * INTS + SEED_KEY), position)
+    flags = tl.load(ints + sequence * INTS + FLAGS)
+    per_temperature = tl.load(floats + sequence * FLOATS + PER_TEMPERATURE)
+    uniform = _uniform(tl.load(ints + sequence * INTS + SEED_KEY), position)
     wait_for_previous(PDL)
     if position < 0:
         return
@@ -408,16 +427,50 @@ def draw(
         mass = tl.where(depth <= last, _mass(depth), 0)
         token = at * SLICE + tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
     _store_token(tokens, host_tokens, steps, row, token, RING)
-    if valid & ((flags & PENALIZED) != 0):
-        seen = history + row * V + token
-        tl.store(seen, tl.load(seen) + 2)
+    if WIDTH == 1:
+        if valid & ((flags & PENALIZED) != 0):
+            seen = history + row * V + token
+            tl.store(seen, tl.load(seen) + 2)
+
+
+@kernel()
+def accept(
+    tokens,  # [R] int64: the last token of each sequence, set here
+    positions,  # [R] int32: its position, set here; below 0: the row is skipped
+    drafts,  # [R, WIDTH - 1] int64; below 0: none
+    chosen,  # [R, WIDTH] int64: after the last token, and after each draft
+    ints,  # None: all rows are greedy
+    history,
+    V: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Accept drafts up to the first that is not the token chosen before it. Launch with one warp."""
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row)
+    if position < 0:
+        return
+    penalized = False
+    if ints is not None:
+        penalized = (tl.load(ints + row * INTS + FLAGS) & PENALIZED) != 0
+    token = tl.load(chosen + row * WIDTH)
+    agrees, number = token >= 0, 1
+    for i in tl.static_range(WIDTH):
+        if ints is not None:
+            tl.atomic_add(history + row * V + tl.maximum(token, 0), 2, mask=agrees & penalized)
+        if i + 1 < WIDTH:
+            agrees &= tl.load(drafts + row * (WIDTH - 1) + i) == token
+            token = tl.where(agrees, tl.load(chosen + row * WIDTH + i + 1), token)
+            number += agrees.to(tl.int32)
+            agrees &= token >= 0
+    tl.store(tokens + row, token)
+    tl.store(positions + row, position + number)
 
 
 @triton.jit
-def _flags(positions, ints, row):
+def _flags(positions, ints, row, sequence):
     """The flags of a row; 0 if the row is skipped."""
     position = tl.load(positions + row, cache_modifier=".cg")
-    return tl.where(position >= 0, tl.load(ints + row * INTS + FLAGS), 0)
+    return tl.where(position >= 0, tl.load(ints + sequence * INTS + FLAGS), 0)
 
 
 @triton.jit

@@ -109,6 +109,7 @@ class StepInputs(NamedTuple):
     positions: Tensor  # int32 [B]; -1: no token
     rope_cos_sin: Sequence[Tensor] | Tensor  # by kind of RoPE [B, 2, D], from `rope_tables`
     normed: GemmInput | None = None  # output of the first norm
+    output_positions: Tensor | None = None  # int32 [B], of the tokens to choose, if there are drafts
 
 
 class StepRows(NamedTuple):
@@ -117,6 +118,7 @@ class StepRows(NamedTuple):
     inputs: StepInputs
     tables: Tensor  # int64 [layers, B, COLUMNS], on the device
     split_counters: Tensor  # from `counters`
+    width: int = 1  # adjacent rows that share a cache: a token, and drafts after it
 
 
 def unused_inputs(plan: Plan, rows: int) -> StepInputs:
@@ -127,36 +129,45 @@ def unused_inputs(plan: Plan, rows: int) -> StepInputs:
     return StepInputs(x, positions, torch.zeros(kinds, rows, 2, head_dim, device=weight.device))
 
 
-def begin(plan: Plan, tokens: Tensor, positions: Tensor, increments: Tensor, steps: Tensor) -> StepInputs:
+def begin(
+    plan: Plan, tokens: Tensor, positions: Tensor, increments: Tensor, steps: Tensor, drafts: Tensor | None = None
+) -> StepInputs:
     """Embed tokens int64 [B] at positions int32 [B], below 0 in rows without a token.
 
-    Then add `increments` [B] to the positions, and one to `steps`, int32 [1].
+    Then add `increments` [B] to the positions, and one to `steps`, int32 [1]. With drafts int64 [B, n], below 0 where
+    there is none, the inputs are B (n + 1) rows: each token, then its drafts; and the positions remain.
     """
     vectors, learned, factor = plan.embedding.tokens.weight, plan.embedding.positions, plan.embedding.factor
     assert isinstance(vectors, Tensor)
-    rows, (kinds, head_dim), size = tokens.shape[0], plan.frequencies.shape, vectors.shape[1]
+    width = 1 if drafts is None else drafts.shape[1] + 1
+    rows, (kinds, head_dim), size = tokens.shape[0] * width, plan.frequencies.shape, vectors.shape[1]
     norm = plan.blocks[0].before_attention
     x = torch.empty(rows, size, dtype=vectors.dtype, device=tokens.device)
     normed = None
     if norm is not None and scale_after_gemm(norm, x.dtype):
         normed = GemmInput(torch.empty_like(x), torch.empty(rows, 1, dtype=torch.float32, device=tokens.device))
     rope_cos_sin = torch.empty(kinds, rows, 2, head_dim, dtype=torch.float32, device=tokens.device)
-    inputs = StepInputs(x, torch.empty_like(positions), rope_cos_sin, normed)
+    input_positions = torch.empty(rows, dtype=torch.int32, device=tokens.device)
+    output_positions = None if drafts is None else torch.empty_like(input_positions)
+    inputs = StepInputs(x, input_positions, rope_cos_sin, normed, output_positions)
     with on(tokens.device):
         begin_step_kernel[(rows,)](
             tokens,
             positions,
             increments,
             steps,
+            drafts,
             vectors,
             None if learned is None else learned.weight,
             plan.frequencies,
             inputs.positions,
+            output_positions,
             x,
             rope_cos_sin,
             None if norm is None or normed is None else norm.weight,
             None if normed is None else normed.x,
             None if normed is None else normed.squares,
+            WIDTH=width,
             FACTOR=factor,
             C=size,
             PARTS=in_parts(size),
@@ -170,8 +181,8 @@ def begin(plan: Plan, tokens: Tensor, positions: Tensor, increments: Tensor, ste
     return inputs
 
 
-def launch(plan: Plan, inputs: StepInputs, tables: Tensor, split_counters: Tensor) -> Tensor:
-    """Launch one step; returns the logits [B, V]. tables: int64 [layers, B, COLUMNS], on the device."""
+def launch(plan: Plan, inputs: StepInputs, tables: Tensor, split_counters: Tensor, width: int = 1) -> Tensor:
+    """Launch one step; returns the logits [B, V]. See `StepRows`."""
     with on(inputs.x.device):
         residual = Residual(inputs.x, normed=inputs.normed)
         norms = [*(block.before_attention for block in plan.blocks[1:]), plan.head.norm]
@@ -179,7 +190,9 @@ def launch(plan: Plan, inputs: StepInputs, tables: Tensor, split_counters: Tenso
             qkv, given = norm_gemm(block.qkv, residual, block.before_attention, split_counters, pdl=plan.pdl)
             prepare_projections_of(block, plan.config, qkv, inputs.positions, pdl=plan.pdl)
             rope_cos_sin = None if kind is None else inputs.rope_cos_sin[kind]
-            attended = attend_step(block, qkv, table, inputs.positions, split_counters, rope_cos_sin, pdl=plan.pdl)
+            attended = attend_step(
+                block, qkv, table, inputs.positions, split_counters, rope_cos_sin, width=width, pdl=plan.pdl
+            )
             residual = gemm_add(
                 block.o,
                 attended,

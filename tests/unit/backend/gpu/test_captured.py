@@ -39,6 +39,8 @@ from infer.backend.parts import ModelSnapshot, parts_of
 from infer.cache import BaseCache, Cache, TracedCache
 from infer.cache.debug import debugged
 from infer.config import RopeConfig
+from infer.engine.draft import Speculation
+from infer.engine.drafters import DrafterFunction, drafter_of
 from infer.engine.engine import Engine
 from infer.engine.generate import generate_batch
 from infer.engine.logprobs import logprobs_of
@@ -814,8 +816,11 @@ class TestManySequences:
         assert run_to_end(engine, [sequence_of(model, *case) for case in cases]) == alone
         assert len(engine.memory.index.pages_in_use()) == 0
 
+    @pytest.mark.parametrize("drafts", [False, True])
     @pytest.mark.parametrize("seed", range(amount(20, 1)))
-    def test_arrivals_and_aborts_in_few_pages(self, small: Make, light: list[CapturedStep], seed: int) -> None:
+    def test_arrivals_and_aborts_in_few_pages(
+        self, small: Make, light: list[CapturedStep], monkeypatch: pytest.MonkeyPatch, drafts: bool, seed: int
+    ) -> None:
         """Sequences are preempted while steps are launched ahead, and enter steps that change."""
         chance, model = random.Random(seed), small()
         cases = [
@@ -830,7 +835,9 @@ class TestManySequences:
         for sequence in alone:
             run_to_end(Engine(model, roomy, max_rows=1), [sequence])
         memory = CacheMemory(model, 10 * roomy.pool.page_bytes, page_size=4)
-        engine = Engine(model, memory, max_rows=chance.choice([2, 4, 7]), prefill_chunk=6)
+        drafter = drafter_of(drafts_of(alone, chance), Letters()) if drafts else None
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+        engine = Engine(model, memory, max_rows=chance.choice([2, 4, 7]), prefill_chunk=6, drafter=drafter)
         sequences = [sequence_of(model, *case) for case in cases]
         aborted = [sequence_of(model, *case) for case in cases[:3]]
         coming = [*sequences, *aborted]
@@ -848,6 +855,7 @@ class TestManySequences:
             assert sequence.logprobs == expected.logprobs
         assert all(sequence.error is None for sequence in sequences)
         assert len(memory.index.pages_in_use()) == 0
+        assert (engine.stats().accepted_tokens > 0) == drafts
         memory.index.clear()
         assert memory.pool.num_free_pages == memory.pool.num_pages
 
@@ -983,3 +991,52 @@ def test_drafts_leave_captured_steps(made: list[CapturedStep], small: Make) -> N
     while not engine.is_idle:
         engine.step()
     assert sequence.token_ids[3:] == expected
+
+
+def drafts_of(alone: Collection[Sequence], chance: random.Random) -> DrafterFunction:
+    """Proposes what these sequences have said, some of it wrong, or nothing."""
+    texts = {tuple(each.prompt): each.token_ids for each in alone}
+
+    def propose(sequence: Sequence, count: int) -> list[int]:
+        if chance.random() < 0.3:
+            return []
+        right = texts[tuple(sequence.prompt)][sequence.num_tokens :][: chance.randint(1, count)]
+        return [token if chance.random() < 0.8 else (token + 1) % 24 for token in right]
+
+    return propose
+
+
+class TestDrafts:
+    """Verified in captured steps."""
+
+    @pytest.mark.parametrize(
+        ("family", "options"),
+        amount(
+            [(family, options) for family in FAMILIES for options in ({}, SAMPLED_TOP, DISTINCT)],
+            [("llama", SAMPLED_TOP), ("gemma3", {}), ("qwen3", DISTINCT)],
+        ),
+    )
+    def test_change_no_text(
+        self,
+        small: Make,
+        made: list[CapturedStep],
+        monkeypatch: pytest.MonkeyPatch,
+        family: str,
+        options: dict[str, Any],
+    ) -> None:
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+        model = small(family)
+        cases = [(PROMPT, settings(14, **options)), ([5], settings(9, **options)), ([4, 9, 1, 8], settings(6))]
+        alone = [sequence_of(model, *case) for case in cases]
+        for sequence in alone:
+            run_to_end(Engine(model, CacheMemory(model, 10**6)), [sequence])
+        drafter = drafter_of(drafts_of(alone, random.Random(1)), Letters())
+        engine = Engine(model, CacheMemory(model, 10**6), drafter=drafter)
+        sequences = [sequence_of(model, *case) for case in cases]
+        run_to_end(engine, sequences)
+        for sequence, expected in zip(sequences, alone, strict=True):
+            assert sequence.token_ids == expected.token_ids
+            assert sequence.logprobs == expected.logprobs
+        assert 0 < sum(each.num_accepted for each in sequences) < sum(each.num_drafted for each in sequences)
+        assert any(step.verifications for step in made)
+        assert len(engine.memory.index.pages_in_use()) == 0

@@ -93,7 +93,7 @@ def run_and_compare(
         if tokens[row] >= 0 and param.is_sampled:
             scores = penalize(own.float().numpy(), text, prompt_len, param)
             _, mass = weights(scores, param.packed(seed, len(scores)).columns)
-            assert int(sampler._weights[row].sum()) == int(mass.sum()), row
+            assert int(sampler._buffers[len(logits)].weights[row].sum()) == int(mass.sum()), row
     return tokens
 
 
@@ -238,7 +238,7 @@ class TestFilters:
             set_row(sampler, row, own, 1, PROMPT, 2)
         logits = torch.tensor([0.0, -1.0, -2.0, -2.0]).repeat(4, 1)
         run_and_compare(sampler, logits, [PROMPT] * 4, 2, params, [1] * 4)
-        assert sampler._weights.sum(1).tolist() == [2**44, 3 * 2**43, 3 * 2**43, 2**45]
+        assert sampler._buffers[len(logits)].weights.sum(1).tolist() == [2**44, 3 * 2**43, 3 * 2**43, 2**45]
 
     def test_unlikely_tokens_count_in_top_p(self) -> None:
         """The second likeliest stays only because of the many that are far too unlikely to."""
