@@ -24,6 +24,7 @@ from unittest import mock
 
 import pytest
 import torch
+from mocks import MockTokenizer
 from tiny import FAMILIES
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from infer.backend import Row, backend_for
 from infer.backend.parts import ModelSnapshot
 from infer.cache import BaseCache, Cache, NoCache, PagedCache
 from infer.cache.pool import bytes_for
+from infer.engine.draft import Speculation
 from infer.engine.engine import Engine
 from infer.engine.memory import CacheMemory
 from infer.engine.model import all_logits, step
@@ -325,6 +327,114 @@ class TestTokens:
         assert tokens_of(model, prompt) == expected
         model.load_state_dict(saved, assign=True)
         assert tokens_of(model, prompt) == before
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Drafts are verified whatever they cost. Returns the width of each step that does."""
+    widths: list[int] = []
+    verify = captured.CapturedStep.verify
+
+    def counted(step: captured.CapturedStep, width: int, drafts: Any) -> Tensor:
+        widths.append(width)
+        return verify(step, width, drafts)
+
+    monkeypatch.setattr(captured.CapturedStep, "verify", counted)
+    monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+    return widths
+
+
+def drafts_of(texts: Collection[Collection[int]], right: float) -> Callable[[Sequence, int], list[int]]:
+    """Proposes what a known text says next, each token right with this chance."""
+    chance, known = random.Random(1), [[*text] for text in texts]
+
+    def propose(sequence: Sequence, count: int) -> list[int]:
+        text = next(text for text in known if text[: sequence.prompt_len] == sequence.prompt)
+        ahead = text[sequence.num_tokens :][: chance.randint(1, count)]
+        return [token if chance.random() < right else (token + 1) % VOCAB for token in ahead]
+
+    return propose
+
+
+class TestDrafts:
+    """Texts and log-probabilities are those without drafts."""
+
+    @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALIZED, FREE], ids=["greedy", "top", "penalty", "all"])
+    @pytest.mark.parametrize(
+        ("family", "dtype", "head_dim"),
+        [*((each, torch.float32, 24) for each in FAMILIES), ("llama", torch.bfloat16, 64)],
+        ids=str,
+    )
+    def test_of_every_family(
+        self,
+        make_model: MakeModel,
+        verified: list[int],
+        family: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        params: SamplingParams,
+    ) -> None:
+        model = make_model(family, dtype, head_dim=head_dim)
+        params = replace(params, max_new_tokens=60, logprobs=3, ignore_eos=True)
+        prompts = [prompt_of(length, seed=1) for length in (67, 5, 130)]
+        expected = generate_batch(model, Letters(), prompts, params)
+        texts = [[*prompt, *each.token_ids] for prompt, each in zip(prompts, expected, strict=True)]
+        for right in (0.0, 0.7, 1.0):
+            results = generate_batch(model, Letters(), prompts, params, speculate=drafts_of(texts, right))
+            for result, each in zip(results, expected, strict=True):
+                assert result.token_ids == each.token_ids
+                assert result.logprobs == each.logprobs
+            drafted, accepted = (sum(getattr(each, name) for each in results) for name in ("drafted", "accepted"))
+            assert accepted <= right * drafted + 0.2 * drafted
+            assert drafted > 20
+        assert set(verified) >= {2, 5, 9}
+
+    @EVERY_CACHE
+    def test_in_every_cache(self, make_model: MakeModel, verified: list[int], kind: str) -> None:
+        """A tight ring can take few drafts back, and gets no more."""
+        family, cls, options = CACHES[kind]
+        model = make_model(family, torch.bfloat16, head_dim=64)
+        params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+        prompt = prompt_of(40)
+        text = [*prompt, *tokens_of(model, prompt, params)]
+        cache = make_cache(model, cls, 256, **options)
+        got = generate(model, Letters(), prompt, params, cache=cache, speculate=drafts_of([text], 0.8))
+        assert [*prompt, *got.token_ids] == text
+        assert cache.seq_len == len(text) - 1
+        assert max(verified) == (9 if kind != "tight ring" else 2)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_of_many_rows(self, make_model: MakeModel, verified: list[int], dtype: torch.dtype) -> None:
+        """They come and go; keys of long and short rows; more drafts than a step takes are left out."""
+        model = make_model("llama", dtype, head_dim=64)
+        prompts = [prompt_of(1 + 53 * i % 700, seed=i) for i in range(70)]
+        params = [
+            SamplingParams(max_new_tokens=5 + 7 * i % 40, temperature=i % 3 * 0.6, seed=i, ignore_eos=True)
+            for i in range(70)
+        ]
+        expected = [each.token_ids for each in generate_batch(model, Letters(), prompts, params)]
+        texts = [[*prompt, *each] for prompt, each in zip(prompts, expected, strict=True)]
+        with LLM(model, Letters(), speculate=drafts_of(texts, 0.8)) as llm:
+            assert [each.token_ids for each in llm.generate(prompts, params)] == expected
+        assert set(verified) == {2, 3, 5, 9}
+
+    def test_launched_kernel_by_kernel(self, make_model: MakeModel, verified: list[int]) -> None:
+        model = make_model("qwen3", torch.bfloat16)
+        text = [*prompt_of(9), *tokens_of(model, prompt_of(9), FREE)]
+        with captured.disabled():
+            got = tokens_of(model, prompt_of(9), FREE, speculate=drafts_of([text], 0.8))
+        assert [*prompt_of(9), *got] == text
+        assert verified
+
+    def test_with_a_grammar(self, make_model: MakeModel, verified: list[int]) -> None:
+        """The host chooses: a pass verifies what the grammar forces."""
+        model, tokenizer = make_model(vocab_size=256), MockTokenizer([chr(i) for i in range(256)])
+        params = SamplingParams(max_new_tokens=60, regex="(a long and boring text[123] ){2}")
+        expected = generate(model, tokenizer, prompt_of(9), params)
+        got = generate(model, tokenizer, prompt_of(9), params, speculate="ngram")
+        assert got.text == expected.text
+        assert got.accepted > 20
+        assert not verified
 
 
 BATCH_LENGTHS = [1, 2, 130, 64, 7, 300, 65, 3, 20]

@@ -240,5 +240,5 @@ def _most_for(cache: Cache | None) -> int:
     if isinstance(cache, SlidingCache):
         spare = [k.shape[2] - window for k, window in zip(cache.k, cache.windows, strict=True) if window is not None]
         fits = all(k.shape[2] >= cache.capacity for k in cache.k)
-        return MAX_DRAFTS if fits else max(0, min(spare) + 1)
+        return MAX_DRAFTS if fits else min(spare)
     return MAX_DRAFTS if isinstance(cache, BaseCache) else 0
