@@ -974,8 +974,8 @@ def test_a_scored_prompt_of_one_token(light: list[CapturedStep], small: Make) ->
     assert not light
 
 
-def test_drafts_leave_captured_steps(made: list[CapturedStep], small: Make) -> None:
-    """They are verified in a pass; the text does not change, and the sequence enters captured steps again."""
+def test_drafts_wait_for_steps_launched_ahead(light: list[CapturedStep], small: Make) -> None:
+    """Those that follow tokens which were read only while a step was launched are dropped, and asked for again."""
     model, params = small(), SamplingParams(max_new_tokens=8, ignore_eos=True)
     expected = generate(model, Letters(), PROMPT, params).token_ids
     engine = Engine(model, CacheMemory(model, 10**6))
@@ -983,11 +983,14 @@ def test_drafts_leave_captured_steps(made: list[CapturedStep], small: Make) -> N
     engine.submit(sequence)
     while len(sequence.token_times) < 3:
         engine.step()
-    assert sequence.is_captured
-    sequence.draft_token_ids = [*expected[3:5], (expected[5] + 1) % model.config.vocab_size]
-    engine.step()
-    assert not sequence.is_captured
-    assert len(sequence.token_times) >= 5
+    for drafted, accepted in ((0, 0), (3, 2)):
+        done = len(sequence.token_times)
+        right = expected[done : done + 2]
+        sequence.draft_token_ids = [*right, (expected[done + 2] + 1) % model.config.vocab_size]
+        engine.step()
+        assert (sequence.num_drafted, sequence.num_accepted) == (drafted, accepted)
+        assert len(sequence.token_times) == done + 1 + accepted
+        assert sequence.is_captured
     while not engine.is_idle:
         engine.step()
     assert sequence.token_ids[3:] == expected
