@@ -380,7 +380,8 @@ class TestDrafts:
         expected = generate_batch(model, Letters(), prompts, params)
         texts = [[*prompt, *each.token_ids] for prompt, each in zip(prompts, expected, strict=True)]
         for right in (0.0, 0.7, 1.0):
-            results = generate_batch(model, Letters(), prompts, params, speculate=drafts_of(texts, right))
+            with LLM(model, Letters(), speculate=drafts_of(texts, right), cache_memory=10**8) as llm:
+                results = llm.generate(prompts, params)
             for result, each in zip(results, expected, strict=True):
                 assert result.token_ids == each.token_ids
                 assert result.logprobs == each.logprobs
@@ -414,7 +415,7 @@ class TestDrafts:
         ]
         expected = [each.token_ids for each in generate_batch(model, Letters(), prompts, params)]
         texts = [[*prompt, *each] for prompt, each in zip(prompts, expected, strict=True)]
-        with LLM(model, Letters(), speculate=drafts_of(texts, 0.8)) as llm:
+        with LLM(model, Letters(), speculate=drafts_of(texts, 0.8), cache_memory=10**9) as llm:
             assert [each.token_ids for each in llm.generate(prompts, params)] == expected
         assert set(verified) == {2, 3, 5, 9}
 
