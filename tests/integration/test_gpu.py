@@ -33,7 +33,7 @@ from infer.backend import Row, backend_for
 from infer.backend.parts import ModelSnapshot
 from infer.cache import BaseCache, Cache, NoCache, PagedCache
 from infer.cache.pool import bytes_for
-from infer.engine.draft import Speculation
+from infer.engine.draft import MAX_DRAFTS, Speculation
 from infer.engine.engine import Engine
 from infer.engine.memory import CacheMemory
 from infer.engine.model import all_logits, step
@@ -340,7 +340,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return verify(step, width, drafts)
 
     monkeypatch.setattr(captured.CapturedStep, "verify", counted)
-    monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+    monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))
     return widths
 
 

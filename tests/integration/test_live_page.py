@@ -17,7 +17,7 @@ from serving import running
 from waiting import until
 
 from infer import LLM
-from infer.engine.draft import Speculation
+from infer.engine.draft import MAX_DRAFTS, Speculation
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome is installed"),
@@ -218,7 +218,7 @@ def test_four_at_once(show: Show, server: LiveServer, gate: Gate) -> None:
 
 def test_drafts(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their number is shown once there are any; a pass that verifies some is not drawn as one of a prompt."""
-    monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)  # as many as possible
+    monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))  # as many as possible
     with serving(speculate="ngram") as server, browser.page(server.address) as page:
         page.wait("'live' in document.documentElement.dataset")
         right = server.llm.generate("HELLO", max_new_tokens=24, draft=False).token_ids

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -19,15 +20,18 @@ from infer.cache.ring import SlidingCache
 from infer.engine.scheduler import ScheduledTokens
 from infer.engine.sequence import Sequence as EngineSequence
 
-MAX_DRAFTS = 8  # per sequence and step
+LEVELS = (1, 2, 4, 8)  # the most drafts of a sequence in a step; captured steps have these
+MAX_DRAFTS = LEVELS[-1]
 
 # How many drafts are worth their time.
-RIGHT, WRONG = 2.0, 1.0  # drafts before the first one
-DECAY = 0.9  # of what is known of drafts, at each step with drafts
-RETURN = 0.01  # share by which a sequence returns to what is known of all, at each step without
+RIGHT, WRONG = 0.5, 1.5  # drafts before the first one
+DECAY = 0.9  # of what is known, at each new observation
 COST = 0.15  # of a draft, in steps of one row, before it is measured
+CHEAPER = 0.998  # what a draft has cost, at each step: it may have become cheaper
+MARGIN = 1.1  # a draft must be worth so much more than its time: all of this is estimated
 SMOOTHING = 0.2  # share of the last step in the times
-LOST_SHARE, LOST_STEPS = 0.02, 16  # drafts may cost this share of the time, and so many steps, more than they save
+WATCHED = 2  # drafts that are not verified, but compared with the text
+LOST_SHARE, LOST_STEPS = 0.01, 8  # drafts may cost this share of the time, and so many steps, more than they save
 LOST_DECAY = 0.999  # at each step
 
 logger = logging.getLogger("infer.engine")
@@ -69,9 +73,20 @@ class _Record:
         self.right *= DECAY**share
         self.wrong = self.wrong * DECAY**share + share
 
-    def return_to(self, other: _Record) -> None:
-        self.right += RETURN * ((RIGHT + WRONG) * other.chance - self.right)
-        self.wrong += RETURN * ((RIGHT + WRONG) * (1 - other.chance) - self.wrong)
+
+@dataclass
+class _Cost:
+    """What drafts have cost lately."""
+
+    seconds: float = 0.0
+    drafts: float = 0.0
+
+    def add(self, seconds: float, drafts: int) -> None:
+        self.seconds, self.drafts = self.seconds * DECAY + seconds, self.drafts * DECAY + drafts
+
+    @property
+    def of_one(self) -> float:
+        return max(0.0, self.seconds / self.drafts)
 
 
 @dataclass
@@ -82,6 +97,8 @@ class _Drafts:
     forced: bool = False  # the last ones: by a grammar
     drafted: int = 0  # of `Sequence.num_drafted`: counted already
     accepted: int = 0
+    watched: Sequence[int] = ()  # drafts that no step verifies: the text will say whether they are right
+    watched_at: int = 0  # position of the first
     failed: bool = False
 
 
@@ -91,6 +108,7 @@ class _Step:
 
     rows: int
     drafts: int
+    most: int  # of a sequence
     drafted_s: float  # seconds that the drafter took
 
 
@@ -98,8 +116,9 @@ class Speculation:
     """Drafts for the sequences that decode: of each as many as are likely to be worth their time.
 
     Drafts raise the time of a step. Draft number i is worth that if its chance to be right, p^i, is at least the number
-    of tokens that all rows would get in this time: its cost times the speed, in tokens per second. While drafts have
-    cost more than they saved, beyond a small share of the time and a few steps, there are none.
+    of tokens that all rows would get in this time: its cost times the speed, in tokens per second. Where none is, the
+    drafter is asked all the same, now and then, and the text shows what its drafts would have been worth. While drafts
+    have cost more than they saved, beyond a small share of the time and a few steps, it is not.
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
@@ -107,7 +126,8 @@ class Speculation:
         self._drafts: dict[EngineSequence, _Drafts] = {}
         self._all, self._forced = _Record(), _Record(9.0, 1.0)  # of all sequences: the drafter's, and a grammar's
         self._times: dict[int, float] = {}  # of steps without drafts, by their rows
-        self._extra_s = self._extra_drafts = 0.0  # what drafts have cost lately, and how many they were
+        self._costs: dict[tuple[int, int], _Cost] = {}  # by rows, to a power of two, and level
+        self._last: _Cost | None = None  # of the last step, if it had drafts
         self._drafted_s = 0.0
         self._time = self._lost = 0.0  # recent seconds, and how many of them drafts have cost more than they saved
 
@@ -116,45 +136,61 @@ class Speculation:
         began = time.perf_counter()
         rows = [sequence for sequence in running if not sequence.is_prefill]
         known = {sequence: self._known(sequence) for sequence in rows if sequence.drafts}
-        worth = self._worth(len(rows), [drafts.record for drafts in known.values()])
-        counts = dict[EngineSequence, int]()
+        worth, most = self._worth(len(rows), [drafts.record for drafts in known.values()])
+        watches = self._affordable(len(rows))
+        counts, watched = dict[EngineSequence, int](), list[EngineSequence]()
         for sequence, drafts in known.items():
             left = min(sequence.max_len - sequence.num_tokens - 1, _most_for(sequence.cache))
             if sequence.recompute_tokens or left <= 0:
                 continue
-            if forced := self._forced_tokens(sequence, min(left, _count(self._forced, worth))):
+            if forced := self._forced_tokens(sequence, min(left, _count(self._forced, worth, most))):
                 sequence.draft_token_ids, drafts.forced = forced, True
-            elif not drafts.failed and (count := min(left, _count(drafts.record, worth))) > 0:
+            elif drafts.failed:
+                continue
+            elif count := min(left, _count(drafts.record, worth, most)):
                 counts[sequence] = count
-        if not counts:
-            self._all.return_to(_Record())  # sequences may be others than those before
+            elif watches and not drafts.watched:
+                counts[sequence] = min(left, WATCHED)
+                watched.append(sequence)
         unsure = self._propose(counts)
+        for sequence in watched:
+            drafts = known[sequence]
+            drafts.watched, drafts.watched_at = sequence.draft_token_ids, sequence.num_tokens
+            sequence.draft_token_ids = []
         self._drafted_s = time.perf_counter() - began
-        if unsure and self._extra_s:
-            share = min(1.0, self._drafted_s / len(counts) * self._extra_drafts / self._extra_s)
+        if unsure:
+            share = min(1.0, self._drafted_s / len(counts) / (self._cost(len(rows), 1) or math.inf))
             for record in [self._all, *(known[sequence].record for sequence in unsure)]:
                 record.waste(share)
 
     def planned(self, scheduled: Sequence[ScheduledTokens]) -> _Step | None:
-        """What to measure of a step; None: it has prompts."""
-        drafts = sum(len(sequence.draft_token_ids) for sequence, _ in scheduled)
-        if sum(n for _, n in scheduled) != len(scheduled) + drafts:
+        """What to measure of a step; None: it has prompts, or drafts that it does not verify."""
+        counts = [len(sequence.draft_token_ids) for sequence, _ in scheduled]
+        if sum(n for _, n in scheduled) != len(scheduled) + sum(counts):
             self._lost += self._drafted_s
+            self._last = None
             return None
-        return _Step(len(scheduled), drafts, self._drafted_s)
+        return _Step(len(scheduled), sum(counts), max(counts), self._drafted_s)
 
     def measured(self, step: _Step, seconds: float, num_accepted: int) -> None:
         """The time of a step, and how many of its drafts were right."""
-        known = self._times.get(step.rows)
+        known, last, self._last = self._times.get(step.rows), self._last, None
         self._time, self._lost = self._time * LOST_DECAY + seconds, self._lost * LOST_DECAY + step.drafted_s
-        if not step.drafts:
-            self._times[step.rows] = seconds if known is None else known + SMOOTHING * (seconds - known)
-            self._extra_s *= 1 - RETURN / 4  # they may have become cheaper: it takes drafts to find out
-        elif known is not None:
+        for cost in self._costs.values():
+            cost.seconds *= CHEAPER
+        if known is None:
+            self._times[step.rows] = seconds
+        elif step.drafts:
             self._lost = max(0.0, self._lost + seconds - known * (1 + num_accepted / step.rows))
             self._times[step.rows] = known = min(known, seconds)
-            self._extra_s = self._extra_s * DECAY + max(0.0, seconds + step.drafted_s - known)
-            self._extra_drafts = self._extra_drafts * DECAY + step.drafts
+            level = next(level for level in LEVELS if level >= step.most)
+            self._last = self._costs.setdefault((step.rows.bit_length(), level), _Cost())
+            self._last.add(seconds + step.drafted_s - known, step.drafts)
+        elif last is not None:  # drafts cost it the launch ahead of the step before
+            self._lost = max(0.0, self._lost + seconds - known)
+            last.seconds += seconds - known
+        else:
+            self._times[step.rows] = known + SMOOTHING * (seconds - known)
 
     def finish(self, sequence: EngineSequence) -> None:
         if self._drafts.pop(sequence, None) is None:
@@ -165,37 +201,60 @@ class Speculation:
             logger.error("the drafter failed as a sequence ended: %r", error)
 
     def _known(self, sequence: EngineSequence) -> _Drafts:
-        """What is known of its drafts, including the drafts verified since the last call."""
+        """What is known of its drafts, by the text since the last call."""
         if sequence not in self._drafts:
             chance = self._all.chance
             self._drafts[sequence] = _Drafts(_Record((RIGHT + WRONG) * chance, (RIGHT + WRONG) * (1 - chance)))
         drafts = self._drafts[sequence]
         drafted, accepted = sequence.num_drafted - drafts.drafted, sequence.num_accepted - drafts.accepted
         drafts.drafted, drafts.accepted = sequence.num_drafted, sequence.num_accepted
+        records = [self._forced] if drafts.forced else [drafts.record, self._all]
         if drafted:
-            for record in [self._forced] if drafts.forced else [drafts.record, self._all]:
+            for record in records:
                 record.learn(drafted, accepted)
-        else:
-            drafts.record.return_to(self._all)
         drafts.forced = False
+        while drafts.watched and drafts.watched_at < sequence.num_tokens:
+            is_right = drafts.watched[0] == sequence.token_ids[drafts.watched_at]
+            for record in (drafts.record, self._all):
+                record.learn(1, is_right)
+            drafts.watched, drafts.watched_at = drafts.watched[1:] if is_right else (), drafts.watched_at + 1
         return drafts
 
-    def _worth(self, rows: int, records: Sequence[_Record]) -> float:
-        """The chance from which a draft is worth its time; above 1: none is."""
+    def _affordable(self, rows: int) -> bool:
+        """Whether drafts have lost too little to do without, and a step without them was measured."""
         step_s = self._times.get(rows)
-        if step_s is None:
-            return math.inf  # measure one without drafts
-        if self._lost > LOST_SHARE * self._time + LOST_STEPS * step_s:
-            return math.inf
-        cost = self._extra_s / self._extra_drafts if self._extra_drafts else COST * step_s / rows
-        worth = cost * rows / step_s
-        for _ in range(2):  # the speed with drafts is higher, and the chance has to be
-            counts = [_count(record, worth) for record in records]
-            tokens = rows + sum(
-                record.chance**i for record, count in zip(records, counts, strict=True) for i in range(1, count + 1)
-            )
-            worth = max(worth, cost * tokens / (step_s + cost * sum(counts)))
-        return worth
+        return step_s is not None and self._lost <= LOST_SHARE * self._time + LOST_STEPS * step_s
+
+    def _worth(self, rows: int, records: Sequence[_Record]) -> tuple[float, int]:
+        """The chance from which a draft is worth its time, and the most drafts of a sequence, for the highest speed."""
+        found = math.inf, 0
+        if not self._affordable(rows):
+            return found
+        step_s = self._times[rows]
+        best = rows / step_s
+        chances = Counter(round(record.chance, 2) for record in records)
+        for level in LEVELS:
+            cost = self._cost(rows, level)
+            worth = MARGIN * cost * rows / step_s
+            for _ in range(2):  # the speed with drafts is higher, and the chance has to be
+                counts = {chance: _count_at(chance, worth, level) for chance in chances}
+                drafts = sum(number * counts[chance] for chance, number in chances.items())
+                right = sum(
+                    number * chance**i for chance, number in chances.items() for i in range(1, counts[chance] + 1)
+                )
+                speed = (rows + right) / (step_s + cost * drafts)
+                worth = max(worth, MARGIN * cost * speed)
+            if speed > best:
+                best, found = speed, (worth, level)
+        return found
+
+    def _cost(self, rows: int, level: int) -> float:
+        """Seconds of a draft in steps of so many rows, with as many drafts of a sequence; or else with others."""
+        found = {each: self._costs.get((rows.bit_length(), each)) for each in LEVELS}
+        for each in sorted(LEVELS, key=lambda other: (other > level, abs(other - level))):
+            if (cost := found[each]) is not None:
+                return cost.of_one
+        return COST * self._times.get(rows, 0.0) / rows
 
     def _forced_tokens(self, sequence: EngineSequence, count: int) -> list[int]:
         """The next tokens of the text that its grammar forces."""
@@ -226,12 +285,15 @@ class Speculation:
         return unsure
 
 
-def _count(record: _Record, worth: float) -> int:
+def _count(record: _Record, worth: float, most: int) -> int:
     """How many drafts are worth their time."""
-    chance = record.chance
+    return _count_at(record.chance, worth, most)
+
+
+def _count_at(chance: float, worth: float, most: int) -> int:
     if chance < worth:
         return 0
-    return MAX_DRAFTS if worth <= chance**MAX_DRAFTS else int(math.log(worth) / math.log(chance))
+    return most if worth <= chance**most else int(math.log(worth) / math.log(chance))
 
 
 def _most_for(cache: Cache | None) -> int:

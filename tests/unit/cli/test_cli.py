@@ -33,7 +33,7 @@ from infer.cli.sampling import CHAT
 from infer.cli.streams import say
 from infer.engine import generate as engine
 from infer.engine import sequence as sequences
-from infer.engine.draft import Speculation
+from infer.engine.draft import MAX_DRAFTS, Speculation
 from infer.engine.llm import Handle
 from infer.engine.params import DISTRIBUTION_SETTINGS, SETTINGS
 from infer.engine.result import GeneratedToken, GenerationResult
@@ -1204,7 +1204,7 @@ class TestBench:
         assert done.out.count("\n") == 1
 
     def test_drafts(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)  # as many as possible
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))  # as many as possible
         monkeypatch.setattr(sequences, "sample", lambda *_: 7)  # a text that repeats itself
         monkeypatch.setattr(bench, "SUITE", {"short": (3, 20), "long": (9, 30)})
         done = run("bench", "--suite", "--trials", "2", "--speculate", "ngram", "--json")

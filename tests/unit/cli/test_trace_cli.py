@@ -14,7 +14,7 @@ from commands import CACHE_BYTES_PER_TOKEN, CONTEXT, Run, assert_refused, chat_i
 from infer import SamplingParams, Tokenizer, Trace, generate, load_model
 from infer.cli.trace import parse_step, spread
 from infer.engine import generate as engine
-from infer.engine.draft import Speculation
+from infer.engine.draft import MAX_DRAFTS, Speculation
 from infer.engine.result import GeneratedToken
 from infer.trace import record
 from infer.trace.page import read_page
@@ -441,7 +441,7 @@ class TestSpeculate:
     @pytest.fixture(autouse=True)
     def _always_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As many as possible, whatever they cost."""
-        monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))
 
     def test_changes_no_number(self, run: Run) -> None:
         args = ("trace", "hello " * 4, "--max-new-tokens", "40", "--ignore-eos", "--json")

@@ -34,7 +34,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as possible, whatever they cost, and however unsure the draft model is."""
-    monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+    monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))
     monkeypatch.setattr(drafters, "SURE", 0.0)
 
 

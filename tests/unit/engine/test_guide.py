@@ -28,7 +28,7 @@ from infer import LLM, CacheMemory, SamplingParams, Tokenizer, generate, generat
 from infer.backend.cpu.backend import CpuBackend
 from infer.backend.plain import TorchBackend
 from infer.engine import guide as guides
-from infer.engine.draft import Speculation
+from infer.engine.draft import MAX_DRAFTS, Speculation
 from infer.engine.drafters import NgramDrafter
 from infer.engine.engine import Engine
 from infer.engine.guide import Guide, guide_for, vocabulary_of
@@ -200,7 +200,7 @@ class TestTextsMatch:
     @pytest.mark.parametrize("kind", CONSTRAINTS)
     def test_drafts_change_no_text(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """A draft ends before the first token that the constraint refuses."""
-        monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))
         monkeypatch.setattr(Guide, "forced_tokens", lambda *_: [])
         settings, _ = CONSTRAINTS[kind]
         expected = generate(tiny(all_bytes()), all_bytes(), PROMPT, params(**settings))
@@ -224,7 +224,7 @@ class TestTextsMatch:
 
     def test_forced_tokens_are_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of the text that has to come next; a token that the model prefers to cut otherwise is corrected."""
-        monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))
         schema = {"type": "object", "properties": {"a_long_name": {"enum": ["certain"]}}, "required": ["a_long_name"]}
         settings = params(json_schema=json.dumps(schema | {"additionalProperties": False}), logprobs=1)
         without = generate(tiny(all_bytes()), all_bytes(), PROMPT, settings)

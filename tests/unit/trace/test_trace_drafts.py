@@ -14,7 +14,7 @@ from mocks import Letters
 from traces import make_trace
 
 from infer import LLM, KVCache, SamplingParams, Trace, generate
-from infer.engine.draft import Speculation
+from infer.engine.draft import MAX_DRAFTS, Speculation
 from infer.models.common import Decoder
 from infer.trace.data import Prediction
 from infer.trace.page import page, read_page
@@ -35,7 +35,7 @@ DRAFTS: dict[str, Callable[[list[int]], list[int]]] = {
 @pytest.fixture(autouse=True)
 def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as possible, whatever they cost."""
-    monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+    monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))
 
 
 class Drafter:

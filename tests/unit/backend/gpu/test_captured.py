@@ -39,7 +39,7 @@ from infer.backend.parts import ModelSnapshot, parts_of
 from infer.cache import BaseCache, Cache, TracedCache
 from infer.cache.debug import debugged
 from infer.config import RopeConfig
-from infer.engine.draft import Speculation
+from infer.engine.draft import MAX_DRAFTS, Speculation
 from infer.engine.drafters import DrafterFunction, drafter_of
 from infer.engine.engine import Engine
 from infer.engine.generate import generate_batch
@@ -836,7 +836,7 @@ class TestManySequences:
             run_to_end(Engine(model, roomy, max_rows=1), [sequence])
         memory = CacheMemory(model, 10 * roomy.pool.page_bytes, page_size=4)
         drafter = drafter_of(drafts_of(alone, chance), Letters()) if drafts else None
-        monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))
         engine = Engine(model, memory, max_rows=chance.choice([2, 4, 7]), prefill_chunk=6, drafter=drafter)
         sequences = [sequence_of(model, *case) for case in cases]
         aborted = [sequence_of(model, *case) for case in cases[:3]]
@@ -1027,7 +1027,7 @@ class TestDrafts:
         family: str,
         options: dict[str, Any],
     ) -> None:
-        monkeypatch.setattr(Speculation, "_worth", lambda *_: 0.0)
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))
         model = small(family)
         cases = [(PROMPT, settings(14, **options)), ([5], settings(9, **options)), ([4, 9, 1, 8], settings(6))]
         alone = [sequence_of(model, *case) for case in cases]
