@@ -33,6 +33,10 @@ SMOOTHING = 0.2  # share of the last step in the times
 WATCHED = 2  # drafts that are not verified, but compared with the text
 LOST_SHARE, LOST_STEPS = 0.01, 8  # drafts may cost this share of the time, and so many steps, more than they save
 LOST_DECAY = 0.999  # at each step
+CHANCES = 20  # steps from 0 to 1: chances that are told apart where the speed is estimated
+LEAST = 0.05  # chance from which a draft is proposed where it costs nothing more
+WITHOUT = 2  # steps without drafts to measure, first and after so many steps with drafts
+STREAK = 200
 
 logger = logging.getLogger("infer.engine")
 
@@ -72,6 +76,22 @@ class _Record:
         """The time of so much of a draft was spent, without one."""
         self.right *= DECAY**share
         self.wrong = self.wrong * DECAY**share + share
+
+
+@dataclass
+class _Time:
+    """Of steps without drafts."""
+
+    seconds: float = math.inf
+    count: int = 0
+
+    def add(self, seconds: float, *, forget: bool) -> None:
+        """forget: what is known, as it is long ago."""
+        if forget or self.count < WITHOUT:  # the first steps may have compiled kernels
+            self.seconds = seconds if forget else min(self.seconds, seconds)
+        else:
+            self.seconds += SMOOTHING * (seconds - self.seconds)
+        self.count += 1
 
 
 @dataclass
@@ -116,43 +136,60 @@ class Speculation:
     """Drafts for the sequences that decode: of each as many as are likely to be worth their time.
 
     Drafts raise the time of a step. Draft number i is worth that if its chance to be right, p^i, is at least the number
-    of tokens that all rows would get in this time: its cost times the speed, in tokens per second. Where none is, the
-    drafter is asked all the same, now and then, and the text shows what its drafts would have been worth. While drafts
-    have cost more than they saved, beyond a small share of the time and a few steps, it is not.
+    of tokens that all rows would get in this time: its cost times the speed, in tokens per second. In a captured step
+    the most drafts of a sequence decide what it costs: all drafts together are worth that, or none is.
+
+    Where drafts are not worth their time, the drafter is asked all the same, and the text shows what its drafts would
+    have been worth. While they have cost more than they saved, beyond a small share of the time and a few steps, it is
+    not asked.
     """
 
-    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
-        self.drafter, self._vocab_size = drafter, vocab_size
+    def __init__(self, drafter: Drafter, vocab_size: int, *, padded: bool = False) -> None:
+        """padded: each sequence costs what the one with most drafts costs."""
+        self.drafter, self._vocab_size, self._padded = drafter, vocab_size, padded
         self._drafts: dict[EngineSequence, _Drafts] = {}
         self._all, self._forced = _Record(), _Record(9.0, 1.0)  # of all sequences: the drafter's, and a grammar's
-        self._times: dict[int, float] = {}  # of steps without drafts, by their rows
+        self._times: dict[int, _Time] = {}  # of steps without drafts, by their rows
+        self._streak = 0  # steps with drafts since the last of these
         self._costs: dict[tuple[int, int], _Cost] = {}  # by rows, to a power of two, and level
         self._last: _Cost | None = None  # of the last step, if it had drafts
         self._drafted_s = 0.0
         self._time = self._lost = 0.0  # recent seconds, and how many of them drafts have cost more than they saved
 
-    def draft(self, running: Sequence[EngineSequence]) -> None:
-        """Set `draft_token_ids` of the sequences that decode."""
+    def draft(self, running: Sequence[EngineSequence], most: int = MAX_DRAFTS) -> None:
+        """Set `draft_token_ids` of the sequences that decode. most: of each that a step verifies."""
+        self._drafted_s = 0.0
+        if not most:
+            return
         began = time.perf_counter()
         rows = [sequence for sequence in running if not sequence.is_prefill]
         known = {sequence: self._known(sequence) for sequence in rows if sequence.drafts}
-        worth, most = self._worth(len(rows), [drafts.record for drafts in known.values()])
+        worth, level = self._worth(len(rows), [(each.record.chance, most) for each in known.values()])
         watches = self._affordable(len(rows))
         counts, watched = dict[EngineSequence, int](), list[EngineSequence]()
         for sequence, drafts in known.items():
             left = min(sequence.max_len - sequence.num_tokens - 1, _most_for(sequence.cache))
             if sequence.recompute_tokens or left <= 0:
                 continue
-            if forced := self._forced_tokens(sequence, min(left, _count(self._forced, worth, most))):
+            if forced := self._forced_tokens(sequence, min(left, _count(self._forced.chance, worth, level))):
                 sequence.draft_token_ids, drafts.forced = forced, True
             elif drafts.failed:
                 continue
-            elif count := min(left, _count(drafts.record, worth, most)):
+            elif count := min(left, _count(drafts.record.chance, worth, level)):
                 counts[sequence] = count
             elif watches and not drafts.watched:
                 counts[sequence] = min(left, WATCHED)
                 watched.append(sequence)
         unsure = self._propose(counts)
+        if self._padded and level:  # of the drafts that there are
+            drafted = [sequence for sequence in known if sequence.draft_token_ids and sequence not in watched]
+            offers = [(known[each].record.chance, len(each.draft_token_ids)) for each in drafted]
+            _, level = self._worth(len(rows), offers)
+            for sequence in drafted:
+                if level:
+                    del sequence.draft_token_ids[level:]
+                else:
+                    watched.append(sequence)
         for sequence in watched:
             drafts = known[sequence]
             drafts.watched, drafts.watched_at = sequence.draft_token_ids, sequence.num_tokens
@@ -174,23 +211,25 @@ class Speculation:
 
     def measured(self, step: _Step, seconds: float, num_accepted: int) -> None:
         """The time of a step, and how many of its drafts were right."""
-        known, last, self._last = self._times.get(step.rows), self._last, None
+        last, self._last = self._last, None
+        without = self._times.setdefault(step.rows, _Time())
+        known = without.seconds
         self._time, self._lost = self._time * LOST_DECAY + seconds, self._lost * LOST_DECAY + step.drafted_s
         for cost in self._costs.values():
             cost.seconds *= CHEAPER
-        if known is None:
-            self._times[step.rows] = seconds
-        elif step.drafts:
+        if step.drafts:
+            self._streak += 1
             self._lost = max(0.0, self._lost + seconds - known * (1 + num_accepted / step.rows))
-            self._times[step.rows] = known = min(known, seconds)
+            without.seconds = known = min(known, seconds)
             level = next(level for level in LEVELS if level >= step.most)
             self._last = self._costs.setdefault((step.rows.bit_length(), level), _Cost())
-            self._last.add(seconds + step.drafted_s - known, step.drafts)
-        elif last is not None:  # drafts cost it the launch ahead of the step before
+            self._last.add(seconds + step.drafted_s - known, step.rows * level if self._padded else step.drafts)
+        elif last is not None and without.count >= WITHOUT:  # drafts cost it the launch ahead of the step before
             self._lost = max(0.0, self._lost + seconds - known)
             last.seconds += seconds - known
         else:
-            self._times[step.rows] = known + SMOOTHING * (seconds - known)
+            without.add(seconds, forget=self._streak >= STREAK)
+            self._streak = 0
 
     def finish(self, sequence: EngineSequence) -> None:
         if self._drafts.pop(sequence, None) is None:
@@ -221,40 +260,48 @@ class Speculation:
         return drafts
 
     def _affordable(self, rows: int) -> bool:
-        """Whether drafts have lost too little to do without, and a step without them was measured."""
-        step_s = self._times.get(rows)
-        return step_s is not None and self._lost <= LOST_SHARE * self._time + LOST_STEPS * step_s
+        """Whether drafts have lost too little to do without, and steps without them were measured."""
+        without = self._times.get(rows)
+        if without is None or without.count < WITHOUT or self._streak >= STREAK:
+            return False
+        return self._lost <= LOST_SHARE * self._time + LOST_STEPS * without.seconds
 
-    def _worth(self, rows: int, records: Sequence[_Record]) -> tuple[float, int]:
-        """The chance from which a draft is worth its time, and the most drafts of a sequence, for the highest speed."""
+    def _worth(self, rows: int, offers: Sequence[tuple[float, int]]) -> tuple[float, int]:
+        """The chance from which a draft is worth its time, and the most drafts of a sequence, for the highest speed.
+
+        offers: of each sequence the chance of a draft, and how many there are.
+        """
         found = math.inf, 0
         if not self._affordable(rows):
             return found
-        step_s = self._times[rows]
+        step_s = self._times[rows].seconds
         best = rows / step_s
-        chances = Counter(round(record.chance, 2) for record in records)
+        groups = Counter((round(chance * CHANCES) / CHANCES, count) for chance, count in offers)
         for level in LEVELS:
-            cost = self._cost(rows, level)
-            worth = MARGIN * cost * rows / step_s
-            for _ in range(2):  # the speed with drafts is higher, and the chance has to be
-                counts = {chance: _count_at(chance, worth, level) for chance in chances}
-                drafts = sum(number * counts[chance] for chance, number in chances.items())
-                right = sum(
-                    number * chance**i for chance, number in chances.items() for i in range(1, counts[chance] + 1)
-                )
-                speed = (rows + right) / (step_s + cost * drafts)
-                worth = max(worth, MARGIN * cost * speed)
+            cost = MARGIN * self._cost(rows, level)
+            if self._padded:
+                worth = LEAST
+                speed = (rows + _expected(groups, worth, level)[0]) / (step_s + cost * rows * level)
+            else:
+                worth = cost * rows / step_s
+                for _ in range(2):  # the speed with drafts is higher, and the chance has to be
+                    right, drafts = _expected(groups, worth, level)
+                    speed = (rows + right) / (step_s + cost * drafts)
+                    worth = max(worth, cost * speed)
             if speed > best:
                 best, found = speed, (worth, level)
         return found
 
     def _cost(self, rows: int, level: int) -> float:
-        """Seconds of a draft in steps of so many rows, with as many drafts of a sequence; or else with others."""
+        """Seconds of a draft in steps of so many rows, with as many drafts of a sequence; or else with others.
+
+        Padded, each row has as many.
+        """
         found = {each: self._costs.get((rows.bit_length(), each)) for each in LEVELS}
         for each in sorted(LEVELS, key=lambda other: (other > level, abs(other - level))):
             if (cost := found[each]) is not None:
                 return cost.of_one
-        return COST * self._times.get(rows, 0.0) / rows
+        return COST * self._times[rows].seconds / rows if rows in self._times else 0.0
 
     def _forced_tokens(self, sequence: EngineSequence, count: int) -> list[int]:
         """The next tokens of the text that its grammar forces."""
@@ -285,15 +332,22 @@ class Speculation:
         return unsure
 
 
-def _count(record: _Record, worth: float, most: int) -> int:
+def _count(chance: float, worth: float, most: int) -> int:
     """How many drafts are worth their time."""
-    return _count_at(record.chance, worth, most)
-
-
-def _count_at(chance: float, worth: float, most: int) -> int:
     if chance < worth:
         return 0
     return most if worth <= chance**most else int(math.log(worth) / math.log(chance))
+
+
+def _expected(groups: Mapping[tuple[float, int], int], worth: float, most: int) -> tuple[float, int]:
+    """Of drafts that are worth their time, how many will be right, and how many they are."""
+    right, drafts = 0.0, 0
+    for (chance, available), sequences in groups.items():
+        count, all_right = 0, chance
+        while count < most and count < available and all_right >= worth:
+            count, right, all_right = count + 1, right + sequences * all_right, all_right * chance
+        drafts += sequences * count
+    return right, drafts
 
 
 def _most_for(cache: Cache | None) -> int:

@@ -117,8 +117,10 @@ class Engine:
         rows = MAX_ROWS if max_rows is None else max_rows
         shared = prefill_chunk is None and chunk == PREFILL_CHUNKS.get(self.runner.device.type)
         self.scheduler = Scheduler(self.allocator, max_rows=rows, prefill_chunk=chunk, shared=shared)
-        self.speculation = None if drafter is None else Speculation(drafter, model.config.vocab_size)
-        if drafter is not None and not self.runner.verifies_drafts:
+        self.speculation: Speculation | None = None
+        if drafter is not None:
+            self.speculation = Speculation(drafter, model.config.vocab_size, padded=self.runner.pads_drafts)
+        if drafter is not None and not self.runner.max_drafts(1):
             logger.warning("nothing is drafted: only kernels verify drafts, not %s", backend_name(model))
         self.num_finished = 0
         self._num_drafted = self._num_accepted = 0
@@ -155,8 +157,9 @@ class Engine:
 
     def step(self) -> bool:
         """Schedule, run, commit. False: nothing could be scheduled."""
-        if self.speculation is not None and self.runner.verifies_drafts:
-            self.speculation.draft(self.scheduler.running)
+        if self.speculation is not None:
+            running = self.scheduler.running
+            self.speculation.draft(running, self.runner.max_drafts(len(running)))
         with self._page_tables_written_together():
             scheduled = self.scheduler.schedule()
         self._after_schedule()

@@ -5,6 +5,7 @@ On a GPU, sequences that decode go through captured steps, one of which is launc
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,9 +111,16 @@ class Runner:
             and self._captured.supports(sequence.cache)
         )
 
+    def max_drafts(self, rows: int) -> int:
+        """Drafts of a sequence that a step of so many sequences verifies, at most."""
+        if not verifies_drafts(self._choose_backend().name):
+            return 0
+        return sys.maxsize if self._captured is None else int(self._captured.max_drafts(rows))
+
     @property
-    def verifies_drafts(self) -> bool:
-        return verifies_drafts(self._choose_backend().name)
+    def pads_drafts(self) -> bool:
+        """Whether all sequences of a step take the time of the one with most drafts."""
+        return self._captured is not None
 
     def sync(self, sequence: Sequence) -> None:
         """Tell the cache of the tokens that captured steps have computed."""

@@ -15,7 +15,7 @@ from tiny import make_tiny_model
 
 from infer import LLM, SamplingParams, generate, stream
 from infer.engine import draft
-from infer.engine.draft import MAX_DRAFTS, Speculation, _Cost
+from infer.engine.draft import LEVELS, MAX_DRAFTS, Speculation, _Cost
 from infer.engine.drafters import NgramDrafter
 from infer.engine.engine import Engine
 from infer.engine.memory import CacheMemory
@@ -296,15 +296,14 @@ class TestWorth:
         cost: Callable[[int, int], float],
         rows: int = 1,
         steps: int = 400,
-        drafter_s: float = 0.0,
-        monkeypatch: pytest.MonkeyPatch | None = None,
+        padded: bool = False,
     ) -> tuple[float, float]:
         """Drafts per step, and the speed beside that without. cost: of drafts, by all and by the most of a sequence, in
         steps without.
         """
         chance, model = random.Random(1), make_tiny_model()
         drafter = Scripted(lambda _: [5 if chance.random() < right else 6 for _ in range(MAX_DRAFTS)])
-        speculation = Speculation(drafter, 64)
+        speculation = Speculation(drafter, 64, padded=padded)
         sequences = [Sequence(model.config, LETTERS, [1], SamplingParams(max_new_tokens=5)) for _ in range(rows)]
         took = tokens = drafted = 0.0
         for sequence in sequences:
@@ -312,8 +311,7 @@ class TestWorth:
             sequence.num_prefill_tokens = 0
         for _ in range(steps):
             speculation.draft(sequences)
-            asked = any(each.draft_token_ids for each in sequences)
-            speculation._drafted_s = asked * drafter_s
+            speculation._drafted_s = 0.0
             scheduled = [ScheduledTokens(each, 1 + len(each.draft_token_ids)) for each in sequences]
             plan = speculation.planned(scheduled)
             assert plan is not None
@@ -326,7 +324,7 @@ class TestWorth:
                 each.num_drafted, each.num_accepted = each.num_drafted + len(drafts), each.num_accepted + accepted
                 tokens, drafted, right_ones = tokens + 1 + accepted, drafted + len(drafts), right_ones + accepted
             speculation.measured(plan, step_s, right_ones)
-            took += step_s + asked * drafter_s
+            took += step_s
         return drafted / steps / rows, tokens / took / rows
 
     def test_right_ones(self) -> None:
@@ -346,11 +344,21 @@ class TestWorth:
         assert cheap[1] > 1.65
         assert dear[1] > 0.98
 
-    def test_as_many_as_a_step_takes_cheaply(self) -> None:
-        """Of a GPU: up to two drafts for each of 32 sequences cost little."""
-        costs = {0: 0.0, 1: 0.05, 2: 0.15, 4: 0.71, 8: 1.36}
-        for right, speed in ((0.0, 0.98), (0.5, 1.4), (0.8, 1.95), (1.0, 3.5)):
-            found = self.tried(right, lambda _, most: costs[next(each for each in costs if each >= most)], rows=32)
+    @pytest.mark.parametrize(
+        ("rows", "costs", "speeds"),
+        [
+            (1, [0.1, 0.11, 0.13, 0.18], [0.98, 1.6, 2.8, 6.5]),
+            (8, [0.15, 0.24, 0.3, 0.4], [0.98, 1.35, 2.4, 5.5]),
+            (32, [0.15, 0.25, 0.8, 1.45], [0.98, 1.3, 1.8, 3.2]),
+        ],
+    )
+    def test_in_captured_steps(self, rows: int, costs: list[float], speeds: list[float]) -> None:
+        """All drafts up to 1, 2, 4 or 8 of each sequence cost the same."""
+        by_level = {0: 0.0} | dict(zip(LEVELS, costs, strict=True))
+        for right, speed in zip((0.0, 0.5, 0.8, 1.0), speeds, strict=True):
+            found = self.tried(
+                right, lambda _, most: by_level[next(each for each in by_level if each >= most)], rows, padded=True
+            )
             assert found[1] > speed
 
     @pytest.mark.parametrize("left_out", [False, True])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from infer import progress
 from infer.backend.gpu import launcher
-from infer.backend.gpu.launcher import compile_ahead, on
+from infer.backend.gpu.launcher import compile_ahead, next_power, on
 from infer.backend.gpu.logprobs import logprob_terms
 from infer.backend.gpu.sampling import MANY_ROWS, DeviceSampler, GreedySampler
 from infer.backend.gpu.step import Plan, StepInputs, StepRows, begin, counters, launch, unused_inputs
@@ -182,10 +182,10 @@ class CapturedStep:
         """Launch a step with drafts: by slot, up to width - 1 of each sequence. Returns where the host finds tokens."""
         verification = self.verifications[width]
         assert verification is not None
-        padded = torch.full(verification.drafts.shape, -1, dtype=torch.int64)
+        padded = [[-1] * (width - 1)] * self.rows
         for slot, tokens in drafts:
-            padded[slot, : len(tokens)] = torch.tensor(tokens)
-        verification.drafts.copy_(to_device(padded, self.device))
+            padded[slot] = [*tokens, *padded[slot]][: width - 1]
+        verification.drafts.copy_(to_device(torch.tensor(padded), self.device))
         if verification.graph is None:
             self._run_verification(verification)
         else:
@@ -380,6 +380,10 @@ class CapturedDecoder:
         """Whether the kernels can write to this cache."""
         return cache.table(self._steps.config, self._steps.dtype, 1) is not None
 
+    def max_drafts(self, rows: int) -> int:
+        """Drafts of a sequence that a step of so many rows verifies, at most."""
+        return max((width - 1 for width in _widths(next_power(rows))), default=0)
+
     def add(self, sequence: DecodingSequence) -> None:
         """Let a sequence enter at the next step, which computes its last token; a pass beside it may compute others."""
         sequence.is_captured, sequence.num_launched_tokens = True, sequence.num_computed_tokens
@@ -481,7 +485,7 @@ class CapturedDecoder:
         step = self._step
         if not drafts or step is None:
             return
-        widths = [width for width in WIDTHS if width * step.rows <= MAX_VERIFIED]
+        widths = _widths(step.rows)
         if widths and not beside:
             if self._launched:  # the drafts follow tokens that were read: read all first
                 self._ahead = 0
@@ -509,7 +513,7 @@ class CapturedDecoder:
             return False
         samples = any(sequence.settings.flags for sequence in (*(each for each, _ in active), *self._entering))
         if step is None or not self._fits(step, count, beside) or (samples and not step.samples):
-            step = self._switch_step(1 << (count - 1).bit_length(), samples, active)
+            step = self._switch_step(next_power(count), samples, active)
         if self._entering:
             self._enter(step)
         return True
@@ -619,6 +623,11 @@ class CapturedDecoder:
                 f"{each.name or 'the prompt'} at position {len(each.token_ids) - 1}" for each, _ in self._active
             )
             raise RuntimeError(f"the GPU failed while it decoded {at}: {error}") from error
+
+
+def _widths(rows: int) -> list[int]:
+    """Of the steps of so many rows that verify drafts."""
+    return [width for width in WIDTHS if width * rows <= MAX_VERIFIED]
 
 
 def _accepted(chosen: list[int], drafts: list[int]) -> list[int]:
