@@ -230,6 +230,22 @@ class ResponseFormat(Format):
         return _strict(self.json_schema.schema_, self.json_schema.strict)
 
 
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """A text that the answer may repeat: its tokens are drafted."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(max_length=1024), FAIL_FAST]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatCompletion(Generation):
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         **Request.unsupported,
@@ -237,7 +253,6 @@ class ChatCompletion(Generation):
         "function_call": Unsupported(advice="use tool_choice"),
         "functions": Unsupported(advice="use tools"),
         "modalities": Unsupported((["text"],)),
-        "prediction": Unsupported(),
         "store": Unsupported((False,), "nothing is stored here, omit it or send false"),
         "verbosity": Unsupported(("medium",)),
         "web_search_options": Unsupported(),
@@ -252,6 +267,7 @@ class ChatCompletion(Generation):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -15,6 +15,7 @@ from infer.engine.logprobs import TokenLogprobs
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
 from infer.engine.text import Detokenizer
+from infer.loader.tokenizer import TooManyTokens
 from infer.server.bodies import ChatCompletion, Completion, Generation, StreamOptions, ToolChoice
 from infer.server.chat_template import Chat, for_template
 from infer.server.live import number_of
@@ -244,8 +245,20 @@ class ChatAnswer(_ChoicesAnswer):
         )
         prompt = self.service.chat_template.prompt(chat, self.service.max_model_len)
         self._constraint = prompt.constraint
+        if body.prediction is not None:
+            self.draft = self._encode_prediction(body.prediction.text)
         self.choices = [_ChatChoice(prompt.parser()) for _ in range(self.num_choices)]
         return [prompt.tokens]
+
+    def _encode_prediction(self, text: str) -> list[int]:
+        limit = self.service.max_model_len
+        try:
+            tokens: list[int] = self.service.tokenizer.encode(text, add_special_tokens=False, max_tokens=limit)
+            return tokens
+        except TooManyTokens:
+            raise bad_request(f"the prediction has more than {limit} tokens", "prediction") from None
+        except ValueError as error:
+            raise bad_request(str(error), "prediction") from None
 
     def settings(self, prompts: Sequence[list[int]]) -> SamplingParams:
         body = self.body
@@ -286,7 +299,12 @@ class ChatAnswer(_ChoicesAnswer):
     def usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         if self._on_message is not None:
             self._on_message(self.choices[0].message())
-        return usage_of(results, reasoning=sum(map(self._reasoning_tokens, self.choices, results)))
+        usage = usage_of(results, reasoning=sum(map(self._reasoning_tokens, self.choices, results)))
+        if self.body.prediction is not None:
+            accepted, drafted = (sum(getattr(result, name) for result in results) for name in ("accepted", "drafted"))
+            drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+            usage["completion_tokens_details"] |= drafts
+        return usage
 
     def _reasoning_tokens(self, choice: _ChatChoice, result: GenerationResult) -> int:
         """Counted by encoding the reasoning: the same number whether it was streamed or not."""

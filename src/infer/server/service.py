@@ -175,9 +175,15 @@ class Service:
         return f"{client} {body.cache_salt or ''}" if client or body.cache_salt else ""
 
     async def submit(
-        self, request: Request, prompts: Sequence[list[int]], params: SamplingParams, priority: int, cache_salt: str
+        self,
+        request: Request,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str,
+        draft: bool | list[int] = True,
     ) -> Handle:
-        submit = partial(self.llm.submit_all, prompts, params, priority=priority, cache_salt=cache_salt)
+        submit = partial(self.llm.submit_all, prompts, params, priority=priority, cache_salt=cache_salt, draft=draft)
         if self.settings.log_prompts:
             for prompt in prompts:
                 text = self.tokenizer.decode(prompt, skip_special_tokens=False)
@@ -232,6 +238,7 @@ class Answer(ABC):
     body_type: ClassVar[type[bodies.Request]]
     prompt_field: ClassVar[str]  # of the body, in errors
     num_choices = 1
+    draft: bool | list[int] = True  # tokens that the text may repeat, or whether any may be drafted
     params: SamplingParams | None = None
     handle: Handle | None = None
 
@@ -269,7 +276,7 @@ class Answer(ABC):
             prompts = await in_thread(request, self._encode_prompts)
             self.params = params = self.settings(prompts)
             salt = service.cache_salt(request, body)
-            self.handle = handle = await service.submit(request, prompts, params, body.priority or 0, salt)
+            self.handle = handle = await service.submit(request, prompts, params, body.priority or 0, salt, self.draft)
             if body.stream:
                 return EventStream(self, handle, stack.pop_all())
             try:
