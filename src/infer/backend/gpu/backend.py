@@ -33,7 +33,7 @@ from infer.backend.gpu.captured import CapturedDecoder, CapturedStep, CapturedSt
 from infer.backend.gpu.gemm import GemmInput, add_norm, aligned, empty_rows, gemm, scale_after_gemm, scale_logits
 from infer.backend.gpu.launcher import on
 from infer.backend.gpu.moe import mixture
-from infer.backend.gpu.prompts import CapturedPasses, Inputs, PassShape, ShardedSteps
+from infer.backend.gpu.prompts import MIN_STEPS, CapturedPasses, Inputs, LogitSteps, PassShape
 from infer.backend.gpu.step import Plan, StepInputs, StepRows, counters, launch, plan_of, rope_tables
 from infer.backend.gpu.tuned import FUSED_ROWS
 from infer.backend.parts import BlockParts, ModelParts
@@ -60,11 +60,12 @@ class GpuBackend:
         self.passes = CapturedPasses(parts.config.num_hidden_layers, self.device)
         block, layers = plan.blocks[0], parts.config.num_hidden_layers
         self._queries = queries_of(block.heads, block.kv_heads, block.head_dim, dtype, self.device)
-        self._sharded, self._steps = False, None
-        if isinstance(parts.head.linear, ShardedLinear):  # then collectives run between kernels
-            self._sharded = True
-            if parts.head.linear.group.capturable:
-                self._steps = ShardedSteps(layers, self._queries, self.device, self._launch_step)
+        self._sharded = isinstance(parts.head.linear, ShardedLinear)  # then collectives run between kernels
+        about = layers, self._queries, self.device
+        self._steps: LogitSteps | None = LogitSteps(*about, self._launch_step, MIN_STEPS)
+        if isinstance(parts.head.linear, ShardedLinear):
+            capturable = parts.head.linear.group.capturable
+            self._steps = LogitSteps(*about, self._launch_sharded_step, 1) if capturable else None
         self._no_logits = torch.empty(1, 0, parts.config.vocab_size, dtype=dtype, device=self.device)
 
     @staticmethod
@@ -133,12 +134,13 @@ class GpuBackend:
         return launched
 
     def _run_captured_step(self, rows: Sequence[Row]) -> list[Tensor] | None:
-        """Run one token per row through a captured step of a tensor-parallel model."""
+        """Run one token per row through a captured step."""
         assert self._steps is not None
         tables, page = self._reserve(rows)
         if tables is None:
             return None
-        logits = self._steps.launch(rows, tables, page)
+        if (logits := self._steps.launch(rows, tables, page)) is None:
+            return None
         self._advance(rows)
         return [logits[i : i + 1, None][:, row.logits] for i, row in enumerate(rows)]
 
@@ -175,7 +177,14 @@ class GpuBackend:
         return self._logits(GemmInput(aligned(normed.x[count:]), squares))
 
     def _launch_step(self, inputs: Inputs) -> Tensor:
-        """Launch a pass of one token per row, kernel by kernel; returns all logits."""
+        """Launch a decode step, kernel by kernel; returns its logits."""
+        ids, positions, tables, _ = inputs
+        x = self._embed(ids, positions.clamp(min=0))
+        step = StepInputs(x, positions, self._ropes(positions))
+        return launch(self.plan, step, tables, counters(self.plan, len(ids)))
+
+    def _launch_sharded_step(self, inputs: Inputs) -> Tensor:
+        """The same with the kernels of prompts, between which there are collectives."""
         ids, positions, tables, tiles = inputs
         x = self._embed(ids, positions.clamp(min=0))
         normed = self._blocks(None, x, positions, self._ropes(positions), tables, tiles)

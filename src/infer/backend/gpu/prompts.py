@@ -30,6 +30,7 @@ TOKENS_PER_ROW = 32  # the least average of a captured pass
 MAX_ROWS = 256  # of a captured step
 UNBOUNDED = 2**30  # more than any position
 MIN_USES = 2  # a pass is captured the second time that its size is used
+MIN_STEPS = 8  # a step that returns logits, the eighth time
 MAX_PASSES = 16  # captured alone, and beside each step; those used last are kept
 
 
@@ -192,35 +193,51 @@ class CapturedPasses:
         return captured_pass
 
 
-class ShardedSteps:
-    """Decode steps of a tensor-parallel model, captured with their collectives.
+class LogitSteps:
+    """Passes of one token per row that return logits, captured; with the collectives of a tensor-parallel model.
 
-    All ranks run the same rows, so all capture a step at the same time.
+    For tokens that the host chooses: with a grammar, or those of a draft model.
     """
 
-    def __init__(self, layers: int, queries: int, device: torch.device, run: Callable[[Inputs], Tensor]) -> None:
-        """run: launches a step, kernel by kernel, and returns its logits."""
+    def __init__(
+        self, layers: int, queries: int, device: torch.device, run: Callable[[Inputs], Tensor], min_uses: int
+    ) -> None:
+        """run: launches a step, kernel by kernel, and returns its logits. min_uses: of its size, before it is captured.
+
+        The ranks of a tensor-parallel model run the same rows, so all capture a step at the same time.
+        """
         self._layers, self._queries, self._device, self._run = layers, queries, device, run
         self._steps: dict[tuple[int, int], CapturedPass] = {}
+        self._min_uses, self._uses = min_uses, Counter[tuple[int, int]]()
         self._pool: Any = None  # their activations share one pool: only one step runs at a time
+        self._done: torch.cuda.Event | None = None  # recorded after the last launch
+        self._lock = Lock()
 
     def supports(self, rows: Sequence[Row]) -> bool:
         single = all(not isinstance(row.tokens, Tensor) and len(row.tokens) == 1 for row in rows)
         return captured.capturing() and single and len(rows) <= MAX_ROWS
 
-    def launch(self, rows: Sequence[Row], tables: np.ndarray[Any, Any], page: int) -> Tensor:
-        """The logits [rows, V]. tables: from the caches, whose memory is reserved."""
-        size = next_power(len(rows))
-        if (size, page) not in self._steps:
-            shape = PassShape(self._queries, UNBOUNDED, page)
-            step = CapturedPass(size, size, self._layers, shape, self._device)
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            step.capture(self._run, self._pool)
-            self._steps[size, page] = step
-        step = self._steps[size, page]
-        step.launch(rows, tables, as_tiles([(row.cache.seq_len, 1) for row in rows], self._queries))
-        assert step.output is not None
-        return step.output[: len(rows)].clone()
+    def launch(self, rows: Sequence[Row], tables: np.ndarray[Any, Any], page: int) -> Tensor | None:
+        """The logits [rows, V]; None: no step of this size is captured yet. tables: of caches with reserved memory."""
+        key = size, _ = next_power(len(rows)), page
+        with self._lock:
+            self._uses[key] += 1
+            if self._uses[key] < self._min_uses:
+                return None
+            if self._done is not None:
+                self._done.wait()
+            if key not in self._steps:
+                step = CapturedPass(size, size, self._layers, PassShape(self._queries, UNBOUNDED, page), self._device)
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                step.capture(self._run, self._pool)
+                self._steps[key] = step
+            step = self._steps[key]
+            step.launch(rows, tables, as_tiles([(row.cache.seq_len, 1) for row in rows], self._queries))
+            assert step.output is not None
+            logits = step.output[: len(rows)].clone()
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+        return logits
 
 
 def _only_fills_cache(row: Row) -> bool:
