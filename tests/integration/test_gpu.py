@@ -33,7 +33,9 @@ from infer.backend import Row, backend_for
 from infer.backend.parts import ModelSnapshot
 from infer.cache import BaseCache, Cache, NoCache, PagedCache
 from infer.cache.pool import bytes_for
+from infer.engine import drafters
 from infer.engine.draft import MAX_DRAFTS, Speculation
+from infer.engine.drafters import ModelDrafter
 from infer.engine.engine import Engine
 from infer.engine.memory import CacheMemory
 from infer.engine.model import all_logits, step
@@ -419,6 +421,23 @@ class TestDrafts:
             assert [each.token_ids for each in llm.generate(prompts, params)] == expected
         assert set(verified) == {2, 3, 5, 9}
 
+    @pytest.mark.parametrize("seed", [0, 1])
+    def test_of_a_draft_model(self, make_model: MakeModel, verified: list[int], seed: int) -> None:
+        """The same model is always right, another hardly ever; its own steps are captured, too."""
+        model, other = (make_model("llama", torch.bfloat16, head_dim=64, seed=each) for each in (0, seed))
+        prompts = [prompt_of(length, seed=1) for length in (67, 5, 130)]
+        params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+        expected = [each.token_ids for each in generate_batch(model, Letters(), prompts, params)]
+        drafter = ModelDrafter(other)
+        with mock.patch.object(drafters, "SURE", 0.0), LLM(model, Letters(), speculate=drafter) as llm:
+            results = llm.generate(prompts, params)
+        assert [each.token_ids for each in results] == expected
+        drafted, accepted = (sum(getattr(each, name) for each in results) for name in ("drafted", "accepted"))
+        assert accepted > 0.9 * drafted > 50 if seed == 0 else accepted < 0.5 * drafted
+        assert verified
+        with torch.inference_mode():
+            assert backend_for(other)._steps._steps  # type: ignore[attr-defined]
+
     def test_launched_kernel_by_kernel(self, make_model: MakeModel, verified: list[int]) -> None:
         model = make_model("qwen3", torch.bfloat16)
         text = [*prompt_of(9), *tokens_of(model, prompt_of(9), FREE)]
@@ -429,6 +448,7 @@ class TestDrafts:
 
     def test_with_a_grammar(self, make_model: MakeModel, verified: list[int]) -> None:
         """The host chooses: a pass verifies what the grammar forces."""
+        pytest.importorskip("llguidance")
         model, tokenizer = make_model(vocab_size=256), MockTokenizer([chr(i) for i in range(256)])
         params = SamplingParams(max_new_tokens=60, regex="(a long and boring text[123] ){2}")
         expected = generate(model, tokenizer, prompt_of(9), params)
