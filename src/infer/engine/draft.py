@@ -24,7 +24,7 @@ LEVELS = (1, 2, 4, 8)  # the most drafts of a sequence in a step; captured steps
 MAX_DRAFTS = LEVELS[-1]
 
 # How many drafts are worth their time.
-RIGHT, WRONG = 0.5, 1.5  # drafts before the first one
+RIGHT, WRONG = 1.5, 0.75  # drafts before the first one
 DECAY = 0.9  # of what is known, at each new observation
 COST = 0.15  # of a draft, in steps of one row, before it is measured
 CHEAPER = 0.998  # what a draft has cost, at each step: it may have become cheaper
@@ -119,6 +119,7 @@ class _Drafts:
     accepted: int = 0
     watched: Sequence[int] = ()  # drafts that no step verifies: the text will say whether they are right
     watched_at: int = 0  # position of the first
+    asked: bool = False  # the drafter has read the prompt
     failed: bool = False
 
 
@@ -130,6 +131,7 @@ class _Step:
     drafts: int
     most: int  # of a sequence
     drafted_s: float  # seconds that the drafter took
+    prompt_s: float  # of these, those in which it may have read a prompt
 
 
 class Speculation:
@@ -153,19 +155,19 @@ class Speculation:
         self._streak = 0  # steps with drafts since the last of these
         self._costs: dict[tuple[int, int], _Cost] = {}  # by rows, to a power of two, and level
         self._last: _Cost | None = None  # of the last step, if it had drafts
-        self._drafted_s = 0.0
+        self._drafted_s = self._prompt_s = 0.0  # of the last call of `draft`
         self._time = self._lost = 0.0  # recent seconds, and how many of them drafts have cost more than they saved
 
     def draft(self, running: Sequence[EngineSequence], most: int = MAX_DRAFTS) -> None:
         """Set `draft_token_ids` of the sequences that decode. most: of each that a step verifies."""
-        self._drafted_s = 0.0
+        self._drafted_s = self._prompt_s = 0.0
         if not most:
             return
         began = time.perf_counter()
         rows = [sequence for sequence in running if not sequence.is_prefill]
         known = {sequence: self._known(sequence) for sequence in rows if sequence.drafts}
         worth, level = self._worth(len(rows), [(each.record.chance, most) for each in known.values()])
-        watches = self._affordable(len(rows))
+        watches = self._affordable(len(rows), steps=0)
         counts, watched = dict[EngineSequence, int](), list[EngineSequence]()
         for sequence, drafts in known.items():
             left = min(sequence.max_len - sequence.num_tokens - 1, _most_for(sequence.cache))
@@ -195,7 +197,11 @@ class Speculation:
             drafts.watched, drafts.watched_at = sequence.draft_token_ids, sequence.num_tokens
             sequence.draft_token_ids = []
         self._drafted_s = time.perf_counter() - began
-        if unsure:
+        if not all(known[sequence].asked for sequence in counts):
+            self._prompt_s = self._drafted_s
+        for sequence in counts:
+            known[sequence].asked = True
+        if unsure and self._costs and not self._prompt_s:
             share = min(1.0, self._drafted_s / len(counts) / (self._cost(len(rows), 1) or math.inf))
             for record in [self._all, *(known[sequence].record for sequence in unsure)]:
                 record.waste(share)
@@ -207,7 +213,7 @@ class Speculation:
             self._lost += self._drafted_s
             self._last = None
             return None
-        return _Step(len(scheduled), sum(counts), max(counts), self._drafted_s)
+        return _Step(len(scheduled), sum(counts), max(counts), self._drafted_s, self._prompt_s)
 
     def measured(self, step: _Step, seconds: float, num_accepted: int) -> None:
         """The time of a step, and how many of its drafts were right."""
@@ -223,7 +229,8 @@ class Speculation:
             without.seconds = known = min(known, seconds)
             level = next(level for level in LEVELS if level >= step.most)
             self._last = self._costs.setdefault((step.rows.bit_length(), level), _Cost())
-            self._last.add(seconds + step.drafted_s - known, step.rows * level if self._padded else step.drafts)
+            seconds += step.drafted_s - step.prompt_s - known
+            self._last.add(seconds, step.rows * level if self._padded else step.drafts)
         elif last is not None and without.count >= WITHOUT:  # drafts cost it the launch ahead of the step before
             self._lost = max(0.0, self._lost + seconds - known)
             last.seconds += seconds - known
@@ -259,12 +266,12 @@ class Speculation:
             drafts.watched, drafts.watched_at = drafts.watched[1:] if is_right else (), drafts.watched_at + 1
         return drafts
 
-    def _affordable(self, rows: int) -> bool:
+    def _affordable(self, rows: int, steps: int = LOST_STEPS) -> bool:
         """Whether drafts have lost too little to do without, and steps without them were measured."""
         without = self._times.get(rows)
         if without is None or without.count < WITHOUT or self._streak >= STREAK:
             return False
-        return self._lost <= LOST_SHARE * self._time + LOST_STEPS * without.seconds
+        return self._lost <= LOST_SHARE * self._time + steps * without.seconds
 
     def _worth(self, rows: int, offers: Sequence[tuple[float, int]]) -> tuple[float, int]:
         """The chance from which a draft is worth its time, and the most drafts of a sequence, for the highest speed.

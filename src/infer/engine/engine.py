@@ -158,8 +158,7 @@ class Engine:
     def step(self) -> bool:
         """Schedule, run, commit. False: nothing could be scheduled."""
         if self.speculation is not None:
-            running = self.scheduler.running
-            self.speculation.draft(running, self.runner.max_drafts(len(running)))
+            self.speculation.draft(self.scheduler.running, self._max_drafts())
         with self._page_tables_written_together():
             scheduled = self.scheduler.schedule()
         self._after_schedule()
@@ -187,6 +186,15 @@ class Engine:
         if now - self._history[-1][0] > HISTORY_S / HISTORY:
             self._history.append((now, self._num_generated))
         return True
+
+    def _max_drafts(self) -> int:
+        """Drafts of a sequence that the next step verifies, at most: captured, it does not beside prompts."""
+        running = self.scheduler.running
+        if self.runner.pads_drafts and (
+            (self.scheduler.waiting and len(running) < self.scheduler.max_rows) or any(s.is_prefill for s in running)
+        ):
+            return 0
+        return self.runner.max_drafts(len(running))
 
     def resync_with_cache(self, sequence: Sequence) -> None:
         """Resync num_computed_tokens with its own cache: the caller may have truncated it between two steps."""
