@@ -103,7 +103,7 @@ def bench(
     tokenizer = Tokenizer(chosen.name)
     model = load.load(chosen.name)
     if speculate is not None and not verifies_drafts(backend_name(model)):
-        raise ValueError(f"only kernels of a CPU verify drafts, not backend {backend_name(model)}: omit --speculate")
+        raise ValueError(f"only kernels verify drafts, not backend {backend_name(model)}: omit --speculate")
     results = []
     together, drafts = (1, "") if speculate is None else (2, ", with drafts and without")
     for at in range(0, len(configs), together):

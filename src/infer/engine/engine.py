@@ -94,7 +94,7 @@ class Engine:
         """memory: for the caches of all sequences; None: each sequence brings its own.
 
         max_rows: sequences that run at once. prefill_chunk: prompt tokens of one step, of all prompts together.
-        drafter: proposes tokens that the next step verifies, with the kernels of a CPU.
+        drafter: proposes tokens that the next step verifies.
         """
         if memory is not None and memory.model is not model:
             raise ValueError("the memory belongs to another model: keys and values depend on the model")

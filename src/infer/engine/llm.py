@@ -92,7 +92,7 @@ class LLM:
         default 128, on a GPU 4,096 with the tokens of these sequences, and 8,192 while none decodes.
         speculate: what drafts tokens, several of which a step verifies: "ngram", earlier parts of a text;
         "ngram-shared", other requests' outputs, too; the name of a smaller model with the same vocabulary; a drafter;
-        or a function. Texts stay the same to the bit. Only the kernels of a CPU verify drafts.
+        or a function. Texts stay the same to the bit. In plain torch nothing is drafted.
         """
         group = None
         if tokenizer is not None and chat_template is not None:
