@@ -118,7 +118,6 @@ class StepRows(NamedTuple):
     inputs: StepInputs
     tables: Tensor  # int64 [layers, B, COLUMNS], on the device
     split_counters: Tensor  # from `counters`
-    width: int = 1  # adjacent rows that share a cache: a token, and drafts after it
 
 
 def unused_inputs(plan: Plan, rows: int) -> StepInputs:
@@ -182,7 +181,10 @@ def begin(
 
 
 def launch(plan: Plan, inputs: StepInputs, tables: Tensor, split_counters: Tensor, width: int = 1) -> Tensor:
-    """Launch one step; returns the logits [B, V]. See `StepRows`."""
+    """Launch one step; returns the logits [B, V]. tables: int64 [layers, B, COLUMNS], on the device.
+
+    width: adjacent rows that share a cache: a token, and drafts after it.
+    """
     with on(inputs.x.device):
         residual = Residual(inputs.x, normed=inputs.normed)
         norms = [*(block.before_attention for block in plan.blocks[1:]), plan.head.norm]
