@@ -12,6 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
+import torch
+from torch import Tensor
+
 from infer.engine.drafters import BaseDrafter, ModelDrafter, Speculate, drafter_of
 from infer.engine.engine import Engine, Event, Stats
 from infer.engine.memory import CacheMemory, default_size
@@ -19,7 +22,7 @@ from infer.engine.model import Model, backend_name, cache_dtype_of, check_trace,
 from infer.engine.params import PARAMS, SamplingKeywords, SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult, Score
 from infer.engine.scheduler import FIRST_ROWS
-from infer.engine.sequence import Sequence, make_sequences, named, params_of_each
+from infer.engine.sequence import EMBED, POOLINGS, Sequence, make_sequences, named, params_of_each
 from infer.engine.session import Encode, Session
 from infer.engine.text import Detokenizer
 from infer.engine.thread import EngineThread, Notifier
@@ -94,16 +97,18 @@ class LLM:
         "ngram-shared", other requests' outputs, too; the name of a smaller model with the same vocabulary; a drafter;
         or a function. Texts stay the same to the bit. In plain torch nothing is drafted.
         """
-        group = None
+        group, self.pooling = None, POOLINGS[0]  # of which tokens the embedding of a text is made
         if tokenizer is not None and chat_template is not None:
             raise TypeError("the tokenizer has its chat template: Tokenizer(name, chat_template=...)")
         if isinstance(model, str | Path):
+            from infer.loader.find import pooling_of
             from infer.loader.load import load_model
             from infer.loader.tokenizer import Tokenizer
             from infer.parallel.launch import load_sharded
 
             if tokenizer is None:
                 tokenizer = Tokenizer(model, chat_template=chat_template)
+            self.pooling = pooling_of(model) or self.pooling
             drafter = drafter_of(speculate, tokenizer, device)
             options: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize, "context": context}
             if tensor_parallel == 1:
@@ -192,6 +197,7 @@ class LLM:
         cache_salt: str | None = None,
         trace: Trace | None = None,
         draft: bool | Collection[int] = True,
+        pooling: str | None = None,
         **settings: Unpack[SamplingKeywords],
     ) -> Handle:
         """A request that is yet to be submitted."""
@@ -199,6 +205,7 @@ class LLM:
             raise ValueError(f"a trace records one text, not those of {len(prompts)} prompts")
         params, sequences = _params(params, settings), list[Sequence]()
         options = {"priority": priority, "cache_salt": cache_salt, "recorder": trace, "draft": draft}
+        options["pooling"] = pooling
         for prompt in prompts:
             sequences += make_sequences(self.model.config, self.tokenizer, self.encode(prompt), params, **options)
         for sequence in sequences:
@@ -340,6 +347,40 @@ class LLM:
         result = self.submit(text, SamplingParams(max_new_tokens=0, prompt_logprobs=top)).result()
         ids = result.prompt_token_ids
         return Score(ids, token_texts(self.tokenizer, ids), result.prompt_logprobs or [])
+
+    def embed(
+        self, texts: Prompt | Collection[Prompt], pooling: str | None = None, *, normalize: bool = True
+    ) -> Tensor:
+        """Embeddings of texts, float32 [n, C]; of a single text [C].
+
+        pooling: of which tokens the last hidden states are taken: "last", "mean" or "first"; None: as the files of the
+        model say, or else "last". normalize: to length 1.
+        """
+        given: Any = texts if isinstance(texts, str) else list(texts)
+        is_single = _is_one(given)
+        if not given:
+            raise ValueError("there is no text to embed")
+        handle = self.submit_embeddings([given] if is_single else given, pooling)
+        handle.result()
+        found = torch.stack([result.embedding for result in handle.results() if result.embedding is not None])
+        found = torch.nn.functional.normalize(found, dim=1) if normalize else found
+        return found[0] if is_single else found
+
+    def submit_embeddings(
+        self,
+        prompts: Collection[Prompt],
+        pooling: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Handle:
+        """Submit prompts as one request: the result of each has its `embedding`, and no text."""
+        pooling = pooling or self.pooling
+        if pooling not in POOLINGS:
+            raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, not {pooling!r}")
+        handle = self._handle(prompts, EMBED, priority=priority, cache_salt=cache_salt, pooling=pooling)
+        self._submit([handle])
+        return handle
 
     @takes(prompt=PROMPT)
     def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:

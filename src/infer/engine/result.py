@@ -10,6 +10,8 @@ from html import escape
 from json import JSONDecodeError
 from typing import Any
 
+from torch import Tensor
+
 from infer.engine.logprobs import TokenLogprobs
 from infer.engine.schema import Schema
 
@@ -76,6 +78,7 @@ class GenerationResult:
     model: str = ""  # its name, or the path that it was loaded by
     drafted: int = 0  # tokens that were drafted and verified
     accepted: int = 0  # drafts that were right
+    embedding: Tensor | None = None  # [C] in float32, of a prompt with `pooling`
 
     @cached_property
     def parsed(self) -> Any:

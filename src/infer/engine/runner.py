@@ -22,7 +22,7 @@ from infer.cache.traced import TracedCache
 from infer.engine.model import Model, model_device, verifies_drafts
 from infer.engine.scheduler import ScheduledTokens
 from infer.engine.sequence import Sequence
-from infer.models.rows import NONE
+from infer.models.rows import NONE, HiddenStates
 from infer.nn.module import Module
 
 PASS_TOKENS = 8192  # tokens of prompts that are packed into one pass
@@ -170,7 +170,7 @@ class Runner:
         return True
 
     def _only_fills_cache(self, sequence: Sequence, n: int) -> bool:
-        start = sequence.num_computed_tokens
+        start = sequence.num_computed_tokens  # hidden states are returned with logits
         return not sequence.recompute_tokens and sequence.logits_slice(start, start + n) == NONE
 
     def _run_pass(self, backend: Backend, inputs: list[_PassInput]) -> list[Tensor]:
@@ -182,7 +182,10 @@ class Runner:
         assert sequence.cache is not None
         if isinstance(sequence.cache, TracedCache):
             sequence.cache.queries = 1 + len(sequence.draft_token_ids)
-        return Row(sequence.cache, tokens, sequence.logits_slice(start, start + len(tokens)))
+        stop = start + len(tokens)
+        if (positions := sequence.hidden_slice(start, stop)) != NONE:
+            sequence.pass_hidden = HiddenStates(final=True, positions=positions)
+        return Row(sequence.cache, tokens, sequence.logits_slice(start, stop), sequence.pass_hidden)
 
 
 _PassInput = tuple[Sequence, list[int], int]  # a sequence, its tokens to compute, and the position of the first

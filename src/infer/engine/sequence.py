@@ -17,6 +17,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from infer.cache.base import Cache
@@ -29,11 +30,13 @@ from infer.engine.params import PARAMS, SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult, Timing
 from infer.engine.sampler import sample
 from infer.engine.text import Detokenizer, SupportsDecode, decode_all
-from infer.models.rows import LAST, NONE
+from infer.models.rows import ALL, LAST, NONE, HiddenStates
 from infer.nn.packed import U64, mix
 from infer.values import INTEGER, STRING, short_repr, takes, value_or_type
 
 ON_FULL = ("error", "recompute")
+POOLINGS = ("last", "mean", "first")  # of which tokens the hidden states make the embedding of a text
+EMBED = SamplingParams(max_new_tokens=0, prompt_logprobs=0)  # of a sequence that is embedded: no text follows
 
 
 class ContextExceeded(ValueError):
@@ -87,11 +90,13 @@ class Sequence:
         name: str = "",
         recorder: Recorder | None = None,
         draft: bool | Collection[int] = True,
+        pooling: str | None = None,
     ) -> None:
         """cache: its own; None: the engine's memory provides one. on_full: see `stream`. priority: lower runs first.
 
         cache_salt: only sequences with the same one share cached prefixes. name: for error messages.
         draft: whether tokens may be drafted; or tokens that are likely to be generated, as of a text to edit.
+        pooling: one of POOLINGS: no text follows the prompt, and the result has its embedding.
         """
         self.params = SamplingParams() if params is None else params
         self.token_ids = token_ids(prompt)
@@ -145,7 +150,11 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
-        if self.params.prompt_logprobs is not None:
+        self.pooling = pooling
+        self.hidden: list[Tensor] = []  # outputs of the last norm [n, C] that are pooled, of each pass
+        self.pass_hidden: HiddenStates | None = None  # those that the next pass returns
+        self.embedding: Tensor | None = None  # [C], float32
+        if self.params.prompt_logprobs is not None and pooling is None:
             self.prompt_logprobs = [None]  # nothing comes before the first token
             self._finish_if_scored()
 
@@ -204,13 +213,20 @@ class Sequence:
 
     @property
     def num_scored_prompt_tokens(self) -> int | None:
-        """Prompt tokens whose log-probabilities are known; None: no more are needed."""
+        """Prompt tokens whose log-probabilities are known; None: no more are needed.
+
+        Those before it may come from the prefix cache.
+        """
+        if self.pooling in ("mean", "first"):
+            return 0  # hidden states are not cached
         if self.prompt_logprobs is None or len(self.prompt_logprobs) == self.prompt_len:
             return None
         return len(self.prompt_logprobs)
 
     def logits_slice(self, start: int, stop: int) -> slice:
         """The positions, counted from start, whose logits a step has to return if it computes start..stop."""
+        if self.pooling is not None:
+            return NONE if self.hidden_slice(start, stop) == NONE else LAST
         n = first = stop - start
         if stop >= (length := len(self.token_ids)):
             first = n - 1 - (stop - length)  # the last token, and drafts after it
@@ -220,6 +236,14 @@ class Sequence:
             first = min(first, n - observed)
         return NONE if first == n else LAST if first == n - 1 else slice(first, None)
 
+    def hidden_slice(self, start: int, stop: int) -> slice:
+        """The same for outputs of the last norm, of which the embedding is made."""
+        if self.pooling == "mean":
+            return ALL
+        if self.pooling == "first" and start == 0:
+            return slice(0, 1)
+        return LAST if self.pooling == "last" and stop == len(self.token_ids) else NONE
+
     def commit(self, start: int, n: int, logits: Tensor) -> list[int]:
         """Append the next tokens. logits [k, V]: of the last k of the n tokens computed from position start.
 
@@ -227,6 +251,9 @@ class Sequence:
         equals it is accepted, and its own logits choose the token after it. The first mismatch and all drafts after it
         are rejected, and the cache is rolled back. Returns the tokens chosen.
         """
+        if self.pooling is not None:
+            self._commit_hidden(start, n)
+            return []
         k, length = logits.shape[0], len(self.token_ids)
         first = start + n - k  # position of the first logits
         if self.recorder is not None:
@@ -255,6 +282,19 @@ class Sequence:
                     self.cache.truncate(self.num_computed_tokens)
                     self.num_reserved_slots = 0  # pages after them are free again
         return chosen
+
+    def _commit_hidden(self, start: int, n: int) -> None:
+        """Keep the hidden states of a pass; after the last one, pool them."""
+        if start == 0:
+            self.hidden = []  # of before it was preempted
+        if self.pass_hidden is not None and self.pass_hidden.final is not None:
+            self.hidden.append(self.pass_hidden.final[0].float())
+            self.pass_hidden = None
+        self.num_computed_tokens = start + n
+        if self.num_computed_tokens == len(self.token_ids):
+            states = torch.cat(self.hidden)
+            self.embedding = (states.mean(0) if self.pooling == "mean" else states[0]).cpu()
+            self.hidden, self.finish_reason = [], "length"
 
     def commit_from_device(self, tokens: Collection[int], logprob_terms: Collection[list[int]] | None) -> None:
         """Commit tokens that the device has chosen: all but the last are drafts."""
@@ -352,6 +392,7 @@ class Sequence:
             model=self.model_name,
             drafted=self.num_drafted,
             accepted=self.num_accepted,
+            embedding=self.embedding,
         )
 
 

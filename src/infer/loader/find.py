@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from infer.config import ModelConfig
 from infer.loader.builtin import BUILTIN, pull
 from infer.loader.checkpoint import Checkpoint
-from infer.loader.files import is_there
+from infer.loader.files import is_there, parse_json, read_json, read_text
 from infer.loader.gguf_file import GGUFFile
 from infer.loader.hf_folder import HFFolder
 from infer.loader.hub import fetch, is_hub_name
@@ -78,3 +79,29 @@ def _check_settings(repo: str) -> None:
 def _ggufs_in(folder: Path) -> str:
     files = sorted(file.name for file in folder.glob("*.gguf"))
     return f" (to use a GGUF file, name it: {', '.join(files)})" if files else ""
+
+
+# sentence-transformers' names of poolings.
+_POOLINGS = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "first",
+}
+
+
+def pooling_of(name: str | Path) -> str | None:
+    """Of which tokens the files of a model make the embedding of a text; None: they do not say."""
+    folder = locate(str(name), weights=False)
+    if not is_there(folder / "modules.json"):
+        return None
+    text = read_text(folder / "modules.json")
+    modules: Any = parse_json(f'{{"modules": {text}}}')["modules"]
+    listed = [each for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
+    found = [each for each in listed if str(each.get("type")).endswith(".Pooling")]
+    if len(found) != 1:
+        raise ValueError(f"{folder / 'modules.json'} has {len(found)} modules for pooling, and one is expected")
+    config = read_json(folder / Path(str(found[0].get("path"))).name / "config.json")
+    modes = [mode for mode, is_on in config.items() if mode.startswith("pooling_mode_") and is_on is True]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ValueError(f"the pooling of {folder} is not supported: {', '.join(modes) or 'none'}")
+    return _POOLINGS[modes[0]]

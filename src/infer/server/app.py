@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.server import live
 from infer.server.bodies import Detokenize, Tokenize
 from infer.server.chat_template import for_template
-from infer.server.completions import ChatAnswer, CompletionAnswer
+from infer.server.completions import ChatAnswer, CompletionAnswer, EmbeddingAnswer
 from infer.server.openapi import document
 from infer.server.responses import ResponseAnswer
 from infer.server.service import Answer, Service, Settings
@@ -87,6 +87,7 @@ def routes(service: Service) -> list[BaseRoute]:
         Route("/v1/completions", generates(CompletionAnswer, service), methods=["POST"]),
         Route("/v1/chat/completions", generates(ChatAnswer, service), methods=["POST"]),
         Route("/v1/responses", generates(ResponseAnswer, service), methods=["POST"]),
+        Route("/v1/embeddings", generates(EmbeddingAnswer, service), methods=["POST"]),
         Route("/tokenize", info.tokenize, methods=["POST"]),
         Route("/detokenize", info.detokenize, methods=["POST"]),
         Route("/tokenizer_info", info.tokenizer_info),

@@ -30,6 +30,18 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Clients include the second by default, to send reasoning back. It has no effect: reasoning is plain text here.
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
+# Of texts or of token ids, one or several.
+Prompts = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), FAIL_FAST]
+    | Annotated[list[Token], Field(min_length=1), FAIL_FAST]
+    | Annotated[
+        list[Annotated[list[Token], Field(min_length=1), FAIL_FAST]],
+        Field(min_length=1, max_length=MAX_PROMPTS),
+        FAIL_FAST,
+    ]
+)
+
 # Accepted, because clients send them by default, and ignored: they identify users, or are about prices.
 HINTS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 
@@ -148,6 +160,20 @@ class Generation(Request):
         return {name: text for name in ("regex", "grammar") if (text := getattr(self, name)) is not None}
 
 
+class Embedding(Body):
+    """Texts to embed."""
+
+    stream: ClassVar[None] = None
+
+    model: str | None = None  # the only one
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
 class Completion(Generation):
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         **Request.unsupported,
@@ -155,16 +181,7 @@ class Completion(Generation):
         "best_of": Unsupported((1,)),
     }
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), FAIL_FAST]
-        | Annotated[list[Token], Field(min_length=1), FAIL_FAST]
-        | Annotated[
-            list[Annotated[list[Token], Field(min_length=1), FAIL_FAST]],
-            Field(min_length=1, max_length=MAX_PROMPTS),
-            FAIL_FAST,
-        ]
-    )
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None

@@ -5,18 +5,22 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
+
 from infer.engine.llm import Handle
 from infer.engine.logprobs import TokenLogprobs
 from infer.engine.params import SamplingParams
 from infer.engine.result import GeneratedToken, GenerationResult
+from infer.engine.sequence import EMBED
 from infer.engine.text import Detokenizer
 from infer.loader.tokenizer import TooManyTokens
-from infer.server.bodies import ChatCompletion, Completion, Generation, StreamOptions, ToolChoice
+from infer.server.bodies import ChatCompletion, Completion, Embedding, Generation, StreamOptions, ToolChoice
 from infer.server.chat_template import Chat, for_template
 from infer.server.live import number_of
 from infer.server.parser import Content, Delta, Parser, Reasoning, ToolCall, join_deltas
@@ -93,14 +97,64 @@ class _ChoicesAnswer(Answer):
         return as_event({**self.head, "choices": [choice], **usage})
 
 
+def _prompts(given: Any) -> list[Any]:
+    """Each text, or its token ids, of a field that may have one or several."""
+    return given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+
+
+class EmbeddingAnswer(Answer):
+    body_type, prompt_field = Embedding, "input"
+    body: Embedding
+
+    def __init__(self, service: Service, body: Embedding) -> None:
+        super().__init__(service, body)
+        self._given = _prompts(body.input)
+        self.num_choices = len(self._given)
+
+    def encode(self) -> list[list[int]]:
+        prompts = [self.service.llm.encode(prompt, self.service.max_model_len) for prompt in self._given]
+        if not all(prompts):
+            raise bad_request("a text to embed is empty", "input")
+        return prompts
+
+    def settings(self, prompts: Sequence[list[int]]) -> SamplingParams:
+        size, limit = self.service.llm.model.config.hidden_size, self.service.max_model_len
+        if (self.body.dimensions or 0) > size:
+            raise bad_request(f"embeddings of this model have {size} dimensions", "dimensions")
+        if (longest := max(map(len, prompts))) > limit:
+            message = f"a text has {longest} tokens: the limit is {limit}"
+            raise bad_request(message, "input", "context_length_exceeded")
+        return EMBED
+
+    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any) -> Handle:
+        return self.service.llm.submit_embeddings(prompts, **options)
+
+    def complete(self, handle: Handle) -> dict[str, Any]:
+        results, body = self.finish(handle), self.body
+        found = torch.stack([result.embedding for result in results if result.embedding is not None])
+        vectors = torch.nn.functional.normalize(found[:, : body.dimensions], dim=1).numpy()
+        lists: list[Any] = vectors.tolist()
+        if body.encoding_format == "base64":
+            lists = [b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+        tokens = sum(result.prompt_tokens for result in results)
+        return {
+            "object": "list",
+            "data": [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(lists)],
+            "model": self.service.settings.model_id,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+
+    def events(self, handle: Handle) -> AsyncIterator[bytes]:
+        raise NotImplementedError("embeddings are not streamed")
+
+
 class CompletionAnswer(_ChoicesAnswer):
     body_type, prompt_field = Completion, "prompt"
     body: Completion
 
     def __init__(self, service: Service, body: Completion) -> None:
         super().__init__(service, body, "cmpl", "text_completion")
-        given = body.prompt
-        self._given: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        self._given = _prompts(body.prompt)
         self._choices_of_each = self.num_choices
         self.num_choices *= len(self._given)
 
@@ -227,6 +281,7 @@ class ChatAnswer(_ChoicesAnswer):
         """on_message: called with the model's complete message."""
         super().__init__(service, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
         self._on_message = on_message
+        self._prediction: bool | list[int] = True  # tokens that the answer may repeat; True: none are given
 
     def encode(self) -> list[list[int]]:
         body = self.body
@@ -246,9 +301,12 @@ class ChatAnswer(_ChoicesAnswer):
         prompt = self.service.chat_template.prompt(chat, self.service.max_model_len)
         self._constraint = prompt.constraint
         if body.prediction is not None:
-            self.draft = self._encode_prediction(body.prediction.text)
+            self._prediction = self._encode_prediction(body.prediction.text)
         self.choices = [_ChatChoice(prompt.parser()) for _ in range(self.num_choices)]
         return [prompt.tokens]
+
+    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any) -> Handle:
+        return super().submit(prompts, params, draft=self._prediction, **options)
 
     def _encode_prediction(self, text: str) -> list[int]:
         limit = self.service.max_model_len

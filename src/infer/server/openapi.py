@@ -15,6 +15,7 @@ POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {  # the body, a summary, 
     "/v1/completions": (bodies.Completion, "The text that follows a prompt.", True),
     "/v1/chat/completions": (bodies.ChatCompletion, "The answer to a chat's messages.", True),
     "/v1/responses": (bodies.CreateResponse, "The answer to a conversation, as items.", True),
+    "/v1/embeddings": (bodies.Embedding, "Embeddings of texts.", False),
     "/tokenize": (bodies.Tokenize, "The tokens of a text or of a chat.", False),
     "/detokenize": (bodies.Detokenize, "The text of tokens.", False),
 }

@@ -169,7 +169,7 @@ class Service:
         finally:
             self.num_sequences -= choices
 
-    def cache_salt(self, request: Request, body: bodies.Request) -> str:
+    def cache_salt(self, request: Request, body: bodies.Request | bodies.Embedding) -> str:
         """Requests share cached prefixes if they have the same API key, or none, and the same `cache_salt`."""
         client = "" if self.settings.share_prefixes else request.scope.get(CLIENT, "")
         return f"{client} {body.cache_salt or ''}" if client or body.cache_salt else ""
@@ -179,11 +179,8 @@ class Service:
         request: Request,
         prompts: Sequence[list[int]],
         params: SamplingParams,
-        priority: int,
-        cache_salt: str,
-        draft: bool | list[int] = True,
+        submit: Callable[[], Handle],
     ) -> Handle:
-        submit = partial(self.llm.submit_all, prompts, params, priority=priority, cache_salt=cache_salt, draft=draft)
         if self.settings.log_prompts:
             for prompt in prompts:
                 text = self.tokenizer.decode(prompt, skip_special_tokens=False)
@@ -235,10 +232,9 @@ class Answer(ABC):
     subclass (completions.py, responses.py) writes what parser.py finds in the text, with the parts of wire.py.
     """
 
-    body_type: ClassVar[type[bodies.Request]]
+    body_type: ClassVar[type[bodies.Request | bodies.Embedding]]
     prompt_field: ClassVar[str]  # of the body, in errors
     num_choices = 1
-    draft: bool | list[int] = True  # tokens that the text may repeat, or whether any may be drafted
     params: SamplingParams | None = None
     handle: Handle | None = None
 
@@ -254,6 +250,10 @@ class Answer(ABC):
     @abstractmethod
     def settings(self, prompts: Sequence[list[int]]) -> SamplingParams:
         """Checked against the prompts and the other fields of the body."""
+
+    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any) -> Handle:
+        """Give the prompts to the engine."""
+        return self.service.llm.submit_all(prompts, params, **options)
 
     @abstractmethod
     def complete(self, handle: Handle) -> dict[str, Any]:
@@ -276,7 +276,8 @@ class Answer(ABC):
             prompts = await in_thread(request, self._encode_prompts)
             self.params = params = self.settings(prompts)
             salt = service.cache_salt(request, body)
-            self.handle = handle = await service.submit(request, prompts, params, body.priority or 0, salt, self.draft)
+            submit = partial(self.submit, prompts, params, priority=body.priority or 0, cache_salt=salt)
+            self.handle = handle = await service.submit(request, prompts, params, submit)
             if body.stream:
                 return EventStream(self, handle, stack.pop_all())
             try:

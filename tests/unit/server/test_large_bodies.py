@@ -131,10 +131,9 @@ def test_a_grammar_whose_client_has_gone() -> None:
         return {"type": "http.disconnect"}
 
     async def ask() -> None:
-        settings, llm = SimpleNamespace(log_prompts=False), SimpleNamespace(submit_all=submit)
-        service: Any = SimpleNamespace(_compiling=None, settings=settings, llm=llm)
+        service: Any = SimpleNamespace(_compiling=None, settings=SimpleNamespace(log_prompts=False))
         with pytest.raises(ClientDisconnect):
-            await Service.submit(service, Request({"type": "http"}, receive), [], SamplingParams(regex="a"), 0, "")
+            await Service.submit(service, Request({"type": "http"}, receive), [], SamplingParams(regex="a"), submit)
         gone.set()
 
     asyncio.run(ask())
