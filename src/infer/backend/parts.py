@@ -33,6 +33,7 @@ METHODS = {name: getattr(Decoder, name) for name in ("forward", "run", "embed", 
 
 
 STEPS_AHEAD = 1  # captured steps launched before the last tokens are read; a ring can be rolled back by STEPS_AHEAD + 1
+DRAFT_LEVELS = (1, 2, 4, 8)  # the most drafts of a sequence in a step: there are captured steps for each
 
 
 class EmbeddingParts(NamedTuple):

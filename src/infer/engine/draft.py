@@ -15,13 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from infer.backend.parts import DRAFT_LEVELS
 from infer.cache.base import BaseCache, Cache, unwrap
 from infer.cache.ring import SlidingCache
 from infer.engine.scheduler import ScheduledTokens
 from infer.engine.sequence import Sequence as EngineSequence
 
-LEVELS = (1, 2, 4, 8)  # the most drafts of a sequence in a step; captured steps have these
-MAX_DRAFTS = LEVELS[-1]
+MAX_DRAFTS = DRAFT_LEVELS[-1]
 
 # How many drafts are worth their time.
 RIGHT, WRONG = 1.5, 0.75  # drafts before the first one
@@ -34,7 +34,7 @@ WATCHED = 2  # drafts that are not verified, but compared with the text
 LOST_SHARE, LOST_STEPS = 0.01, 8  # drafts may cost this share of the time, and so many steps, more than they save
 LOST_DECAY = 0.999  # at each step
 CHANCES = 20  # steps from 0 to 1: chances that are told apart where the speed is estimated
-LEAST = 0.05  # chance from which a draft is proposed where it costs nothing more
+LEAST_CHANCE = 0.05  # chance from which a draft is proposed where it costs nothing more
 WITHOUT = 2  # steps without drafts to measure, first and after so many steps with drafts
 STREAK = 200
 
@@ -166,32 +166,37 @@ class Speculation:
         began = time.perf_counter()
         rows = [sequence for sequence in running if not sequence.is_prefill]
         known = {sequence: self._known(sequence) for sequence in rows if sequence.drafts}
-        worth, level = self._worth(len(rows), [(each.record.chance, most) for each in known.values()])
+        left = {sequence: min(_left(sequence), most) for sequence in known}
+        forced = dict[EngineSequence, list[int]]()
+        if self._affordable(len(rows)):
+            forced = {sequence: self._forced_tokens(sequence, left[sequence]) for sequence in known if sequence.guide}
+        offers = [
+            (self._forced.chance, len(tokens)) if (tokens := forced.get(each)) else (drafts.record.chance, left[each])
+            for each, drafts in known.items()
+        ]
+        worth, level = self._worth(len(rows), offers)
         watches = self._affordable(len(rows), steps=0)
-        counts, watched = dict[EngineSequence, int](), list[EngineSequence]()
+        counts, watched = dict[EngineSequence, int](), set[EngineSequence]()
         for sequence, drafts in known.items():
-            left = min(sequence.max_len - sequence.num_tokens - 1, _most_for(sequence.cache))
-            if sequence.recompute_tokens or left <= 0:
+            if tokens := forced.get(sequence, [])[: _count(self._forced.chance, worth, level)]:
+                sequence.draft_token_ids, drafts.forced = tokens, True
+            elif drafts.failed or not left[sequence]:
                 continue
-            if forced := self._forced_tokens(sequence, min(left, _count(self._forced.chance, worth, level))):
-                sequence.draft_token_ids, drafts.forced = forced, True
-            elif drafts.failed:
-                continue
-            elif count := min(left, _count(drafts.record.chance, worth, level)):
+            elif count := min(left[sequence], _count(drafts.record.chance, worth, level)):
                 counts[sequence] = count
             elif watches and not drafts.watched:
-                counts[sequence] = min(left, WATCHED)
-                watched.append(sequence)
+                counts[sequence] = min(left[sequence], WATCHED)
+                watched.add(sequence)
         unsure = self._propose(counts)
         if self._padded and level:  # of the drafts that there are
-            drafted = [sequence for sequence in known if sequence.draft_token_ids and sequence not in watched]
+            drafted = [each for each in counts if each.draft_token_ids and each not in watched]
             offers = [(known[each].record.chance, len(each.draft_token_ids)) for each in drafted]
             _, level = self._worth(len(rows), offers)
             for sequence in drafted:
                 if level:
                     del sequence.draft_token_ids[level:]
                 else:
-                    watched.append(sequence)
+                    watched.add(sequence)
         for sequence in watched:
             drafts = known[sequence]
             drafts.watched, drafts.watched_at = sequence.draft_token_ids, sequence.num_tokens
@@ -210,8 +215,8 @@ class Speculation:
         """What to measure of a step; None: it has prompts, or drafts that it does not verify."""
         counts = [len(sequence.draft_token_ids) for sequence, _ in scheduled]
         if sum(n for _, n in scheduled) != len(scheduled) + sum(counts):
-            self._lost += self._drafted_s
-            self._last = None
+            self._lost, self._last = self._lost * LOST_DECAY + self._drafted_s, None
+            self._streak = min(self._streak, STREAK // 2)  # no step to measure may come
             return None
         return _Step(len(scheduled), sum(counts), max(counts), self._drafted_s, self._prompt_s)
 
@@ -227,8 +232,8 @@ class Speculation:
             self._streak += 1
             self._lost = max(0.0, self._lost + seconds - known * (1 + num_accepted / step.rows))
             without.seconds = known = min(known, seconds)
-            level = next(level for level in LEVELS if level >= step.most)
-            self._last = self._costs.setdefault((step.rows.bit_length(), level), _Cost())
+            level = next(level for level in DRAFT_LEVELS if level >= step.most)
+            self._last = self._costs.setdefault(((step.rows - 1).bit_length(), level), _Cost())
             seconds += step.drafted_s - step.prompt_s - known
             self._last.add(seconds, step.rows * level if self._padded else step.drafts)
         elif last is not None and without.count >= WITHOUT:  # drafts cost it the launch ahead of the step before
@@ -284,10 +289,10 @@ class Speculation:
         step_s = self._times[rows].seconds
         best = rows / step_s
         groups = Counter((round(chance * CHANCES) / CHANCES, count) for chance, count in offers)
-        for level in LEVELS:
+        for level in DRAFT_LEVELS:
             cost = MARGIN * self._cost(rows, level)
             if self._padded:
-                worth = LEAST
+                worth = LEAST_CHANCE
                 speed = (rows + _expected(groups, worth, level)[0]) / (step_s + cost * rows * level)
             else:
                 worth = cost * rows / step_s
@@ -304,8 +309,8 @@ class Speculation:
 
         Padded, each row has as many.
         """
-        found = {each: self._costs.get((rows.bit_length(), each)) for each in LEVELS}
-        for each in sorted(LEVELS, key=lambda other: (other > level, abs(other - level))):
+        found = {each: self._costs.get(((rows - 1).bit_length(), each)) for each in DRAFT_LEVELS}
+        for each in sorted(DRAFT_LEVELS, key=lambda other: (other > level, abs(other - level))):
             if (cost := found[each]) is not None:
                 return cost.of_one
         return COST * self._times[rows].seconds / rows if rows in self._times else 0.0
@@ -355,6 +360,13 @@ def _expected(groups: Mapping[tuple[float, int], int], worth: float, most: int) 
             count, right, all_right = count + 1, right + sequences * all_right, all_right * chance
         drafts += sequences * count
     return right, drafts
+
+
+def _left(sequence: EngineSequence) -> int:
+    """Drafts that a sequence may have: its last token is none."""
+    if sequence.recompute_tokens:
+        return 0
+    return max(0, min(sequence.max_len - sequence.num_tokens - 1, _most_for(sequence.cache)))
 
 
 def _most_for(cache: Cache | None) -> int:

@@ -318,7 +318,7 @@ def drafter_of(speculate: Speculate, tokenizer: object, device: torch.device | s
     if speculate in NGRAMS:
         return NgramDrafter(shared=speculate == NGRAMS[1])
     if isinstance(speculate, str | Path):
-        with named(f"speculate is neither {' nor '.join(NGRAMS)}, and no draft model", ValueError, OSError):
+        with named(f"speculate={str(speculate)!r}", ValueError, OSError):
             return _load(speculate, tokenizer, device)
     given: Any = speculate
     if ANY_MODEL.accepts(given):
@@ -343,6 +343,6 @@ def _load(name: str | Path, tokenizer: object, device: torch.device | str) -> Mo
             ours, theirs = own.id_to_token(i), tokenizer.id_to_token(i)
             if ours != theirs:
                 raise ValueError(
-                    f"{name} has another vocabulary than the model: token {i} is {ours!r} there, {theirs!r} here"
+                    f"a draft model has the same vocabulary as the model, but its token {i} is {ours!r}, not {theirs!r}"
                 )
     return ModelDrafter(load_model(name, device=device)[0])

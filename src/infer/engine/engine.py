@@ -170,8 +170,12 @@ class Engine:
         started_at = time.perf_counter()
         if not self._history or started_at - self._history[-1][0] > IDLE_S:
             self._history = deque([(started_at, self._num_generated)], HISTORY)  # idle time is not part of the speed
+        drafted = {sequence: len(sequence.draft_token_ids) for sequence, _ in scheduled if sequence.draft_token_ids}
         filled = self.runner.launch(scheduled, more=bool(self.scheduler.waiting))
         plan = None if self.speculation is None else self.speculation.planned(scheduled)
+        if drafted:  # some were not verified
+            dropped = {sequence: count - len(sequence.draft_token_ids) for sequence, count in drafted.items()}
+            scheduled = [ScheduledTokens(sequence, n - dropped.get(sequence, 0)) for sequence, n in scheduled]
         for output in filled:
             self._commit(output, started_at)
         outputs = self.runner.wait()
@@ -190,10 +194,8 @@ class Engine:
     def _max_drafts(self) -> int:
         """Drafts of a sequence that the next step verifies, at most: captured, it does not beside prompts."""
         running = self.scheduler.running
-        if self.runner.pads_drafts and (
-            (self.scheduler.waiting and len(running) < self.scheduler.max_rows) or any(s.is_prefill for s in running)
-        ):
-            return 0
+        if self.runner.pads_drafts and (self.scheduler.admitted or any(s.is_prefill for s in running)):
+            return 0  # more may be admitted
         return self.runner.max_drafts(len(running))
 
     def resync_with_cache(self, sequence: Sequence) -> None:

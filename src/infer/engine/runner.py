@@ -111,6 +111,7 @@ class Runner:
             and self._captured.supports(sequence.cache)
         )
 
+    @torch.inference_mode()
     def max_drafts(self, rows: int) -> int:
         """Drafts of a sequence that a step of so many sequences verifies, at most."""
         if not verifies_drafts(self._choose_backend().name):

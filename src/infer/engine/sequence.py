@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Collection
 from contextlib import contextmanager
 from dataclasses import replace
@@ -121,6 +121,7 @@ class Sequence:
         self.draft_token_ids: list[int] = []  # guesses at the next tokens, verified by the next step
         self.drafts = draft is not False  # whether the engine's drafter may propose them
         self.prediction = [] if isinstance(draft, bool) else token_ids(draft, "draft")
+        check_ids(config, {"draft": self.prediction})
         self.num_drafted = self.num_accepted = 0  # verified drafts
 
         # The cache.
@@ -140,6 +141,7 @@ class Sequence:
         self.is_captured = False  # whether captured steps decode it
         self.slot = -1  # its row in the captured step; -1: none
         self.num_launched_tokens = 0  # computed by the steps launched so far; some of these have not been read yet
+        self.num_written_tokens = 0  # positions that these have written to, those of wrong drafts included
 
         # The choice of tokens.
         self.settings = self.params.packed(self.seed, config.vocab_size)
@@ -444,6 +446,16 @@ def token_ids(prompt: Iterable[int], name: str = "the prompt") -> list[int]:
         raise TypeError(f"{name} must be a flat sequence of token ids, not {value_or_type(prompt)}") from None
 
 
+def check_ids(config: ModelConfig, ids_of: Mapping[str, Collection[int] | Mapping[int, float]]) -> None:
+    """Refuse token ids outside the vocabulary, of lists by their names."""
+    for where, ids in ids_of.items():
+        if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < config.vocab_size)
+            raise ValueError(
+                f"token id {short_repr(wrong)} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}"
+            )
+
+
 def check_sequence(
     config: ModelConfig,
     tokens: Collection[int],
@@ -456,12 +468,7 @@ def check_sequence(
         raise ValueError(f"on_full must be one of {', '.join(ON_FULL)}, not {on_full!r}")
     if not tokens:
         raise ValueError("the prompt is empty: it needs at least one token")
-    for where, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
-        if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
-            wrong = next(i for i in ids if not 0 <= i < config.vocab_size)
-            raise ValueError(
-                f"token id {short_repr(wrong)} in the {where} is outside the vocabulary 0..{config.vocab_size - 1}"
-            )
+    check_ids(config, {"prompt": tokens, "logit_bias": params.logit_bias})
     if on_full == "recompute":
         if params.prompt_logprobs is not None and len(tokens) > config.max_position_embeddings:
             raise ContextExceeded(

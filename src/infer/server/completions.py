@@ -357,12 +357,7 @@ class ChatAnswer(_ChoicesAnswer):
     def usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         if self._on_message is not None:
             self._on_message(self.choices[0].message())
-        usage = usage_of(results, reasoning=sum(map(self._reasoning_tokens, self.choices, results)))
-        if self.body.prediction is not None:
-            accepted, drafted = (sum(getattr(result, name) for result in results) for name in ("accepted", "drafted"))
-            drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
-            usage["completion_tokens_details"] |= drafts
-        return usage
+        return usage_of(results, reasoning=sum(map(self._reasoning_tokens, self.choices, results)))
 
     def _reasoning_tokens(self, choice: _ChatChoice, result: GenerationResult) -> int:
         """Counted by encoding the reasoning: the same number whether it was streamed or not."""

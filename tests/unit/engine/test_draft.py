@@ -14,8 +14,9 @@ from mocks import MockTokenizer
 from tiny import make_tiny_model
 
 from infer import LLM, SamplingParams, generate, stream
+from infer.backend.parts import DRAFT_LEVELS
 from infer.engine import draft
-from infer.engine.draft import LEVELS, MAX_DRAFTS, Speculation, _Cost
+from infer.engine.draft import MAX_DRAFTS, Speculation, _Cost
 from infer.engine.drafters import NgramDrafter
 from infer.engine.engine import Engine
 from infer.engine.memory import CacheMemory
@@ -354,7 +355,7 @@ class TestWorth:
     )
     def test_in_captured_steps(self, rows: int, costs: list[float], speeds: list[float]) -> None:
         """All drafts up to 1, 2, 4 or 8 of each sequence cost the same."""
-        by_level = {0: 0.0} | dict(zip(LEVELS, costs, strict=True))
+        by_level = {0: 0.0} | dict(zip(DRAFT_LEVELS, costs, strict=True))
         for right, speed in zip((0.0, 0.5, 0.8, 1.0), speeds, strict=True):
             found = self.tried(
                 right, lambda _, most: by_level[next(each for each in by_level if each >= most)], rows, padded=True

@@ -26,7 +26,7 @@ from infer.backend.gpu.logprobs import logprob_terms
 from infer.backend.gpu.sampling import MANY_ROWS, DeviceSampler, GreedySampler
 from infer.backend.gpu.step import Plan, StepInputs, StepRows, begin, counters, launch, unused_inputs
 from infer.backend.gpu.tuned import ROWS_COMPILED
-from infer.backend.parts import STEPS_AHEAD
+from infer.backend.parts import DRAFT_LEVELS, STEPS_AHEAD
 from infer.cache.base import Cache
 from infer.cache.table import empty_tables
 from infer.config import ModelConfig
@@ -36,7 +36,7 @@ from infer.nn.draw import MAX_VOCAB
 from infer.nn.packed import PackedSettings
 
 SMALL_STEP = 8  # rows; up to here, unused rows cost no time
-WIDTHS = (2, 3, 5, 9)  # tokens of a sequence in steps that verify drafts: its last one, and up to 1, 2, 4 or 8 drafts
+WIDTHS = tuple(1 + level for level in DRAFT_LEVELS)  # tokens of a sequence in steps that verify drafts
 MAX_VERIFIED = 320  # tokens of such a step
 _capturing = os.environ.get("INFER_GRAPHS") != "0"
 
@@ -82,6 +82,7 @@ class DecodingSequence(Protocol):
     capacity: int  # positions of its cache, at most the model's context
     num_computed_tokens: int  # read by the host
     num_launched_tokens: int  # computed by the steps launched so far
+    num_written_tokens: int  # positions that these have written to, those of wrong drafts included
     num_reserved_slots: int
     draft_token_ids: list[int]  # guesses at the next tokens
     is_captured: bool
@@ -171,11 +172,13 @@ class CapturedStep:
                 compile_ahead(self.device, lambda: self._run_verification(new))
             if self.captured:
                 rows, steps = self._rows.clone(), self.steps.clone()
-                self._rows.copy_(self._unused[:, None])
-                self._run_verification(new)  # loads the kernels
-                new.graph = record_graph(lambda: self._run_verification(new))
-                self._rows.copy_(rows)
-                self.steps.copy_(steps)
+                try:
+                    self._rows.copy_(self._unused[:, None])
+                    self._run_verification(new)  # loads the kernels
+                    new.graph = record_graph(lambda: self._run_verification(new))
+                finally:
+                    self._rows.copy_(rows)
+                    self.steps.copy_(steps)
         self.verifications[width] = new
 
     def verify(self, width: int, drafts: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
@@ -349,8 +352,9 @@ class _Launched(NamedTuple):
     width: int  # tokens of a sequence
     tokens: Tensor  # pinned, [rows * width]
     done: torch.cuda.Event
+    drafts: Sequence[list[int]]  # of each sequence; none if the width is 1
     with_logprobs: Sequence[DecodingSequence] = ()  # sequences that return log-probabilities
-    logprob_terms: Tensor | None = None  # pinned, one row for each of these
+    logprob_terms: Tensor | None = None  # pinned [these, width, terms]
 
 
 class CapturedDecoder:
@@ -382,11 +386,15 @@ class CapturedDecoder:
 
     def max_drafts(self, rows: int) -> int:
         """Drafts of a sequence that a step of so many rows verifies, at most."""
-        return max((width - 1 for width in _widths(next_power(rows))), default=0)
+        step = self._step
+        if step is None or not self._fits(step, rows, False):
+            return max((width - 1 for width in _widths(next_power(rows))), default=0)
+        return max((width - 1 for width in self._verified_widths(step)), default=0)
 
     def add(self, sequence: DecodingSequence) -> None:
         """Let a sequence enter at the next step, which computes its last token; a pass beside it may compute others."""
         sequence.is_captured, sequence.num_launched_tokens = True, sequence.num_computed_tokens
+        sequence.num_written_tokens = 0
         self._members[sequence] = self._launches
         self._entering.append(sequence)
 
@@ -438,16 +446,15 @@ class CapturedDecoder:
         if not self._launched or (self._awaits_more and len(self._launched) <= STEPS_AHEAD):
             return []
         self._wait(self._launched[0].done)
-        number, rows, width, tokens, _, with_logprobs, logprob_terms = self._launched.popleft()
+        number, rows, width, tokens, _, drafts, with_logprobs, logprob_terms = self._launched.popleft()
         self._reads += 1
         while self._replaced and self._replaced[0][1] <= self._reads:
             self._replaced.popleft()[0].release()
         chosen, members = tokens.view(-1, width).tolist(), self._members
         terms = {} if logprob_terms is None else dict(zip(with_logprobs, logprob_terms.tolist(), strict=True))
-        if width > 1:
-            for sequence, slot in rows:
-                chosen[slot] = _accepted(chosen[slot], sequence.draft_token_ids)
-                sequence.num_launched_tokens = len(sequence.token_ids) - 1 + len(chosen[slot])
+        for (sequence, slot), own in zip(rows, drafts, strict=False):
+            chosen[slot] = _accepted(chosen[slot], own)
+            sequence.num_launched_tokens = len(sequence.token_ids) - 1 + len(chosen[slot])
         # A sequence that left after the launch, and perhaps entered again, ignores this step.
         return [
             (sequence, chosen[slot], terms.get(sequence))
@@ -485,7 +492,7 @@ class CapturedDecoder:
         step = self._step
         if not drafts or step is None:
             return
-        widths = _widths(step.rows)
+        widths = self._verified_widths(step)
         if widths and not beside:
             if self._launched:  # the drafts follow tokens that were read: read all first
                 self._ahead = 0
@@ -496,6 +503,10 @@ class CapturedDecoder:
                     self._width, self._ahead = width, 0
         for tokens in drafts:
             del tokens[self._width - 1 :]
+
+    def _verified_widths(self, step: CapturedStep) -> list[int]:
+        """Of steps that verify drafts, those for which there was enough memory, or that are yet to be captured."""
+        return [width for width in _widths(step.rows) if step.verifications.get(width, step) is not None]
 
     def _admit(self, beside: bool) -> bool:
         """Let waiting sequences enter; switch to a captured step of another size if this one is too small or too large.
@@ -587,8 +598,10 @@ class CapturedDecoder:
         self._step_launches += 1
         tokens = step.host_tokens[self._step_launches % len(step.host_tokens)]
         with on(self._steps.device):
+            drafts: list[list[int]] = []
             if self._width > 1:
-                tokens = step.verify(self._width, [(slot, each.draft_token_ids) for each, slot in self._active])
+                drafts = [[*sequence.draft_token_ids] for sequence, _ in self._active]
+                tokens = step.verify(self._width, [*zip((slot for _, slot in self._active), drafts, strict=True)])
             elif not (prompts and self._prompts.run_beside(step, prompts)):
                 if prompts:
                     self._prompts.run(prompts)
@@ -602,13 +615,14 @@ class CapturedDecoder:
         for sequence, _ in self._active:  # in its first step the last token, after those that a pass computes
             first = max(sequence.num_launched_tokens, len(sequence.token_ids) - 1)
             sequence.num_launched_tokens = first + 1 + len(sequence.draft_token_ids)
-        launched = _Launched(self._launches, self._active, self._width, tokens, done, self._with_logprobs, terms)
-        self._launched.append(launched)
+            sequence.num_written_tokens = max(sequence.num_written_tokens, sequence.num_launched_tokens)
+        about = self._launches, self._active, self._width, tokens, done, drafts
+        self._launched.append(_Launched(*about, self._with_logprobs, terms))
 
     def _roll_back(self, sequence: DecodingSequence) -> None:
         """Discard what steps wrote after the tokens that were read, unless the cache is used elsewhere by now."""
         cache, end = sequence.cache, sequence.num_computed_tokens
-        ahead = sequence.num_launched_tokens - end
+        ahead = max(sequence.num_launched_tokens, sequence.num_written_tokens) - end
         if ahead > 0 and cache.seq_len == end:
             cache.advance(ahead)
             cache.truncate(end)

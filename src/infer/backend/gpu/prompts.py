@@ -207,7 +207,7 @@ class LogitSteps:
         The ranks of a tensor-parallel model run the same rows, so all capture a step at the same time.
         """
         self._layers, self._queries, self._device, self._run = layers, queries, device, run
-        self._steps: dict[tuple[int, int], CapturedPass] = {}
+        self._steps: dict[tuple[int, int], CapturedPass | None] = {}  # None: there was not enough memory for it
         self._min_uses, self._uses = min_uses, Counter[tuple[int, int]]()
         self._pool: Any = None  # their activations share one pool: only one step runs at a time
         self._done: torch.cuda.Event | None = None  # recorded after the last launch
@@ -219,25 +219,35 @@ class LogitSteps:
 
     def launch(self, rows: Sequence[Row], tables: np.ndarray[Any, Any], page: int) -> Tensor | None:
         """The logits [rows, V]; None: no step of this size is captured yet. tables: of caches with reserved memory."""
-        key = size, _ = next_power(len(rows)), page
-        with self._lock:
+        key = next_power(len(rows)), page
+        with self._lock, on(self._device):
             self._uses[key] += 1
             if self._uses[key] < self._min_uses:
                 return None
             if self._done is not None:
                 self._done.wait()
             if key not in self._steps:
-                step = CapturedPass(size, size, self._layers, PassShape(self._queries, UNBOUNDED, page), self._device)
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
-                step.capture(self._run, self._pool)
-                self._steps[key] = step
-            step = self._steps[key]
+                self._steps[key] = self._capture(*key)
+            if (step := self._steps[key]) is None:
+                return None
             step.launch(rows, tables, as_tiles([(row.cache.seq_len, 1) for row in rows], self._queries))
             assert step.output is not None
             logits = step.output[: len(rows)].clone()
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
         return logits
+
+    def _capture(self, size: int, page: int) -> CapturedPass | None:
+        if not any(self._steps.values()):
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            step = CapturedPass(size, size, self._layers, PassShape(self._queries, UNBOUNDED, page), self._device)
+            step.capture(self._run, self._pool)
+        except torch.OutOfMemoryError:
+            if self._min_uses == 1:  # other ranks may have captured it
+                raise
+            return None
+        return step
 
 
 def _only_fills_cache(row: Row) -> bool:

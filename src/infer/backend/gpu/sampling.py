@@ -95,10 +95,17 @@ class GreedySampler:
         chosen: int64 [R (n + 1)], from `launch`.
         """
         sample.accept[(len(tokens),)](
-            tokens, positions, drafts, chosen, *self._histories(), V=self.vocab, WIDTH=drafts.shape[1] + 1, num_warps=1
+            tokens,
+            positions,
+            drafts,
+            chosen,
+            *self._settings_and_history(),
+            V=self.vocab,
+            WIDTH=drafts.shape[1] + 1,
+            num_warps=1,
         )
 
-    def _histories(self) -> tuple[Tensor | None, Tensor | None]:
+    def _settings_and_history(self) -> tuple[Tensor | None, Tensor | None]:
         """The settings of each row, and how often it has each token; None: all rows are greedy."""
         return None, None
 
@@ -255,7 +262,7 @@ class DeviceSampler(GreedySampler):
             **self._options,
         )
 
-    def _histories(self) -> tuple[Tensor | None, Tensor | None]:
+    def _settings_and_history(self) -> tuple[Tensor | None, Tensor | None]:
         return self._ints, self._history
 
     def _make_buffers(self, rows: int) -> _Buffers:

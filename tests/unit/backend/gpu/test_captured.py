@@ -6,6 +6,7 @@ over prompts are plain torch's. Where only the host's side matters, `light` leav
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import random
@@ -1045,3 +1046,71 @@ class TestDrafts:
         assert 0 < sum(each.num_accepted for each in sequences) < sum(each.num_drafted for each in sequences)
         assert any(step.verifications for step in made)
         assert len(engine.memory.index.pages_in_use()) == 0
+
+    def test_out_of_memory_for_their_steps(
+        self, small: Make, light: list[CapturedStep], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Then there are none, and the rows are as they were."""
+
+        def out_of_memory(*_: Any) -> Any:
+            raise torch.OutOfMemoryError("no memory")
+
+        model, params = small(), settings(12, **SAMPLED)
+        alone = sequence_of(model, PROMPT, params)
+        with Engine(model, CacheMemory(model, 10**6)) as engine:
+            run_to_end(engine, [alone])
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))
+        monkeypatch.setattr(captured, "record_graph", out_of_memory)
+        monkeypatch.setattr(captured, "_capturing", True)
+        light[0].captured = True
+        drafter = drafter_of(drafts_of([alone], random.Random(1)), Letters())
+        engine, sequence = Engine(model, CacheMemory(model, 10**6), drafter=drafter), sequence_of(model, PROMPT, params)
+        run_to_end(engine, [sequence])
+        assert sequence.token_ids == alone.token_ids
+        assert {*light[0].verifications.values()} == {None}
+        assert sequence.num_drafted == 0
+
+    def test_a_ring_knows_what_wrong_ones_overwrote(
+        self, small: Make, made: list[CapturedStep], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It goes back as far as its keys are there, and no further."""
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))
+        model, prompt = small("gemma3"), [*range(1, 9)]
+        cache = make_cache(model, SlidingCache, 64, prefill_chunk=10)
+        options = {"cache": cache, "prefill_chunk": 10, "speculate": lambda _, count: [5] * count}
+        running = stream(model, Letters(), prompt, settings(30), **options)
+        tokens = [*prompt, *(token.token_id for token in islice(running, 18))]
+        running.close()
+        assert made[0].verifications
+        for back in range(1, 12):
+            rewound, again = copy.deepcopy(cache), [*tokens[: cache.seq_len - back], 7]
+            try:
+                rewound.truncate(cache.seq_len - back)
+            except ValueError:
+                break
+            with plainly():
+                expected = tokens_of(model, again, settings(3))
+                assert tokens_of(model, again, settings(3), cache=rewound, prefill_chunk=10) == expected
+        assert 1 < back < 11
+
+    def test_a_model_that_is_hooked_on_the_way(
+        self, small: Make, made: list[CapturedStep], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = small()
+        alone = sequence_of(model, PROMPT, settings(14))
+        run_to_end(Engine(model, CacheMemory(model, 10**6)), [alone])
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))
+        drafter = drafter_of(drafts_of([alone], random.Random(1)), Letters())
+        engine, sequence = (
+            Engine(model, CacheMemory(model, 10**6), drafter=drafter),
+            sequence_of(model, PROMPT, settings(14)),
+        )
+        engine.submit(sequence)
+        for _ in range(4):
+            engine.step()
+        hook = model.layers[0].register_forward_hook(lambda *_: None)
+        engine.step()
+        hook.remove()
+        run_to_end(engine, [])
+        assert sequence.error is None
+        assert sequence.token_ids == alone.token_ids
