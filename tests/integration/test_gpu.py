@@ -390,7 +390,7 @@ class TestDrafts:
             drafted, accepted = (sum(getattr(each, name) for each in results) for name in ("drafted", "accepted"))
             assert accepted <= right * drafted + 0.2 * drafted
             assert drafted > 20
-        assert set(verified) >= {2, 5, 9}
+        assert set(verified) >= {5, 9}
 
     @EVERY_CACHE
     def test_in_every_cache(self, make_model: MakeModel, verified: list[int], kind: str) -> None:
