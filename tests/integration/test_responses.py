@@ -125,7 +125,7 @@ class Script:
         self.params = SamplingParams()
         tokenizer = server.service.tokenizer
 
-        async def submit(_: Any, prompts: Any, params: SamplingParams, priority: int, cache_salt: str) -> Any:
+        async def submit(_: Any, prompts: Any, params: SamplingParams, __: Any) -> Any:
             self.prompt, self.params = tokenizer.decode(prompts[0], skip_special_tokens=False), params
             return Scripted(prompts[0], self.pieces, self.reason)
 

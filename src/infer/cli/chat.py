@@ -36,6 +36,7 @@ from infer.progress import Progress
 from infer.values import did_you_mean
 
 if TYPE_CHECKING:
+    from infer.engine.engine import Stats
     from infer.engine.result import GeneratedToken
     from infer.engine.session import Session
 
@@ -203,6 +204,7 @@ class Conversation:
             if report.what == progress.PREFILL:
                 prefill = report
 
+        before = session.llm.stats()
         with progress.listen(on_progress):
             steps = show(session.more(params) if text is None else session.stream(text, params), wrap=True)
         if not steps:
@@ -216,7 +218,8 @@ class Conversation:
             say(f"[interrupted {when}: {kept}]", dim=True)
             return
         self.current.steps = steps
-        say(f"[{speed(steps)}; cache holds {len(session.tokens)}{self._cut(steps, params)}]", dim=True)
+        drafts = drafts_right(before, session.llm.stats())
+        say(f"[{speed(steps)}{drafts}; cache holds {len(session.tokens)}{self._cut(steps, params)}]", dim=True)
         left = session.context - len(session.tokens)
         nearly_full = left < NEARLY_FULL * session.context
         if nearly_full and not self.current.warned:
@@ -420,6 +423,13 @@ def shorten(text: str, length: int) -> str:
 
 def turns(session: "Session") -> str:
     return counted(session.turns, "turn")
+
+
+def drafts_right(before: "Stats", after: "Stats") -> str:
+    """Of the drafts that were verified meanwhile."""
+    drafted = after.drafted_tokens - before.drafted_tokens
+    right = after.accepted_tokens - before.accepted_tokens
+    return f", {right} of {counted(drafted, 'draft')} right" if drafted else ""
 
 
 def speed(steps: "list[GeneratedToken]") -> str:

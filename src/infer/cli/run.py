@@ -231,7 +231,7 @@ def stats_line(result: "GenerationResult") -> str:
 
 def as_dict(result: "GenerationResult") -> dict[str, Any]:
     values = asdict(result)
-    del values["schema"], values["model"]
+    del values["schema"], values["model"], values["embedding"]
     for name in ("logprobs", "prompt_logprobs"):
         if values[name] is not None:
             values[name] = [each and each._asdict() for each in values[name]]

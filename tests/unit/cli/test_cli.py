@@ -629,6 +629,14 @@ class TestChat:
         assert (done.status, done.out) == (0, expected)
         assert done.err.count("the chat template refuses these messages: not that\n") == 1  # and nothing to do about it
 
+    def test_drafts_are_counted(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Speculation, "_worth", lambda *_: (0.0, MAX_DRAFTS))  # as many as possible
+        arguments = ["chat", *GREEDY, "--max-new-tokens", "40"]
+        plain, done = run(*arguments, stdin="hello\n"), run(*arguments, "--speculate", "ngram", stdin="hello\n")
+        assert done.out == plain.out
+        assert re.search(r"s to the first, \d+ of \d+ drafts? right; cache holds", done.err)
+        assert "right" not in plain.err
+
     def test_cache_is_kept(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[Session] = []
         init = Session.__init__
