@@ -38,7 +38,11 @@ def ask(client: TestClient, **fields: Any) -> Any:
 
 
 def num_accepted(client: TestClient) -> int:
-    line = next(line for line in client.get("/metrics").text.splitlines() if "num_accepted_tokens_total{" in line)
+    line = next(
+        line
+        for line in client.get("/metrics").text.splitlines()
+        if line.startswith("infer:spec_decode_num_accepted_tokens_total")
+    )
     return int(float(line.split()[-1]))
 
 
