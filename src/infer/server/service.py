@@ -27,7 +27,7 @@ from infer.engine.guide import vocabulary_of
 from infer.engine.llm import LLM, Handle
 from infer.engine.params import SamplingParams
 from infer.engine.result import GenerationResult
-from infer.engine.sequence import CacheExceeded, ContextExceeded, NoToken, NoTokenAllowed
+from infer.engine.sequence import EMBED, CacheExceeded, ContextExceeded, NoToken, NoTokenAllowed
 from infer.loader.tokenizer import TooManyTokens
 from infer.parallel.group import ProcessLost
 from infer.server import bodies
@@ -283,9 +283,9 @@ class Answer(ABC):
             try:
                 if not await while_connected(handle.finished(), request.receive):
                     return client_closed_request()
-                if params.logprobs is None and not are_many(prompts, params):
+                if params.logprobs is None and params is not EMBED and not are_many(prompts, params):
                     return json_response(self.complete(handle))
-                # Up to 21 log-probabilities and texts per token would block the event loop.
+                # Up to 21 log-probabilities and texts per token would block the event loop, and so would embeddings.
                 return await asyncio.to_thread(lambda: json_response(self.complete(handle)))
             finally:
                 handle.abort()
